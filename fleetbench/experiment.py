@@ -55,14 +55,16 @@ class Tune(Config):
     """Best simulated strategies that run for real."""
     leg_steps: int = 60
     """Counted steps of one real leg."""
-    pairs: int = 6
-    """Fresh pairs of finalist and default that the verdict rests on."""
-    min_gain: float = 0.01
+    pairs: int = 48
+    """Most fresh pairs of finalist and default; they stop at a look before, where the verdict is known."""
+    min_gain: float = 0.02
     """USE needs the interval's lower end above 1 + ``min_gain``."""
     storage: str | None = None
     """Optuna storage; default: an SQLite file beside the runs."""
     budget_gpu_hours: float | None = None
-    """Bound on the trainers' time in real runs."""
+    """Bound on the trainers' time in real runs, summed over them."""
+    budget_minutes: float | None = None
+    """Bound on the time of the real runs: the pairs then end with the verdict that they allow."""
     samples: float | None = None
     """With ``--simulate-only --sweep``: samples to train on in all, for days and money."""
     price_per_trainer_hour: float | None = None
@@ -78,11 +80,12 @@ class Tune(Config):
     def _validate(self) -> None:
         at_least(self, 1, "trials", "simulated_steps", "finalists", "leg_steps", "pairs")
         if self.pairs < 2:
-            raise ConfigError("an interval needs at least 2 pairs", "pairs", repr(self.pairs), "6 pairs can separate 1 % from noise")
+            raise ConfigError("an interval needs at least 2 pairs", "pairs", repr(self.pairs), "48 pairs find 5 % in noise of 6 %")
         if self.min_gain < 0:
-            raise ConfigError("cannot be negative", "min_gain", repr(self.min_gain), "0.01 asks for a gain of 1 %")
-        if self.budget_gpu_hours is not None and self.budget_gpu_hours <= 0:
-            raise ConfigError("must be above zero", "budget_gpu_hours", repr(self.budget_gpu_hours), "drop it for no bound")
+            raise ConfigError("cannot be negative", "min_gain", repr(self.min_gain), "0.02 asks for a gain of 2 %")
+        for name in ("budget_gpu_hours", "budget_minutes"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigError("must be above zero", name, repr(value), "drop it for no bound")
         for name, example in (("samples", "1e9"), ("price_per_trainer_hour", "2.5")):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ConfigError("must be above zero", name, repr(value), f"for example {name} = {example}")

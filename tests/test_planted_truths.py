@@ -9,9 +9,9 @@ import pytest
 from fleetbench.experiment import Experiment
 from real.job.session import Session
 from tuner.real_runs import RealRuns
-from tuner.recommendation import Pair
+from tuner.sequential import paired_speedup
 from tuner.tune import tune
-from tuner.verify import measure_pairs, paired_speedup
+from tuner.verify import measure_pairs
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LATE = 2.0
@@ -80,10 +80,10 @@ def test_a_planted_gain_is_found_and_found_again(tmp_path: Path) -> None:
     assert recommendation.verdict == "USE", recommendation.line
     assert recommendation.speedup is not None
     assert recommendation.speedup > 1.15
-    experiment, pairs = Experiment.load(folder / "experiment.toml"), list[Pair]()
+    experiment = Experiment.load(folder / "experiment.toml", ["tune.pairs=6"])
     with Session(experiment) as session:
         legs = RealRuns(experiment=experiment, runner=session, folder=tmp_path / "again", step_s=0.0)
-        measure_pairs(experiment, legs, "again", recommendation.strategy, pairs.append)
+        pairs = list(measure_pairs(experiment, legs, "again", recommendation.strategy))
     again = paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs])
     assert recommendation.low is not None
     assert recommendation.high is not None

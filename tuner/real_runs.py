@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,18 @@ def step_s_of(result: RunResult) -> float:
 
 
 class BudgetSpent(Exception):  # noqa: N818  # an end of measuring, not an error of anybody
-    """The next leg would exceed ``tune.budget_gpu_hours``."""
+    """The next leg would exceed the budget of the real runs."""
+
+
+def budget_of(experiment: Experiment) -> tuple[float, str]:
+    """Seconds that all trainers together may take in real runs, and the setting that says so; infinite where none does."""
+    tune, trainers = experiment.tune, experiment.cluster.trainers
+    limits = [(math.inf, "")]
+    if tune.budget_gpu_hours is not None:
+        limits.append((tune.budget_gpu_hours * SECONDS_PER_HOUR, f"tune.budget_gpu_hours = {tune.budget_gpu_hours:g}"))
+    if tune.budget_minutes is not None:
+        limits.append((tune.budget_minutes * 60 * trainers, f"tune.budget_minutes = {tune.budget_minutes:g}"))
+    return min(limits)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,12 +88,13 @@ class RealRuns:
         steps: int,
         start: Literal["continue", "initial"] = "continue",
         evaluate: bool = False,
+        window: int = 0,
     ) -> RunResult:
-        """Run one leg of an arm, again where the machine was busy.
+        """Run one leg of an arm, again where the machine was busy. ``window``: see ``Leg``.
 
         Raises ``BudgetSpent`` before a leg that would exceed the budget, and what the runner raises.
         """
-        leg = self._leg(strategy, steps, start, evaluate=evaluate)
+        leg = self._leg(strategy, steps, start, evaluate=evaluate, window=window)
         if not self._affords(leg):
             raise BudgetSpent
         result = self._once(leg)
@@ -98,11 +111,11 @@ class RealRuns:
 
     def _affords(self, leg: Leg) -> bool:
         """Whether the budget has room for the leg."""
-        budget = self.experiment.tune.budget_gpu_hours
-        if budget is None:
+        budget_s, _ = budget_of(self.experiment)
+        if math.isinf(budget_s):
             return True
         ahead_s = self.experiment.cluster.trainers * ((leg.steps + leg.warmup_steps) * self.step_s + self.runner.startup_s)
-        return self.spent_s + ahead_s <= budget * SECONDS_PER_HOUR
+        return self.spent_s + ahead_s <= budget_s
 
     def _once(self, leg: Leg) -> RunResult:
         trainers = self.experiment.cluster.trainers
@@ -116,11 +129,18 @@ class RealRuns:
         self.step_s = (result.host_s or took_s) / (leg.steps + leg.warmup_steps)  # without the start of a launch, which startup_s has
         return result
 
-    def together(self, strategies: Iterable[DistributedStrategy], *, steps: int) -> None:
+    def together(self, strategies: Iterable[DistributedStrategy], *, steps: int, window: int) -> None:
         """Legs of these strategies follow, which are compared with each other."""
-        self.runner.together([self._leg(strategy, steps) for strategy in strategies])
+        self.runner.together([self._leg(strategy, steps, window=window) for strategy in strategies])
 
     def _leg(
-        self, strategy: DistributedStrategy, steps: int, start: Literal["continue", "initial"] = "continue", *, evaluate: bool = False
+        self,
+        strategy: DistributedStrategy,
+        steps: int,
+        start: Literal["continue", "initial"] = "continue",
+        *,
+        evaluate: bool = False,
+        window: int,
     ) -> Leg:
-        return Leg(strategy=strategy, steps=steps, warmup_steps=self.experiment.run.warmup_steps, start=start, evaluate=evaluate)
+        warmup_steps = self.experiment.run.warmup_steps
+        return Leg(strategy=strategy, steps=steps, warmup_steps=warmup_steps, start=start, evaluate=evaluate, window=window)

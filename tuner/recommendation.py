@@ -99,6 +99,8 @@ class Recommendation(Config):
     """Digest of the experiment."""
     name: str
     verdict: Literal["USE", "KEEP DEFAULT"]
+    undecided: bool = False
+    """The default is kept because measuring ended before a gain was proved or excluded."""
     reason: str
     strategy: DistributedStrategy
     """What to train with: the finalist, or the default."""
@@ -106,7 +108,7 @@ class Recommendation(Config):
     """Name of the arm that the pairs compared with the default."""
     speedup: float | None = None
     low: float | None = None
-    """Lower end of the two-sided 90 % interval of the mean paired log ratio."""
+    """Lower end of a 90 % interval of the mean paired log ratio that holds whenever the pairs stop."""
     high: float | None = None
     pairs: tuple[Pair, ...] = ()
     arms: tuple[Arm, ...] = ()
@@ -121,7 +123,7 @@ class Recommendation(Config):
     def line(self) -> str:
         """The verdict in one line."""
         if self.verdict == "KEEP DEFAULT":
-            return f"KEEP DEFAULT: {self.reason}"
+            return f"KEEP DEFAULT{' (UNDECIDED)' if self.undecided else ''}: {self.reason}"
         changed = ((key, str(value).lower() if isinstance(value, bool) else value) for key, value in flat(self.strategy.changes()))
         changes = ", ".join(f"{key} = {value}" for key, value in changed) or "Fleet's defaults"
         return f"USE {changes}: {self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}], n = {len(self.pairs)} pairs"

@@ -16,7 +16,7 @@ from fleetbench.store import new_run_id
 from real.job.script_session import ScriptSession
 from real.processes.diagnosis import LegFailed, LegLost
 from real.profile.measuring import profile_script, searched_threads
-from tuner.real_runs import SECONDS_PER_HOUR
+from tuner.real_runs import SECONDS_PER_HOUR, budget_of
 from tuner.recommendation import Recommendation
 from tuner.resumption import Journal, Resumption
 from tuner.tune import spending, tune
@@ -106,11 +106,10 @@ def _profiled(session: ScriptSession, out: Path, seconds: float, progress: Progr
 
 def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
     """Raise ``ConfigError`` where the profile's next leg, of so many seconds, may lie beyond the budget."""
-    hours, trainers = session.experiment.tune.budget_gpu_hours, session.experiment.cluster.trainers
-    if hours is not None and session.held_s + trainers * seconds > hours * SECONDS_PER_HOUR:
-        what = "the profile alone would take more"
-        gone = f"{hours:g} GPU hours, of which {session.held_s / SECONDS_PER_HOUR:.3g} are gone"
-        raise ConfigError(what, "tune.budget_gpu_hours", gone, "raise it: after the profile come the legs that are compared")
+    (budget_s, setting), trainers = budget_of(session.experiment), session.experiment.cluster.trainers
+    if session.held_s + trainers * seconds > budget_s:
+        gone = f"{budget_s / SECONDS_PER_HOUR:.3g} GPU hours, of which {session.held_s / SECONDS_PER_HOUR:.3g} are gone"
+        raise ConfigError("the profile alone would take more", setting, gone, "raise it: after the profile come the legs that are compared")
 
 
 def _stored(profile: Profile, folder: Path) -> Path:

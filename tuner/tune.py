@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
+import statistics
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +22,7 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate as in_simulator
-from tuner.real_runs import SECONDS_PER_HOUR, SPENT, RealRuns, Runner, step_s_of
+from tuner.real_runs import SPENT, RealRuns, Runner, budget_of, step_s_of
 from tuner.recommendation import Arm, Recommendation
 from tuner.search import Search, StepS, search, shortened
 from tuner.space import search_space
@@ -62,6 +65,7 @@ def tune(
         from real.supported import refuse_unsupported
 
         refuse_unsupported(experiment, experiment.strategy)  # before the search, not after it
+    began = time.monotonic()
     if experiment.workload.model != LAYERS:
         from real.profile.measuring import ensure_profile
 
@@ -91,13 +95,14 @@ def tune(
             on_spent=spending(experiment, progress),
         )
         recommendation = verify(experiment, arms, legs, progress)
+    cost_s = max(time.monotonic() - began, legs.spent_s / experiment.cluster.trainers)  # a resumed tuning has spent more than it took now
     profile = profile_of(experiment)
     busy = () if profile is None or profile.busy is None else (profile.busy,)
     recommendation = dataclasses.replace(
         recommendation,
         trials=tuple(tried.trial for tried in found.tried),
         advice_left_out=tuple(left_out),
-        notes=(*busy, *space.notes, *notes, *recommendation.notes),
+        notes=(*busy, *space.notes, *notes, *recommendation.notes, cost_note(recommendation, cost_s)),
         runs=tuple(run for arm in recommendation.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None),
     )
     recommendation.save(folder)
@@ -106,10 +111,21 @@ def tune(
 
 def spending(experiment: Experiment, progress: Progress | None) -> Callable[[float], None]:
     """Shows spent seconds beside the budget; nothing where there is none."""
-    hours = experiment.tune.budget_gpu_hours
-    if hours is None or progress is None:
+    budget_s, _ = budget_of(experiment)
+    if math.isinf(budget_s) or progress is None:
         return lambda _: None
-    return lambda spent_s: progress(SPENT, round(spent_s), round(hours * SECONDS_PER_HOUR))
+    return lambda spent_s: progress(SPENT, round(spent_s), round(budget_s))
+
+
+def cost_note(recommendation: Recommendation, cost_s: float) -> str:
+    """What a tuning of so many seconds cost, and after how many steps of the recommended strategy it has paid."""
+    note = f"the tuning took {cost_s:.3g} s"
+    if recommendation.verdict != "USE" or recommendation.speedup is None:
+        return note
+    default_s = statistics.fmean(pair.default_s for pair in recommendation.pairs)
+    finalist_s = default_s / recommendation.speedup
+    steps = math.ceil(cost_s / (default_s - finalist_s))
+    return f"{note}, which training with the recommendation has saved after {steps:,} steps ({steps * finalist_s:.3g} s)"
 
 
 def _stage(progress: Progress | None, stage: str) -> Callable[[int, int], None] | None:

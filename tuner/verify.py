@@ -1,80 +1,59 @@
-"""Verify: real runs choose the finalist, price its local steps, and measure its gain.
+"""Verify: real runs choose a finalist, price its local steps, and measure its gain.
 
-Three rounds in one launch: every arm twice, forward then backward (A B C C B A), and the fastest
-goes on; where the workload has a target, a run to it from the initial parameters, which may
-reject an arm, so that the next fastest goes on; then fresh pairs of default and finalist in
-alternating order. Only the pairs speak in the verdict: the runs that chose a winner flatter it.
+Three rounds in one launch: every arm twice, forward then backward (A B C C B A), which ranks them; where the workload has a
+target, a run to it from the initial parameters, which may reject an arm; then fresh pairs of the default and the fastest arm in
+alternating order, until the verdict is known. Where that arm is rejected, fails or gains nothing, the next that ran faster than
+the default takes its place. Only the pairs speak in the verdict: the runs that chose a winner flatter it.
+
+Wherever several finalists are compared, the chance of a USE without the gain is that of one: the first has ``FIRST_SHARE`` of
+it, the next that share of what is left, the last all of it. One whose legs fail leaves what its looks had not spent.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
-
-import numpy as np
-from scipy import stats
 
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
 from real.processes.diagnosis import LegFailed, LegLost
-from tuner.real_runs import BudgetSpent, RealRuns, step_s_of
+from tuner.real_runs import BudgetSpent, RealRuns, budget_of, step_s_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
+from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
 
 DEFAULT = "default"
-LEAST_PAIRS = 2
-"""With fewer there is no interval."""
-CONFIDENCE = 0.90
-"""Two-sided: the lower end is a one-sided 95 % bound."""
+FIRST_SHARE = 0.95
+"""Of the error that is left, what a finalist takes where others may follow."""
+_ROUNDS = 2
+"""In which the arms are ranked."""
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Speedup:
-    """How many times as fast the finalist is as the default, with the ends of its interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    def exceeds(self, min_gain: float) -> bool:
-        """Whether the whole interval lies above ``1 + min_gain``."""
-        return self.low > 1 + min_gain
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f}x [{self.low:.3f}, {self.high:.3f}]"
+def error_of(left: float, *, is_last: bool) -> float:
+    """The chance of a USE without the gain that the next finalist takes of what is left."""
+    return left if is_last else FIRST_SHARE * left
 
 
-def paired_speedup(default_s: Sequence[float], finalist_s: Sequence[float], confidence: float = CONFIDENCE) -> Speedup:
-    """Student's t interval of the mean of ``log(default_s[i] / finalist_s[i])``, as ratios of times.
+def measure_pairs(experiment: Experiment, legs: RealRuns, finalist: str, strategy: DistributedStrategy) -> Iterator[Pair]:
+    """Run pairs of the experiment's own strategy and ``strategy``, ``tune.pairs`` at the most: A B, B A, A B, ....
 
-    Pairs share their moment, so what slows the machine for both cancels. Needs at least two pairs.
-    """
-    ratios = np.log(np.asarray(default_s, dtype=np.float64) / np.asarray(finalist_s, dtype=np.float64))
-    assert len(ratios) >= LEAST_PAIRS, "an interval needs at least two pairs"
-    mean, error = float(ratios.mean()), float(stats.sem(ratios))
-    half = float(stats.t.ppf((1 + confidence) / 2, len(ratios) - 1)) * error
-    return Speedup(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
-
-
-def measure_pairs(
-    experiment: Experiment, legs: RealRuns, finalist: str, strategy: DistributedStrategy, on_pair: Callable[[Pair], None]
-) -> None:
-    """Run ``tune.pairs`` pairs of the experiment's own strategy and ``strategy``: A B, B A, A B, ....
-
-    ``on_pair`` is told every pair as it is complete. Raises what the legs raise.
+    Each has a window of injected stragglers of its own, which its legs share. A pair of which a leg is void says nothing, and is
+    left out. Raises what the legs raise.
     """
     arms = [(DEFAULT, experiment.strategy), (finalist, strategy)]
-    for number in range(experiment.tune.pairs):
-        default_first = number % 2 == 0
-        ordered = arms if default_first else arms[::-1]
-        legs.together((arm for _, arm in ordered), steps=experiment.tune.leg_steps)
-        step_s = {name: step_s_of(legs.run(name, arm, steps=experiment.tune.leg_steps)) for name, arm in ordered}
-        on_pair(Pair(default_s=step_s[DEFAULT], finalist_s=step_s[finalist], default_first=default_first))
+    default_first, steps = True, experiment.tune.leg_steps
+    for window in range(_ROUNDS, _ROUNDS + experiment.tune.pairs):
+        ordered, void = arms if default_first else arms[::-1], legs.num_void
+        legs.together((arm for _, arm in ordered), steps=steps, window=window)
+        step_s = {name: step_s_of(legs.run(name, arm, steps=steps, window=window)) for name, arm in ordered}
+        if legs.num_void == void:
+            yield Pair(default_s=step_s[DEFAULT], finalist_s=step_s[finalist], default_first=default_first)
+            default_first = not default_first
 
 
 def verify(experiment: Experiment, arms: Sequence[Arm], legs: RealRuns, progress: Progress | None = None) -> Recommendation:
@@ -91,29 +70,45 @@ class _Verifier:
     arms: dict[str, Arm]
     legs: RealRuns
     progress: Progress
-    pairs: list[Pair] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     finalist: str | None = None
+    """The arm that is compared with the default."""
+    pairs: list[Pair] = field(default_factory=list)
+    """Of the finalist."""
+    error: float = ERROR
+    """Chance that it may be used without the gain."""
+    judged: Judgement | None = None
+    undecided: bool = False
+    """Measuring ended before a verdict."""
 
     def run(self) -> Recommendation:
         try:
             self._choose()
             self._check_target(DEFAULT)
-            self.finalist, reason = self._find_finalist()
-            if self.finalist is None:
-                return self._keep(reason)
-            try:
-                self._measure_pairs(self.arms[self.finalist])
-            except LegLost:  # both strategies have run before: it is the machine's doing, and no verdict
-                raise
-            except LegFailed as failure:
-                self._update(self.finalist, rejected=_says(failure))
-                return self._keep(f"a leg of the comparison failed: {_says(failure)}")
+            reason = self._compare()
         except BudgetSpent:
-            hours = self.experiment.tune.budget_gpu_hours
-            self.notes.append(f"real runs stopped within the budget of {hours:g} GPU hours")
-            return self._keep(f"the budget of {hours:g} GPU hours ended before the comparison did")
-        return self._judge()
+            _, setting = budget_of(self.experiment)
+            reason, self.undecided = f"the budget ({setting}) ended before the comparison did", True
+            self.notes.append(reason)
+            if self.judged is None:
+                self._judge(final=True)
+        return self._recommend(reason)
+
+    def _compare(self) -> str:
+        """Compare finalists with the default until one is faster, or may be; why none is."""
+        others = [arm for arm in self.arms.values() if arm.name != DEFAULT and arm.rejected is None]
+        ranked, left, ruled_out = sorted(others, key=_real_s), ERROR, []
+        for number, arm in enumerate(ranked):
+            if number and _real_s(arm) >= _real_s(self.arms[DEFAULT]):
+                break
+            self.error = error_of(left, is_last=number == len(ranked) - 1)
+            if self._reaches_target(arm.name):
+                left -= self._measure_pairs(self.arms[arm.name])
+            if (rejected := self.arms[arm.name].rejected) is None and (self.judged is None or self.judged.verdict != "NO GAIN"):
+                return ""
+            ruled_out.append(f"{arm.name} {rejected or self._measured()}")
+        found = "what is faster was rejected" if self.judged is None else f"no gain above {100 * self.experiment.tune.min_gain:g} %"
+        return f"{found}: {'; '.join(ruled_out)}" if ruled_out else "no other strategy ran"
 
     def _choose(self) -> None:
         """Every arm twice, in an order in which a drift of the machine favours none."""
@@ -123,7 +118,8 @@ class _Verifier:
             if self.arms[name].rejected is not None:
                 continue
             with self._rejecting(name):
-                result = self.legs.run(name, self.arms[name].strategy, steps=self.experiment.tune.leg_steps)
+                window = _ROUNDS * done // len(order)  # of each round, so that arms share draws, and two are seen
+                result = self.legs.run(name, self.arms[name].strategy, steps=self.experiment.tune.leg_steps, window=window)
                 arm = self.arms[name]
                 peaks = [*result.peak_bytes, *([] if arm.peak_bytes is None else [arm.peak_bytes])]  # of all ranks and legs
                 self._update(name, measured_s=(*arm.measured_s, step_s_of(result)), peak_bytes=max(peaks, default=None))
@@ -139,24 +135,13 @@ class _Verifier:
                 raise
             self._update(name, rejected=_says(failure))
 
-    def _find_finalist(self) -> tuple[str | None, str]:
-        """The fastest arm that keeps the target; none, and the reason, where that is the default."""
-        fastest = sorted((arm for arm in self.arms.values() if arm.rejected is None), key=lambda arm: arm.real_s or 0.0)
-        rejected = []
-        for arm in fastest:
-            if arm.name == DEFAULT:
-                break
-            with self._rejecting(arm.name):
-                self._check_target(arm.name)
-                rejection = self._rejection(arm.name)
-                if rejection is None:
-                    return arm.name, ""
-                self._update(arm.name, rejected=rejection)
-            rejected.append(f"{arm.name} {self.arms[arm.name].rejected}")
-        if rejected:
-            return None, f"what is faster was rejected: {'; '.join(rejected)}"
-        default = self.arms[DEFAULT]
-        return None, f"the default, at {_ms(default)} a step, is the fastest of {len(fastest)} in real runs"
+    def _reaches_target(self, name: str) -> bool:
+        """Whether the arm's run to the target lets it be recommended; otherwise it is rejected."""
+        with self._rejecting(name):
+            self._check_target(name)
+            if (rejection := self._rejection(name)) is not None:
+                self._update(name, rejected=rejection)
+        return self.arms[name].rejected is None
 
     def _check_target(self, name: str) -> None:
         workload = self.experiment.workload
@@ -199,49 +184,64 @@ class _Verifier:
         )
         return None
 
-    def _measure_pairs(self, finalist: Arm) -> None:
-        wanted, done, void = self.experiment.tune.pairs, 0, self.legs.num_void
-        self.progress("fresh pairs", 0, wanted)
-
-        def on_pair(pair: Pair) -> None:
-            nonlocal done, void
-            if self.legs.num_void == void:  # a pair of which a leg is void says nothing
+    def _measure_pairs(self, finalist: Arm) -> float:
+        """Run the finalist's pairs until they are judged; what of its error is gone."""
+        if self.finalist is not None:
+            self.notes.append(f"before {finalist.name}, {self.finalist} {self._measured()}: no gain")
+        self.finalist, self.pairs, self.judged = finalist.name, [], None
+        limit = self.experiment.tune.pairs
+        try:
+            for pair in measure_pairs(self.experiment, self.legs, finalist.name, finalist.strategy):
                 self.pairs.append(pair)
-            done, void = done + 1, self.legs.num_void
-            self.progress("fresh pairs", done, wanted)
+                count = len(self.pairs)
+                self.progress(f"fresh pairs of {finalist.name}, to the next look", count, next(n for n in looks(limit) if n >= count))
+                self._judge()
+                if self.judged is not None:
+                    return self.error
+        except LegLost:  # both strategies have run before: it is the machine's doing, and no verdict
+            raise
+        except LegFailed as failure:
+            self._update(finalist.name, rejected=f"in the comparison {_says(failure)}")
+            count = len(self.pairs)
+            self.finalist, self.pairs = None, []
+            return self.error * spent(max((look for look in looks(limit) if look <= count), default=0), limit)
+        self._judge(final=True)  # void pairs have left fewer than the limit
+        return self.error
 
-        measure_pairs(self.experiment, self.legs, finalist.name, finalist.strategy, on_pair)
+    def _judge(self, *, final: bool = False) -> None:
+        ratios = [math.log(pair.speedup) for pair in self.pairs]
+        self.judged = judge(ratios, self.experiment.tune.min_gain, self.experiment.tune.pairs, error=self.error, final=final)
 
-    def _judge(self) -> Recommendation:
-        if len(self.pairs) < LEAST_PAIRS:
-            reason = f"only {len(self.pairs)} of {self.experiment.tune.pairs} pairs of {self.finalist} were measured on a quiet machine"
-            return self._keep(reason)
-        speedup = paired_speedup([pair.default_s for pair in self.pairs], [pair.finalist_s for pair in self.pairs])
-        min_gain, count = self.experiment.tune.min_gain, len(self.pairs)
-        if not speedup.exceeds(min_gain):
-            reason = f"{self.finalist} measured {speedup} in {count} pairs, and USE needs a lower end above {1 + min_gain:g}"
-            return self._keep(reason, speedup)
-        reason = f"{self.finalist} is faster than the default in {count} fresh pairs"
-        return self._recommend("USE", reason, speedup)
+    def _measured(self) -> str:
+        if self.judged is None:
+            return f"has {counted(len(self.pairs), 'pair')}, and an interval needs {LEAST_PAIRS}"
+        return f"measured {self.judged.speedup} in {self.judged.pairs} pairs"
 
-    def _keep(self, reason: str, speedup: Speedup | None = None) -> Recommendation:
-        return self._recommend("KEEP DEFAULT", reason, speedup)
-
-    def _recommend(self, verdict: Literal["USE", "KEEP DEFAULT"], reason: str, speedup: Speedup | None) -> Recommendation:
+    def _recommend(self, reason: str) -> Recommendation:
+        judged = self.judged
+        used = self.finalist if judged is not None and judged.verdict == "USE" else None
+        if used is not None:
+            reason = f"{used} is faster than the default in {len(self.pairs)} fresh pairs"
+        elif self.finalist is not None and (judged is None or judged.verdict == "UNDECIDED"):
+            self.undecided = True
+            reason = "; ".join(filter(None, (reason, f"{self.finalist} {self._measured()}", _needed(judged))))
         if self.legs.num_void:
             void = f"{counted(self.legs.num_void, 'real run')} {'is' if self.legs.num_void == 1 else 'are'} void"
             self.notes.append(f"{void}, as the machine was not quiet in any of their repeats; pairs with one are left out: tune again")
-        used = self.finalist if verdict == "USE" and self.finalist is not None else DEFAULT
+        if len(self.pairs) > LEAST_PAIRS:
+            alone, paired = _spread([pair.default_s for pair in self.pairs]), _spread([pair.speedup for pair in self.pairs])
+            self.notes.append(f"A/A: the default's own legs differ by {alone}, the pairs by {paired} (standard deviations of logarithms)")
         return Recommendation(
             experiment=self.experiment.digest(),
             name=self.experiment.name,
-            verdict=verdict,
+            verdict="KEEP DEFAULT" if used is None else "USE",
+            undecided=used is None and self.undecided,
             reason=reason,
-            strategy=self.arms[used].strategy,
+            strategy=self.arms[used or DEFAULT].strategy,
             finalist=self.finalist,
-            speedup=None if speedup is None else speedup.mean,
-            low=None if speedup is None else speedup.low,
-            high=None if speedup is None else speedup.high,
+            speedup=None if judged is None else judged.speedup.mean,
+            low=None if judged is None else judged.speedup.low,
+            high=None if judged is None else judged.speedup.high,
             pairs=tuple(self.pairs),
             arms=tuple(dataclasses.replace(arm, measured_runs=tuple(self.legs.runs.get(arm.name, ()))) for arm in self.arms.values()),
             notes=tuple(self.notes),
@@ -255,5 +255,17 @@ def _says(failure: LegFailed) -> str:
     return f"failed on {failure.where}: {failure.what}"
 
 
-def _ms(arm: Arm) -> str:
-    return f"{1e3 * (arm.real_s or 0.0):.3g} ms"
+def _real_s(arm: Arm) -> float:
+    assert arm.real_s is not None, "an arm that is not rejected has run"
+    return arm.real_s
+
+
+def _needed(judged: Judgement | None) -> str:
+    if judged is None:
+        return ""
+    number = f"more than {MANY:,}" if judged.pairs_needed >= MANY else f"about {judged.pairs_needed:,}"
+    return f"{number} would decide, if mean and spread stay (tune.pairs)"
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{100 * statistics.stdev(map(math.log, values)):.2g} %"

@@ -23,7 +23,7 @@ from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
 
 if TYPE_CHECKING:
-    from fleetbench.experiment import Experiment
+    from fleetbench.experiment import Experiment, Tune
     from real.profile.measuring import Taken
     from tuner.recommendation import Recommendation
 
@@ -156,7 +156,7 @@ def _tune(show: Callable[[Recommendation, Path, argparse.Namespace], int], argum
     def kept() -> None:
         arguments.interrupted = "the script was stopped; the same command goes on after the last leg that is complete"
 
-    say(_budget(base.tune.budget_gpu_hours))
+    say(_budget(base.tune))
     say(what_runs(base))
     with _told(arguments), progress.stages(lines=True) as advance:
         recommendation, folder = tune_script(command, base, out=arguments.out, workdir=arguments.workdir, progress=advance, kept=kept)
@@ -178,15 +178,16 @@ def what_runs(experiment: Experiment) -> str:
     """Said of a tuning before anything is started."""
     tune = experiment.tune
     arms = 2 * (tune.finalists + 1)
-    legs = f"about {arms + 2 * tune.pairs} real runs of {tune.leg_steps} steps"
-    return f"to come: a profile, unless it is known; up to {tune.trials} simulated trials; {legs}, {2 * tune.pairs} of them for the verdict"
+    legs = f"about {arms} real runs of {tune.leg_steps} steps to choose, and at most {2 * tune.pairs} for the verdict"
+    return f"to come: a profile, unless it is known; up to {tune.trials} simulated trials; {legs}"
 
 
-def _budget(hours: float | None) -> str:
+def _budget(tune: Tune) -> str:
     """Said before anything is started."""
-    if hours is None:
-        return "budget: none; --set tune.budget_gpu_hours=0.5 would bound the time for which trainers are held"
-    return f"budget: {hours:g} GPU hours, for all trainers together from the first launch on"
+    bounds = [] if tune.budget_minutes is None else [f"{tune.budget_minutes:g} minutes from the first launch on"]
+    if tune.budget_gpu_hours is not None:
+        bounds.append(f"{tune.budget_gpu_hours:g} GPU hours, for all trainers together from the first launch on")
+    return f"budget: {'; '.join(bounds) or 'none; --set tune.budget_minutes=30 would bound the time for which trainers are held'}"
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from real.testbed.topology import PAYLOAD_SHARE
 from sim.servers.traffic import TouchedRows
-from tuner.verify import paired_speedup
+from tuner.sequential import paired_speedup
 
 Entry = dict[str, Any]
 TUNED, GEO = "asynchronous, tuned", "GeoSGD, K = 400"

@@ -10,6 +10,7 @@ its compute (the exchange of 3 kB) dilutes the gain, which is therefore a ceilin
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import tempfile
@@ -25,7 +26,8 @@ from fleetbench.store import machine, versions
 from real.job.session import Session
 from tuner.real_runs import RealRuns
 from tuner.recommendation import Pair
-from tuner.verify import Speedup, measure_pairs, paired_speedup
+from tuner.sequential import Speedup, paired_speedup
+from tuner.verify import measure_pairs
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent.parent / "examples"
@@ -102,10 +104,10 @@ def one_round(name: str, path: Path, seed: int) -> dict[str, Any]:
 
 def remeasure(experiment: Experiment, strategy: DistributedStrategy) -> tuple[Speedup, list[Pair]]:
     """Measure a recommendation again in a launch of its own."""
-    pairs: list[Pair] = []
+    experiment = experiment.replace(tune=dataclasses.replace(experiment.tune, pairs=6))
     with tempfile.TemporaryDirectory() as folder, Session(experiment, profile_of(experiment)) as session:
         legs = RealRuns(experiment=experiment, runner=session, folder=Path(folder), step_s=0.0)
-        measure_pairs(experiment, legs, "again", strategy, pairs.append)
+        pairs = list(measure_pairs(experiment, legs, "again", strategy))
     return paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs]), pairs
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from timing import UNIT_STEPS, mean_step_s, median_step_s
 
-from tuner.verify import paired_speedup
+from tuner.sequential import paired_speedup
 
 QUIET_CORES = 0.15
 """Cores that other programs may take during a round that counts."""

@@ -34,7 +34,7 @@ from real.testbed.network import is_rootless
 from real.testbed.noise import quietly
 from real.testbed.testbed import Testbed
 from real.testbed.topology import wire_s
-from tuner.verify import Speedup, paired_speedup
+from tuner.sequential import Speedup, paired_speedup
 
 RAW = Path(__file__).parent / "ddp_raw.jsonl"
 PROGRAM = (str(Path(__file__).parent / "ddp_rank.py"),)

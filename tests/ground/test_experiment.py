@@ -63,6 +63,7 @@ def test_old_experiment_files_open() -> None:
             ),
         ),
         run=Run(environment={"NCCL_DEBUG": "INFO"}),
+        tune=Tune(pairs=6, min_gain=0.01),
     )
     assert Experiment.load(FILES / "experiment_schema1.toml") == expected
 

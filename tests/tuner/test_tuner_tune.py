@@ -30,6 +30,8 @@ def test_the_planted_strategy_is_recommended(tmp_path: Path) -> None:
     assert (found.strategy.fuse_grad_size_in_MB, found.strategy.nccl_comm_num) == (1.0, 1)
     assert found.speedup == pytest.approx(1.3)
     assert found.line == "USE fuse_grad_size_in_MB = 1.0: 1.30x [1.30, 1.30], n = 4 pairs"
+    assert found.notes[-1].startswith("the tuning took ")
+    assert found.notes[-1].endswith(" s)")
     assert DistributedStrategy.load(folder / "recommended.toml") == found.strategy
 
 

@@ -1,0 +1,137 @@
+"""Verdicts that stop when they know: known critical values, errors by simulation, intervals, and what is left at the end."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from scipy import stats
+
+from tuner.sequential import ERROR, MANY, Judgement, critical_values, judge, looks, spent
+from tuner.verify import error_of
+
+GAIN = math.log(1.02)
+
+
+def judged(ratios: Sequence[float], limit: int = 48, error: float = ERROR) -> Judgement:
+    """The verdict on pairs that come one by one."""
+    for count in range(1, limit + 1):
+        found = judge(ratios[:count], 0.02, limit, error=error)
+        if found is not None:
+            return found
+    raise AssertionError("the limit is a look")
+
+
+def drawn(truth: float, deviation: float, count: int, seed: int, limit: int = 48) -> npt.NDArray[np.float64]:
+    """Normal log ratios, shape ``(count, limit)``."""
+    return np.random.default_rng(seed).normal(truth, deviation, (count, limit))
+
+
+def test_the_looks_are_those_of_the_documents() -> None:
+    """4, 6, 8, 12, 16, 24, 32, 48; a lower limit cuts them, a higher one goes on; fewer than four pairs have one look."""
+    assert looks(48) == (4, 6, 8, 12, 16, 24, 32, 48)
+    assert [looks(limit) for limit in (2, 3, 4, 10)] == [(2,), (3,), (4,), (4, 6, 8, 10)]
+    assert looks(130)[-4:] == (64, 96, 128, 130)
+
+
+@pytest.mark.parametrize("limit", [2, 3, 4])
+def test_one_look_is_students_t(limit: int) -> None:
+    """With one look the interval is the two-sided 90 % one of a fixed number of pairs, as scipy has it."""
+    ratios = [0.11, 0.02, 0.05, 0.09][:limit]
+    expected = stats.ttest_1samp(ratios, 0).confidence_interval(0.90)
+    found = judged(ratios, limit)
+    assert (math.log(found.speedup.low), math.log(found.speedup.high)) == pytest.approx((expected.low, expected.high))
+
+
+def test_the_error_of_all_looks_is_the_one_that_was_asked_for() -> None:
+    """Twenty thousand sequences of fresh normal ratios: each end is crossed in 5 %, and up to a look in what it may spend."""
+    at, ratios = looks(48), drawn(0.0, 1.0, 20_000, seed=5)
+    values = critical_values(at, tuple(spent(look, 48) for look in at), ERROR)
+    t = np.array([stats.ttest_1samp(ratios[:, :look], 0, axis=1).statistic for look in at])
+    crossed = np.maximum.accumulate(t > np.array(values)[:, None], axis=0).mean(axis=1)
+    below = (t < -np.array(values)[:, None]).any(axis=0).mean()
+    allowed = ERROR * np.array([spent(look, 48) for look in at])
+    assert crossed == pytest.approx(allowed, abs=4 * math.sqrt(ERROR / 20_000))
+    assert below == pytest.approx(ERROR, abs=4 * math.sqrt(ERROR / 20_000))
+    assert spent(3, 48) < spent(4, 48) < spent(32, 48) < spent(48, 48) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gain", "deviation", "verdict", "least", "most"),
+    [
+        (0.98, 0.12, "USE", 0.0, 0.02),
+        (1.00, 0.06, "USE", 0.0, 0.03),
+        (1.02, 0.06, "USE", 0.02, 0.08),
+        (1.02, 0.06, "NO GAIN", 0.02, 0.08),
+        (1.05, 0.03, "USE", 0.95, 1.0),
+        (1.05, 0.12, "NO GAIN", 0.0, 0.05),
+        (0.90, 0.06, "NO GAIN", 0.99, 1.0),
+    ],
+)
+def test_verdicts_are_as_often_wrong_as_they_may_be(gain: float, deviation: float, verdict: str, least: float, most: float) -> None:
+    """Four hundred truths each; ``reports/tuner`` has thousands, with the noise of real runs."""
+    found = [judged(row.tolist()) for row in drawn(math.log(gain), deviation, 400, seed=7)]
+    assert least <= np.mean([one.verdict == verdict for one in found]) <= most
+
+
+def test_intervals_hold_where_the_pairs_stop() -> None:
+    """At whichever look that is, nine in ten have the truth between their ends, which lie around their mean."""
+    found = [judged(row.tolist()) for row in drawn(math.log(1.05), 0.06, 600, seed=11)]
+    assert len({one.pairs for one in found}) > 4
+    assert np.mean([one.speedup.low <= 1.05 <= one.speedup.high for one in found]) >= 0.88
+    assert all(one.speedup.low < one.speedup.mean < one.speedup.high for one in found)
+
+
+def test_pairs_go_on_between_looks_and_where_nothing_is_known() -> None:
+    """Three, five and seven pairs are no look; at four and six noise around the threshold decides nothing."""
+    ratios = [GAIN + offset for offset in (0.05, -0.05, 0.04, -0.04, 0.03, -0.03, 0.02, -0.02)]
+    assert [judge(ratios[:count], 0.02, 48) for count in range(9)] == [None] * 9
+
+
+def test_an_early_end_takes_the_error_that_is_left() -> None:
+    """Five pairs of 48 are no look, and a budget that ends there makes it the last: a shorter interval than the look before could have."""
+    ratios = [0.07, 0.04, 0.06, 0.05, 0.08]
+    assert judge(ratios, 0.02, 48) is None
+    ended = judge(ratios, 0.02, 48, final=True)
+    assert ended is not None
+    assert (ended.verdict, ended.pairs) == ("USE", 5)
+    fixed = stats.ttest_1samp(ratios, 0).confidence_interval(0.90)
+    assert math.log(ended.speedup.low) < fixed.low, "the looks before cost something"
+    assert judge(ratios[:1], 0.02, 48, final=True) is None, "one pair has no interval"
+
+
+def test_an_undecided_verdict_says_how_many_pairs_it_would_take() -> None:
+    """With a mean 1 % above the threshold, four times the distance needs a sixteenth of the pairs; on the threshold there is no number."""
+    noise = np.tile([0.06, -0.06], 24)
+    near, nearer = (judged((GAIN + distance + noise).tolist()) for distance in (0.012, 0.006))
+    assert (near.verdict, nearer.verdict) == ("UNDECIDED", "UNDECIDED")
+    assert nearer.pairs_needed == pytest.approx(4 * near.pairs_needed, rel=0.02)
+    assert near.pairs_needed > near.pairs == 48
+    assert judged((GAIN + noise).tolist()).pairs_needed == MANY
+
+
+def test_a_gain_without_any_noise_is_known_at_the_first_look() -> None:
+    """Runs by formula do not differ; neither does what is exactly at the threshold, which nothing decides."""
+    assert judged([0.2] * 48) == Judgement("USE", judged([0.2] * 48).speedup, 4, 4)
+    assert (judged([0.0] * 48).verdict, judged([0.0] * 48).pairs) == ("NO GAIN", 4)
+
+
+def test_a_stricter_error_asks_for_more() -> None:
+    """The finalist that comes second has a tenth of the error: its lower end is lower, its upper end the same."""
+    ratios = [0.07, 0.04, 0.06, 0.05]
+    first, second = (judge(ratios, 0.02, 4, error=error) for error in (ERROR, ERROR / 10))
+    assert first is not None
+    assert second is not None
+    assert second.speedup.low < first.speedup.low
+    assert second.speedup.high == first.speedup.high
+
+
+def test_the_errors_of_finalists_add_up_to_that_of_one() -> None:
+    """95 % of 5 %, 95 % of the rest, and all that is left."""
+    left, taken = ERROR, []
+    for number in range(3):
+        taken.append(error_of(left, is_last=number == 2))
+        left -= taken[-1]
+    assert taken == pytest.approx([0.0475, 0.002375, 0.000125])
+    assert left == pytest.approx(0.0)
