@@ -107,7 +107,7 @@ class Run(Config):
     launcher: Literal["local", "testbed", "torchrun", "slurm", "command"] = "local"
     """``command``: the user's own, after ``--`` on the command line; it is in no file, because a file executes nothing."""
     port: int = 29500
-    """Rendezvous port of the ``torchrun`` launcher; ``local`` opens none."""
+    """Rendezvous port of a job that ``fleetbench launch --print`` prints."""
     warmup_steps: int = 5
     """Steps before step 1, numbered up to 0: trained, in the table, not in the summary."""
     startup_timeout: Nanoseconds = Nanoseconds(300 * 10**9)

@@ -248,13 +248,16 @@ class Fleet:
 
 def _served(strategy: DistributedStrategy, timeout_s: float) -> Served:
     """The part of a server, or of a trainer of servers. Raises ``ConfigError`` in a tuning."""
+    role = role_of(os.environ)
     if os.environ.get(TUNING):
-        from real.job.watch import refuse_served
+        from real.job.watch import watch_driver
 
-        refuse_served()
+        watch_driver(role.rank)  # who hears of the error
+        what = "a script with parameter servers is neither profiled nor tuned: legs change the strategies of collective training"
+        raise ConfigError(what, "strategy.mode", "'ps'", "compare runs of fleetbench sim or real with different a_sync_configs")
     from real.servers.served import Served  # which training without servers need not pay for
 
-    served = Served(role_of(os.environ), strategy, timeout_s)
+    served = Served(role, strategy, timeout_s)
     atexit.register(served.leave)
     return served
 

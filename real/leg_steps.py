@@ -83,7 +83,7 @@ def begin_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
 
 
 def timed_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
-    """Steps under one strategy, each as the stopwatch saw it.
+    """Steps under one strategy, each as the stopwatch saw it; of a leg that ends early, only how many.
 
     A checkpoint that was loaded counts steps from elsewhere: they are counted from the leg's begin here.
     """
@@ -95,13 +95,14 @@ def timed_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
         num_steps += 1
         if num_steps == leg.warmup_steps:
             reset_peak(trained.device)
-    is_complete = num_steps == total
-    if is_complete:
-        engine.flush(end=True)
+    if num_steps < total:
+        engine.stopwatch.finish()
+        return {"complete": False, "num_steps": num_steps, "not_finite": not_finite(engine.stopwatch, trained.model, num_steps)}
+    engine.flush(end=True)
     engine.stopwatch.finish()
     part: dict[str, Any] = {
         **encode_steps(engine.stopwatch),
-        "complete": is_complete,
+        "complete": True,
         "num_steps": num_steps,
         "plan": engine.plan.to_dict(),
         "recordings": [recording.to_dict() for recording in engine.recordings()],
@@ -111,7 +112,7 @@ def timed_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
         **trained.results(leg),
     }
     records = [step["record"] for step in part["steps"]]
-    shift = records[0]["step"] - first_step if records else 0
+    shift = records[0]["step"] - first_step if records else 0  # none where times are not kept
     part["evaluated"] = [step - shift for step in part["evaluated"] if step in {record["step"] for record in records}]
     for entry in (*records, *part["spans"]):
         entry["step"] -= shift

@@ -120,5 +120,6 @@ def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) ->
     refuse_unexecuted(experiment.workload, "workload", WORKLOAD | LOSSES if emulated else WORKLOAD, _EXECUTOR)
     if emulated:
         refuse_unemulated(experiment, strategy)
-    if experiment.run.launcher == "slurm":
-        raise ConfigError(f"{_EXECUTOR} does not execute this yet", "run.launcher", "'slurm'", "one of local, testbed, torchrun")
+    if experiment.run.launcher in ("slurm", "torchrun"):
+        hint = f"set local or testbed; fleetbench launch --print {experiment.run.launcher} prints a job of the experiment"
+        raise ConfigError(f"{_EXECUTOR} starts its trainers itself", "run.launcher", repr(experiment.run.launcher), hint)

@@ -102,21 +102,22 @@ def tune(arguments: argparse.Namespace, show: Callable[[Recommendation, Path, ar
     return _placed(arguments, partial(_tune, show))
 
 
-def _placed(arguments: argparse.Namespace, drive: Callable[[argparse.Namespace], int]) -> int:
+def _placed(arguments: argparse.Namespace, drive: Callable[[argparse.Namespace, tuple[str, ...], Experiment], int]) -> int:
     """Drive from outside, or as rank 0 of processes that somebody has started already, whose other ranks serve."""
     from real.job.inside import driving, role_inside, serve
 
     role = role_inside()
     if role is None:
         _enter_workdir(arguments)
-        return drive(arguments)
+        return drive(arguments, *_asked(arguments))
     if arguments.workdir is not None:
         hint = "let the job's script start it there: (cd DIR && torchrun ...)"
         raise ConfigError("the job has been started already", "--workdir", str(arguments.workdir), hint)
+    command, base = _asked(arguments)
     if role.rank > 0:
-        return serve(role, arguments.command_line)
+        return serve(role, command, base.run.environment)
     with driving(role, arguments.out):
-        return drive(arguments)
+        return drive(arguments, command, base)
 
 
 def _enter_workdir(arguments: argparse.Namespace) -> None:
@@ -128,8 +129,12 @@ def _enter_workdir(arguments: argparse.Namespace) -> None:
     arguments.command_line = tuple(str(Path(word).resolve()) if word.endswith(".py") and Path(word).is_file() else word for word in words)
 
 
-def _profile(show: Callable[[Taken, argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    command, base = _asked(arguments)
+def _profile(
+    show: Callable[[Taken, argparse.Namespace], int],
+    arguments: argparse.Namespace,
+    command: tuple[str, ...],
+    base: Experiment,
+) -> int:
     if arguments.collectives:
         what, option = "does not go with a command: it is the script that is measured", "--collectives"
         raise ConfigError(what, option, hint=f"drop {option}, or the command")
@@ -149,8 +154,12 @@ def _profile(show: Callable[[Taken, argparse.Namespace], int], arguments: argpar
     return show(taken, arguments)
 
 
-def _tune(show: Callable[[Recommendation, Path, argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    command, base = _asked(arguments)
+def _tune(
+    show: Callable[[Recommendation, Path, argparse.Namespace], int],
+    arguments: argparse.Namespace,
+    command: tuple[str, ...],
+    base: Experiment,
+) -> int:
     from tuner.script import tune_script
 
     def kept() -> None:

@@ -4,7 +4,6 @@
 file                     written by           content
 =======================  ===================  ==================================================================
 experiment.toml, data    ``Session``          what all ranks train, and the data, where an experiment's own workload is trained
-environment.json         driver               ``run.environment``, for trainers that a process of the job starts (``inside``)
 driver.json, driver      driver               its process; a number that changes while it lives
 legs/N.json              driver, in order     a leg: strategy, steps, warm-up and what to measure
 legs/stop                driver               no order follows
@@ -13,7 +12,7 @@ ranks/rankR.json         rank R               where it runs, and the number of t
 beats/rankR              rank R               the optimizer step of its process that it is at
 results/N/rankR.json     rank R               its part of leg N, written before it reads the next order
 errors/rankR.json        rank R               the exception that ended it
-codes/rankR.json         who started rank R   how it ended, if it failed (``inside``)
+codes/rankR.json         who started rank R   how it ended, if it failed (``launcher``, ``inside``)
 =======================  ===================  ==================================================================
 
 A rank writes its own part files alone. Every JSON file is complete or missing, so a shared file system is enough. A rank
@@ -29,18 +28,20 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetbench.config import Config, decode, encode
 from fleetbench.digests import atomic_write
 from fleetbench.errors import ConfigError
-from real.leg import Leg
 from real.processes.diagnosis import RankError
 from real.processes.place import Place
 from real.processes.roles import TUNING
+
+if TYPE_CHECKING:
+    from real.leg import Leg
 
 _LAYOUT = struct.Struct("<4q")  # process id, leg, step, time
 
@@ -130,11 +131,10 @@ class JobFolder:
 class DriverSide(JobFolder):
     """What the driver does with it. ``make`` comes first."""
 
-    def make(self, environment: Mapping[str, str] | None = None) -> None:
-        """Make the directory, with this process as its driver; ``environment``: what every trainer's is to have beside its own."""
+    def make(self) -> None:
+        """Make the directory, with this process as its driver."""
         for part in (self.legs, self.results, self.ranks, self.beats, self.errors, self.codes):
             part.mkdir(parents=True, exist_ok=True)
-        write_json(self.path / "environment.json", dict(environment or {}))  # before the file by which a launch is found
         write_json(self.path / "driver.json", encode(Place.here()))
 
     def show_life(self) -> None:
@@ -195,10 +195,6 @@ class RankSide(JobFolder):
         """The driver's process."""
         return decode(_json(self.path / "driver.json"), Place, TUNING)
 
-    def environment(self) -> dict[str, str]:
-        """What the driver wants in every trainer's environment. Raises ``OSError`` where the directory has gone."""
-        return {str(name): str(value) for name, value in _json(self.path / "environment.json").items()}
-
     def driver_life(self) -> str:
         """What stands for the driver's life; it changes while the driver lives."""
         try:
@@ -212,6 +208,8 @@ class RankSide(JobFolder):
 
     def wait_for(self, number: int) -> Leg | None:
         """Leg ``number`` as soon as it is there; none when the driver says stop instead. Every rank waits by itself."""
+        from real.leg import Leg  # which brings torch: a launcher does without it
+
         path, stop = self.legs / f"{number}.json", self.legs / "stop"
         while True:
             if path.exists():

@@ -16,27 +16,24 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from fleetbench.children import bound, end_with_parent
+from fleetbench.children import end_with_parent
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.job.folder import DriverSide, RankSide
 from real.job.watch import Watch
 from real.processes.place import PREFIX, make_folder
 from real.processes.roles import STORE, TUNING, Role, role_of
-from real.processes.started import uninterrupted
+from real.processes.started import end, start, uninterrupted
 
 SHARED = "FLEETBENCH_INSIDE"
 """Environment variable of a driver inside: the folder that all processes of the job see."""
 
 _MEET = timedelta(minutes=5)
 _POLL_S = 0.1
-_LEAVE_S = 15.0
-"""For a trainer to end when its launch has: it looks twice a second."""
 
 
 def role_inside() -> Role | None:
@@ -74,10 +71,10 @@ def driving(role: Role, out: Path) -> Iterator[None]:
                 shutil.rmtree(board.path, ignore_errors=True)
 
 
-def serve(role: Role, command: Sequence[str]) -> int:
+def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Every other rank's part, until the driver says stop or has removed its folder; the exit code.
 
-    Raises ``WorkerFailed`` where the driver is gone.
+    ``environment``: of trainers, before this process's own. Raises ``WorkerFailed`` where the driver is gone.
     """
     board = RankSide(_meet(role, None))
     watch = Watch(board)
@@ -90,7 +87,7 @@ def serve(role: Role, command: Sequence[str]) -> int:
             for folder in _launches(board):
                 if folder not in done:
                     done.add(folder)
-                    _train(role, command, folder, watch)
+                    _train(role, command, environment, folder, watch)
             time.sleep(_POLL_S)
     finally:
         if not board.is_over() and not watch.driver_lives():
@@ -121,30 +118,25 @@ def trainer_environment(folder: Path, role: Role | None = None) -> dict[str, str
     }
 
 
-def _train(role: Role, command: Sequence[str], folder: Path, watch: Watch) -> None:
+def _train(role: Role, command: Sequence[str], environment: Mapping[str, str], folder: Path, watch: Watch) -> None:
     """Run this rank's trainer of one launch to its end; the driver is told of one that fails."""
     side = RankSide(folder)
     try:
-        environment = {**os.environ, **side.environment(), **trainer_environment(folder, role), TUNING: str(folder)}
-        with (folder / f"rank{role.rank}.log").open("wb") as output:
-            trainer = subprocess.Popen(bound(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        own = {**os.environ, **environment, **trainer_environment(folder, role), TUNING: str(folder)}
+        trainer = start("trainer", role.rank, list(command), own, folder / f"rank{role.rank}.log")
     except OSError as error:
         if not folder.exists():  # the launch is over
             return
         what, where = f"cannot be started: {error.strerror}", f"the command of rank {role.rank}"
         raise EnvironmentLacks(what, where, command[0], "is it on every node?") from None
     try:
-        while (code := trainer.poll()) is None and not watch.must_end() and not side.is_aborted():
+        while (code := trainer.popen.poll()) is None and not watch.must_end() and not side.is_aborted():
             time.sleep(_POLL_S)
-        if code is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                trainer.wait(_LEAVE_S)
-        elif code and not side.is_aborted():
+        if code and not side.is_aborted():
             with contextlib.suppress(OSError):  # it may be over by now
                 side.ended(role.rank, code)
     finally:
-        trainer.kill()
-        trainer.wait()
+        end([trainer])
 
 
 def _meet(role: Role, shared: Path | None) -> Path:

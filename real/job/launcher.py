@@ -14,15 +14,16 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from real.job.folder import RankSide
 from real.processes.diagnosis import STOPPED, Failure, first_to_blame, how_it_ended, read_note
 from real.processes.place import make_folder
-from real.processes.roles import JOINED
+from real.processes.roles import JOINED, TUNING
 from real.processes.started import LOCAL, QUIET, Started, end, meeting_variables, require_free, start, torchrun_variables, uninterrupted
 from real.servers.board import Board, Entry, Holder
 from real.servers.hosts import Placement, family_of
@@ -157,6 +158,13 @@ class CollectiveJob(Job):
     @property
     def _has_ended_well(self) -> bool:
         return len(self.codes) == len(self.placement.workers) and not any(self.codes.values())
+
+    def see_end(self, process: Started, code: int) -> None:
+        """See ``Job``; a driver that has started this launcher is told, too."""
+        super().see_end(process, code)
+        if code and TUNING in os.environ:
+            with suppress(OSError):  # the folder may be gone
+                RankSide(Path(os.environ[TUNING])).ended(process.rank, code)
 
     def is_over(self) -> bool:
         """Whether a rank has failed anywhere, a node's launch was ended, or all ranks have ended that anybody can tell of.

@@ -287,13 +287,13 @@ class RankLegs:
             self._beats.beat(number, self._num_steps or -leg.warmup_steps)
             offsets_ns = [self._compared_clocks()]
             part = yield from self._begin_leg(leg, trained, partial(beat, number))
+            if not part["complete"]:
+                self.folder.finish(number, self._rank, part)
+                return False
             if leg.start == "as_is":
                 part["facts"] = encode(facts_of(trained, reports_loss=any(step["record"]["loss"] is not None for step in part["steps"])))
-            if part["complete"]:  # and all ranks are here: the clocks have drifted since the leg began
-                offsets_ns.append(self._compared_clocks())
+            offsets_ns.append(self._compared_clocks())  # all ranks are here, and the clocks have drifted since the leg began
             self.folder.finish(number, self._rank, part | {"clock_offsets_ns": offsets_ns})
-            if not part["complete"]:
-                return False
             number += 1
         return True
 

@@ -11,7 +11,7 @@ steps are followed by one, it belongs to the loop.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,8 +132,7 @@ def run_of(
     if "held_out" in parts[0]:
         final_loss, time_to_target_s = parts[0]["final_loss"], collected.time_to_target_s
     elif leg.evaluate:
-        last_step = min(int(part["steps"][-1]["record"]["step"]) for part in parts)
-        final_loss, time_to_target_s = _losses(table, experiment, last_step)
+        final_loss, time_to_target_s = _losses(table, experiment, leg.steps)
     else:
         final_loss = time_to_target_s = None
     experiment = experiment_of_leg(experiment, leg, int(table.loc[table["step"] >= 1, "step"].nunique()))
@@ -166,11 +165,6 @@ def run_of(
         host_s=collected.host_s,
         peak_bytes=tuple(part["peak_bytes"] for part in parts),
     )
-
-
-def num_counted(parts: Iterable[Part]) -> int:
-    """Counted steps that every rank has finished."""
-    return min((sum(step["record"]["step"] >= 1 for step in part["steps"]) for part in parts), default=0)
 
 
 def experiment_of_leg(experiment: Experiment, leg: Leg, steps: int) -> Experiment:
@@ -213,15 +207,13 @@ def _shifted(part: RankPart, by_ns: Callable[[int, int], int], kept: set[int] | 
 
 
 def _undisturbed(ranks: Sequence[RankPart], evaluated: set[int]) -> list[RankPart]:
-    """The steps that all ranks have, without those around an evaluation."""
-    common = set.intersection(*({timed.record.step for timed in part.steps} for part in ranks))
-    if not evaluated and all(len(part.steps) == len(common) for part in ranks):
+    """The steps without those around an evaluation."""
+    steps = {timed.record.step for timed in ranks[0].steps}
+    dropped = {step for found in evaluated for step in range(found, _next_exchange(ranks[0], steps, found) + 1)} & steps
+    kept = steps - dropped
+    if not dropped or len(evaluated) > len(steps) / 2 or sum(step >= 1 for step in kept) < LEAST_STEPS:
         return list(ranks)
-    dropped = {step for found in evaluated for step in range(found, _next_exchange(ranks[0], common, found) + 1)} & common
-    kept = common - dropped
-    if len(evaluated) > len(common) / 2 or sum(step >= 1 for step in kept) < LEAST_STEPS:
-        kept, dropped = common, set()
-    starts = sorted((timed.record.step, timed.record.start_ns) for timed in ranks[0].steps if timed.record.step in common)
+    starts = sorted((timed.record.step, timed.record.start_ns) for timed in ranks[0].steps)
     earlier_ns: dict[int, int] = {}  # by which each step moves, so that no gap is left of those that were dropped before it
     gone_ns = 0
     for (step, start_ns), (_, next_ns) in zip(starts, [*starts[1:], starts[-1]], strict=True):
@@ -230,10 +222,10 @@ def _undisturbed(ranks: Sequence[RankPart], evaluated: set[int]) -> list[RankPar
     return [_shifted(part, lambda step, _at: earlier_ns[step], kept) for part in ranks]
 
 
-def _next_exchange(part: RankPart, common: set[int], evaluated: int) -> int:
+def _next_exchange(part: RankPart, steps: set[int], evaluated: int) -> int:
     """The first step after ``evaluated`` in which ranks wait for each other; the last one of all where there is none."""
-    meets = {timed.record.step for timed in part.steps if timed.record.arrival_ns is not None} or common
-    return min((step for step in meets if step > evaluated), default=max(common, default=evaluated))
+    meets = {timed.record.step for timed in part.steps if timed.record.arrival_ns is not None} or steps
+    return min((step for step in meets if step > evaluated), default=max(steps))
 
 
 def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tuple[float | None, float | None]:

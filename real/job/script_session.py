@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetbench.config import decode, encode
-from fleetbench.errors import ConfigError
+from fleetbench.errors import ConfigError, FleetbenchError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.training import PLANNED
 from fleetbench.quantities import counted
@@ -25,7 +25,7 @@ from fleetbench.support import refuse_unexecuted
 from real.job.facts import Facts, experiment_of
 from real.job.inside import SHARED
 from real.job.launch import CommandLaunch, Progress
-from real.job.results import LEAST_STEPS, num_counted, run_of
+from real.job.results import LEAST_STEPS, run_of
 from real.job.session import LegSession
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost, require_finite
@@ -119,7 +119,6 @@ class ScriptSession(LegSession):
         for _ in range(_MOST_LAUNCHES):
             leg = self._fitted(leg)
             launch = self._launch_for(leg)
-            is_first = launch.num_steps == 0
             try:
                 num_before = launch.num_steps
                 parts = launch.run(leg, progress)
@@ -139,8 +138,6 @@ class ScriptSession(LegSession):
                 return self._in_order(parts, launch)
             self.capacity = launch.num_steps
             self._kill()
-            if is_first and self._will_do(leg, parts):
-                return self._in_order(parts, launch)
         hint = "let it train as many steps in every run, and more than tune.leg_steps and run.warmup_steps together"
         raise LegLost("ends by itself, each time after another number of steps", "the command", f"{self.capacity} at last", hint)
 
@@ -152,12 +149,6 @@ class ScriptSession(LegSession):
                 what, "the command", f"{len(launch.ranks)}, before {known.cluster.trainers}", "tune again, with another --out"
             )
         return [parts[rank] for rank in sorted(parts)]
-
-    def _will_do(self, leg: Leg, parts: dict[int, Part]) -> bool:
-        """Whether a leg that a whole launch was too short for is a leg all the same; all ranks must have come to its end."""
-        if not parts or len(parts) < len(self.hosts) or leg.profile:
-            return False
-        return num_counted(parts.values()) >= (LEAST_STEPS if leg.evaluate else max(LEAST_STEPS, leg.steps // 2))
 
     def _fitted(self, leg: Leg) -> Leg:
         """The leg with no more steps than the script has. Raises ``ConfigError`` where it has too few for any leg."""
@@ -209,8 +200,10 @@ class ScriptSession(LegSession):
 
     def _end(self) -> None:
         try:
-            if self._launch is not None and (complaint := self._launch.end()) is not None:
-                self.notes.append(complaint)
+            if self._launch is not None:
+                self._launch.end()
+        except FleetbenchError as error:
+            self.notes.append(f"{error.where} {error.what}, after its last leg, whose results are there")
         finally:
             self._kill()
 

@@ -170,15 +170,13 @@ class Session(LegSession):
             startup_timeout_s=run.startup_timeout * 1e-9,
             timeout_s=run.timeout * 1e-9,
         )
-        port = run.port if run.launcher == "torchrun" else None
         command, environment = [sys.executable, "-P", "-m", "real.workloads.train", str(self._folder / EXPERIMENT)], run.environment
         if self._testbed is not None:
             self._testbed.open()
             self._testbed.verify()
             command, environment = self._testbed.command(command), {**environment, **self._testbed.environment}
         forks = run.launcher == "local" and run.device != "cuda" and can_fork()
-        self._launch.start(command, environment, port, forks=forks)
-        self._launch.meet()
+        self._launch.start(command, environment, forks=forks)
 
     def _parts(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
         """A testbed looks at the machine by itself, and repeats a leg whose times count where it was not quiet."""

@@ -12,14 +12,11 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from types import TracebackType
 from typing import NoReturn
 
-from fleetbench.errors import ConfigError
 from real.job.folder import BeatWriter, RankSide
-from real.processes.failures import rank_error
+from real.processes.failures import on_uncaught, rank_error
 from real.processes.place import Place
-from real.processes.roles import role_of
 
 GRACE_S = 30.0
 """For a script's own way out after its last leg."""
@@ -59,8 +56,11 @@ def watch_driver(rank: int) -> None:
     """
     folder = RankSide.of_environment()
     BeatWriter(folder.beats, rank).beat(-1, 0)  # so that a rank that never comes is told from those that wait for it
-    report_errors(folder, rank)
     watch = Watch(folder)
+
+    def report(error: BaseException) -> None:
+        with contextlib.suppress(OSError):  # the driver may have taken its folder away
+            folder.fail(rank, asdict(rank_error(error)))
 
     def run() -> None:
         while not watch.must_end():
@@ -69,27 +69,8 @@ def watch_driver(rank: int) -> None:
             folder.abort()  # for ranks of other hosts
         os._exit(1)
 
+    on_uncaught(report)
     threading.Thread(target=run, name="tuning-watch", daemon=True).start()
-
-
-def report_errors(folder: RankSide, rank: int) -> None:
-    """From now on an uncaught exception is also written to the job's folder."""
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        with contextlib.suppress(OSError):  # the driver may have taken its folder away
-            folder.fail(rank, asdict(rank_error(error)))
-        before(kind, error, traceback)
-
-    sys.excepthook = hook
-
-
-def refuse_served() -> NoReturn:
-    """Raise ``ConfigError``, which the driver hands on, in a script with parameter servers, before it trains to its end in vain."""
-    what = "a script with parameter servers is neither profiled nor tuned: legs change the strategies of trainers that meet in collectives"
-    error = ConfigError(what, "strategy.mode", "'ps'", "compare runs of fleetbench sim or real with different a_sync_configs")
-    RankSide.of_environment().fail(role_of(os.environ).rank, asdict(rank_error(error)))
-    raise error
 
 
 class LegsDone(SystemExit):

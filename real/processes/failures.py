@@ -89,6 +89,19 @@ class WayOut:
         os._exit(WorkerFailed.exit_code)
 
 
+def on_uncaught(tell: Callable[[BaseException], None]) -> None:
+    """From now on ``tell`` hears of the exception that ends this process, once it is printed."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        try:
+            before(kind, error, traceback)
+        finally:
+            tell(error)
+
+    sys.excepthook = hook
+
+
 class ExitWatch:
     """Notes what ``sys.exit`` is called with, from when it is made until ``end``. A bare ``raise SystemExit(1)`` it does not see."""
 
@@ -151,15 +164,7 @@ class Failures:
 
     def start(self) -> None:
         """Begin to watch the others, and what ends this process."""
-        before = sys.excepthook
-
-        def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-            try:
-                before(kind, error, traceback)
-            finally:
-                self.announce(error)
-
-        sys.excepthook = hook
+        on_uncaught(self.announce)
         self._thread.start()
 
     def announce(self, error: BaseException | str) -> None:

@@ -4,8 +4,8 @@ Importing torch costs every rank seconds of a core, and a machine that starts ma
 its time. A fork has it all at once. It is for programs of this project alone, on CPUs and Linux: a user's script may
 set variables before it imports torch, and a process that has spoken to a GPU must not fork.
 
-A server ends with the process that uses it, and its forks with the server. Both sides send JSON messages over a pair of
-sockets: what to fork, under a number of its own; the process of that number; later, its exit code.
+A server ends with the process that uses it, and its forks with the server. What to fork is a JSON message on its standard input, with
+which comes a socket of that fork's own: on this the server writes the number of the process and, later, its exit code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,20 +40,26 @@ _PATIENCE_S = 120.0
 _STOPPED_S = 5.0
 """For a stopped server to go on."""
 _LONGEST = 1 << 20
-"""Bytes of a message."""
+"""Bytes of a message that says what to fork."""
+_NUMBER = 32
+"""Bytes of a process number or an exit code."""
 
 
 class Forked:
     """A process that a server has forked: what ``subprocess.Popen`` offers for one."""
 
-    def __init__(self, server: ForkServer, number: int, pid: int) -> None:
+    def __init__(self, server: ForkServer, pid: int, connection: socket.socket) -> None:
         self.pid = pid
-        self._server, self._number = server, number
+        self._server, self._connection = server, connection
+        self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; none while it runs."""
+        """Its exit code, negative for a signal; none while it runs. It ends with its server, by SIGKILL."""
         self._server.look()  # one that is stopped tells of no end
-        return self._server.code_of(self._number)
+        if self._code is None and select.select([self._connection], [], [], 0)[0]:
+            self._code = int(self._connection.recv(_NUMBER) or -signal.SIGKILL)
+            self._connection.close()
+        return self._code
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code, once it has ended. Raises ``subprocess.TimeoutExpired``."""
@@ -79,10 +84,8 @@ class ForkServer:
         self.environment = _relevant(environment)
         self.was_stopped = False
         """Whether ``look`` has ended it because it was stopped (SIGSTOP)."""
-        self._codes: dict[int, int | None] = {}
-        """Of every fork by its number; none while it runs."""
+        self._forks: list[Forked] = []
         self._stopped_since: float | None = None
-        self._lock = threading.Lock()
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._process = subprocess.Popen(
@@ -106,7 +109,7 @@ class ForkServer:
     @property
     def is_used(self) -> bool:
         """Whether any of its forks lives."""
-        return any(self.code_of(number) is None for number in list(self._codes))
+        return any(fork.poll() is None for fork in self._forks)
 
     def look(self) -> None:
         """End a server that has been stopped for too long, which would never say that its forks have ended: they end with it."""
@@ -130,47 +133,26 @@ class ForkServer:
             log.open("ab").close()
         except OSError as error:  # here, where it ends no server
             raise EnvironmentLacks(f"it cannot be written: {error.strerror}", "a process's log", str(log), "is its disk full?") from None
-        with self._lock:
-            number = len(self._codes)
-            wanted = {"arguments": list(arguments), "log": str(log), "folder": str(Path.cwd()), "variables": dict(variables or {})}
-            with contextlib.suppress(OSError):  # it has ended
-                self._socket.send(json.dumps({"number": number, **wanted}).encode())
-                while self._says(_PATIENCE_S) and (said := self._hear()) is not None:
-                    if "pid" in said:
-                        self._codes[number] = None
-                        return Forked(self, number, said["pid"])
-            self._process.kill()
-            self._process.wait()  # the next fork server is another one
+        wanted = {"arguments": list(arguments), "log": str(log), "folder": str(Path.cwd()), "variables": dict(variables or {})}
+        connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(_PATIENCE_S)
+        with contextlib.suppress(OSError):  # it has ended, or does not answer
+            with other:
+                socket.send_fds(self._socket, [json.dumps(wanted).encode()], [other.fileno()])
+            if pid := connection.recv(_NUMBER):
+                self._forks = [fork for fork in self._forks if fork.poll() is None]
+                self._forks.append(Forked(self, int(pid), connection))
+                return self._forks[-1]
+        connection.close()
+        self._process.kill()
+        self._process.wait()  # the next fork server is another one
         raise WorkerFailed("the process that forks ranks has ended, or does not answer", "this node", hint="its errors are above")
-
-    def code_of(self, number: int) -> int | None:
-        """The exit code of a fork; none while it runs. Forks end with their server, by SIGKILL."""
-        with self._lock:
-            while self._codes[number] is None and self._says(0.0):
-                if self._hear() is None:
-                    self._process.wait()
-                    self._codes[number] = -signal.SIGKILL
-            return self._codes[number]
 
     def close(self) -> None:
         """End the server, and with it what it has forked."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
-
-    def _says(self, patience_s: float) -> bool:
-        return bool(select.select([self._socket], [], [], patience_s)[0])
-
-    def _hear(self) -> dict[str, int] | None:
-        """The next that the server says; none after its end."""
-        try:
-            text = self._socket.recv(_LONGEST)
-        except ConnectionResetError:
-            return None
-        said: dict[str, int] = json.loads(text) if text else {}
-        if "code" in said:
-            self._codes[said["number"]] = said["code"]
-        return said or None
 
 
 shared: list[ForkServer] = []
@@ -213,24 +195,28 @@ def _serve(modules: Sequence[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     gc.freeze()  # a fork's garbage collection leaves what was imported alone, and its pages shared
-    forks: dict[int, tuple[int, int]] = {}  # number and process of each, by the file that is readable once it has ended
+    asked = socket.socket(fileno=0)
+    forks: dict[int, tuple[int, socket.socket]] = {}  # process and connection of each, by the file that is readable once it has ended
     while True:
         for ready in select.select([0, *forks], [], [])[0]:
             if ready in forks:
-                number, pid = forks.pop(ready)
+                pid, connection = forks.pop(ready)
                 os.close(ready)
-                _say(number=number, code=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-            elif text := os.read(0, _LONGEST):
-                wanted = json.loads(text)
-                pid = _fork(wanted)
-                forks[os.pidfd_open(pid)] = wanted["number"], pid
-                _say(pid=pid)
-            else:
+                _say(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                connection.close()
+                continue
+            text, files, _, _ = socket.recv_fds(asked, _LONGEST, 1)
+            if not text:
                 return
+            connection = socket.socket(fileno=files[0])
+            pid = _fork(json.loads(text))
+            forks[os.pidfd_open(pid)] = pid, connection
+            _say(connection, pid)
 
 
-def _say(**what: int) -> None:
-    os.write(0, json.dumps(what).encode())
+def _say(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # nobody waits for that fork any more
+        connection.send(str(number).encode())
 
 
 def _fork(wanted: Mapping[str, Any]) -> int:

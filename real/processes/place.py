@@ -78,12 +78,6 @@ def start_ticks(pid: int) -> int | None:
     return int(fields[19]) if fields else None
 
 
-def code_of_zombie(pid: int) -> int | None:
-    """The exit code of a process that has ended and is still in the table of processes, negative for a signal; none of any other."""
-    fields = _stat(pid)
-    return os.waitstatus_to_exitcode(int(fields[-1])) if fields and fields[0] == "Z" else None
-
-
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/PID/stat from the third on, which follow the program's name."""
     try:

@@ -87,7 +87,7 @@ def start_process(
         )
 
 
-def meeting_variables(folder: Path, port: int | None) -> dict[str, str]:
+def meeting_variables(folder: Path, port: int | None = None) -> dict[str, str]:
     """Where ranks of this machine meet: in a file of ``folder``, or over TCP on ``port``.
 
     Without ``port`` torch's variables name a free one, for a script that calls ``init_process_group`` by itself.

@@ -1,7 +1,7 @@
 """A script of two ranks in one process that speaks the files of a tuning directory, and trains nothing.
 
 ``fake_script.py NOTES [BEHAVIOUR...]``: a line a launch goes to NOTES, with the legs that it was ordered. A behaviour is
-``LAUNCH:LEG:WHAT``: in that leg of that launch (from 0; ``*`` is any) it does what it is told: ``killed``, ``orphaned``, ``raises``,
+``LAUNCH:LEG:WHAT``: in that leg of that launch (from 0; ``*`` is any) it does what it is told: ``killed``, ``raises``,
 ``memory``, ``config``, ``nan`` (on both ranks, on rank 1 first), ``hangs``, ``code=N``, or ``total=N``: from the launch's beginning on
 it has so many steps and no more.
 """
@@ -114,12 +114,9 @@ while True:
         file.write(f" {kind}{leg['steps'] + leg['warmup_steps']}")
     beat(number, done + 1)
     now = told(str(number))
-    if set(now) & {"killed", "orphaned", "raises", "memory", "config", "hangs"} or any(what.startswith("code=") for what in now):
+    if set(now) & {"killed", "raises", "memory", "config", "hangs"} or any(what.startswith("code=") for what in now):
         with notes.open("a") as file:
             file.write(f" {now[0]}\n")
-    if "orphaned" in now:
-        write(tuning / "errors" / "rank0.json", error("RuntimeError: Connection closed by peer", collective=True))
-        sys.exit("error: this node: the launcher of its workers was killed by SIGKILL\nHINT: look there")
     if "killed" in now:
         os.kill(os.getpid(), signal.SIGKILL)
     for what, message, config in (

@@ -15,15 +15,15 @@ from real.leg import Leg
 command = [sys.executable, str(Path(__file__).with_name("inside_script.py")), sys.argv[2]]
 role = role_inside()
 assert role is not None
+base = Experiment.from_dict({"name": "mine", "run": {"environment": {"OMP_DYNAMIC": "false"}}})
 if role.rank > 0:
-    sys.exit(serve(role, command))
+    sys.exit(serve(role, command, base.run.environment))
 small = DistributedStrategy(fuse_grad_size_in_MB=1.0)
 legs = [
     Leg(strategy=DistributedStrategy(), steps=10, warmup_steps=2),
     Leg(strategy=small, steps=12, warmup_steps=2),
     Leg(strategy=small, steps=8, warmup_steps=2, start="initial"),
 ]
-base = Experiment.from_dict({"name": "mine", "run": {"environment": {"OMP_DYNAMIC": "false"}}})
 with driving(role, Path(sys.argv[1])), ScriptSession(command, base) as session:
     runs = [session.run(leg) for leg in legs]
     facts = {

@@ -249,36 +249,12 @@ def test_nothing_listens_beyond_the_loopback_interface() -> None:
     assert "looked" in seen
 
 
-def test_a_taken_port_is_an_error_of_the_environment() -> None:
-    """The torchrun launcher needs its port; a taken one is named before any process starts."""
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(EnvironmentLacks, match=str(port)) as caught, Session(_experiment(launcher="torchrun", port=port)):
-            pass
-    assert caught.value.exit_code == 3
-
-
-@pytest.mark.slow
-def test_the_torchrun_launcher_trains_over_its_port() -> None:
-    """Rendezvous over TCP on a free port works as the file does."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with Session(_experiment(launcher="torchrun", port=port)) as session:
-        assert session.run(Leg(steps=5, warmup_steps=0)).summary.steps == 5
-
-
 @pytest.mark.parametrize(
     ("part", "match"),
     [
         ({"strategy": {"auto": True}}, "strategy.auto"),
         ({"run": {"launcher": "slurm"}}, "run.launcher"),
+        ({"run": {"launcher": "torchrun"}}, "run.launcher"),
         ({"run": {"launcher": "command"}, "workload": {"model": "script:train.py"}}, "workload.model: is a user's script"),
         ({"workload": {"model": "resnet50"}}, "workload.model"),
         ({"workload": {"model_options": {"hiden": 3}}}, "workload.model_options.hiden"),

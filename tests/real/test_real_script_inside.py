@@ -170,7 +170,7 @@ ROLE = Role(launcher="torchrun", rank=3, trainers=4, local_rank=1, trainers_per_
 
 
 def test_every_trainer_gets_the_experiments_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that other ranks of the job start, too: what the driver asked for is in the launch's directory, above the rank's own."""
+    """Those that other ranks of the job start, too: what the experiment asks for is above the rank's own."""
     started: list[dict[str, str]] = []
 
     def popen(_: object, **named: Any) -> SimpleNamespace:
@@ -180,9 +180,9 @@ def test_every_trainer_gets_the_experiments_environment(tmp_path: Path, monkeypa
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setattr(subprocess, "Popen", popen)
     driver = DriverSide(tmp_path / "1")
-    driver.make({"NCCL_DEBUG": "INFO", "RANK": "0"})
+    driver.make()
     watch: Any = SimpleNamespace(must_end=lambda: False)
-    inside._train(ROLE, ["true"], driver.path, watch)
+    inside._train(ROLE, ["true"], {"NCCL_DEBUG": "INFO", "RANK": "0"}, driver.path, watch)
     ((name, rank, tuning),) = [tuple(found[key] for key in ("NCCL_DEBUG", "RANK", TUNING)) for found in started]
     assert (name, rank, tuning) == ("INFO", "3", str(driver.path))
 
@@ -193,4 +193,4 @@ def test_a_program_that_a_node_lacks_is_named_with_its_rank(tmp_path: Path) -> N
     driver.make()
     watch: Any = SimpleNamespace(must_end=lambda: False)
     with pytest.raises(EnvironmentLacks, match=r"rank 3.*no-such-program"):
-        inside._train(ROLE, ["no-such-program"], driver.path, watch)
+        inside._train(ROLE, ["no-such-program"], {}, driver.path, watch)

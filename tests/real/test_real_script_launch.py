@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 
 from real.job import launch
+from real.job.folder import RankPlace, RankSide
 from real.job.launch import CommandLaunch
+from real.processes.place import Place
+
+REPORT = "  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: 11)\n"
+"""As torch's agent reports a failed rank."""
 
 
 @pytest.fixture
@@ -42,30 +47,50 @@ def test_what_cannot_be_killed_is_not_waited_for_without_end(started: CommandLau
     assert started._folder.path.joinpath("abort").exists()
 
 
-def test_what_a_launcher_says_of_its_own_end_is_nobodys_fault(started: CommandLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver ends a command whose rank was killed, and what that says then does not stand before the rank."""
-    agent: Any = SimpleNamespace(poll=lambda: None)
-    started._process = agent
-    started.log.write_text("error: rank 1: was killed by SIGKILL\n")
+@pytest.fixture
+def failed(started: CommandLaunch, monkeypatch: pytest.MonkeyPatch) -> CommandLaunch:
+    """A launch of two ranks, whose command has ended with exit code 1."""
+    command: Any = SimpleNamespace(popen=SimpleNamespace(poll=lambda: 1, pid=10))
+    started._processes = [command]
+    started.log.write_text("")
+    started.ranks = {
+        rank: RankPlace(rank=rank, trainers=2, trainers_per_node=2, place=Place(host="here", pid=11 + rank)) for rank in range(2)
+    }
+    monkeypatch.setattr(started, "kill", lambda: None)
+    return started
 
-    def kill() -> None:
-        with started.log.open("a") as log:
-            log.write("error: node 1: the launcher of its workers was killed by SIGTERM\n")
 
-    monkeypatch.setattr(started, "kill", kill)
-    found = started._failure()
+def test_a_launchers_word_names_the_rank_that_was_killed(failed: CommandLaunch) -> None:
+    """``fleetbench launch`` writes it into the job's folder before it ends the others."""
+    RankSide(failed._folder.path).ended(1, -signal.SIGKILL)
+    found = failed._failure()
     assert (found.where, found.what) == ("rank 1", "was killed by SIGKILL at step 0")
 
 
-def test_what_was_seen_is_not_overruled(started: CommandLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher ends the others once one has failed, and blames whom it met first."""
-    agent: Any = SimpleNamespace(poll=lambda: 1)
-    started._process = agent
-    started._codes = {0: 7}
-    started.log.write_text("error: rank 0: was killed by SIGTERM\n")
-    monkeypatch.setattr(started, "kill", lambda: None)
-    found = started._failure()
+def test_the_report_of_torchs_agent_names_the_rank_that_was_killed(failed: CommandLaunch) -> None:
+    """Not one that the agent has ended itself."""
+    failed.log.write_text("".join(REPORT.format(rank, rank, code) for rank, code in ((0, -15), (1, -9))))
+    found = failed._failure()
+    assert (found.where, found.what) == ("rank 1", "was killed by SIGKILL at step 0")
+
+
+def test_what_was_seen_is_not_overruled(failed: CommandLaunch) -> None:
+    """Who has started a rank knows better than a report."""
+    RankSide(failed._folder.path).ended(0, 7)
+    failed.log.write_text(REPORT.format(0, 0, 1))
+    found = failed._failure()
     assert (found.where, found.what) == ("rank 0", "ended with exit code 7 at step 0")
+
+
+def test_an_exit_code_before_any_rank_has_joined_explains_nothing(failed: CommandLaunch) -> None:
+    """The script's own error does, which is quoted."""
+    failed.ranks = {}
+    failed.log.write_text("ImportError: no such module\n" + REPORT.format(0, 0, 1))
+    found = failed._failure()
+    assert (found.where, found.what.partition(",")[0]) == ("the command", "ended with exit code 1")
+    assert "it said: ImportError: no such module" in (found.hint or "")
+    RankSide(failed._folder.path).ended(1, -signal.SIGKILL)
+    assert failed._failure().where == "rank 1", "one that was killed cannot say so"
 
 
 @pytest.mark.parametrize(
@@ -73,9 +98,9 @@ def test_what_was_seen_is_not_overruled(started: CommandLaunch, monkeypatch: pyt
     [
         (
             '  File "/x/train.py", line 3\n    x = = 3\n        ^\nSyntaxError: invalid syntax\n',
-            "SyntaxError: invalid syntax (/x/train.py, line 3)",
+            "SyntaxError: invalid syntax",
         ),
-        ('[rank1]:   File "/x/a.py", line 7, in f\n[rank1]: my.OwnError: odd: 3\n', "my.OwnError: odd: 3 (/x/a.py, line 7)"),
+        ('[rank1]:   File "/x/a.py", line 7, in f\n[rank1]: my.OwnError: odd: 3\n', "my.OwnError: odd: 3"),
         ("ValueError: first\nRuntimeError: of a peer\n", "ValueError: first"),
         ("loading\nno such option\nusage\nbye\n", "no such option | usage | bye"),
         ("", "none"),

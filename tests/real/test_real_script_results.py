@@ -12,7 +12,7 @@ from fleetbench.plan.layers import Gradient
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
-from real.job.results import num_counted, run_of
+from real.job.results import run_of
 from real.leg import Leg
 
 MS = 1_000_000
@@ -150,13 +150,6 @@ def test_a_clock_that_drifts_within_a_leg_is_followed() -> None:
     assert found()[-1] == begins[-1] + 9 * MS
     assert found(clock_offsets_ns=[[0, 0]])[-1] == begins[-1] + 9 * MS
     assert found(clock_offsets_ns=[[0, 0], [110 * MS, 10 * MS]]) == begins
-
-
-def test_only_steps_that_all_ranks_have_count() -> None:
-    """A script whose data end is one step further on one rank than on the other."""
-    parts = part(0, even(range(1, 9))), part(1, even(range(1, 8)))
-    assert num_counted(parts) == 7
-    assert run(*parts).summary.steps == 7
 
 
 def test_legs_of_a_profile_take_local_steps_with_any_optimizer() -> None:

@@ -268,14 +268,6 @@ def test_a_loss_that_is_no_number_is_named_in_the_first_leg(script: Open) -> Non
         pass
 
 
-def test_a_killed_agent_is_blamed_before_its_ranks(script: Open) -> None:
-    """Ranks whose launcher is gone end, by signals of their own too; it says so itself, and its words are in the note."""
-    with script("0:1:orphaned") as session:
-        session.run(leg())
-    (note,) = session.notes
-    assert note.endswith("the command ended with exit code 1 (this node: the launcher of its workers was killed by SIGKILL)")
-
-
 def test_a_launch_that_breaks_among_layer_times_is_replaced(script: Open) -> None:
     """As in the first leg, and in any other."""
     with script("0:0:killed", "1:1:killed") as session:

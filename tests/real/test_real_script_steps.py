@@ -181,9 +181,7 @@ def test_a_script_that_ends_leaves_what_it_has(stage: Stage) -> None:
     stage.step()
     stage.steps.exits()
     stage.steps.exits()
-    part = stage.driver.parts(0)[0]
-    assert len(part.pop("clock_offsets_ns")) == 1  # the other ranks may be elsewhere
-    assert part == {"complete": False, "left": 4}
+    assert stage.driver.parts(0)[0] == {"complete": False, "left": 4}
 
 
 def test_losses_go_to_the_leg(stage: Stage) -> None:
