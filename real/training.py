@@ -22,6 +22,7 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.data.data import open_batches
 from fleetbench.workloads.data.reader import ReadsAhead
 from fleetbench.workloads.models.registry import build_model, loss_of
+from fleetbench.workloads.served import Told
 from fleetbench.workloads.training import HeldOut, evaluated, make_optimizer, refuse_dense_optimizer, sampler_of, set_learning_rate
 from real.communication.communicators import Communicators
 from real.compute.injector import Injector, delay_of
@@ -32,7 +33,6 @@ from real.layer_times import ProfileLeg
 from real.leg import Leg
 from real.leg_steps import Beat, LegEngine, Trained, begin_leg
 from real.servers.links import TrainerOptions
-from real.servers.parameters import Told
 from real.servers.security import encrypts
 from real.servers.served_training import ServedTraining
 from real.training_log import TrainingLog

@@ -20,7 +20,7 @@ Where to find the rows of Fleet's documents:
   (merging, pushing, GeoSGD's rounds), ``servers.server``, all together ``servers.training``. ``real.servers`` carries it out:
   ``served_training`` the trainer's part, ``sender`` the background sender's, ``server`` the server's;
 - GeoSGD: ``servers.sender`` (when a trainer exchanges), ``real.servers.sender`` (the thread that pushes and pulls),
-  ``real.servers.geo_sgd`` (its deltas);
+  ``fleetbench.workloads.served`` (its deltas);
 - recompute, op fusion, cuDNN, threads, batch norm over all trainers: nothing is decided. They change the layer table
   (``fleetbench.profile.COMPUTE_ONLY``), and ``real.compute`` carries them out;
 - ``auto``: ``fleetbench.recommended``; Fleet's advice: ``fleetbench.advice``; Fleet's own field names: ``fleetbench.fleet_names``.

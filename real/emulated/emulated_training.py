@@ -19,12 +19,12 @@ from fleetbench.plan.layers import LayerTable, StepHead
 from fleetbench.profile import table_for
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import OPTIMIZER_STATE
+from fleetbench.workloads.served import options_for
 from real.communication.communicators import Communicators
 from real.emulated.model import EmulatedModel, EmulatedOptimizer
 from real.emulated.pace import Pace, sharpen_sleep
 from real.leg import Leg
 from real.leg_steps import Beat, LegEngine
-from real.servers.parameters import options_for
 from real.supported import executed_part
 from real.training import Training
 

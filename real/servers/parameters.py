@@ -16,17 +16,16 @@ import torch
 from torch import nn
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.servers.rules import ServerRules, Shards, Table
-from fleetbench.workload import Workload
+from fleetbench.plan.servers.rules import ServerRules, Shards
+from fleetbench.workloads.served import DTYPES, OPTIONS, ROW, Array, Change, Layout, Told, part_of
 from fleetbench.workloads.training import sparse_weights
 from real.engine.sparse import refuse_unknown_sparse
-from real.servers.links import BEAT_S, Links
-from real.servers.shard import VERSION, Array, Change, read_tensor
-from real.servers.spec import DTYPES, OPTIONS, Spec
+from real.servers.links import BEAT_S, Answer, Links
+from real.servers.shard import VERSION, read_tensor
+from real.servers.spec import Spec
+from real.servers.wire import WireError
 
 _NAMES = {torch.float32: "float32", torch.float64: "float64"}
-Told = tuple[str, dict[str, float]]
-"""Name and options of an optimizer, as ``real.servers.spec.OPTIONS`` has them."""
 _HINT = "servers have torch.optim.SGD, Adagrad, Adam and SparseAdam"
 _KINDS = {
     torch.optim.SGD: "sgd",
@@ -51,20 +50,14 @@ class Parameters:
                 value = f"{parameter.dtype} on {parameter.device}"
                 hint = "keep the model on the CPU, all of it in float32 or all in float64"
                 raise ConfigError("is no parameter that servers hold", f"parameter {name}", value, hint)
-        self.dense_names = [name for name in named if name not in sparse]
-        self.table_names = [name for name in named if name in sparse]
+        self.layout = Layout(named, sparse)
+        self.dense_names = list(self.layout.dense)
         self._sparse = sparse
         self._model = model
-        self._dense = [named[name] for name in self.dense_names]
-        self._tables = [named[name] for name in self.table_names]
-        self.flat = (
-            torch.cat([parameter.detach().reshape(-1) for parameter in self._dense]) if self._dense else torch.zeros(0, dtype=self.dtype)
-        )
-        begin = 0
-        for parameter in self._dense:
-            parameter.data = self.flat[begin : begin + parameter.numel()].view_as(parameter)
-            begin += parameter.numel()
-        self.tables = [parameter.data for parameter in self._tables]
+        self.flat = self.layout.flat()
+        self.tables = [table.data for table in self.layout.tables.values()]
+        for parameter, home in zip(named.values(), self.layout.parameters(self.flat, self.tables), strict=True):
+            parameter.data = home
         self._homes = [
             (module, own, parameter, parameter.data_ptr(), name)
             for name, parameter in named.items()
@@ -78,16 +71,16 @@ class Parameters:
 
     def spec(self, rules: ServerRules, optimizer: str, options: dict[str, float]) -> Spec:
         """What servers are told."""
-        tables = zip(self.table_names, self.tables, strict=True)
+        shards = self.layout.shards(rules.servers)
         return Spec(
             rules=rules,
-            dense=len(self.flat),
-            tables=tuple(Table(name=name, rows=len(table), width=table.shape[1]) for name, table in tables),
+            dense=shards.dense,
+            tables=shards.tables,
             dtype=_NAMES[self.dtype],
             optimizer=optimizer,
             options=options,
             names=tuple(self.dense_names),
-            sizes=tuple(parameter.numel() for parameter in self._dense),
+            sizes=tuple(parameter.numel() for parameter in self.layout.dense.values()),
         )
 
     def refuse_moved(self) -> None:
@@ -107,61 +100,43 @@ class Parameters:
 
     def table_of(self, module: nn.Embedding | nn.EmbeddingBag) -> int:
         """Number of the table that a module reads."""
-        return next(number for number, parameter in enumerate(self._tables) if parameter is module.weight)
+        return next(number for number, parameter in enumerate(self.layout.tables.values()) if parameter is module.weight)
 
     def gradients(self) -> Change:
         """The step's gradients, in memory of their own; what the loss did not reach has zeros, or no rows."""
-        dense = None
-        if self._dense:
-            for name, parameter in zip(self.dense_names, self._dense, strict=True):
-                refuse_unknown_sparse(name, parameter.grad, self._sparse)
-            parts = [torch.zeros_like(own) if own.grad is None else own.grad for own in self._dense]
-            dense = torch.cat([part.detach().reshape(-1) for part in parts])
-        tables = []
-        for name, parameter in zip(self.table_names, self._tables, strict=True):
-            gradient = parameter.grad
-            refuse_unknown_sparse(name, gradient, self._sparse)
-            if gradient is None:
-                tables.append((torch.zeros(0, dtype=torch.int64), torch.zeros(0, parameter.shape[1], dtype=self.dtype)))
-            else:
-                gradient = gradient.coalesce()
-                tables.append((gradient.indices()[0], gradient.values()))
-        return Change(dense, tables)
+        for name, parameter in self.named.items():
+            refuse_unknown_sparse(name, parameter.grad, self._sparse)
+        return self.layout.change([parameter.grad for parameter in self.named.values()])
 
     def touched(self) -> list[torch.Tensor | None]:
         """Rows of each table that the step's gradient holds, some perhaps twice."""
-        return [None if table.grad is None else table.grad._indices()[0] for table in self._tables]  # noqa: SLF001  # `indices` sorts them first
+        return self.layout.touched([parameter.grad for parameter in self.named.values()])
 
 
 def shard_change(change: Change, shards: Shards, server: int) -> list[Array]:
     """The tensors of a push to one server."""
-    begin, end = shards.dense_range(server)
-    dense = np.zeros(0, np.float32) if change.dense is None else change.dense.numpy()[begin:end]
-    versions = np.array([version[server] for version in change.versions], VERSION)
-    tensors = [versions, dense]
-    for rows, values in change.tables:
-        own, numbers_of = _rows_of(rows, shards.servers, server)
-        tensors += [own, (values if numbers_of is None else values.index_select(0, numbers_of)).numpy()]
-    return tensors
-
-
-def shard_rows(rows: torch.Tensor, servers: int, server: int) -> tuple[Array, torch.Tensor]:
-    """Those of the rows that a server holds, as it numbers them, and as they were."""
-    own, where = _rows_of(rows, servers, server)
-    return own, rows if where is None else rows.index_select(0, where)
-
-
-def _rows_of(rows: torch.Tensor, servers: int, server: int) -> tuple[Array, torch.Tensor | None]:
-    if servers == 1:
-        return rows.to(torch.int32).numpy(), None
-    where = (rows % servers == server).nonzero()[:, 0]
-    return (rows.index_select(0, where) // servers).to(torch.int32).numpy(), where
+    part = part_of(change, shards, server)
+    dense = np.zeros(0, np.float32) if part.dense is None else part.dense.numpy()
+    versions = np.array([version for (version,) in part.versions], VERSION)
+    return [versions, dense, *(tensor.numpy() for pair in part.tables for tensor in pair)]
 
 
 def read_values(body: memoryview, like: torch.Tensor, num: int | None = None) -> torch.Tensor:
     """Numbers off the wire, in place: a vector, or ``num`` rows as wide as ``like``. Raises ``WireError`` for another size."""
     dtype = DTYPES[_NAMES[like.dtype]]
     return read_tensor(body, dtype, (-1,) if num is None else (num, like.shape[1]))
+
+
+def read_pull(answer: Answer, parameters: Parameters, shards: Shards) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """What a pull in GeoSGD brought: dense numbers; of each table rows, by their number there, and values. Raises ``WireError``."""
+    begin, end = shards.dense_range(answer.server)
+    tables = []
+    for table, rows_body, body in zip(parameters.tables, answer.tensors[1::2], answer.tensors[2::2], strict=True):
+        rows = read_tensor(rows_body, ROW, (-1,)).to(torch.int64) * shards.servers + answer.server
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(table):
+            raise WireError("a row that the table does not have")
+        tables.append((rows, read_values(body, table, len(rows))))
+    return read_values(answer.tensors[0], parameters.flat[begin:end]), tables
 
 
 def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told:
@@ -190,14 +165,6 @@ def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told
     first, second = group.get("betas", (0.0, 0.0))
     given = {"weight_decay": 0.0, **group, "beta1": first, "beta2": second}
     return name, {option: float(given[option]) for option in OPTIONS[name]}
-
-
-def options_for(workload: Workload) -> Told:
-    """The options of an experiment's optimizer, from its file; no optimizer object exists."""
-    options = {**OPTIONS[workload.optimizer], "weight_decay": workload.weight_decay}
-    if "momentum" in options:
-        options["momentum"] = workload.momentum
-    return workload.optimizer, options
 
 
 def fixed_options(optimizer: torch.optim.Optimizer) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 The trainer's messages to it go through a deque, and through a socket that wakes it where one is urgent; its own go through
 a queue. An error ends the thread; the trainer raises it at its next message. What it sends, and when, is decided in
-``fleetbench.plan.servers.sender``, GeoSGD's rounds too; their deltas are ``real.servers.geo_sgd``.
+``fleetbench.plan.servers.sender``, GeoSGD's rounds too; their deltas are ``fleetbench.workloads.served``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from fleetbench.plan.operations import Operation
 from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.training import ServerTraining
-from real.servers.geo_sgd import GeoCopy
+from fleetbench.workloads.served import Change, GeoCopy, add_changes
 from real.servers.links import BEAT_S, Answer, Links
-from real.servers.parameters import Parameters, read_values, shard_change
-from real.servers.shard import Change, add_changes
+from real.servers.parameters import Parameters, read_pull, read_values, shard_change
 from real.servers.spec import Spec
 
 _WAKE = "inproc://fleetbench-sender"
@@ -205,7 +204,7 @@ class Sender(threading.Thread):
             versions[answer.server] = answer.version
             if operation.payload == "delta":
                 assert self._geo is not None
-                self._geo.merge(answer.server, answer.tensors)
+                self._geo.merge(answer.server, *read_pull(answer, self._parameters, self._shards))
             else:
                 begin, end = self._shards.dense_range(answer.server)
                 flat = self._parameters.flat[begin:end]

@@ -34,14 +34,13 @@ from fleetbench.plan.servers.rules import ServerRules, choice, early_exchanges, 
 from fleetbench.plan.servers.states import TrainerState
 from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.workloads.served import ROW, GeoCopy, Told, shard_rows
 from real.compute.compute import apply_device_settings
 from real.engine.optimizers import Arguments, call_closure, hide
 from real.engine.stopwatch import Stopwatch
-from real.servers.geo_sgd import GeoCopy
 from real.servers.links import Answer, Links, TrainerOptions
 from real.servers.parameters import (
     Parameters,
-    Told,
     fixed_options,
     join,
     meet,
@@ -49,10 +48,8 @@ from real.servers.parameters import (
     rate_of,
     read_values,
     refuse_changes,
-    shard_rows,
 )
 from real.servers.sender import Sender
-from real.servers.shard import ROW
 from real.servers.spec import Spec
 
 _WATCHED_STEPS = 10
@@ -162,7 +159,7 @@ class ServedTraining:
             self._links = Links(context, self._options, [spec.to_json()])
             self._open.callback(self._links.close)
             self._links.greet()
-        self._geo = GeoCopy(self.parameters, spec.shards) if self.rules.mode == "geo_sgd" else None
+        self._geo = GeoCopy(self.parameters.flat, self.parameters.tables, spec.shards) if self.rules.mode == "geo_sgd" else None
         self._role = RoleDecider.start(ServerTraining(self.rules), rank, record=record)
         self._sender = Sender(context, self._sender_links, spec, self.parameters, self._geo, rank=rank, record=record)
         self._open.callback(self._sender.close)

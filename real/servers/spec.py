@@ -7,21 +7,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from fleetbench.config import Config, decode
 from fleetbench.plan.servers.rules import ServerRules, Shards, Table
+from fleetbench.workloads.served import DTYPES, OPTIONS
 from real.servers.wire import read_json, reading
-
-DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
-OPTIONS: dict[str, dict[str, float]] = {
-    "sgd": {"weight_decay": 0.0},
-    "momentum": {"momentum": 0.9, "nesterov": 0.0, "weight_decay": 0.0},
-    "adagrad": {"lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
-    "adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
-    "sparse_adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
-}
-"""Optimizers of a server, their options and torch's defaults. The learning rate comes with every gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

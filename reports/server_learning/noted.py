@@ -14,8 +14,9 @@ from pathlib import Path
 import train
 
 from fleetbench import fleet
+from fleetbench.workloads.served import Change
 from real.servers.served_training import ServedTraining
-from real.servers.shard import Change, Shard
+from real.servers.shard import Shard
 from real.servers.wire import Head
 
 

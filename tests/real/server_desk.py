@@ -10,12 +10,13 @@ import numpy as np
 
 from fleetbench.plan.servers.rules import Mode, ServerRules, Table
 from fleetbench.plan.servers.states import ServerState
+from fleetbench.workloads.served import OPTIONS, ROW
 from real.servers import checkpoints
 from real.servers.board import Entry
 from real.servers.server import Lost, ParameterServer
 from real.servers.server_options import ServerOptions
-from real.servers.shard import ROW, VERSION
-from real.servers.spec import OPTIONS, Spec
+from real.servers.shard import VERSION
+from real.servers.spec import Spec
 from real.servers.wire import Head, Tensor, encode
 
 ROWS = 4

@@ -22,6 +22,7 @@ from fleetbench.report.fidelity import compare_fidelity
 from fleetbench.result import RunResult
 from fleetbench.staleness import counts_of, load_of, quantiles_of
 from fleetbench.stragglers import draws, stretch
+from fleetbench.workloads.served import options_for
 from fleetbench.workloads.training import make_optimizer
 from real.emulated import emulated_training
 from real.emulated.emulated_training import EmulatedTraining
@@ -32,7 +33,7 @@ from real.job.session import Session
 from real.leg import Leg
 from real.servers import server
 from real.servers.leg_servers import loads_of
-from real.servers.parameters import Parameters, options_for, options_of
+from real.servers.parameters import Parameters, options_of
 from real.servers.server_options import ServerReport
 from real.supported import not_emulated, refuse_unsupported
 from real.training import checksum

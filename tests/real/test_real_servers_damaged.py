@@ -17,9 +17,10 @@ from fleetbench.digests import Unverified
 from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.rules import ServerRules, Table
 from fleetbench.plan.servers.states import ServerState
+from fleetbench.workloads.served import OPTIONS
 from real.servers.checkpoints import Saved, load_shard
 from real.servers.shard import Shard
-from real.servers.spec import OPTIONS, Spec
+from real.servers.spec import Spec
 
 FLIPS = 500
 

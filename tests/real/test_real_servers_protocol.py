@@ -14,9 +14,9 @@ from server_job import TOKEN
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import Mode, ServerRules
+from fleetbench.workloads.served import ROW
 from real.servers.links import Answer, TrainerOptions
 from real.servers.parameters import Parameters, join
-from real.servers.shard import ROW
 from real.servers.silence import Silence
 
 # Requests that make no sense

@@ -12,7 +12,8 @@ from server_job import SYNCHRONOUS, job, served, together
 from test_real_servers_training import add, counting
 
 from fleetbench.plan.servers.rules import Mode, Table
-from real.servers.spec import OPTIONS, Spec
+from fleetbench.workloads.served import OPTIONS
+from real.servers.spec import Spec
 
 
 def of(server: Desk, **changes: Any) -> Spec:

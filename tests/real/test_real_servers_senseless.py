@@ -16,7 +16,8 @@ from server_desk import ROWS, Desk, desk
 from server_job import dice
 
 from fleetbench.plan.servers.rules import Mode, ServerRules
-from real.servers.shard import ROW, VERSION
+from fleetbench.workloads.served import ROW
+from real.servers.shard import VERSION
 from real.servers.wire import Head, Tensor, encode
 
 MODES: tuple[Mode, ...] = ("asynchronous", "synchronous", "geo_sgd")

@@ -1,0 +1,354 @@
+"""Served parameters: what a server's shard, and a trainer's copy in GeoSGD, do with gradients, deltas and pulls.
+
+No sockets, and no decisions: these are ``fleetbench.plan.servers``. Real servers and trainers compute with this, and virtual ones.
+
+The optimizer is torch's, on the part of the dense parameters and on the pushed rows of the tables. Rows that a push does not hold
+keep their parameters and their state (torch calls this lazy): for SGD and Adagrad that is the dense update with zeros in them, for
+momentum and Adam it is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from fleetbench.plan.servers.rules import Shards, Table
+from fleetbench.workload import Workload
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Told = tuple[str, dict[str, float]]
+"""Name and options of an optimizer, as ``OPTIONS`` has them."""
+
+ROW = np.dtype(np.int32)
+"""Rows in messages: their number on the server, which is the row divided by the number of servers."""
+
+DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
+OPTIONS: dict[str, dict[str, float]] = {
+    "sgd": {"weight_decay": 0.0},
+    "momentum": {"momentum": 0.9, "nesterov": 0.0, "weight_decay": 0.0},
+    "adagrad": {"lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
+    "adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    "sparse_adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+}
+"""Optimizers of a server, their options and torch's defaults. The learning rate comes with every gradient."""
+
+SLOTS: Mapping[str, tuple[str, ...]] = {
+    "sgd": (),
+    "momentum": ("momentum_buffer",),
+    "adagrad": ("sum",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sparse_adam": ("exp_avg", "exp_avg_sq"),
+}
+"""Names of the arrays of state that each parameter has."""
+
+
+class Updates:
+    """One optimizer over a list of arrays, each with the state that it keeps for it. ``name`` is a key of ``SLOTS``."""
+
+    def __init__(self, name: str, options: Mapping[str, float], arrays: Sequence[Array]) -> None:
+        self.options = options
+        self._name = name
+        self._arrays = arrays
+        start = options.get("initial_accumulator_value", 0.0)
+        self.state: list[dict[str, Array]] = [{slot: np.full_like(array, start) for slot in SLOTS[name]} for array in arrays]
+        self.steps = [0] * len(arrays)
+        """Updates that each has seen."""
+
+    def update(self, number: int, gradient: Array, rate: float, rows: Array | None = None) -> None:
+        """One step of array ``number``, or of distinct ``rows`` of it.
+
+        A step without rows counts: the whole table has made it, on other servers.
+        """
+        self.steps[number] += 1
+        if not len(gradient):
+            return
+        held = [self._arrays[number], *self.state[number].values()]
+        parts = held if rows is None else [array[rows] for array in held]
+        self._step(*map(torch.from_numpy, (gradient, *parts)), step=self.steps[number], rate=rate)
+        for array, part in zip(held, parts, strict=True) if rows is not None else ():
+            array[rows] = part
+
+    def _step(self, gradient: torch.Tensor, parameter: torch.Tensor, *state: torch.Tensor, step: int, rate: float) -> None:
+        options: dict[str, Any] = {"lr": rate, "foreach": False, "fused": True, "maximize": False, **self.options}
+        before = torch.tensor(step - 1, dtype=torch.float64)  # which counts beyond 2^24
+        if self._name in ("sgd", "momentum"):
+            options = {"momentum": 0.0, **options, "nesterov": bool(options.get("nesterov"))}
+            sgd([parameter], [gradient], [state[0] if state else None], dampening=0.0, **options)
+        elif self._name == "adagrad":
+            del options["initial_accumulator_value"]
+            adagrad([parameter], [gradient], [state[0]], [before], **options)
+        else:
+            if self._name == "sparse_adam":  # which adds eps before the correction
+                options["eps"] /= math.sqrt(1 - options["beta2"] ** step)
+            adam([parameter], [gradient], [state[0]], [state[1]], [], [before], amsgrad=False, **options)
+
+
+@dataclass(slots=True)
+class Change:
+    """A gradient, a delta, or parameters, of a whole model or of a server's part: dense numbers, and distinct rows of each table."""
+
+    dense: torch.Tensor | None
+    tables: list[tuple[torch.Tensor, torch.Tensor]]
+    """Rows and their values; of a server's part as the server numbers them, in ascending order."""
+    rate: float = 0.0
+    versions: list[tuple[int, ...]] = field(default_factory=list)
+    """Of each gradient in it, by server: updates in what it was computed from; of a server's part, its own alone."""
+
+
+def add_changes(changes: Sequence[Change]) -> Change:
+    """Their sum, added in their order, with the learning rate of the last."""
+    if len(changes) == 1:
+        return changes[0]
+    dense = [change.dense for change in changes if change.dense is not None]
+    tables = [add_rows(parts) for parts in zip(*(change.tables for change in changes), strict=True)]
+    versions = [version for change in changes for version in change.versions]
+    return Change(functools.reduce(torch.add, dense) if dense else None, tables, changes[-1].rate, versions)
+
+
+class Layout:
+    """Which of a model's trained parameters are dense, one vector in its order, and which are tables, whose gradients are sparse."""
+
+    def __init__(self, named: Mapping[str, torch.Tensor], sparse: Collection[str]) -> None:
+        self.named = named
+        self.dense = {name: value for name, value in named.items() if name not in sparse}
+        self.tables = {name: value for name, value in named.items() if name in sparse}
+
+    def flat(self) -> torch.Tensor:
+        """A copy of the dense parameters."""
+        none = next(iter(self.named.values())).new_zeros(0)
+        return torch.cat([none, *(value.detach().reshape(-1) for value in self.dense.values())])
+
+    def shards(self, servers: int) -> Shards:
+        """Who holds what."""
+        tables = tuple(Table(name=name, rows=len(value), width=value.shape[1]) for name, value in self.tables.items())
+        return Shards(servers=servers, dense=sum(value.numel() for value in self.dense.values()), tables=tables)
+
+    def parameters(self, flat: torch.Tensor, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """All of them in the model's order, dense ones as views."""
+        pieces = flat.split([value.numel() for value in self.dense.values()]) if self.dense else ()
+        own = {name: piece.view_as(self.dense[name]) for name, piece in zip(self.dense, pieces, strict=True)}
+        own |= zip(self.tables, tables, strict=True)
+        return [own[name] for name in self.named]
+
+    def change(self, gradients: Sequence[torch.Tensor | None]) -> Change:
+        """A step's gradients, in memory of their own; what the loss did not reach has zeros, or no rows."""
+        found = dict(zip(self.named, gradients, strict=True))
+        dense = [torch.zeros_like(value) if (own := found[name]) is None else own for name, value in self.dense.items()]
+        tables = []
+        for name, table in self.tables.items():
+            whole = None if (own := found[name]) is None else own.coalesce()
+            none = torch.zeros(0, dtype=torch.int64), table.new_zeros(0, table.shape[1])
+            tables.append(none if whole is None else (whole.indices()[0], whole.values()))
+        return Change(torch.cat([own.detach().reshape(-1) for own in dense]) if dense else None, tables)
+
+    def touched(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Rows of each table that a step's gradients hold, some perhaps twice."""
+        found = dict(zip(self.named, gradients, strict=True))
+        return [None if (own := found[name]) is None else own._indices()[0] for name in self.tables]  # noqa: SLF001  # `indices` sorts them first
+
+
+class ParameterShard:
+    """Part ``server`` of a model's parameters, with its optimizer's state.
+
+    ``readers``: in GeoSGD the trainers, who pull the rows that others changed; 0 in the other modes.
+    """
+
+    def __init__(self, shards: Shards, server: int, dtype: np.dtype[Any], told: Told, readers: int = 0) -> None:
+        begin, end = shards.dense_range(server)
+        self.server = server
+        self._sent: dict[int, tuple[Array, ...]] = {}
+        self.dense: Array = np.zeros(end - begin, dtype)
+        self.tables: list[Array] = [
+            np.zeros((shards.num_rows(number, server), table.width), dtype) for number, table in enumerate(shards.tables)
+        ]
+        self.optimizer = Updates(*told, self.arrays)
+        self._changed = self._flags(readers, changed=False)
+
+    def _flags(self, readers: int, *, changed: bool) -> list[list[Array]]:
+        """Of each reader, which rows of each table others have changed."""
+        return [[np.full(len(table), changed) for table in self.tables] for _ in range(readers)]
+
+    @property
+    def arrays(self) -> list[Array]:
+        """Dense parameters, then the tables."""
+        return [self.dense, *self.tables]
+
+    def install(self, parameters: Sequence[Array]) -> None:
+        """Overwrite all parameters."""
+        for array, values in zip(self.arrays, parameters, strict=True):
+            array[...] = values
+
+    def update(self, pushes: Sequence[Change], divisor: int) -> None:
+        """The optimizer's step by the sum of the pushes, added in their order, over ``divisor``."""
+        change = add_changes(pushes)
+        if change.dense is not None:
+            self.optimizer.update(0, _divided(change.dense, divisor), change.rate)
+        for number, (rows, values) in enumerate(change.tables, 1):
+            self.optimizer.update(number, _divided(values, divisor), change.rate, rows.numpy())
+
+    def accumulate(self, push: Change) -> None:
+        """Add a delta."""
+        if push.dense is not None:
+            self.dense += push.dense.numpy()
+        for table, (rows, values) in zip(self.tables, push.tables, strict=True):
+            table[rows.numpy()] += values.numpy()
+
+    def mark(self, rank: int, push: Change) -> None:
+        """The rows of ``rank``'s push have changed for all other trainers."""
+        for other, changed in enumerate(self._changed):
+            if other != rank:
+                for flags, (rows, _) in zip(changed, push.tables, strict=True):
+                    flags[rows.numpy()] = True
+
+    def parameters(self, rank: int, *, again: bool = False) -> list[Array]:
+        """What a pull is answered with: dense numbers, then of each table the rows that others changed, and their values.
+
+        ``again``: for a pull that was answered before, the same rows; they are not forgotten twice.
+        """
+        if not self._changed:
+            return [self.dense.copy()]
+        if not (again and rank in self._sent):
+            self._sent[rank] = tuple(np.flatnonzero(flags).astype(ROW) for flags in self._changed[rank])
+            for flags in self._changed[rank]:
+                flags[:] = False
+        changed = zip(self._sent[rank], self.tables, strict=True)
+        return [self.dense.copy(), *(part for rows, table in changed for part in (rows, table[rows]))]
+
+    def look_up(self, rows: Sequence[Array]) -> list[Array]:
+        """The values of each table's rows."""
+        return [table[own] for table, own in zip(self.tables, rows, strict=True)]
+
+    def everything(self, rank: int) -> list[Array]:
+        """All there is: dense numbers, then the tables. What had changed for ``rank`` is no news any more."""
+        if self._changed:
+            for flags in self._changed[rank]:
+                flags[:] = False
+        return [array.copy() for array in self.arrays]
+
+
+def _divided(values: torch.Tensor, divisor: int) -> Array:
+    return values.numpy() if divisor == 1 else (values / divisor).numpy()
+
+
+def add_rows(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of sparse tensors, each of distinct rows: distinct rows in ascending order, and their sums, added in the order of the parts."""
+    if len(parts) == 1:
+        return parts[0]
+    rows, where = torch.unique(torch.cat([own for own, _ in parts]), return_inverse=True)
+    added = torch.cat([values for _, values in parts])
+    return rows, torch.zeros(len(rows), *added.shape[1:], dtype=added.dtype).index_add_(0, where, added)
+
+
+def options_for(workload: Workload) -> Told:
+    """The options of an experiment's optimizer, from its file; no optimizer object exists."""
+    options = {**OPTIONS[workload.optimizer], "weight_decay": workload.weight_decay}
+    if "momentum" in options:
+        options["momentum"] = workload.momentum
+    return workload.optimizer, options
+
+
+def part_of(change: Change, shards: Shards, server: int) -> Change:
+    """What of a change a server holds, its rows as it numbers them."""
+    begin, end = shards.dense_range(server)
+    tables = []
+    for rows, values in change.tables:
+        own, where = _rows_of(rows, shards.servers, server)
+        tables.append((torch.from_numpy(own), values if where is None else values.index_select(0, where)))
+    dense = None if change.dense is None else change.dense[begin:end]
+    return Change(dense, tables, change.rate, [(version[server],) for version in change.versions])
+
+
+def shard_rows(rows: torch.Tensor, servers: int, server: int) -> tuple[Array, torch.Tensor]:
+    """Those of the rows that a server holds, as it numbers them, and as they were."""
+    own, where = _rows_of(rows, servers, server)
+    return own, rows if where is None else rows.index_select(0, where)
+
+
+def _rows_of(rows: torch.Tensor, servers: int, server: int) -> tuple[Array, torch.Tensor | None]:
+    if servers == 1:
+        return rows.to(torch.int32).numpy(), None
+    where = (rows % servers == server).nonzero()[:, 0]
+    return (rows.index_select(0, where) // servers).to(torch.int32).numpy(), where
+
+
+_PIECE = 1 << 18
+"""Numbers that are merged while training waits: a tenth of a millisecond."""
+
+
+class GeoCopy:
+    """GeoSGD on a trainer: the model that it trains (``latest``), the copy of what servers hold (``old``), and the rows touched since.
+
+    ``latest`` changes all the while: what is read of a row during an update makes a delta of a part of the update; the rest is still in
+    latest - old, and goes out later. ``latest +=`` alone must not meet an update: both take ``guard``, a merge for a piece at a time.
+    """
+
+    def __init__(self, flat: torch.Tensor, tables: Sequence[torch.Tensor], shards: Shards) -> None:
+        """``flat`` and ``tables``: latest, which others change in place."""
+        self.guard = threading.Lock()
+        self._flat, self._tables = flat, tables
+        self._shards = shards
+        self._old_dense = flat.clone()
+        self._old = [table.clone() for table in tables]
+        self._touched = [torch.zeros(len(table), dtype=torch.bool) for table in tables]
+        self._spare = [torch.zeros_like(flags) for flags in self._touched]
+
+    def mark(self, rows: Sequence[torch.Tensor | None]) -> None:
+        """The step has touched these rows of each table."""
+        with self.guard:
+            for flags, own in zip(self._touched, rows, strict=True):
+                if own is not None:
+                    flags.index_fill_(0, own, value=True)
+
+    def take(self, divisor: int) -> Change:
+        """Delta = (latest - old) / divisor of the touched rows and of all dense parameters; old += delta."""
+        with self.guard:
+            self._touched, self._spare = self._spare, self._touched
+        tables = []
+        for table, old, flags in zip(self._tables, self._old, self._spare, strict=True):
+            rows = flags.nonzero()[:, 0]
+            flags.zero_()
+            before = old.index_select(0, rows)
+            delta = table.index_select(0, rows).sub_(before).div_(divisor)
+            old.index_copy_(0, rows, before.add_(delta))
+            tables.append((rows, delta))
+        dense = None
+        if len(self._old_dense):
+            dense = (self._flat - self._old_dense).div_(divisor)
+            self._old_dense += dense
+        return Change(dense, tables)
+
+    def give_up(self) -> None:
+        """Latest = old, of everything: after an exchange that is what servers hold, but for what others have pushed since."""
+        with self.guard:
+            self._flat.copy_(self._old_dense)
+            for table, old in zip(self._tables, self._old, strict=True):
+                table.copy_(old)
+
+    def merge(self, server: int, dense: torch.Tensor, tables: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """What a pull brought of one server, rows by their number in the table: latest += server - old; old = server."""
+        begin, end = self._shards.dense_range(server)
+        flat, old_dense = self._flat[begin:end], self._old_dense[begin:end]
+        for latest, before, now in zip(flat.split(_PIECE), old_dense.split(_PIECE), dense.split(_PIECE), strict=True):
+            change = now - before
+            with self.guard:
+                latest.add_(change)
+            before.copy_(now)
+        for table, old, (rows, values) in zip(self._tables, self._old, tables, strict=True):
+            per_piece = max(1, _PIECE // table.shape[1])
+            for own, held_rows in zip(rows.split(per_piece), values.split(per_piece), strict=True):
+                if not len(own):
+                    continue
+                change = held_rows - old.index_select(0, own)
+                with self.guard:
+                    table.index_add_(0, own, change)
+                old.index_copy_(0, own, held_rows)
