@@ -25,6 +25,7 @@ from sim.execution import Execution, Wanted
 from sim.learning.trajectory import WHO, Trajectory, key_of
 from sim.limits import MOST_REMEMBERED, at_most
 from sim.scenario import Scenario, not_realised, wire_notes
+from sim.servers.actor import Order
 from sim.servers.simulate import simulate_servers
 
 Engine = Literal["auto", "reference", "vector"]
@@ -67,15 +68,14 @@ def simulate(
         if progress is not None:
             progress(done, num_steps)
 
-    if learnt is not None and learnt.key != key_of(experiment):
-        raise ConfigError("is of another training than the experiment's", "learnt", learnt.key, "train this experiment's virtual trainers")
     is_served = experiment.strategy.mode == "ps"
     if is_served:
         if spared:
             what = 'does not go with strategy.mode = "ps", whose trainers do not meet'
             raise ConfigError(what, "spared", str(sorted(spared)), "leave it out")
-        execution = simulate_servers(experiment, wanted, engine, step_done)
+        execution = _execute_servers(experiment, wanted, engine, step_done, learnt)
     else:
+        _check_learnt(experiment, learnt)
         scenario = Scenario.of(experiment, spared, learnt=learnt)
         if table:
             at_most(rows, MOST_REMEMBERED, "rows", "--table", "drop --table: the summary has means and quantiles")
@@ -96,7 +96,7 @@ def simulate(
         wall_s=None if is_served else (execution.end_ns - execution.begin_ns) / 1e9,
         final_loss=final_loss,
         loss_from=loss_from,
-        time_to_target_s=None if is_served else _time_to_target_s(experiment, execution, learnt),
+        time_to_target_s=None if is_served and learnt is None else _time_to_target_s(experiment, execution, learnt),
         skipped=skipped,
         staleness=execution.staleness,
         server_load=execution.server_load,
@@ -112,6 +112,24 @@ def simulate(
         recordings=execution.recordings,
         host_s=time.perf_counter() - begin_s,
     )
+
+
+def _check_learnt(experiment: Experiment, learnt: Trajectory | None, order: Order | None = None) -> None:
+    if learnt is not None and learnt.key != key_of(experiment, order):
+        raise ConfigError("is of another training than the experiment's", "learnt", learnt.key, "train this experiment's virtual trainers")
+
+
+def _execute_servers(
+    experiment: Experiment, wanted: Wanted, engine: Engine, step_done: Callable[[int], None], learnt: Trajectory | None
+) -> Execution:
+    if learnt is None:
+        return simulate_servers(experiment, wanted, engine, step_done)
+    from sim.learning.served import served_job  # torch, which a simulation without losses does not need
+
+    order = Order()
+    execution = simulate_servers(experiment, wanted, engine, step_done, served_job(experiment), order)
+    _check_learnt(experiment, learnt, order)
+    return execution
 
 
 def _execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Callable[[int], None]) -> Execution:

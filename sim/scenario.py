@@ -123,7 +123,7 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     profile = None if workload.model == LAYERS else profile_of(experiment)
     if profile is not None and profile.estimated is not None:
         found.append(skip("measured layer times", profile.compute))
-    if served and workload.target_loss is not None:
+    if served and workload.target_loss is not None and not learnt:
         found.append(skip("workload.target_loss", UNFOLLOWED))
     elif workload.target_loss is not None and workload.loss_curve is None and not learnt:
         known = "a recording holds training losses only" if workload.loss_recording else "no workload.loss_curve is declared"

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import psutil
 import torch
 from torch import nn
 
 from fleetbench.digests import MANIFEST, read_manifest, reading
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.drive import Wanted, events_of, tell
@@ -29,46 +25,45 @@ from fleetbench.plan.training import family
 from fleetbench.quantities import Nanoseconds, counted
 from fleetbench.store import new_folder, new_run_id
 from fleetbench.workload import OPTIMIZER_STATE
-from fleetbench.workloads.data.data import open_batches, prepare
-from fleetbench.workloads.models.registry import build_model, check_model, loss_of
-from fleetbench.workloads.training import HeldOut, refuse_dense_optimizer, sampler_of, sparse_weights
+from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
 from sim.learning.gradients import Problem, fastest
+from sim.learning.prepared import Prepared, Progress, Say, one_thread, refuse_beyond
 from sim.learning.replicas import Replicas, expected_bytes, sharing
+from sim.learning.served import Played, ServedReplay
 from sim.learning.trajectory import Trajectory, key_of, learnt_from
-
-Progress = Callable[[int, int], None]
 
 
 def train(
-    experiment: Experiment, progress: Progress | None = None, *, way: str | None = None, say: Callable[[str], None] = lambda _: None
+    experiment: Experiment,
+    progress: Progress | None = None,
+    *,
+    way: str | None = None,
+    say: Say = lambda _: None,
+    played: Played | None = None,
 ) -> Trajectory:
     """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
 
-    Computes on one thread of the CPU. ``progress`` is told how many steps are done, and all steps; ``way``: ``loop`` or ``graph``, rather
-    than the faster one; ``say`` hears of the memory before it is taken.
+    Computes on one thread of the CPU; ``way``: ``loop`` or ``graph``, rather than the faster one. ``played``: the order in which trainers
+    of parameter servers do so, where it is known; else it is simulated first.
 
     Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory does not suffice.
     """
-    with _one_thread(), tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
+    with one_thread(), tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
+        if experiment.strategy.mode == "ps":
+            return ServedReplay(experiment, played or Played.of(experiment), Path(folder), say).run(progress)
         return VirtualTraining(experiment, Path(folder), way, say).run(progress)
 
 
 class VirtualTraining:
     """One training. Life cycle: made (the data are prepared, memory is checked), ``run``."""
 
-    def __init__(self, experiment: Experiment, folder: Path, way: str | None = None, say: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, experiment: Experiment, folder: Path, way: str | None = None, say: Say = lambda _: None) -> None:
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
         self._experiment = experiment = learnt_from(experiment)
-        workload, trainers, seed = experiment.workload, experiment.cluster.trainers, experiment.run.seed
-        check_model(workload)
-        prepare(workload, seed, folder)
-        sampler = sampler_of(experiment, folder, trainers, 0)
-        self.steps_per_epoch = sampler.steps_per_epoch
-        self._batches = open_batches(workload, folder, dataclasses.replace(sampler, batch_size=sampler.batch_size * trainers, trainers=1))
-        model, scratch = (build_model(workload.model, workload.model_options, workload.dtype, seed) for _ in range(2))
-        refuse_dense_optimizer(model, workload)
-        self._held_out = HeldOut(scratch, folder, loss_of(workload.model))
+        data = Prepared(experiment, folder)
+        self.steps_per_epoch, self._batches, self._held_out, model = data.steps_per_epoch, data.batches, data.held_out, data.model
+        refuse_dense_optimizer(model, experiment.workload)
         self._strategy = family(experiment.strategy, _plan(experiment, model))
         self._decider = Decider.start(self._strategy, 0, first_step=1 - experiment.run.warmup_steps)
         for module in model.modules():
@@ -77,15 +72,15 @@ class VirtualTraining:
         shares, averages = sharing(self._strategy.plan, self._strategy.combination)
         problem = Problem(
             model=model,
-            compare=loss_of(workload.model),
-            trainers=trainers,
+            compare=data.compare,
+            trainers=experiment.cluster.trainers,
             shares=shares,
             averages=averages,
             amp=experiment.strategy.amp_configs if experiment.strategy.amp else None,
         )
         self._choose(problem, way, say)
 
-    def _choose(self, problem: Problem, wanted: str | None, say: Callable[[str], None]) -> None:
+    def _choose(self, problem: Problem, wanted: str | None, say: Say) -> None:
         """Make the replicas, and choose how gradients are computed. Raises ``ConfigError`` where memory does not suffice."""
         workload, plan, what = self._experiment.workload, self._strategy.plan, self._strategy.combination
         inputs, labels = self._batches.batch(0)
@@ -93,11 +88,7 @@ class VirtualTraining:
         activations = 2 * problem.activation_bytes(inputs[one], labels[one])  # with what the backward makes of them
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
         at_once = in_loop + activations * (problem.trainers - 1)
-        free = psutil.virtual_memory().available
-        needed = at_once if wanted == "graph" else in_loop
-        if needed > free:
-            value = f"{counted(problem.trainers, 'trainer')} take about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
-            raise ConfigError("virtual trainers do not fit into memory", "cluster", value, "simulate fewer trainers, or leave --loss out")
+        free = refuse_beyond(problem.trainers, at_once if wanted == "graph" else in_loop)
         taken, most = in_loop / 1e6, at_once / 1e6
         say(f"{counted(problem.trainers, 'virtual trainer')} take {taken:.3g} MB, or {most:.3g} MB where all compute at once")
         self.replicas = Replicas(problem.model, workload, plan, what)
@@ -182,17 +173,6 @@ def _plan(experiment: Experiment, model: nn.Module) -> Plan:
     return build_plan(experiment.strategy, gradients, setting)
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Several threads of small operations wait for one another most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 FOLDER = "learnt"
 _HINT = "remove this folder: the virtual trainers then train again"
 
@@ -200,23 +180,24 @@ _HINT = "remove this folder: the virtual trainers then train again"
 class Trajectories:
     """Trains what is not known yet."""
 
-    def __init__(self, root: Path, say: Callable[[str], None]) -> None:
-        """``root``: ``--out``; ``say`` hears of the memory before a training takes it."""
+    def __init__(self, root: Path, say: Say) -> None:
+        """``root``: ``--out``."""
         self._root = root / FOLDER
         self._say = say
         self._known: dict[str, Trajectory] = {}
 
     def of(self, experiment: Experiment, progress: Progress | None = None) -> Trajectory:
         """What the experiment's trainers learn. Raises ``ConfigError`` for what virtual trainers do not execute."""
-        key = key_of(experiment)
+        played = Played.of(experiment) if experiment.strategy.mode == "ps" else None
+        key = key_of(experiment, None if played is None else played.order)
         if key not in self._known:
             found = next((path.parent for path in self._root.glob(f"*-{key}-*/{MANIFEST}")), None)
-            self._known[key] = self._trained(experiment, key, progress) if found is None else _read(found)
+            self._known[key] = self._trained(experiment, played, progress) if found is None else _read(found)
         return self._known[key]
 
-    def _trained(self, experiment: Experiment, key: str, progress: Progress | None) -> Trajectory:
-        found = train(experiment, progress, say=self._say)
-        with new_folder(learnt_from(experiment), "trajectory", self._root, f"{key}-{new_run_id()}") as (folder, _manifest):
+    def _trained(self, experiment: Experiment, played: Played | None, progress: Progress | None) -> Trajectory:
+        found = train(experiment, progress, say=self._say, played=played)
+        with new_folder(learnt_from(experiment), "trajectory", self._root, f"{found.key}-{new_run_id()}") as (folder, _manifest):
             pd.DataFrame(found.losses, columns=[str(rank) for rank in range(found.losses.shape[1])]).to_parquet(folder / "losses.parquet")
             (folder / "trajectory.json").write_text(json.dumps(found.to_dict()), encoding="utf-8")
         return found

@@ -24,10 +24,12 @@ from fleetbench.declared import first_hit, learning_rate
 from fleetbench.digests import digest_of
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Run
+from fleetbench.plan.servers.rules import SERVED
 from fleetbench.store import versions
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import WORKLOAD, refuse_unexecuted
 from fleetbench.workload import LAYERS, Workload
+from sim.servers.actor import Order
 
 WHO = "virtual trainers"
 """From whom the losses are, in summaries."""
@@ -66,7 +68,8 @@ def learnt_from(experiment: Experiment) -> Experiment:
         hint = "choose a registry model such as digits_mlp, or declare workload.loss_curve and leave --loss out"
         raise ConfigError("a table of layers has no parameters to train", "workload.model", repr(LAYERS), hint)
     hint = "leave it at its default, or leave --loss out"
-    refuse_unexecuted(strategy, "strategy", LEARNT | CLOCK, who, hint)
+    served = strategy.mode == "ps"
+    refuse_unexecuted(strategy, "strategy", SERVED if served else LEARNT | CLOCK, who, hint)
     kept = DistributedStrategy.from_dict(_without_clock(strategy.changes(), "strategy"))
     refuse_unexecuted(workload, "workload", WORKLOAD | {"workload.loss_curve", "workload.loss_recording"}, who, hint)
     inner = kept.hierarchical_inner_ranks or cluster.trainers_per_node if kept.use_hierarchical_allreduce else cluster.trainers
@@ -74,7 +77,7 @@ def learnt_from(experiment: Experiment) -> Experiment:
     return Experiment(
         name="learnt",
         workload=dataclasses.replace(workload, **{name: getattr(defaults, name) for name in _UNLEARNT}),
-        cluster=Cluster(nodes=cluster.trainers // inner, trainers_per_node=inner),
+        cluster=Cluster(nodes=cluster.trainers // inner, trainers_per_node=inner, servers=cluster.servers),
         strategy=kept.replace(hierarchical_inner_ranks=0),
         run=Run(seed=experiment.run.seed, warmup_steps=experiment.run.warmup_steps),
     )
@@ -90,17 +93,17 @@ def _without_clock(changes: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     }
 
 
-def key_of(experiment: Experiment) -> str:
+def key_of(experiment: Experiment, order: Order | None = None) -> str:
     """Sixteen hexadecimal digits over all that a trajectory depends on, the contents of its data and torch's version among it.
 
-    Where an ``imagenet:`` folder lies counts, and not what is in it.
+    ``order``: of trainers of parameter servers, which the clock decides. Where an ``imagenet:`` folder lies counts, and not what is in it.
     """
     canonical = learnt_from(experiment)
     kind, _, path = canonical.workload.data.partition(":")
     data = encode(canonical)
     if kind == "text":
         data["workload"]["data"] = digest_of(Path(path), "the experiment names this file")
-    data["torch"] = versions().get("torch")
+    data |= {"torch": versions().get("torch"), "order": None if order is None else order.digest()}
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fleetbench.plan.events import Event, Message
 from fleetbench.plan.layers import LayerTable
@@ -15,7 +16,7 @@ from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.states import Role
 from fleetbench.timeline import Span
 from sim.clock import Clock
-from sim.servers.traffic import Traffic
+from sim.servers.traffic import Part, Traffic
 from sim.servers.wires import Hosts
 
 
@@ -23,7 +24,7 @@ class Costs(Protocol):
     """What an operation takes, in whole nanoseconds. It is asked once for every operation, in the order in which they begin."""
 
     def took_ns(self, role: Role, rank: int, operation: Operation, nbytes: int) -> int:
-        """``nbytes``: of the push, or of the answer, that the operation is about; 0 where it is about none."""
+        """``nbytes``: of the push, or of the answer, that a server's operation is about; 0 where it is about none."""
         ...
 
 
@@ -86,6 +87,63 @@ class Job:
     """A trainer waits after every step for its own push, and the pull after it: the closed loop."""
 
 
+class Act(NamedTuple):
+    """What a role has done to parameters, gradients or deltas: an operation that has ended, or ``forward``, as a trainer's begins."""
+
+    role: Role
+    rank: int
+    kind: str
+    payload: str | None = None
+    of: int | None = None
+    """The trainer that a server has done it for; none: all whose gradients have come."""
+    num: int = 0
+    """Gradients that it is about."""
+    divisor: int = 1
+
+
+_ACTS = frozenset(
+    (role, kind)
+    for role, kinds in {"trainer": "update skip", "sender": "merge install", "server": "update accumulate parameters rows"}.items()
+    for kind in kinds.split()
+)
+
+
+def act_of(role: Role, rank: int, operation: Operation) -> Act | None:
+    """The act that an operation is; none where it changes and tells nothing that is trained."""
+    kind = str(operation.payload) if operation.kind == "send" else operation.kind
+    if (role, kind) not in _ACTS:
+        return None
+    return Act(role, rank, kind, operation.payload, operation.rank, operation.count, operation.divisor)
+
+
+class Order:
+    """A job's acts, in the order in which they happened: with the data, all that its training depends on.
+
+    Messages between two roles arrive as they were sent, so that the acts say what each of them carried.
+    """
+
+    def __init__(self) -> None:
+        self.acts: list[Act] = []
+        self._known: dict[Act, Act] = {}
+        """There are few different ones, each of which is one object."""
+
+    def add(self, act: Act) -> None:
+        """One more."""
+        self.acts.append(self._known.setdefault(act, act))
+
+    def digest(self) -> str:
+        """Hexadecimal. Equal where every server, and every trainer with its sender, has done the same acts one by one.
+
+        With look-ups, where all acts are in one order: an evaluation reads tables from the servers.
+        """
+        whole = any(act.kind == "rows" for act in self._known)
+        digests: dict[tuple[bool, int], Any] = {}
+        told = {act: repr(act).encode() for act in self._known}
+        for act in self.acts:
+            digests.setdefault((False, 0) if whole else (act.role == "server", act.rank), hashlib.sha256()).update(told[act])
+        return hashlib.sha256("".join(f"{name}{own.hexdigest()}" for name, own in sorted(digests.items())).encode()).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Carried:
     """What comes with a message."""
@@ -93,6 +151,10 @@ class Carried:
     nbytes: int = 0
     versions: tuple[int, ...] = ()
     """Of a push: for each of its gradients, how often the server had updated what it was computed from."""
+    part: Part = (0, 0, 0)
+    """Of a push: the steps that it is of."""
+    answer_nbytes: int = 0
+    """Of a look-up: what its answer carries."""
 
 
 NOTHING = Carried()
@@ -110,6 +172,8 @@ class Actor:
     def __init__(self, clock: Clock, decider: RoleDecider, job: Job) -> None:
         self.decider = decider
         self.spans: list[Span] = []
+        self.order: Order | None = None
+        """Where acts are noted."""
         self._clock = clock
         self._job = job
         self._inbox: deque[tuple[Event, Carried, int]] = deque()
@@ -134,7 +198,7 @@ class Actor:
                 if self._took_ns:
                     self._clock.timeout(self._took_ns).callbacks.append(lambda _: self._go_on())
                     return
-                self._do(self._to_do.popleft())
+                self._end(self._to_do.popleft())
             if not self._inbox:
                 self._busy = False
                 self._idle()
@@ -144,8 +208,13 @@ class Actor:
             self._to_do.extend(self.decider.on(self._clock.now, event))
 
     def _go_on(self) -> None:
-        self._do(self._to_do.popleft())
+        self._end(self._to_do.popleft())
         self._work()
+
+    def _end(self, operation: Operation) -> None:
+        if self.order is not None and (act := act_of(self.decider.role, self.decider.rank, operation)) is not None:
+            self.order.add(act)
+        self._do(operation)
 
     def _begin(self, event: Event, carried: Carried, since_ns: int) -> None:
         """An event that has waited since ``since_ns`` is decided on next."""
@@ -156,9 +225,9 @@ class Actor:
     def _idle(self) -> None:
         """There is nothing left to do."""
 
-    def _nbytes(self, operation: Operation) -> int:
-        """Of what an operation is about."""
-        raise NotImplementedError
+    def _nbytes(self, operation: Operation) -> int:  # noqa: ARG002  # a server overrides it
+        """See ``Costs``."""
+        return 0
 
     def _do(self, operation: Operation) -> None:
         """What the end of an operation brings about."""

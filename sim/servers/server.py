@@ -16,6 +16,7 @@ from fleetbench.staleness import ServerLoad, counts_of, load_of, quantiles_of
 from fleetbench.timeline import Span
 from sim.clock import Clock
 from sim.servers.actor import Actor, Carried, Job, Post
+from sim.servers.traffic import Part
 
 SERVER = "server"
 """The stream of a server's work; its rank in a timeline stands after the trainers'."""
@@ -29,12 +30,12 @@ class Server(Actor):
         super().__init__(clock, decider, job)
         self.load = Load()
         self._answer = answer
-        self._pushed: deque[int] = deque()
+        self._pushed: deque[Carried] = deque()
         self._arrived: dict[int, int] = {}
-        self._changed_steps = [0] * job.rules.trainers
-        self._look_ups = [0] * job.rules.trainers
-        """Answered so far; a trainer goes through the tables in order."""
-        self._last_count = 0
+        self._changed: list[list[Part]] = [[] for _ in range(job.rules.trainers)]
+        self._asked_nbytes = [0] * job.rules.trainers
+        """What answers each trainer's look-up."""
+        self._last: Part = (0, 0, 0)
         self._in_work = False
 
     @property
@@ -56,7 +57,9 @@ class Server(Actor):
             if self._job.rules.mode == "synchronous":
                 self._arrived[event.rank] = carried.nbytes
             else:
-                self._pushed.append(carried.nbytes)
+                self._pushed.append(carried)
+        elif isinstance(event, Message) and event.kind == "look_up":
+            self._asked_nbytes[event.rank] = carried.answer_nbytes
 
     def _leave(self) -> None:
         """The message that was worked on has left the queue."""
@@ -69,13 +72,13 @@ class Server(Actor):
 
     def _nbytes(self, operation: Operation) -> int:
         if operation.kind in ("update", "accumulate"):
-            return sum(self._arrived.values()) if operation.rank is None else self._pushed[0]
+            return sum(self._arrived.values()) if operation.rank is None else self._pushed[0].nbytes
         if operation.kind == "send" and operation.payload == "parameters":
             assert operation.rank is not None
-            return self._job.traffic.push(self._changed_steps[operation.rank])
+            return self._job.traffic.pushed(self.decider.rank, self._changed[operation.rank])
         if operation.kind == "send" and operation.payload == "rows":
             assert operation.rank is not None
-            return self._job.traffic.looked_up(self._look_ups[operation.rank] % len(self._job.traffic.tables))
+            return self._asked_nbytes[operation.rank]
         return self._job.traffic.header_bytes
 
     def _do(self, operation: Operation) -> None:
@@ -84,9 +87,7 @@ class Server(Actor):
             assert operation.message is not None
             nbytes = self._nbytes(operation)
             if operation.payload == "parameters":
-                self._changed_steps[operation.rank] = 0
-            elif operation.payload == "rows":
-                self._look_ups[operation.rank] += 1
+                self._changed[operation.rank] = []
             message = Message("server", self.decider.rank, operation.message, count=operation.count, version=self.state.version)
             role = "trainer" if operation.group == "trainer" else "sender"
             self._answer(role, operation.rank, self.decider.rank, message, Carried(nbytes))
@@ -94,12 +95,11 @@ class Server(Actor):
             if operation.rank is None:
                 self._arrived.clear()
             else:
-                self._pushed.popleft()
-                self._last_count = operation.count  # steps whose rows are marked next
+                self._last = self._pushed.popleft().part  # steps whose rows are marked next
         elif operation.kind == "mark":
-            for rank in range(len(self._changed_steps)):
+            for rank, changed in enumerate(self._changed):
                 if rank != operation.rank:
-                    self._changed_steps[rank] += self._last_count
+                    changed.append(self._last)
         if self._took_ns:
             rank = self._job.rules.trainers + self.decider.rank
             name = operation.kind if operation.message is None else operation.message

@@ -27,7 +27,7 @@ from fleetbench.timeline import Span
 from sim.clock import Clock
 from sim.execution import Execution, Wanted, too_many
 from sim.limits import MOST_EVENTS, at_most, refuse_large
-from sim.servers.actor import Carried, Costs, Job, costs_of
+from sim.servers.actor import Carried, Costs, Job, Order, costs_of
 from sim.servers.server import Load, Server, load_summary, staleness_summary
 from sim.servers.traffic import Traffic, traffic_of
 from sim.servers.wires import Hosts, Wires
@@ -45,28 +45,35 @@ _ROWS_ALIKE = (
 )
 
 
-def simulate_servers(experiment: Experiment, wanted: Wanted, engine: str, step_done: Callable[[int], None]) -> Execution:
-    """Execute an experiment with ``mode = "ps"`` on a simulated clock; see ``sim.run.simulate``.
+def simulate_servers(
+    experiment: Experiment,
+    wanted: Wanted,
+    engine: str,
+    step_done: Callable[[int], None],
+    job: Job | None = None,
+    order: Order | None = None,
+) -> Execution:
+    """Execute an experiment with ``mode = "ps"``, or the ``job`` that was made of it, on a simulated clock; see ``sim.run.simulate``.
 
     Its plan has no collectives; who tells whom what is decided by ``fleetbench.plan.servers``.
     """
     if engine not in SERVER_ENGINES:
         what = 'does not go with strategy.mode = "ps", whose servers and trainers are simulated event by event'
         raise ConfigError(what, "engine", repr(engine), f"one of {', '.join(SERVER_ENGINES)}")
-    refuse_large(experiment)
-    rank_steps = experiment.cluster.trainers * (experiment.workload.steps + experiment.run.warmup_steps)
-    at_most(rank_steps, MOST_EVENTS, "steps of ranks", "workload.steps", "fewer steps or trainers")
-    job = job_of(experiment)
+    job = job or job_of(experiment)
     done = count(1)
-    found = execute(job, record=wanted.recordings, step_done=lambda: step_done(next(done)))
+    found = execute(job, record=wanted.recordings, step_done=lambda: step_done(next(done)), order=order)
     keeps = len(found.spans) <= wanted.most_spans
+    ends_ns: dict[int, int] = {}
+    for record in found.records:
+        ends_ns[record.step] = max(record.end_ns, ends_ns.get(record.step, 0))
     rows_alike = job.traffic.tables and (job.rules.mode == "geo_sgd" or job.rules.max_merge > 1)
     return Execution(
         engine="reference",
         plan=Plan(trainers=job.rules.trainers, buckets=(), exchange=(), groups=(("world", world_of(job.rules.trainers)),)),
         begin_ns=min(record.start_ns for record in found.records if record.step >= 1),
         end_ns=max(record.end_ns for record in found.records),
-        step_ends_ns={},
+        step_ends_ns=ends_ns,
         table=steps_table(found.records),
         spans=found.spans if keeps else (),
         no_spans=None if keeps or not wanted.most_spans else too_many(f"{len(found.spans):,}", wanted.most_spans),
@@ -83,6 +90,9 @@ def job_of(experiment: Experiment, *, costs: Costs | None = None, traffic: Traff
     ``costs`` and ``traffic`` are the layer table's, where no profile has better ones. Raises
     ``ConfigError`` for a field that is not simulated, or a missing profile or link.
     """
+    refuse_large(experiment)
+    rank_steps = experiment.cluster.trainers * (experiment.workload.steps + experiment.run.warmup_steps)
+    at_most(rank_steps, MOST_EVENTS, "steps of ranks", "workload.steps", "fewer steps or trainers")
     for part, executed in (("workload", WORKLOAD | LOSSES), ("cluster", CLUSTER), ("run", RUN)):
         refuse_unexecuted(getattr(experiment, part), part, executed, WHO)
     refuse_undeclared(experiment, experiment.strategy, WHO)
@@ -99,13 +109,14 @@ def job_of(experiment: Experiment, *, costs: Costs | None = None, traffic: Traff
         has_dense=any(not gradient.sparse for gradient in gradients),
     )
     traffic = traffic or traffic_of(gradients, cluster.servers)
+    step_nbytes = sum(traffic.pushed(server, [(0, 0, 1)]) for server in range(cluster.servers))
     steps = range(1 - run.warmup_steps, experiment.workload.steps + 1)
     delays = draws(cluster.stragglers, run.seed, cluster.trainers, cluster.trainers_per_node, steps.start, len(steps))
     return Job(
         rules=rules,
         table=table,
         traffic=traffic,
-        costs=costs or dataclasses.replace(costs_of(measured, traffic.push(1) * cluster.servers), update_ns=table.update),
+        costs=costs or dataclasses.replace(costs_of(measured, step_nbytes), update_ns=table.update),
         hosts=hosts_of(experiment),
         steps=steps,
         draws=tuple(map(tuple, delays.tolist())),
@@ -144,13 +155,15 @@ class Seen:
     recordings: tuple[Recording, ...]
 
 
-def execute(job: Job, *, record: bool = False, step_done: Callable[[], None] | None = None) -> Seen:
+def execute(job: Job, *, record: bool = False, step_done: Callable[[], None] | None = None, order: Order | None = None) -> Seen:
     """Run all trainers to their last step, and the servers until all have left.
 
-    All have joined before the clock starts. ``step_done`` is called at every end of a step of rank 0.
+    All have joined before the clock starts. ``step_done`` is called at every end of a step of rank 0; ``order`` notes all acts.
     """
     clock = Clock()
     run = _Run(clock, job, record=record)
+    for actor in (*run.servers, *run.senders, *run.trainers):
+        actor.order = order
     if step_done is not None:
         run.trainers[0].step_done = step_done
     for rank, trainer in enumerate(run.trainers):

@@ -1,7 +1,7 @@
 """Traffic: how many bytes the messages of a job carry.
 
-Which rows a step touches is not simulated; how many different ones some steps touch together is, in the
-mean: with independent draws of probability p_r each, n draws touch sum over r of 1 - (1 - p_r)^n rows.
+Which rows a step touches is known from the data (``KnownRows``), or not; then how many different ones some steps touch together is, in
+the mean: with independent draws of probability p_r each, n draws touch sum over r of 1 - (1 - p_r)^n rows.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from fleetbench.plan.layers import DTYPE_BYTES, Gradient
+from fleetbench.plan.servers.rules import Shards
 
 ROW_NUMBER_BYTES = 4
+Part = tuple[int, int, int]
+"""Steps of one trainer: its rank, the index of the first, their number."""
+LookUps = tuple[tuple[tuple[tuple[int, npt.NDArray[np.int64]], ...], ...], ...]
+"""By rank and index of the step: each look-up's table and rows, those that the step has looked up before left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +70,54 @@ class Traffic:
         rows = sum(table.distinct(steps) * (table.row_bytes + table.number_bytes) for table in self.tables) if steps else 0.0
         return self._share(self.dense_bytes + rows)
 
-    def asked(self, table: int) -> int:
-        """A look-up in a table, to each server: the numbers of a step's rows."""
-        return self._share(self.tables[table].distinct(1) * self.tables[table].number_bytes)
+    def pushed(self, server: int, parts: Sequence[Part]) -> int:  # noqa: ARG002  # all servers alike
+        """``push``, to one server, of these steps together."""
+        return self.push(sum(count for _, _, count in parts))
 
-    def looked_up(self, table: int) -> int:
-        """What each server answers it with."""
-        return self._share(self.tables[table].distinct(1) * self.tables[table].row_bytes)
+    def num_look_ups(self, rank: int, step: int) -> int:  # noqa: ARG002  # one in each table
+        """Of a trainer in the step with this index."""
+        return len(self.tables)
+
+    def looked_up(self, server: int, rank: int, step: int, number: int) -> tuple[int, int]:  # noqa: ARG002  # all alike
+        """What a look-up tells a server, the numbers of the rows, and what it answers."""
+        table = self.tables[number]
+        return self._share(table.distinct(1) * table.number_bytes), self._share(table.distinct(1) * table.row_bytes)
 
     def _share(self, nbytes: float) -> int:
         return self.header_bytes + round(nbytes / self.servers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownRows(Traffic):
+    """Of messages whose rows are known, as are the servers that hold them."""
+
+    shards: Shards
+    itemsize: int
+    look_ups: LookUps
+
+    def pushed(self, server: int, parts: Sequence[Part]) -> int:
+        """See ``Traffic``."""
+        begin, end = self.shards.dense_range(server)
+        nbytes = (end - begin) * self.itemsize
+        steps = [step for rank, first, count in parts for step in self.look_ups[rank][first : first + count]]
+        for number, table in enumerate(self.shards.tables):
+            touched = [rows for step in steps for other, rows in step if other == number]
+            num = self._num_held(server, np.unique(np.concatenate(touched))) if touched else 0
+            nbytes += num * (table.width * self.itemsize + ROW_NUMBER_BYTES)
+        return self.header_bytes + nbytes
+
+    def num_look_ups(self, rank: int, step: int) -> int:
+        """See ``Traffic``."""
+        return len(self.look_ups[rank][step])
+
+    def looked_up(self, server: int, rank: int, step: int, number: int) -> tuple[int, int]:
+        """See ``Traffic``."""
+        table, rows = self.look_ups[rank][step][number]
+        num = self._num_held(server, rows)
+        return self.header_bytes + num * ROW_NUMBER_BYTES, self.header_bytes + num * self.shards.tables[table].width * self.itemsize
+
+    def _num_held(self, server: int, rows: npt.NDArray[np.int64]) -> int:
+        return int((rows % self.servers == server).sum())
 
 
 def traffic_of(gradients: Sequence[Gradient], servers: int) -> Traffic:

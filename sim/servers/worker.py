@@ -15,7 +15,8 @@ from fleetbench.result import StepRecord
 from fleetbench.stragglers import stretch
 from fleetbench.timeline import COMPUTE, Span
 from sim.clock import Clock
-from sim.servers.actor import Actor, Carried, Job, Post
+from sim.servers.actor import Act, Actor, Carried, Job, Post
+from sim.servers.traffic import Part
 
 Local = Callable[[Message], None]
 """Carries a message between a trainer and its sender."""
@@ -47,18 +48,13 @@ class Sender(Actor):
         self._timers = 0
         self._received: dict[int, int] = {}
         self._staged: list[Versions] = [memory.versions]
-        self._staged_count = 0
+        self._staged_steps: Part = (decider.rank, 0, 0)
         self.post: Post
         self.tell_trainer: Local
 
     def _begin(self, event: Event, carried: Carried, since_ns: int) -> None:  # noqa: ARG002  # what an actor is told
         if isinstance(event, Message) and event.kind == "parameters":
             self._received[event.rank] = event.version
-
-    def _nbytes(self, operation: Operation) -> int:
-        if operation.kind == "merge":
-            return self._job.traffic.push(operation.count)
-        return self._job.traffic.push(self._staged_count) if operation.payload in ("gradient", "delta") else self._job.traffic.header_bytes
 
     def _do(self, operation: Operation) -> None:
         if operation.kind == "set_timer":
@@ -68,7 +64,8 @@ class Sender(Actor):
         elif operation.kind == "merge":
             taken = [self._memory.queue.popleft() for _ in range(operation.count)]
             self._staged = taken if operation.payload == "gradient" else [self._memory.versions]
-            self._staged_count = operation.count
+            rank, first, count = self._staged_steps
+            self._staged_steps = rank, first + count, operation.count
         elif operation.kind == "install":
             self._memory.versions = tuple(self._received.get(server, version) for server, version in enumerate(self._memory.versions))
             self._received.clear()
@@ -81,11 +78,14 @@ class Sender(Actor):
         if operation.group == "trainer":
             self.tell_trainer(Message("sender", rank, operation.message, count=operation.count))
             return
-        nbytes = self._nbytes(operation)
+        traffic = self._job.traffic
         for server in range(self._job.rules.servers):
-            versions = tuple(version[server] for version in self._staged) if operation.payload is not None else ()
-            message = Message("sender", rank, operation.message, count=operation.count, version=min(versions, default=0))
-            self.post("sender", rank, server, message, Carried(nbytes, versions))
+            carried = Carried(traffic.header_bytes)
+            if operation.payload is not None:
+                versions = tuple(version[server] for version in self._staged)
+                carried = Carried(traffic.pushed(server, [self._staged_steps]), versions, self._staged_steps)
+            message = Message("sender", rank, operation.message, count=operation.count, version=min(carried.versions, default=0))
+            self.post("sender", rank, server, message, carried)
 
     def _fire(self, number: int) -> None:
         if number == self._timers:
@@ -110,7 +110,7 @@ class Trainer(Actor):
         self._update_ns = self._idle_since_ns = self._arrival_ns = 0
         self._start_ns = self._read_ns = self._forward_ns = self._backward_ns = 0
         self._look_ups = 0
-        """Begun in this step, one a table."""
+        """Begun in this step."""
         self.post: Post
         self.tell_sender: Local
         self.step_begins: Callable[[int], None] = lambda _: None
@@ -121,6 +121,15 @@ class Trainer(Actor):
         """What it knows."""
         assert isinstance(self.decider.state, TrainerState)
         return self.decider.state
+
+    @property
+    def _index(self) -> int:
+        """Of the step under way."""
+        return len(self._job.steps) - len(self._steps)
+
+    @property
+    def _num_look_ups(self) -> int:
+        return self._job.traffic.num_look_ups(self.decider.rank, self._index)
 
     def sent(self, nbytes: int) -> None:
         """So many bytes more have left this trainer's host."""
@@ -145,19 +154,21 @@ class Trainer(Actor):
 
     def _end_read(self) -> None:
         rules = self._job.rules
-        reads_all = rules.has_dense or rules.mode == "geo_sgd" or not self._job.traffic.tables
+        reads_all = rules.has_dense or rules.mode == "geo_sgd" or not self._num_look_ups
         self._memory.computed_from = self._memory.versions if reads_all else _NEWEST * rules.servers
         self._look_ups = 0
         self._look_up()
 
     def _look_up(self) -> None:
-        if self._job.rules.mode != "geo_sgd" and self._look_ups < len(self._job.traffic.tables):
+        if self._job.rules.mode != "geo_sgd" and self._look_ups < self._num_look_ups:
             self._look_ups += 1
             self._tell(LookUp(), self._look_up)
         else:
             self._begin_forward()
 
     def _begin_forward(self) -> None:
+        if self.order is not None:
+            self.order.add(Act("trainer", self.decider.rank, "forward"))
         x = self._steps[0][1]
         self._forward_ns = stretch(self._job.table.forward_ns, x)
         self._backward_ns = stretch(self._job.table.forward_ns + self._job.table.backward_ns, x) - self._forward_ns
@@ -229,9 +240,6 @@ class Trainer(Actor):
             read[event.rank] = min(read[event.rank], event.version)
             self._memory.computed_from = tuple(read)
 
-    def _nbytes(self, operation: Operation) -> int:
-        return self._job.traffic.asked(self._look_ups - 1) if operation.message == "look_up" else self._job.traffic.header_bytes
-
     def _do(self, operation: Operation) -> None:
         if operation.kind == "update":
             self._update_ns = self._took_ns
@@ -248,7 +256,13 @@ class Trainer(Actor):
             assert operation.message is not None
             for server in range(self._job.rules.servers):
                 message = Message("trainer", self.decider.rank, operation.message)
-                self.post("trainer", self.decider.rank, server, message, Carried(self._nbytes(operation)))
+                self.post("trainer", self.decider.rank, server, message, self._carried(operation, server))
+
+    def _carried(self, operation: Operation, server: int) -> Carried:
+        if operation.message != "look_up":
+            return Carried(self._job.traffic.header_bytes)
+        asked, answered = self._job.traffic.looked_up(server, self.decider.rank, self._index, self._look_ups - 1)
+        return Carried(asked, answer_nbytes=answered)
 
     def _span(self, name: str, start_ns: int, end_ns: int) -> None:
         if end_ns > start_ns:

@@ -164,7 +164,7 @@ def test_every_field_is_learnt_or_the_clocks_or_refused() -> None:
         ({"sync_batch_norm": True}, "strategy.sync_batch_norm"),
         ({"auto": True}, "strategy.auto"),
         ({"localsgd": True, "localsgd_configs": {"outer_lr": 0.7, "outer_wire": "int8"}}, "strategy.localsgd_configs.outer_wire"),
-        ({"mode": "ps"}, "strategy.mode"),
+        ({"mode": "ps", "fp16_allreduce": True}, "strategy.fp16_allreduce"),
     ):
         cluster = {"nodes": 2, "servers": 1 if "mode" in strategy else 0, "inter": {"bandwidth": "1 Gbit/s", "latency": "1 us"}}
         experiment = Experiment.from_dict({"workload": base, "cluster": cluster, "strategy": strategy})

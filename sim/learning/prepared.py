@@ -1,0 +1,58 @@
+"""Prepared: what virtual trainers begin with, whether collectives or parameter servers hold them together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.quantities import counted
+from fleetbench.workloads.data.data import open_batches, prepare
+from fleetbench.workloads.models.registry import build_model, check_model, loss_of
+from fleetbench.workloads.training import HeldOut, sampler_of
+
+Progress = Callable[[int, int], None]
+"""Told how many steps are done, and all steps."""
+Say = Callable[[str], None]
+"""Hears of the memory before a training takes it."""
+
+
+class Prepared:
+    """The data of an experiment, below ``folder``, its initial model, and all trainers' batches as joint ones."""
+
+    def __init__(self, experiment: Experiment, folder: Path) -> None:
+        workload, trainers, seed = experiment.workload, experiment.cluster.trainers, experiment.run.seed
+        check_model(workload)
+        prepare(workload, seed, folder)
+        sampler = sampler_of(experiment, folder, trainers, 0)
+        self.steps_per_epoch = sampler.steps_per_epoch
+        self.batches = open_batches(workload, folder, dataclasses.replace(sampler, batch_size=sampler.batch_size * trainers, trainers=1))
+        self.compare = loss_of(workload.model)
+        self.model, scratch = (build_model(workload.model, workload.model_options, workload.dtype, seed) for _ in range(2))
+        self.held_out = HeldOut(scratch, folder, self.compare)
+
+
+def refuse_beyond(trainers: int, needed: int) -> int:
+    """Bytes of memory that are free. Raises ``ConfigError`` where fewer are than so many trainers need."""
+    free = psutil.virtual_memory().available
+    if needed > free:
+        value = f"{counted(trainers, 'trainer')} take about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
+        raise ConfigError("virtual trainers do not fit into memory", "cluster", value, "simulate fewer trainers, or leave --loss out")
+    return free
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Several threads of small operations wait for one another most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,336 @@
+"""Virtual trainers of parameter servers: they train in the order in which a simulation, or a real job, has pulled, pushed and applied.
+
+The clock comes first here: which parameters a gradient is computed from, and in which order servers apply it, is what links and stragglers
+make of it. ``sim.servers`` notes that order and needs nothing of the loss; a ``ServedReplay`` follows it with real parameters, data and
+gradients. What a push, a delta or a pull does to them is ``fleetbench.workloads.served``, as with real servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.sgd import sgd
+
+from fleetbench.declared import learning_rate
+from fleetbench.experiment import Experiment
+from fleetbench.quantities import counted
+from fleetbench.workloads.models.registry import build_model
+from fleetbench.workloads.served import (
+    DTYPES,
+    Array,
+    Change,
+    GeoCopy,
+    Layout,
+    ParameterShard,
+    add_changes,
+    options_for,
+    part_of,
+    shard_rows,
+)
+from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
+from sim.learning.gradients import Problem, Tensors
+from sim.learning.prepared import Prepared, Progress, Say, refuse_beyond
+from sim.learning.trajectory import Trajectory, key_of, learnt_from
+from sim.servers.actor import Act, Job, Order
+from sim.servers.simulate import execute, job_of
+from sim.servers.traffic import KnownRows, LookUps
+
+
+class Played(NamedTuple):
+    """A job, and the order in which it did what it did."""
+
+    job: Job
+    order: Order
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> Self:
+        """Simulated. Raises ``ConfigError`` for what cannot be simulated or trained."""
+        job, order = served_job(experiment), Order()
+        execute(job, order=order)
+        return cls(job, order)
+
+
+def served_job(experiment: Experiment) -> Job:
+    """The job of an experiment; where its model has embeddings with sparse gradients, its messages have the sizes that the data make."""
+    learnt = learnt_from(experiment)
+    workload = learnt.workload
+    model = build_model(workload.model, workload.model_options, workload.dtype, learnt.run.seed)
+    if not sparse_weights(model):
+        return job_of(experiment)
+    with tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
+        found = _look_ups(Prepared(learnt, Path(folder)), learnt)
+    shards = _layout(model).shards(experiment.cluster.servers)
+    traffic = KnownRows(servers=shards.servers, shards=shards, itemsize=DTYPES[workload.dtype].itemsize, look_ups=found)
+    return job_of(experiment, traffic=traffic)
+
+
+@torch.no_grad()
+def _look_ups(data: Prepared, learnt: Experiment) -> LookUps:
+    """What the forwards of all trainers' steps read: embeddings are asked, of a model that learns nothing."""
+    layout = _layout(data.model)
+    under_way: list[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]] = []
+
+    def note(number: int, _module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        known = [rows for other, rows in under_way if other == number]
+        rows = np.setdiff1d(inputs[0].numpy(), np.concatenate(known)) if known else np.unique(inputs[0].numpy())
+        if len(rows):
+            under_way.append((number, rows.astype(np.int64)))
+
+    for module in data.model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            number = next(number for number, table in enumerate(layout.tables.values()) if table is module.weight)
+            module.register_forward_pre_hook(partial(note, number))
+    trainers, batch_size = learnt.cluster.trainers, learnt.workload.batch_size
+    found: list[list[tuple[Any, ...]]] = [[] for _ in range(trainers)]
+    with contextlib.closing(data.batches):
+        for position in range(learnt.run.warmup_steps + learnt.workload.steps):
+            inputs, _ = data.batches.batch(position)
+            for rank, own in enumerate(inputs.split(batch_size)):
+                under_way.clear()
+                data.model(own)
+                found[rank].append(tuple(under_way))
+    return tuple(map(tuple, found))
+
+
+def _layout(model: nn.Module) -> Layout:
+    return Layout(dict(model.named_parameters()), sparse_weights(model))
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Trainer:
+    """A trainer and its sender: between two steps, or after the forward of step ``index``."""
+
+    flat: torch.Tensor
+    """Dense parameters; with GeoSGD, as are ``tables``, its own copy, otherwise what it pulled last."""
+    tables: Tensors
+    """Without GeoSGD all trainers' scratch: rows are looked up before each forward."""
+    buffers: Tensors
+    geo: GeoCopy | None
+    pushed: list[deque[Change]]
+    """By server: what is on its way there."""
+    pulled: list[deque[list[Array]]]
+    """By server: answers on their way here."""
+    queue: deque[Change] = dataclasses.field(default_factory=deque)
+    """Gradients that the sender has not taken."""
+    index: int = 0
+    """Of the step under way."""
+    gradients: tuple[torch.Tensor | None, ...] = ()
+    rows: list[tuple[int, torch.Tensor, Array]] = dataclasses.field(default_factory=list)
+    """Of the next forward: a table, rows of it, their values."""
+    num_answers: list[int] = dataclasses.field(default_factory=list)
+    """By server: look-ups of this step that it has answered."""
+
+
+class ServedReplay:
+    """One training in a given order. Life cycle: made (the data are prepared, memory is checked), ``run``."""
+
+    def __init__(self, experiment: Experiment, played: Played, folder: Path, say: Say = lambda _: None) -> None:
+        self._begin_s = time.perf_counter()
+        self.key = key_of(experiment, played.order)
+        self._learnt = learnt = learnt_from(experiment)
+        self._job, self._order = played
+        self._geo = self._job.rules.mode == "geo_sgd"
+        self._data = data = Prepared(learnt, folder)
+        workload, cluster = learnt.workload, learnt.cluster
+        refuse_dense_optimizer(data.model, dataclasses.replace(workload, optimizer="sgd"))  # servers take sparse gradients with all of them
+        self._layout = layout = _layout(data.model)
+        self.shards = layout.shards(cluster.servers)
+        self._problem = Problem(model=data.model, compare=data.compare, trainers=cluster.trainers, shares=False, averages=False)
+        self._batch = lru_cache(maxsize=64)(data.batches.batch)  # trainers are not far from one another
+        self.num_bytes = self._expected_bytes()
+        refuse_beyond(cluster.trainers, self.num_bytes)
+        say(f"{counted(cluster.trainers, 'virtual trainer')} take {self.num_bytes / 1e6:.3g} MB")
+        self._flat = layout.flat()
+        self._tables = [value.detach() for value in layout.tables.values()]
+        self.servers = [self._shard(server) for server in range(cluster.servers)]
+        self._trainers = [self._trainer() for _ in range(cluster.trainers)]
+        steps = self._job.steps
+        self._losses = np.zeros((len(steps), cluster.trainers))
+        self._sums: dict[int, torch.Tensor] = {}
+        """By evaluated step: the sum over trainers of their parameters at its end."""
+        self._do: dict[tuple[str, str], Callable[[Act], None]] = {
+            ("trainer", "forward"): self._forward,
+            ("trainer", "update"): self._update_own,
+            ("trainer", "skip"): self._end_step,
+            ("sender", "merge"): self._merge,
+            ("sender", "install"): self._install,
+            ("server", "update"): self._update,
+            ("server", "accumulate"): self._accumulate,
+            ("server", "parameters"): self._answer_pull,
+            ("server", "rows"): self._answer_look_up,
+        }
+
+    def _expected_bytes(self) -> int:
+        """At most, beside what a forward leaves for its backward: copies, gradients on their way, and what servers hold."""
+        layout, rules = self._layout, self._job.rules
+        dense, tables = (sum(value.nbytes for value in part.values()) for part in (layout.dense, layout.tables))
+        own = 4 * (dense + tables) if self._geo else dense * (3 + rules.pushes_in_flight + min(rules.room, len(self._job.steps)))
+        return rules.trainers * own + 5 * (dense + tables)
+
+    def _shard(self, server: int) -> ParameterShard:
+        workload, readers = self._learnt.workload, self._job.rules.trainers if self._geo else 0
+        shard = ParameterShard(self.shards, server, DTYPES[workload.dtype], options_for(workload), readers)
+        begin, end = self.shards.dense_range(server)
+        shard.install([self._flat[begin:end].numpy(), *(table[server :: self.shards.servers].numpy() for table in self._tables)])
+        return shard
+
+    def _trainer(self) -> _Trainer:
+        flat, tables = self._flat.clone(), [table.clone() for table in self._tables] if self._geo else self._tables
+        servers = self.shards.servers
+        return _Trainer(
+            flat=flat,
+            tables=tables,
+            buffers=[buffer.clone() for buffer in self._data.model.buffers()],
+            geo=GeoCopy(flat, tables, self.shards) if self._geo else None,
+            pushed=[deque() for _ in range(servers)],
+            pulled=[deque() for _ in range(servers)],
+            num_answers=[0] * servers,
+        )
+
+    def run(self, progress: Progress | None = None) -> Trajectory:
+        """Train to the last act, and evaluate what servers hold then."""
+        total, done = self._losses.size, 0
+        with contextlib.closing(self._data.batches):
+            for act in self._order.acts:
+                self._do[act.role, act.kind](act)
+                if act.kind == "forward" and progress is not None:
+                    done += 1
+                    progress(done, total)
+        trainers = len(self._trainers)
+        held_out = self._data.held_out
+        return Trajectory(
+            key=self.key,
+            workload=self._learnt.workload,
+            first_step=self._job.steps.start,
+            losses=self._losses,
+            observed={},
+            held_out=tuple((step, held_out.loss(total / trainers)) for step, total in sorted(self._sums.items())),
+            final_loss=held_out.loss(self.evaluated()),
+            local_steps=(),
+            steps_per_epoch=self._data.steps_per_epoch,
+            way="loop",
+            num_bytes=self.num_bytes,
+            seconds=time.perf_counter() - self._begin_s,
+        )
+
+    def evaluated(self) -> torch.Tensor:
+        """What an evaluation depends on: the parameters that servers hold, and the mean of trainers' buffers, as one vector."""
+        flat = torch.cat([torch.from_numpy(shard.dense) for shard in self.servers])
+        buffers = [torch.stack(of_all).to(torch.float64).mean(0) for of_all in zip(*(one.buffers for one in self._trainers), strict=True)]
+        return self._vector(flat, self.held_tables(), buffers)
+
+    def held_tables(self) -> Tensors:
+        """All rows, as servers hold them now."""
+        found = [torch.empty_like(table) for table in self._tables]
+        for shard in self.servers:
+            for whole, part in zip(found, shard.tables, strict=True):
+                whole[shard.server :: self.shards.servers] = torch.from_numpy(part)
+        return found
+
+    def _vector(self, flat: torch.Tensor, tables: Tensors, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+        kept = [own for own, buffer in zip(buffers, self._data.model.buffers(), strict=True) if buffer.is_floating_point()]
+        return torch.cat([value.reshape(-1).to(flat.dtype) for value in (*self._layout.parameters(flat, tables), *kept)])
+
+    # A trainer's acts
+
+    def _forward(self, act: Act) -> None:
+        """Forward and backward of a step; its gradient waits for the sender, or for the trainer's own update."""
+        one, batch_size = self._trainers[act.rank], self._learnt.workload.batch_size
+        for table, rows, values in one.rows:
+            one.tables[table][rows] = torch.from_numpy(values)
+        one.rows.clear()
+        one.num_answers = [0] * self.shards.servers
+        mine = slice(act.rank * batch_size, (act.rank + 1) * batch_size)
+        inputs, labels = (joint[mine] for joint in self._batch(one.index))
+        own = [value.detach().requires_grad_() for value in self._layout.parameters(one.flat, one.tables)]
+        output, buffers = self._problem.forward(own, one.buffers, inputs)
+        loss = self._problem.compare(output, labels)
+        gradients = torch.autograd.grad(loss, own, allow_unused=True)
+        one.buffers = [buffer.detach() for buffer in buffers]
+        self._losses[one.index, act.rank] = loss.item()
+        if self._geo:
+            one.gradients = gradients
+        else:
+            one.queue.append(dataclasses.replace(self._layout.change(gradients), rate=self._rate(one)))
+
+    def _rate(self, one: _Trainer) -> float:
+        return learning_rate(self._learnt.workload, self._job.steps[one.index])
+
+    @torch.no_grad()
+    def _update_own(self, act: Act) -> None:
+        """GeoSGD: a trainer's own step of SGD."""
+        one = self._trainers[act.rank]
+        assert one.geo is not None
+        both = zip(self._layout.parameters(one.flat, one.tables), one.gradients, strict=True)
+        reached = [(value, gradient) for value, gradient in both if gradient is not None]
+        own, gradients = [value for value, _ in reached], [gradient for _, gradient in reached]
+        rate, decay = self._rate(one), self._learnt.workload.weight_decay
+        plain: dict[str, Any] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "foreach": False}
+        sgd(own, gradients, [None] * len(own), lr=rate, weight_decay=decay, **plain)
+        one.geo.mark(self._layout.touched(one.gradients))
+        self._end_step(act)
+
+    def _end_step(self, act: Act) -> None:
+        one, workload = self._trainers[act.rank], self._learnt.workload
+        step = self._job.steps[one.index]
+        one.index += 1
+        if step >= 1 and step % workload.eval_every == 0:
+            vector = self._vector(one.flat, one.tables if self._geo else self.held_tables(), one.buffers)
+            self._sums[step] = vector if step not in self._sums else self._sums[step] + vector
+
+    # A sender's
+
+    def _merge(self, act: Act) -> None:
+        one = self._trainers[act.rank]
+        staged = add_changes([one.queue.popleft() for _ in range(act.num)]) if one.geo is None else one.geo.take(act.divisor)
+        for server, line in enumerate(one.pushed):
+            line.append(part_of(staged, self.shards, server))
+
+    def _install(self, act: Act) -> None:
+        one = self._trainers[act.rank]
+        for server, line in enumerate(one.pulled):
+            dense, *rest = map(torch.from_numpy, line.popleft())
+            if one.geo is None:
+                begin, end = self.shards.dense_range(server)
+                one.flat[begin:end] = dense
+            else:
+                rows = [own.to(torch.int64) * self.shards.servers + server for own in rest[::2]]
+                one.geo.merge(server, dense, list(zip(rows, rest[1::2], strict=True)))
+
+    # A server's
+
+    def _update(self, act: Act) -> None:
+        """By one trainer's push, or by those of all whose pushes are there."""
+        came = self._trainers if act.of is None else [self._trainers[act.of]]
+        lines = [one.pushed[act.rank] for one in came]
+        self.servers[act.rank].update([line.popleft() for line in lines if line], act.divisor)
+
+    def _accumulate(self, act: Act) -> None:
+        assert act.of is not None
+        push = self._trainers[act.of].pushed[act.rank].popleft()
+        self.servers[act.rank].accumulate(push)
+        self.servers[act.rank].mark(act.of, push)
+
+    def _answer_pull(self, act: Act) -> None:
+        assert act.of is not None
+        self._trainers[act.of].pulled[act.rank].append(self.servers[act.rank].parameters(act.of))
+
+    def _answer_look_up(self, act: Act) -> None:
+        assert act.of is not None
+        assert isinstance(self._job.traffic, KnownRows)
+        one = self._trainers[act.of]
+        table, wanted = self._job.traffic.look_ups[act.of][one.index][one.num_answers[act.rank]]
+        one.num_answers[act.rank] += 1
+        own, rows = shard_rows(torch.from_numpy(wanted), self.shards.servers, act.rank)
+        one.rows.append((table, rows, self.servers[act.rank].tables[table][own]))
