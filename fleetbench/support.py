@@ -10,8 +10,8 @@ from fleetbench.config import Config, defaults_of
 from fleetbench.errors import ConfigError
 
 _WORKLOAD = """
-model model_options data data_options dtype batch_size steps steps_per_epoch uneven_data optimizer lr momentum weight_decay lr_decay
-target_loss eval_every profile layers host
+model model_options data data_options dtype batch_size steps steps_per_epoch uneven_data unlike_data optimizer lr momentum weight_decay
+lr_decay target_loss eval_every profile layers host
 """
 WORKLOAD: frozenset[str] = frozenset(f"workload.{name}" for name in _WORKLOAD.split())
 """Fields of a workload that every executor carries out, or that leave its clock alone.

@@ -151,6 +151,8 @@ class Workload(Config):
     """Default: from the data."""
     uneven_data: Literal["cut", "pad"] = "cut"
     """What happens to samples that do not fill a step of every trainer: left out, or filled up."""
+    unlike_data: float = 0.0
+    """Share of a trainer's samples that come from a part of the data of its own: from few classes, or from one part of a text."""
     optimizer: Literal["sgd", "momentum", "adagrad", "adam"] = "sgd"
     lr: float = 0.1
     momentum: float = 0.9
@@ -175,6 +177,8 @@ class Workload(Config):
         if self.lr <= 0 or self.weight_decay < 0 or not 0 <= self.momentum < 1:
             what, hint = "needs lr > 0, weight_decay >= 0 and 0 <= momentum < 1", "the defaults are 0.1, 0 and 0.9"
             raise ConfigError(what, "lr, weight_decay, momentum", f"{self.lr}, {self.weight_decay}, {self.momentum}", hint)
+        if not 0 <= self.unlike_data <= 1:
+            raise ConfigError("must be a share", "unlike_data", repr(self.unlike_data), "0 deals samples at random, 1 by their label")
         self._check_loss_and_layers()
 
     def _check_loss_and_layers(self) -> None:

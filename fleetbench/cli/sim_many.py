@@ -130,9 +130,11 @@ def _sweep(arguments: argparse.Namespace) -> int:
     table = _write(found, arguments.out)
     if arguments.json:
         points = json.loads(found.table.to_json(orient="records", double_precision=15))
-        emit(json.dumps({"name": found.name, "points": points, "table": str(table)}, indent=1))
+        emit(json.dumps({"name": found.name, "points": points, "note": found.note, "table": str(table)}, indent=1))
         return 0
     emit_table(sweep_table(found))
+    if found.note is not None:
+        emit(f"note: {found.note}")
     emit(f"table: {table}")
     return 0
 

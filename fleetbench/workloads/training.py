@@ -12,7 +12,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.data import held_out, num_training_samples
-from fleetbench.workloads.data.reader import Sampler
+from fleetbench.workloads.data.reader import Sampler, Unlike
 from fleetbench.workloads.models.registry import Loss
 
 _EVALUATED = 512
@@ -74,6 +74,7 @@ def sampler_of(experiment: Experiment, data: Path, trainers: int, rank: int) -> 
         seed=experiment.run.seed,
         uneven=workload.uneven_data,
         wanted_steps=workload.steps_per_epoch,
+        unlike=Unlike(trainers, workload.batch_size, workload.unlike_data, data / "y_train.npy") if workload.unlike_data else None,
     )
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from fleetbench.cluster import Cluster
 from fleetbench.config import decode, encode
-from fleetbench.declared import first_hit, learning_rate
+from fleetbench.declared import HITS_IN_A_ROW, first_hit, learning_rate
 from fleetbench.digests import digest_of
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Run
@@ -144,6 +144,12 @@ class Trajectory:
         """The step at the first of three evaluations in a row that reach the target; none where none does."""
         hit = None if target is None else first_hit([loss <= target for _, loss in self.held_out])
         return None if hit is None else self.held_out[hit][0]
+
+    @property
+    def lowest(self) -> float | None:
+        """The lowest target that is reached; none with fewer than three evaluations."""
+        losses = [loss for _, loss in self.held_out]
+        return min((max(losses[first : first + HITS_IN_A_ROW]) for first in range(len(losses) - HITS_IN_A_ROW + 1)), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data but for ``losses``."""

@@ -6,8 +6,9 @@ share their draws. The table has a row a point: the keys' values, trainers, and 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -17,7 +18,7 @@ import pandas as pd
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import Summary
-from sim.learning.trajectory import Learn
+from sim.learning.trajectory import Learn, Trajectory
 from sim.many.pool import Job, naming, summaries
 from sim.run import Engine
 
@@ -28,6 +29,8 @@ final_loss
 COLUMNS = tuple(_COLUMNS.split())
 """Of a sweep's table, after the keys; means are over ranks and steps, as in ``summary.json``."""
 MOST_POINTS = 100_000
+_NOTICED = 1.1
+"""So many times as many steps to one loss are told apart."""
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 _USAGE = "--sweep cluster.nodes=1,2,4,8 takes each in turn; 1..8 stands for 1,2,3,4,5,6,7,8"
 
@@ -64,6 +67,8 @@ class Sweep:
     axes: tuple[Axis, ...]
     table: pd.DataFrame
     """A row a point: a column for each key, with its values as they resolved, then ``COLUMNS``."""
+    note: str | None = None
+    """What the virtual trainers' losses cannot tell apart."""
 
 
 def sweep(
@@ -101,7 +106,28 @@ def sweep(
         {axis.key: _plain(_resolved(job.experiment, axis.key), value) for axis, value in zip(read, point, strict=True)} | _row(summary)
         for point, job, summary in zip(points, jobs, found, strict=True)
     ]
-    return Sweep(name=jobs[0].experiment.name, axes=tuple(read), table=pd.DataFrame(rows))
+    learnt = {value: job.learnt for (value, *_), job in zip(points, jobs, strict=True) if job.learnt is not None}
+    note = _indistinct(read[0].key, learnt) if len(read) == 1 else None
+    return Sweep(name=jobs[0].experiment.name, axes=tuple(read), table=pd.DataFrame(rows), note=note)
+
+
+def _indistinct(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
+    """Says so where all values of K reach one loss after about as many steps: such a workload says nothing of K. None where it notices K.
+
+    The loss is the lowest that all reach, at three evaluations in a row.
+    """
+    best = [one.lowest for one in learnt.values()]
+    if not key.endswith("k_steps") or len(best) < 2 or None in best:
+        return None
+    target = max(loss for loss in best if loss is not None)
+    steps = {value: one.target_step(target) or math.inf for value, one in learnt.items()}
+    fewest, most = min(steps.values()), max(steps.values())
+    if most > _NOTICED * fewest:
+        return None
+    return (
+        f"this workload does not notice {key}: at all values the held-out loss is {target:.4g} after {fewest} to {most} steps; "
+        "what is best here says nothing of others. Noisy labels, or trainers whose data differ, are noticed: docs/loss.md"
+    )
 
 
 def _job(load: Load, overrides: Sequence[str], learn: Learn | None) -> Job:

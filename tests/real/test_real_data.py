@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.data import Batches, held_out, prepare
-from fleetbench.workloads.data.reader import Sampler
+from fleetbench.workloads.data.reader import Sampler, Unlike
 
 
 def _sampler(rank: int, *, trainers: int = 3, uneven: str = "cut", num_samples: int = 103) -> Sampler:
@@ -25,6 +25,47 @@ def test_an_epoch_shows_every_sample_at_most_once_and_all_trainers_alike() -> No
     assert {sampler.steps_per_epoch for sampler in samplers} == {4}
     seen = np.concatenate([sampler.indices(step) for sampler in samplers for step in range(4)])
     assert len(set(seen.tolist())) == 96
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_unlike_trainers_have_classes_of_their_own(share: float, tmp_path: Path) -> None:
+    """No sample twice, the joint reader reads the same; of 10 classes each of 4 trainers sees few, or mostly those."""
+    labels = np.random.default_rng(0).integers(0, 10, 2000)
+    np.save(tmp_path / "y_train.npy", labels)
+    unlike = Unlike(4, 8, share, tmp_path / "y_train.npy")
+    own = [dataclasses.replace(_sampler(rank, trainers=4, num_samples=2000), unlike=unlike) for rank in range(4)]
+    joint = dataclasses.replace(own[0], batch_size=32, trainers=1)
+    seen = [np.concatenate([sampler.indices(step) for step in range(62)]) for sampler in own]
+    assert len(np.unique(np.concatenate(seen))) == 4 * 8 * 62
+    for step in (0, 61):
+        assert np.array_equal(joint.indices(step), np.concatenate([sampler.indices(step) for sampler in own]))
+    for rank, samples in enumerate(seen):
+        piece = (labels[samples] >= 2.5 * rank - 1) & (labels[samples] <= 2.5 * (rank + 1))
+        assert piece.mean() > (0.99 if share == 1 else 0.6)
+        first, last = labels[samples[:248]].mean(), labels[samples[248:]].mean()
+        assert abs(first - last) < 0.8, "a trainer's classes come in no order"
+    if share == 0.5:
+        assert all(len(set(labels[samples].tolist())) == 10 for samples in seen)
+
+
+def test_a_teachers_labels_are_noisy_as_told(tmp_path: Path) -> None:
+    """A fifth of the labels drawn among ten: 0.18 differ from a linear teacher's; a perceptron's are learnt by no linear model."""
+    kinds: list[dict[str, float]] = [{}, {"noise": 0.2}, {"teacher": 32}]
+    found = []
+    for number, options in enumerate(kinds):
+        prepare(Workload(model="mlp", data="synthetic", data_options=options), 3, tmp_path / str(number))
+        found.append(np.load(tmp_path / str(number) / "y_train.npy"))
+    assert (found[0] != found[1]).mean() == pytest.approx(0.18, abs=0.015)
+    inputs = np.load(tmp_path / "0" / "x_train.npy")
+    assert np.array_equal(inputs, np.load(tmp_path / "2" / "x_train.npy"))
+    for labels, least, most in ((found[0], 0.85, 1.0), (found[2], 0.3, 0.7)):
+        weights = np.linalg.lstsq(inputs, np.eye(10)[labels], rcond=None)[0]
+        assert least < ((inputs @ weights).argmax(1) == labels).mean() < most
+    for bad in ({"noise": 0}, {"teacher": 0.5}):
+        with pytest.raises(ConfigError, match=f"data_options.{next(iter(bad))}"):
+            prepare(Workload(model="mlp", data="synthetic", data_options=bad), 3, tmp_path / "bad")
+    with pytest.raises(ConfigError, match="unlike_data"):
+        Workload(unlike_data=1.5)
 
 
 def test_padding_shows_every_sample() -> None:

@@ -190,14 +190,23 @@ def _synthetic(workload: Workload, seed: int) -> tuple[Array, Labels]:
         classes = 1 if workload.model == "gpt" else model_option(workload, "classes")  # its loss reads no labels
         return _bags(generator, (size["samples"], size["length"]), model_option(workload, "vocab"), classes)
     features, classes = (64, 10) if inputs == "digits" else (model_option(workload, "features"), model_option(workload, "classes"))
-    samples, labels = _taught(generator, size["samples"], features, classes)
+    noise = float(workload.data_options.get("noise", 0.0))
+    samples, labels = _taught(generator, size["samples"], features, classes, size.get("teacher", 0), noise)
     return (samples.reshape(-1, 8, 8) if features == 64 else samples), labels  # as the digits
 
 
-def _taught(generator: np.random.Generator, samples: int, features: int, classes: int) -> tuple[Array, Labels]:
-    """Normal numbers labelled by a random linear teacher, so that there is something to learn."""
-    inputs = generator.standard_normal((samples, features))
-    return inputs, (inputs @ generator.standard_normal((features, classes))).argmax(axis=1)
+def _taught(generator: np.random.Generator, samples: int, features: int, classes: int, hidden: int, noise: float) -> tuple[Array, Labels]:
+    """Normal numbers labelled by a random teacher; of a share of ``noise`` the labels say nothing.
+
+    The teacher is linear, or a perceptron of ``hidden`` units.
+    """
+    inputs = told = generator.standard_normal((samples, features))
+    if hidden:
+        told = np.tanh(inputs @ generator.standard_normal((features, hidden)) * (2 / features**0.5))
+    labels = (told @ generator.standard_normal((told.shape[1], classes))).argmax(axis=1)
+    drawn = generator.random(samples) < noise
+    labels[drawn] = generator.integers(0, classes, int(drawn.sum()))
+    return inputs, labels
 
 
 def _blotches(generator: np.random.Generator, samples: int, size: int, classes: int) -> tuple[Array, Labels]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -41,6 +42,15 @@ class Read:
     """The probabilities that synthetic clicks were drawn with."""
 
 
+class Unlike(NamedTuple):
+    """Of trainers whose data differ: how many, the samples in a step of each, which share of them is its own, and the file of labels."""
+
+    trainers: int
+    batch_size: int
+    share: float
+    labels: Path
+
+
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """Which samples a rank reads at a step: every epoch a permutation that all ranks share.
@@ -58,6 +68,7 @@ class Sampler:
     uneven: str
     wanted_steps: int | None = None
     """Steps of an epoch, where fewer than the data give are wanted."""
+    unlike: Unlike | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -80,7 +91,8 @@ class Sampler:
     def indices(self, position: int) -> npt.NDArray[np.int64]:
         """Sample numbers of this rank's batch, ``position`` counting steps from 0 over all epochs."""
         epoch, step = divmod(position, self.steps_per_epoch)
-        order = _epoch_order(self.seed, epoch, self.num_samples, self._available_steps * self.batch_size * self.trainers)
+        length = self._available_steps * self.batch_size * self.trainers
+        order = _epoch_order(self.seed, epoch, self.num_samples, length, self.unlike)
         first = (step * self.trainers + self.rank) * self.batch_size
         return order[first : first + self.batch_size]
 
@@ -120,7 +132,7 @@ class ReadsAhead(Protocol):
 
 
 @lru_cache(maxsize=2)  # a permutation of a million samples takes longer than a step
-def _epoch_order(seed: int, epoch: int, num_samples: int, length: int) -> npt.NDArray[np.int64]:
+def _epoch_order(seed: int, epoch: int, num_samples: int, length: int, unlike: Unlike | None) -> npt.NDArray[np.int64]:
     """``length`` sample numbers: a permutation, cut, or filled up with random samples (no two alike where there are enough)."""
     generator = np.random.Generator(np.random.Philox(key=[seed, _FIRST_EPOCH + epoch]))
     order = generator.permutation(num_samples)
@@ -128,8 +140,20 @@ def _epoch_order(seed: int, epoch: int, num_samples: int, length: int) -> npt.ND
     if missing > 0:
         order = np.concatenate([order, generator.choice(num_samples, missing, replace=missing > num_samples)])
     order = order[:length]
+    if unlike is not None:
+        _deal_by_label(order, unlike, generator)
     order.setflags(write=False)
     return order
+
+
+def _deal_by_label(order: npt.NDArray[np.int64], unlike: Unlike, generator: np.random.Generator) -> None:
+    """Exchange a share of an epoch's samples among trainers: sorted by label, and then by number, each gets a piece, in random order."""
+    trainers = np.arange(len(order)) // unlike.batch_size % unlike.trainers
+    chosen = np.flatnonzero(generator.random(len(order)) < unlike.share)
+    places = chosen[np.lexsort((generator.random(len(chosen)), trainers[chosen]))]
+    samples = order[places]
+    labels = np.load(unlike.labels, mmap_mode="r")
+    order[places] = samples[np.lexsort((samples, labels[samples]))]
 
 
 def normalise(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -87,7 +87,7 @@ _IMAGES: Mapping[str, int] = {"image_size": 224, "workers": 2, "held_out": 200}
 _TEXT: Mapping[str, int] = {"length": 128, "held_out": 200}
 _WORDS: Mapping[str, int | float] = {"min_count": 5, "window": 5, "negatives": 5, "subsample": SUBSAMPLE, "held_out": 10_000}
 _SYNTHETIC: Mapping[str, Mapping[str, int | float]] = {
-    "features": {"samples": 10_000},
+    "features": {"samples": 10_000, "teacher": 0, "noise": 0.0},
     "digits": {"samples": 10_000},
     "images": {"samples": 512, "image_size": 224},
     "tokens": {"samples": 1_000, "length": 128},
@@ -174,7 +174,7 @@ def _check_options(table: str, options: Mapping[str, ModelOption], known: Mappin
         where = f"workload.{table}.{option}"
         if option not in known:
             raise ConfigError("not an option here", where, repr(value), f"{taker} takes {', '.join(known) or 'none'}")
-        hint = f"for example {option} = {known[option]}"
+        hint = f"for example {option} = {known[option] or (0.1 if isinstance(known[option], float) else 64)}"
         if isinstance(known[option], float):
             if type(value) not in (int, float) or not 0 < float(value) < math.inf:
                 raise ConfigError("must be a number above 0", where, repr(value), hint)
@@ -224,7 +224,8 @@ def sizes(workload: Workload, inputs: str) -> dict[str, int]:
     ``length``: tokens of a sample. ``workers``: processes that decode, for every trainer.
     ``held_out``: samples at most in the held-out loss, where the data are larger.
     ``min_count``: how often a word occurs at least. ``window``: words at most between neighbours, and one.
-    ``negatives``: words drawn beside every neighbour. ``categories``: values of each synthetic column.
+    ``negatives``: words drawn beside every neighbour. ``categories``: values of each synthetic column. ``teacher``: hidden units of what
+    labels synthetic features; 0: it is linear.
     """
     given: dict[str, ModelOption] = {**_defaults(workload, inputs), **workload.data_options}
     return {name: value for name, value in given.items() if isinstance(value, int)}
