@@ -12,7 +12,7 @@ import dataclasses
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -82,10 +82,7 @@ def _look_ups(data: Prepared, learnt: Experiment) -> LookUps:
     under_way: list[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]] = []
 
     def note(number: int, _module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        known = [rows for other, rows in under_way if other == number]
-        rows = np.setdiff1d(inputs[0].numpy(), np.concatenate(known)) if known else np.unique(inputs[0].numpy())
-        if len(rows):
-            under_way.append((number, rows.astype(np.int64)))
+        under_way.append((number, np.unique(inputs[0].numpy())))  # no module of the registry's models reads another's table
 
     for module in data.model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -155,21 +152,9 @@ class ServedReplay:
         self._tables = [value.detach() for value in layout.tables.values()]
         self.servers = [self._shard(server) for server in range(cluster.servers)]
         self._trainers = [self._trainer() for _ in range(cluster.trainers)]
-        steps = self._job.steps
-        self._losses = np.zeros((len(steps), cluster.trainers))
+        self._losses = np.zeros((len(self._job.steps), cluster.trainers))
         self._sums: dict[int, torch.Tensor] = {}
         """By evaluated step: the sum over trainers of their parameters at its end."""
-        self._do: dict[tuple[str, str], Callable[[Act], None]] = {
-            ("trainer", "forward"): self._forward,
-            ("trainer", "update"): self._update_own,
-            ("trainer", "skip"): self._end_step,
-            ("sender", "merge"): self._merge,
-            ("sender", "install"): self._install,
-            ("server", "update"): self._update,
-            ("server", "accumulate"): self._accumulate,
-            ("server", "parameters"): self._answer_pull,
-            ("server", "rows"): self._answer_look_up,
-        }
 
     def _expected_bytes(self) -> int:
         """At most, beside what a forward leaves for its backward: copies, gradients on their way, and what servers hold."""
@@ -203,12 +188,11 @@ class ServedReplay:
         total, done = self._losses.size, 0
         with contextlib.closing(self._data.batches):
             for act in self._order.acts:
-                self._do[act.role, act.kind](act)
+                getattr(self, f"_{act.role}_{act.kind}")(act)
                 if act.kind == "forward" and progress is not None:
                     done += 1
                     progress(done, total)
-        trainers = len(self._trainers)
-        held_out = self._data.held_out
+        trainers, held_out = len(self._trainers), self._data.held_out
         return Trajectory(
             key=self.key,
             workload=self._learnt.workload,
@@ -242,9 +226,9 @@ class ServedReplay:
         kept = [own for own, buffer in zip(buffers, self._data.model.buffers(), strict=True) if buffer.is_floating_point()]
         return torch.cat([value.reshape(-1).to(flat.dtype) for value in (*self._layout.parameters(flat, tables), *kept)])
 
-    # A trainer's acts
+    # What is done at an act: a method by its role and kind
 
-    def _forward(self, act: Act) -> None:
+    def _trainer_forward(self, act: Act) -> None:
         """Forward and backward of a step; its gradient waits for the sender, or for the trainer's own update."""
         one, batch_size = self._trainers[act.rank], self._learnt.workload.batch_size
         for table, rows, values in one.rows:
@@ -268,7 +252,7 @@ class ServedReplay:
         return learning_rate(self._learnt.workload, self._job.steps[one.index])
 
     @torch.no_grad()
-    def _update_own(self, act: Act) -> None:
+    def _trainer_update(self, act: Act) -> None:
         """GeoSGD: a trainer's own step of SGD."""
         one = self._trainers[act.rank]
         assert one.geo is not None
@@ -279,9 +263,9 @@ class ServedReplay:
         plain: dict[str, Any] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "foreach": False}
         sgd(own, gradients, [None] * len(own), lr=rate, weight_decay=decay, **plain)
         one.geo.mark(self._layout.touched(one.gradients))
-        self._end_step(act)
+        self._trainer_skip(act)
 
-    def _end_step(self, act: Act) -> None:
+    def _trainer_skip(self, act: Act) -> None:
         one, workload = self._trainers[act.rank], self._learnt.workload
         step = self._job.steps[one.index]
         one.index += 1
@@ -289,15 +273,13 @@ class ServedReplay:
             vector = self._vector(one.flat, one.tables if self._geo else self.held_tables(), one.buffers)
             self._sums[step] = vector if step not in self._sums else self._sums[step] + vector
 
-    # A sender's
-
-    def _merge(self, act: Act) -> None:
+    def _sender_merge(self, act: Act) -> None:
         one = self._trainers[act.rank]
         staged = add_changes([one.queue.popleft() for _ in range(act.num)]) if one.geo is None else one.geo.take(act.divisor)
         for server, line in enumerate(one.pushed):
             line.append(part_of(staged, self.shards, server))
 
-    def _install(self, act: Act) -> None:
+    def _sender_install(self, act: Act) -> None:
         one = self._trainers[act.rank]
         for server, line in enumerate(one.pulled):
             dense, *rest = map(torch.from_numpy, line.popleft())
@@ -308,25 +290,23 @@ class ServedReplay:
                 rows = [own.to(torch.int64) * self.shards.servers + server for own in rest[::2]]
                 one.geo.merge(server, dense, list(zip(rows, rest[1::2], strict=True)))
 
-    # A server's
-
-    def _update(self, act: Act) -> None:
+    def _server_update(self, act: Act) -> None:
         """By one trainer's push, or by those of all whose pushes are there."""
         came = self._trainers if act.of is None else [self._trainers[act.of]]
         lines = [one.pushed[act.rank] for one in came]
         self.servers[act.rank].update([line.popleft() for line in lines if line], act.divisor)
 
-    def _accumulate(self, act: Act) -> None:
+    def _server_accumulate(self, act: Act) -> None:
         assert act.of is not None
         push = self._trainers[act.of].pushed[act.rank].popleft()
         self.servers[act.rank].accumulate(push)
         self.servers[act.rank].mark(act.of, push)
 
-    def _answer_pull(self, act: Act) -> None:
+    def _server_parameters(self, act: Act) -> None:
         assert act.of is not None
         self._trainers[act.of].pulled[act.rank].append(self.servers[act.rank].parameters(act.of))
 
-    def _answer_look_up(self, act: Act) -> None:
+    def _server_rows(self, act: Act) -> None:
         assert act.of is not None
         assert isinstance(self._job.traffic, KnownRows)
         one = self._trainers[act.of]

@@ -20,7 +20,7 @@ ROW_NUMBER_BYTES = 4
 Part = tuple[int, int, int]
 """Steps of one trainer: its rank, the index of the first, their number."""
 LookUps = tuple[tuple[tuple[tuple[int, npt.NDArray[np.int64]], ...], ...], ...]
-"""By rank and index of the step: each look-up's table and rows, those that the step has looked up before left out."""
+"""By rank and index of the step: each look-up's table and distinct rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,24 @@ def test_loss_over_seeds_has_an_interval_and_counts_arrivals(command: Callable, 
     assert data["intervals"]["final_loss"]["std"] > 0
 
 
+def test_loss_with_parameter_servers(command: Callable, path: Path, tmp_path: Path) -> None:
+    """Asynchronous trainers have losses and staleness, in one run and over seeds; the second time nothing trains."""
+    inter = "cluster.inter={ bandwidth = '1 Gbit/s', latency = '20 us' }"
+    changes = ("strategy.mode=ps", "strategy.a_sync=true", "strategy.a_sync_configs.k_steps=0", "cluster.servers=1", inter)
+    asked = ("sim", path, "--loss", "--json", "--out", tmp_path / "runs", *(word for change in changes for word in ("--set", change)))
+    ended = command(*asked)
+    summary = json.loads(ended.out)
+    assert "2 virtual trainers take" in ended.err
+    assert summary["loss_from"] == "virtual trainers"
+    assert summary["staleness"]["mean"] > 0
+    (steps,) = tmp_path.glob("runs/profiled-sim-*/steps.parquet")
+    assert pd.read_parquet(steps)["loss"].notna().all()
+    data = json.loads(command(*asked, "--seeds", "2").out)
+    assert data["summaries"][0]["final_loss"] == summary["final_loss"]
+    assert data["intervals"]["final_loss"]["std"] > 0
+    assert "virtual trainers take" not in command(*asked, "--seeds", "2").err
+
+
 def test_a_sweep_prints_every_points_loss(command: Callable, path: Path, tmp_path: Path) -> None:
     """Beside its times, as the stored table has them."""
     ended = command("sim", path, "--loss", "--sweep", "workload.lr=0.01,0.1", "--out", tmp_path / "runs")
