@@ -1,23 +1,21 @@
 """Declared: what a run that trains nothing reads from its experiment file instead.
 
 No model learns in a simulation, nor where an emulated device sleeps instead of computing: losses
-follow a curve or a recording, the learning rate follows its decay, and an epoch has as many steps
-as the file says. Every executor reads the same, so that a strategy that follows them decides alike.
+follow a curve, the learning rate follows its decay, and an epoch has as many steps as
+the file says. Every executor reads the same, so that a strategy that follows them decides alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from fleetbench.digests import check_file, reading
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LossCurve, Workload
 
-LOSSES = frozenset({"workload.loss_curve", "workload.loss_recording"})
+LOSSES = frozenset({"workload.loss_curve"})
 """Where such a run has its losses from."""
 
 UNFOLLOWED = "stale gradients do not follow a declared curve"
@@ -28,37 +26,22 @@ HITS_IN_A_ROW = 3
 
 @dataclass(frozen=True, slots=True)
 class DeclaredScalars:
-    """Scalars by the experiment file: no gradient overflows, and losses follow a curve or a recording."""
+    """Scalars by the experiment file: no gradient overflows, and losses follow a curve."""
 
     workload: Workload
-    recorded: Mapping[int, float] = field(default_factory=dict)
-    """Mean loss by step, of the run in ``workload.loss_recording``."""
-
-    @classmethod
-    def of(cls, workload: Workload) -> DeclaredScalars:
-        """Read what the workload names. Raises ``ConfigError`` for a recording without losses."""
-        return cls(workload) if workload.loss_recording is None else cls(workload, recorded_losses(workload.loss_recording))
 
     def scalar(self, name: str, rank: int, step: int) -> float:  # noqa: ARG002  # declared for all ranks
-        """``loss`` averaged over the trainers, ``found_inf``, or ``lr``, which a gradient merge may count in updates, at ``step``.
-
-        Raises ``ConfigError`` for a loss that the recording does not hold.
-        """
+        """``loss`` averaged over the trainers, ``found_inf``, or ``lr``, which a gradient merge may count in updates, at ``step``."""
         if name == "found_inf":
             return 0.0
         if name == "lr":
             return learning_rate(self.workload, step)
         assert name == "loss", f"no declaration of {name}"
-        if self.workload.loss_curve is not None:
-            return curve_loss(self.workload.loss_curve, step)
-        if step not in self.recorded:
-            what = f"holds no loss of step {step}, which the strategy follows"
-            hint = "record a run at least as long as this one, or declare workload.loss_curve"
-            raise ConfigError(what, "workload.loss_recording", str(self.workload.loss_recording), hint)
-        return self.recorded[step]
+        assert self.workload.loss_curve is not None, "``refuse_undeclared`` has looked"
+        return curve_loss(self.workload.loss_curve, step)
 
     def declared_loss(self, step: int) -> float | None:
-        """The loss that a step has by the curve; none without one, for a recording's losses are another run's."""
+        """The loss that a step has by the curve; none without one."""
         return None if self.workload.loss_curve is None else curve_loss(self.workload.loss_curve, step)
 
 
@@ -73,27 +56,6 @@ def learning_rate(workload: Workload, step: int) -> float:
 def curve_loss(curve: LossCurve, step: int) -> float:
     """``floor + (start - floor) / 2 ** (step / half_life)``; steps of the warm-up, from 0 down, have ``start``."""
     return float(curve.floor + (curve.start - curve.floor) * 2.0 ** (-max(step, 0) / curve.half_life))
-
-
-def recorded_losses(path: str) -> dict[int, float]:
-    """Mean over the ranks of the losses in a run's ``steps.parquet``, by step.
-
-    Raises ``ConfigError`` for a file that cannot be read, is no Parquet, or has no losses.
-    """
-    import pandas as pd
-    from pyarrow import ArrowException
-
-    where, hint = "workload.loss_recording", "name the steps.parquet of a run that trained a model, as `fleetbench real` writes it"
-    check_file(Path(path))
-    with reading(f"{where}: {path}", hint, ArrowException):
-        frame = pd.read_parquet(Path(path))
-        for column in ("step", "loss"):
-            if column not in frame.columns:
-                raise ConfigError(f"has no column {column}", where, path, hint)
-        means = frame.dropna(subset=["step", "loss"]).groupby("step")["loss"].mean()
-        if means.empty:
-            raise ConfigError("holds no losses", where, path, hint)
-        return dict(zip(map(int, means.index.tolist()), map(float, means.tolist()), strict=True))
 
 
 def target_step(workload: Workload) -> int | None:
@@ -117,9 +79,8 @@ def refuse_undeclared(experiment: Experiment, strategy: DistributedStrategy, exe
     ``executor`` is who trains nothing.
     """
     workload = experiment.workload
-    if strategy.follows_loss and workload.loss_curve is None and workload.loss_recording is None:
-        curve = 'declare workload.loss_curve = { start = 2.3, floor = 0.2, half_life = "150 steps" }'
-        hint = f"{curve}, or name a run's steps.parquet as workload.loss_recording"
+    if strategy.follows_loss and workload.loss_curve is None:
+        hint = 'declare workload.loss_curve = { start = 2.3, floor = 0.2, half_life = "150 steps" }'
         raise ConfigError(f"adaptive steps follow a loss, and {executor} computes none", "strategy.adaptive_localsgd", "true", hint)
     if workload.steps_per_epoch is None and (name := _needs_epochs(strategy)) is not None:
         hint = "set workload.steps_per_epoch"

@@ -238,8 +238,8 @@ def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: C
         what = "averaging parameters after every update (k_steps = 1) is not a step of averages for this optimizer"
         hint = 'use sgd or momentum, raise k_steps, or set localsgd_configs.optimizer_state = "average"'
         raise ConfigError(what, "workload.optimizer", repr(workload.optimizer), hint)
-    if strategy.follows_loss and workload.model == LAYERS and workload.loss_curve is None and workload.loss_recording is None:
-        hint = "declare workload.loss_curve, name a workload.loss_recording, or use localsgd with a fixed localsgd_configs.k_steps"
+    if strategy.follows_loss and workload.model == LAYERS and workload.loss_curve is None:
+        hint = "declare workload.loss_curve, or use localsgd with a fixed localsgd_configs.k_steps"
         raise ConfigError("adaptive steps follow a loss, and a table of layers has none", "strategy.adaptive_localsgd", "true", hint)
     if strategy.use_hierarchical_allreduce:
         if not strategy.hierarchical_inner_ranks:
@@ -280,9 +280,8 @@ def _replace_files(data: dict[str, Any], change: Callable[[str], str], *, folder
     """Replace the names of files (and of folders) in undecoded data by ``change`` of them."""
     workload = data.get("workload")
     if isinstance(workload, dict):
-        for key in ("profile", "loss_recording"):
-            if isinstance(workload.get(key), str):
-                workload[key] = change(workload[key])
+        if isinstance(workload.get("profile"), str):
+            workload["profile"] = change(workload["profile"])
         named = workload.get("data")
         prefix, colon, path = named.partition(":") if isinstance(named, str) else ("", "", "")
         if f"{prefix}:" in _FILE_DATA and (folders or prefix != "imagenet"):

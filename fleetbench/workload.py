@@ -167,7 +167,6 @@ class Workload(Config):
     layers: tuple[LayerSpec, ...] = ()
     host: HostWork | None = None
     """Of declared layers; for a registry model the profile measures it."""
-    loss_recording: str | None = None
     loss_curve: LossCurve | None = None
 
     def _validate(self) -> None:
@@ -191,7 +190,7 @@ class Workload(Config):
                     "two layers have one name", "layers", repr(max(names, key=names.count)), "repeat = 2 makes block0 and block1"
                 )
             self._check_sums()
-            if self.target_loss is not None and self.loss_curve is None and self.loss_recording is None:
+            if self.target_loss is not None and self.loss_curve is None:
                 raise ConfigError(
                     "a table of layers has no loss of its own",
                     "target_loss",
@@ -203,8 +202,6 @@ class Workload(Config):
             raise ConfigError("host work is declared, but the model's is measured", "host", hint=hint)
         elif self.layers:
             raise ConfigError("layers are given, but the model is another", "model", repr(self.model), 'set model = "layers"')
-        if self.loss_curve is not None and self.loss_recording is not None:
-            raise ConfigError("loss_curve and loss_recording exclude each other", "loss_curve", hint="keep one of them")
 
     def _check_sums(self) -> None:
         """A run's counters have 64 bits; a trainer sends at most twice its gradients in a step."""

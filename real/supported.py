@@ -26,7 +26,7 @@ def is_emulated(experiment: Experiment) -> bool:
 def refuse_unemulated(experiment: Experiment, strategy: DistributedStrategy) -> None:
     """Raise ``ConfigError`` for the first thing that takes real data, real losses or real numbers."""
     workload = experiment.workload
-    if workload.target_loss is not None and workload.loss_curve is None and workload.loss_recording is None:
+    if workload.target_loss is not None and workload.loss_curve is None:
         raise ConfigError(
             f"{WHO} trains nothing that could reach it",
             "workload.target_loss",
@@ -49,7 +49,7 @@ def with_compute(experiment: Experiment) -> Experiment:
         return experiment
     return experiment.replace(
         run=dataclasses.replace(experiment.run, device="cpu", launcher="local"),
-        workload=dataclasses.replace(experiment.workload, target_loss=None, loss_curve=None, loss_recording=None),
+        workload=dataclasses.replace(experiment.workload, target_loss=None, loss_curve=None),
     )
 
 

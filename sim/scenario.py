@@ -77,7 +77,7 @@ class Scenario:
             plan=plan,
             strategy=family(strategy, plan),
             links=Links.of(experiment),
-            scalars=learnt or DeclaredScalars.of(experiment.workload),
+            scalars=learnt or DeclaredScalars(experiment.workload),
             steps=steps,
             steps_per_epoch=learnt.steps_per_epoch if learnt else experiment.workload.steps_per_epoch,
             draws=Draws(cluster=cluster, seed=run.seed, steps=steps, spared=tuple(spared)),
@@ -126,8 +126,8 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     if served and workload.target_loss is not None and not learnt:
         found.append(skip("workload.target_loss", UNFOLLOWED))
     elif workload.target_loss is not None and workload.loss_curve is None and not learnt:
-        known = "a recording holds training losses only" if workload.loss_recording else "no workload.loss_curve is declared"
-        found.append(skip("workload.target_loss", f"{known}: final_loss and time_to_target_s are null; --loss trains"))
+        why = "no workload.loss_curve is declared: final_loss and time_to_target_s are null; --loss trains"
+        found.append(skip("workload.target_loss", why))
     if workload.model == LAYERS:
         unknown = {f"strategy.{name}" for name in COMPUTE_ONLY}
         if workload.host is not None and workload.host.fetch:

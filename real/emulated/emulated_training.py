@@ -39,7 +39,7 @@ class EmulatedTraining(Training):
     def __init__(self, experiment: Experiment, communicators: Communicators) -> None:
         super().__init__(experiment, communicators)
         self.steps_per_epoch = experiment.workload.steps_per_epoch
-        self._scalars = DeclaredScalars.of(experiment.workload)
+        self._scalars = DeclaredScalars(experiment.workload)
         self._slack_ns = sharpen_sleep()
         self._held_out: list[tuple[int, float]] = []
 

@@ -56,7 +56,7 @@ LEARNT: frozenset[str] = frozenset(
     + [f"strategy.{name}_configs.{key}" for name, keys in _CONFIGS.items() for key in keys.split()]
 )
 """Fields that virtual trainers execute; those in neither list are refused by name."""
-_UNLEARNT = ("profile", "layers", "host", "loss_recording", "loss_curve", "target_loss")
+_UNLEARNT = ("profile", "layers", "host", "loss_curve", "target_loss")
 """Fields of a workload that what is learnt does not depend on."""
 
 
@@ -71,7 +71,7 @@ def learnt_from(experiment: Experiment) -> Experiment:
     served = strategy.mode == "ps"
     refuse_unexecuted(strategy, "strategy", SERVED if served else LEARNT | CLOCK, who, hint)
     kept = DistributedStrategy.from_dict(_without_clock(strategy.changes(), "strategy"))
-    refuse_unexecuted(workload, "workload", WORKLOAD | {"workload.loss_curve", "workload.loss_recording"}, who, hint)
+    refuse_unexecuted(workload, "workload", WORKLOAD | {"workload.loss_curve"}, who, hint)
     inner = kept.hierarchical_inner_ranks or cluster.trainers_per_node if kept.use_hierarchical_allreduce else cluster.trainers
     defaults = Workload()
     return Experiment(

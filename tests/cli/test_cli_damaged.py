@@ -73,7 +73,7 @@ def test_no_senseless_value_leaves_a_traceback(hostile: ModuleType, tmp_path: Pa
         ("cluster.nodes", str(10**9), "200,000 at most"),
         ("name", '"' + "x" * 300 + '"', "at most 128 bytes"),
         ("workload.profile", '"a\\u0000b"', "NUL"),
-        ("workload.loss_recording", '"/dev/zero"', "is a device"),
+        ("workload.profile", '"/dev/zero"', "is a device"),
         ("workload.lr", "9" * 5000, "digits"),
         ("workload.layers", "[" * 5000 + "]" * 5000, "not TOML"),
     ],

@@ -116,12 +116,11 @@ def test_wrong_overrides_are_refused(override: str, message: str) -> None:
 
 def test_files_are_found_beside_the_experiment_and_overrides_from_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path in a file is relative to the file; a path on the command line to the working directory."""
-    text = '[workload]\nprofile = "p.toml"\nloss_recording = "../r.parquet"\ndata = "text:corpus.txt"\n'
+    text = '[workload]\nprofile = "p.toml"\ndata = "text:corpus.txt"\n'
     path = write(tmp_path / "experiments" / "e.toml", text)
     monkeypatch.chdir(tmp_path)
     workload = Experiment.load(path).workload
     assert workload.profile == str(tmp_path / "experiments" / "p.toml")
-    assert workload.loss_recording == str(tmp_path / "r.parquet")
     assert workload.data == f"text:{tmp_path / 'experiments' / 'corpus.txt'}"
     assert Experiment.load("experiments/e.toml", ["workload.profile=q.toml"]).workload.profile == str(tmp_path / "q.toml")
 
@@ -130,7 +129,6 @@ def test_files_are_found_beside_the_experiment_and_overrides_from_where_one_stan
     "text",
     [
         '[workload]\nprofile = "named.txt"\n',
-        '[workload]\nloss_recording = "named.txt"\n',
         '[workload]\ndata = "text:named.txt"\n',
         '[[cluster.stragglers]]\nkind = "trace"\npath = "named.txt"\n',
     ],
@@ -232,7 +230,6 @@ def test_layers_beyond_what_64_bits_count_are_refused(entry: dict[str, Any], mes
         ({"workload": {**LAYERS, "target_loss": 0.3}}, "drop target_loss"),
         ({"workload": {**LAYERS, "layers": LAYERS["layers"] * 2}}, "one name"),
         ({"workload": {**LAYERS, "layers": [{**LAYERS["layers"][0], "repeat": 3}, {**LAYERS["layers"][0], "name": "b2"}]}}, "one name"),
-        ({"workload": {"loss_recording": "r", "loss_curve": {"start": 1, "floor": 0, "half_life": "1 steps"}}}, "exclude each other"),
         ({"workload": {"lr_decay": [{"step": 0, "factor": 0.1}]}}, "step >= 1"),
         ({"workload": {"lr": 0}}, "lr > 0"),
         ({"cluster": {"nodes": 0}}, "at least 1"),

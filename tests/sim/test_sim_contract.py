@@ -182,17 +182,6 @@ def test_what_only_a_profile_knows_is_listed_for_declared_layers() -> None:
     assert simulate(with_profile(experiment, profile)).summary.skipped == ()
 
 
-def test_a_target_beside_a_recording_is_listed(tmp_path: Path) -> None:
-    """A recording holds training losses, which reach no held-out target."""
-    path = tmp_path / "steps.parquet"
-    simulate(
-        layered(LAYERS, inter=link(8), steps=3, also={"loss_curve": LossCurve(start=2.0, floor=0.1, half_life=10.0)})
-    ).steps.to_parquet(path)
-    summary = simulate(layered(LAYERS, inter=link(8), also={"loss_recording": str(path), "target_loss": 0.1})).summary
-    assert [entry["what"] for entry in summary.skipped] == ["workload.target_loss"]
-    assert summary.final_loss is None
-
-
 SCRIPT = """
 import hashlib, sys
 from pathlib import Path

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from sim_cases import in_ns, layered, link
 
@@ -125,50 +123,12 @@ def test_what_counts_epochs_needs_their_length(strategy: dict[str, Any], field: 
 
 @pytest.mark.parametrize("workload", [{"model": "mlp", "profile": "profile.toml"}])
 def test_adaptive_steps_without_a_loss_are_refused(workload: dict[str, Any]) -> None:
-    """A registry model has losses, but not here: the error names both places for them."""
+    """A registry model has losses, but not here: the error names where to declare them."""
     from sim_cases import assemble
 
     with pytest.raises(ConfigError, match="adaptive_localsgd") as caught:
         simulate(assemble(workload, inter=link(8), strategy=adaptive("paper")))
     assert "loss_curve" in (caught.value.hint or "")
-    assert "loss_recording" in (caught.value.hint or "")
-
-
-def recorded(path: Path, losses: dict[int, tuple[float | None, float | None]]) -> str:
-    """A ``steps.parquet`` with two ranks' losses."""
-    rows = [{"rank": rank, "step": step, "loss": loss} for step, pair in losses.items() for rank, loss in enumerate(pair)]
-    pd.DataFrame(rows).astype({"loss": "float64"}).to_parquet(path)
-    return str(path)
-
-
-def test_a_recording_gives_the_mean_over_its_ranks(tmp_path: Path) -> None:
-    """Losses of 1 and 3 at step 1, of 0.5 and 0.5 at step 5: K = ceil(4 sqrt(0.5 / 2)) = 2 after 4."""
-    path = recorded(tmp_path / "steps.parquet", {0: (9, 9), 1: (1, 3), 5: (0.5, 0.5), 7: (0.5, None)})
-    result = run(adaptive("paper"), 7, loss_recording=path)
-    assert [value for name, value in observed(result) if name == "loss"] == [2.0, 0.5, 0.5]
-    assert rounds(result) == {1: 1, 5: 4, 7: 2}
-    assert result.steps["loss"].isna().all()
-
-
-def test_a_recording_that_does_not_serve_is_named(tmp_path: Path) -> None:
-    """No such file, no Parquet, no column, no losses, and no loss at a step that the strategy asks for."""
-    text = tmp_path / "text.parquet"
-    text.write_text("not a table", encoding="utf-8")
-    bare = tmp_path / "bare.parquet"
-    pd.DataFrame({"rank": [0], "step": [1]}).to_parquet(bare)
-    cases = {
-        str(tmp_path / "none.parquet"): "cannot be read",
-        str(tmp_path): "damaged, or of another kind",
-        str(text): "damaged, or of another kind",
-        str(bare): "no column loss",
-        recorded(tmp_path / "null.parquet", {1: (None, None)}): "holds no losses",
-        recorded(tmp_path / "short.parquet", {1: (1.0, 1.0)}): "no loss of step 5",
-    }
-    for path, message in cases.items():
-        with pytest.raises(ConfigError, match=message) as caught:
-            run(adaptive("paper"), 8, loss_recording=path)
-        assert caught.value.where.startswith("workload.loss_recording")
-        assert caught.value.hint
 
 
 def test_a_declared_loss_reaches_its_target() -> None:
