@@ -1,7 +1,6 @@
 """Vectors: what the last layer gave for every sample, by the sample's id; their files, and how far two sets of them are apart.
 
-- ``.parquet``: columns ``id`` (text or whole numbers) and ``vector`` (lists of float32); what an evaluation writes;
-- ``.jsonl``: a line ``{"id": "17", "vector": [0.5, ...]}`` a sample, whatever else it holds, read as float64 and rounded to float32.
+A file is Parquet with the columns ``id`` (text or whole numbers) and ``vector`` (lists of float32).
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ _ROW_GROUP = 2**22
 """Numbers of a row group, 16 MiB: what is held before it is written."""
 _CHUNK = 2**20
 """Numbers that are laid side by side at once, in float64."""
-_JSON_LINE = '{"id": "17", "vector": [0.5, -1.25]}'
 _ONE_LENGTH = "a vector of the same number of numbers for every sample"
 
 
@@ -121,12 +119,8 @@ def read_vectors(path: Path) -> Vectors:
         read_manifest(path, "evaluate again")
         path /= FILE
     check_file(path)
-    kind = path.suffix.lower()
-    if kind not in (".parquet", ".jsonl"):
-        hint = ".parquet, .jsonl, or the folder of an evaluation"
-        raise ConfigError("not a kind of file that vectors are read from", str(path), repr(path.suffix), hint)
-    with reading(path, f"a whole {path.suffix} file; docs/evaluate.md shows one", pa.ArrowException):
-        ids, values = _read_parquet(path) if kind == ".parquet" else _read_json_lines(path)
+    with reading(path, "Parquet, or the folder of an evaluation; docs/evaluate.md converts JSON lines", pa.ArrowException):
+        ids, values = _read_parquet(path)
     if not ids or not values.shape[1]:
         raise ConfigError("holds no vectors", str(path), hint="a vector for every sample that was sent to the service")
     return Vectors(tuple(ids), values, str(path))
@@ -154,30 +148,6 @@ def _read_parquet(path: Path) -> tuple[list[str], Values]:
         raise ConfigError("vectors have several lengths", str(path), ", ".join(map(str, sorted(lengths)[:4])), _ONE_LENGTH)
     values = numbers.to_numpy().reshape(table.num_rows, lengths[0] if lengths else 0)
     return [str(name) for name in table.column(ID).to_pylist()], values
-
-
-def _read_json_lines(path: Path) -> tuple[list[str], Values]:
-    ids: list[str] = []
-    rows: list[Values] = []
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            name, row = _json_line(line, f"{path}:{number}")
-            if rows and len(row) != len(rows[0]):
-                raise ConfigError(f"a vector of {len(row)} numbers after vectors of {len(rows[0])}", f"{path}:{number}", name, _ONE_LENGTH)
-            ids.append(name)
-            rows.append(row)
-    return ids, np.stack(rows) if rows else np.empty((0, 0), np.float32)
-
-
-def _json_line(line: str, where: str) -> tuple[str, Values]:
-    with reading(where, f"a line is such as {_JSON_LINE}"):
-        data = json.loads(line)
-        if type(data[ID]) not in (str, int) or set(map(type, data[VECTOR])) - {int, float}:
-            raise TypeError("an id is text or a whole number, and a vector a list of numbers")
-        with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and no such vector passes
-            return str(data[ID]), np.array(data[VECTOR], np.float64).astype(np.float32)
 
 
 def compare_vectors(offline: Vectors, online: Vectors, tolerance: float) -> dict[str, Any]:

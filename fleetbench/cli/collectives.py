@@ -112,7 +112,7 @@ def _measured(experiment: Experiment, benchmark: Benchmark) -> dict[str, Any]:
     """Time collectives in one launch of the experiment's trainers, on its launcher, backend and device, as JSON's data.
 
     Model, strategy and stragglers do not count; an emulated device moves the same bytes as a CPU. Raises ``ConfigError`` for what cannot be
-    executed, ``EnvironmentLacks`` where the buffers do not fit into memory, ``WorkerFailed`` naming the rank.
+    executed, ``WorkerFailed`` naming the rank.
     """
     from fleetbench.config import encode
     from fleetbench.store import machine, versions
@@ -124,8 +124,6 @@ def _measured(experiment: Experiment, benchmark: Benchmark) -> dict[str, Any]:
     run, trainers = experiment.run, experiment.cluster.trainers
     if run.device == "emulated":
         run = dataclasses.replace(run, device="cpu")
-    if run.device == "cpu":
-        _require_memory(benchmark, trainers)
     quiet = experiment.replace(
         workload=Workload(batch_size=1, steps=1),
         strategy=DistributedStrategy(),
@@ -155,22 +153,6 @@ def _measured(experiment: Experiment, benchmark: Benchmark) -> dict[str, Any]:
         "foreign_cores": session.foreign_cores,
         "rows": rows,
     }
-
-
-def _require_memory(benchmark: Benchmark, trainers: int) -> None:
-    """Raise ``EnvironmentLacks`` where this machine, which holds all trainers, lacks the memory for the largest size."""
-    import psutil
-
-    from real.communication.benchmark import NUM_BUFFERS
-
-    needed, free = NUM_BUFFERS * benchmark.max_bytes * trainers, psutil.virtual_memory().available
-    if needed > free:
-        raise EnvironmentLacks(
-            f"the buffers of {trainers} trainers do not fit into memory",
-            "--max-bytes",
-            f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free",
-            "a smaller --max-bytes",
-        )
 
 
 def _write(data: dict[str, Any], folder: Path) -> Path:

@@ -87,13 +87,9 @@ def _print_fidelity(fidelity: Figures) -> None:
 def _print_errors(errors: Figures, noise: Figures | None, within_noise: dict[str, bool]) -> None:
     emit_table(_phases_table(errors, noise, within_noise))
     emit(f"error of a step, as a share of it: {_relative(errors['step']['relative'])}")
-    of_rank = max(errors["ranks"], key=lambda spread: spread["mean_absolute"])
-    emit(f"  of rank {of_rank['rank']}, which has the largest: {_relative(of_rank)}")
     if noise is not None:
         emit(f"  between {noise['runs']} real runs: {_relative(noise['relative'])}")
-    worst, wall_s = errors["worst"], errors["wall_s"]
-    times = f"{units.milliseconds(worst['predicted_s'])} ms simulated, {units.milliseconds(worst['true_s'])} ms real"
-    emit(f"worst: step {worst['step']} of rank {worst['rank']}, {times}")
+    wall_s = errors["wall_s"]
     ratio = f"log-ratio {wall_s['log_ratio']:+.4f}"
     text = f"run time: {units.seconds(wall_s['predicted'])} simulated, {units.seconds(wall_s['true'])} real, {ratio}"
     if noise is None:

@@ -32,7 +32,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--samples", type=whole(1), metavar="N", help="the first N samples only; default: all")
     stored = "evaluate nothing, but compare these: an evaluation's folder, or a file of vectors"
     parser.add_argument("--vectors", type=Path, metavar="OFFLINE", help=stored)
-    service = "compare with what a service returned for the same samples: .parquet or .jsonl; exit 1 past the tolerance"
+    service = "compare with what a service returned for the same samples, in Parquet; exit 1 past the tolerance"
     parser.add_argument("--against", type=Path, metavar="ONLINE", help=service)
     gate = f"largest difference that passes, as a share of the offline vector's largest magnitude; default: {TOLERANCE:g}"
     parser.add_argument("--tolerance", type=number("a share of at least 0", 0), metavar="X", help=gate)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from real.job.launcher import Nodes
 
 FORMS = ("slurm", "torchrun", "kubernetes")
-_PORT = 29500
-_ENDPOINT_HINT = "--rdzv-endpoint 10.0.0.1:29500, an address of node 0 that every node reaches, or --hosts 10.0.0.1,10.0.0.2"
+_ENDPOINT_HINT = "--rdzv-endpoint 10.0.0.1:29500, an address of node 0 that every node reaches"
 
 
 def _port(text: str) -> int:
@@ -33,13 +32,6 @@ def _endpoint(text: str) -> tuple[str, int]:
     if not host:
         raise argparse.ArgumentTypeError(f"not HOST:PORT: {text}")
     return host.strip("[]"), _port(port)
-
-
-def _hosts(text: str) -> list[str]:
-    hosts = [host.strip() for host in text.split(",")]
-    if not all(hosts):
-        raise argparse.ArgumentTypeError(f"an empty name among the hosts: {text}")
-    return hosts
 
 
 _AT_LEAST_1 = number("a number of seconds, at least 1", 1)
@@ -57,8 +49,7 @@ _OPTIONS: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
     ("--nnodes", whole(1), None, "N", "number of nodes; start the same command on each. Default: 1"),
     ("--node-rank", whole(0), None, "R", "which of the nodes this is, from 0"),
     ("--rdzv-endpoint", _endpoint, None, "HOST:PORT", "where node 0 listens, as every node sees it"),
-    ("--hosts", _hosts, None, "HOST,...", "all nodes, node 0 first; instead of --nnodes, --node-rank and --rdzv-endpoint"),
-    ("--port", _port, None, "P", f"rendezvous port; default: on one node a file, and with --hosts {_PORT}"),
+    ("--port", _port, None, "P", "rendezvous port of a launch on one node; default: a file"),
     ("--startup-timeout", _AT_LEAST_1, 300.0, "S", "seconds until all nodes, or all servers and trainers, are there; default: 300"),
     ("--log-dir", Path, Path("log"), "DIR", "a file a rank goes here; default: log"),
 )
@@ -114,7 +105,7 @@ def _launch_served(arguments: argparse.Namespace) -> int:
     usage = "fleetbench launch --servers 1 --workers 2 train.py [its arguments]"
     if arguments.servers is None or arguments.workers is None:
         raise ConfigError("how many servers, and how many trainers?", "--servers, --workers", hint=usage)
-    for option in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "hosts", "port"):
+    for option in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "port"):
         if (value := getattr(arguments, option)) is not None:
             hint = "leave it out; on several hosts --servers 10.0.0.1:7164 --workers 10.0.0.2:4,10.0.0.3:4 says it all"
             raise ConfigError("is of trainers that meet in collectives", f"--{option.replace('_', '-')}", str(value), hint)
@@ -150,11 +141,6 @@ def nodes_of(arguments: argparse.Namespace) -> Nodes | None:
     from real.job.launcher import Nodes
 
     num, rank, endpoint = arguments.nnodes or 1, arguments.node_rank, arguments.rdzv_endpoint
-    if arguments.hosts is not None:
-        if arguments.nnodes is not None or endpoint is not None:
-            raise ConfigError("says what --nnodes and --rdzv-endpoint say", "--hosts", ",".join(arguments.hosts), "leave these out")
-        num, endpoint = len(arguments.hosts), (arguments.hosts[0], arguments.port or _PORT)
-        rank = _own_place(arguments.hosts) if rank is None and num > 1 else rank
     if num == 1:
         if rank not in (None, 0):
             raise ConfigError("there is one node", "--node-rank", str(rank), "say how many there are: --nnodes 2")
@@ -165,19 +151,9 @@ def nodes_of(arguments: argparse.Namespace) -> Nodes | None:
         raise ConfigError(f"which of {num} nodes is this?", "--node-rank", hint="0 on the node of --rdzv-endpoint, 1, 2, ... on the others")
     if rank >= num:
         raise ConfigError(f"no such node of {num}", "--node-rank", str(rank), f"0 to {num - 1}")
-    if arguments.hosts is None and arguments.port is not None:
+    if arguments.port is not None:
         raise ConfigError("is the port of a launch on one node", "--port", str(arguments.port), "write it after --rdzv-endpoint HOST:")
     return Nodes(num=num, rank=rank, host=endpoint[0], port=endpoint[1], startup_timeout_s=arguments.startup_timeout)
-
-
-def _own_place(hosts: list[str]) -> int:
-    from real.processes.joining import own_among
-
-    found = own_among(hosts)
-    if len(found) != 1:
-        what = "none of these is this machine" if not found else "several of these are this machine"
-        raise ConfigError(what, "--hosts", ",".join(hosts), "say which of them this is: --node-rank 0, 1, ...")
-    return found[0]
 
 
 def _print_template(arguments: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ _MOST_ROWS = 40
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare what needs no cluster."""
     parser.add_argument("--simulate-only", action="store_true", help="run nothing: the answer for a cluster that one does not have")
-    sweep = "with --simulate-only: the best strategy at each value of a key, such as cluster.nodes=1,2,4 or 1..8; a table and a picture"
+    sweep = "with --simulate-only: the best strategy at each value of a key, such as cluster.nodes=1,2,4 or 1..8; a table"
     parser.add_argument("--sweep", metavar="KEY=V1,V2,...", help=sweep)
 
 
@@ -118,7 +118,6 @@ def _spelled(fits: bool | None) -> str:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from fleetbench.report import figures
     from sim.many.sweep import Axis
     from tuner.simulated.sizes import tune_sizes
 
@@ -133,7 +132,6 @@ def _sweep(arguments: argparse.Namespace) -> int:
     with progress.steps("sizes", lines=True) as advance:
         found = tune_sizes(load, axis, out=arguments.out, progress=advance)
     folder = _write(found, arguments.out)
-    figures.save_png(figures.sizes(found), folder / "sizes.png")
     if arguments.json:
         emit((folder / "sizes.json").read_text(encoding="utf-8"))
         return 0
@@ -145,7 +143,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     if len(found.sizes) > _MOST_ROWS:
         emit(f"{len(found.sizes) - _MOST_ROWS} rows are left out here")
     _emit_notes(found.notes)
-    emit(f"table: {folder / 'sizes.json'}\npicture: {folder / 'sizes.png'}")
+    emit(f"table: {folder / 'sizes.json'}")
     return 0
 
 

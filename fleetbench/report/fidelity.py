@@ -149,23 +149,17 @@ def step_errors(predicted: RunResult, true: RunResult) -> Figures:
     - ``wall_s``: run times ``predicted`` and ``true``, and the logarithm of their ratio, ``log_ratio``;
     - ``step``, and each of ``PHASES`` in ``phases``: means ``predicted_s`` and ``true_s``; ``error_s``, a spread, and the same as
       ``share_of_step``; ``relative_bias``, a share of the phase itself, none where the true run has no such phase;
-    - ``step.relative``: the spread of whole steps' errors as shares of the true step, and ``ranks``: the same of each rank;
-    - ``worst``: the step with the largest such share; ``steps``: columns ``rank``, ``step``, ``predicted_s``, ``true_s``, ``error``.
+    - ``step.relative``: the spread of whole steps' errors as shares of the true step.
     """
     left, right = (run.steps[run.steps["step"] >= 1].set_index(["rank", "step"]).sort_index() for run in (predicted, true))
     assert left.index.equals(right.index), "runs with other ranks or steps have no errors step by step"
-    step_s = float(_part(right, PARTS).mean())
-    table = left.index.to_frame(index=False).assign(predicted_s=_part(left, PARTS), true_s=_part(right, PARTS))
-    table["error"] = (table["predicted_s"] - table["true_s"]) / table["true_s"]
-    worst = table.loc[[table["error"].abs().idxmax()]].to_dict("records")[0]
+    predicted_s, true_s = _part(left, PARTS), _part(right, PARTS)
+    step_s = float(true_s.mean())
     wall_s = predicted.summary.wall_s, true.summary.wall_s
     return {
         "wall_s": {"predicted": wall_s[0], "true": wall_s[1], "log_ratio": math.log(wall_s[0] / wall_s[1])},
-        "step": _phase(PARTS, left, right, step_s) | {"relative": _spread(table["error"])},
-        "ranks": [{"rank": rank, **_spread(table["error"][table["rank"] == rank])} for rank in table["rank"].unique().tolist()],
+        "step": _phase(PARTS, left, right, step_s) | {"relative": _spread((predicted_s - true_s) / true_s)},
         "phases": {name: _phase(columns, left, right, step_s) for name, columns in PHASES.items()},
-        "worst": {str(name): value for name, value in worst.items()},
-        "steps": {str(name): column.tolist() for name, column in table.items()},
     }
 
 

@@ -46,8 +46,6 @@ CollectiveName = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", 
 TypeName = Literal["float32", "float16", "bfloat16"]
 
 LARGEST_BYTES = 2**40
-NUM_BUFFERS = 4
-"""Tensors of the size that a rank holds at most: what is sent and received, a result, and what it should be."""
 
 
 @dataclass(frozen=True, slots=True)

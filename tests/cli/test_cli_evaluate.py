@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -45,11 +46,10 @@ def _outputs(place: Path) -> np.ndarray:
 
 
 def _service(place: Path, vectors: np.ndarray, ids: list[int] | None = None) -> Path:
-    """What the service returned, a line a sample, the last one first."""
-    path = place / "online.jsonl"
+    """What the service returned, a row a sample, the last one first."""
+    path = place / "online.parquet"
     ids = list(range(len(vectors))) if ids is None else ids
-    lines = [json.dumps({"id": name, "vector": row.tolist()}) for name, row in zip(ids, vectors, strict=True)]
-    path.write_text("\n".join(reversed(lines)), encoding="utf-8")
+    pd.DataFrame({"id": ids[::-1], "vector": list(vectors[::-1].astype(np.float32))}).to_parquet(path)
     return path
 
 
@@ -159,7 +159,7 @@ def test_samples_that_are_missing_are_bad_usage(command: Callable, place: Path) 
         (("served.toml", "--checkpoint", "m.pt", "--layer", "9"), "not a submodule"),
         (("served.toml", "--checkpoint", "m.pt", "--samples", "31"), "is more than the data have"),
         (("served.toml", "--checkpoint", "m.pt", "--set", "workload.model_options.hidden=5"), "has another shape"),
-        (("served.toml", "--checkpoint", "m.pt", "--against", "absent.jsonl"), "cannot be read"),
+        (("served.toml", "--checkpoint", "m.pt", "--against", "absent.parquet"), "cannot be read"),
         (("served.toml", "--checkpoint", "m.pt", "--tolerance", "1"), "nothing to compare with"),
         (("--vectors", "a.parquet"), "nothing to compare with"),
         (("served.toml", "--vectors", "a.parquet", "--against", "b.parquet"), "nothing is evaluated"),
@@ -193,7 +193,7 @@ def test_a_factory_brings_model_and_samples(command: Callable, place: Path, monk
     monkeypatch.syspath_prepend(str(place))
     torch.save({"weight": torch.tensor([[2.0]]), "bias": torch.zeros(1)}, place / "two.pt")
     _service(place, np.arange(0.0, 22.0, 2.0)[:, None])
-    arguments = ("--model", "cli_evaluated_models:doubled", "--checkpoint", "two.pt", "--against", "online.jsonl", "--tolerance", "0")
+    arguments = ("--model", "cli_evaluated_models:doubled", "--checkpoint", "two.pt", "--against", "online.parquet", "--tolerance", "0")
     ended = command("evaluate", "served.toml", *arguments)
     assert ended.code == 0, ended.err
     assert "(11 equal)" in ended.out

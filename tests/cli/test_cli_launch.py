@@ -12,7 +12,6 @@ import pytest
 from fleetbench.errors import WorkerFailed
 from real.job import launcher, served_launcher
 from real.job.launcher import Nodes
-from real.processes import joining
 from real.servers import hosts
 from real.servers.hosts import Placement
 from real.servers.security import TOKEN
@@ -107,7 +106,6 @@ def test_a_script_that_is_missing_starts_nothing(command: Callable, launches: _L
         ("--nproc", "2", "--port", "70000"),
         ("--nnodes", "2"),
         ("--nproc", "2", "--rdzv-endpoint", "29500"),
-        ("--nproc", "2", "--hosts", "a,,b"),
         ("--nproc", "2", "--node-rank", "-1"),
         ("--nproc", "2", "--startup-timeout", "0"),
         ("--nproc", "2", "--startup-timeout", "soon"),
@@ -133,22 +131,6 @@ def test_one_of_several_nodes(command: Callable, launches: _Launches, script: Pa
     assert alone.out.startswith("node 1 of 3: 1 trainer,")
 
 
-def test_a_list_of_hosts_says_it_all(command: Callable, launches: _Launches, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is node 0; this machine finds itself in the list, or is told."""
-    monkeypatch.setattr(joining, "own_among", lambda hosts: [hosts.index("b")] if "b" in hosts else [])
-    command("launch", "--nproc", "1", "--hosts", "a,b,c", script)
-    command("launch", "--nproc", "1", "--hosts", "x,y", "--node-rank", "1", "--port", "4000", script)
-    command("launch", "--nproc", "1", "--hosts", "a", script)
-    assert [asked[2]["nodes"] for asked in launches.asked] == [
-        Nodes(num=3, rank=1, host="a", port=29500),
-        Nodes(num=2, rank=1, host="x", port=4000),
-        None,
-    ]
-    missing = command("launch", "--nproc", "1", "--hosts", "x,y", script)
-    assert missing.code == 2
-    assert "none of these is this machine" in missing.err
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -156,7 +138,6 @@ def test_a_list_of_hosts_says_it_all(command: Callable, launches: _Launches, scr
         (("--nnodes", "2", "--rdzv-endpoint", "a:1"), "--node-rank"),
         (("--nnodes", "2", "--rdzv-endpoint", "a:1", "--node-rank", "2"), "--node-rank"),
         (("--node-rank", "1"), "--node-rank"),
-        (("--nnodes", "2", "--hosts", "a,b"), "--hosts"),
         (("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "a:1", "--port", "5"), "--port"),
     ],
 )
@@ -230,7 +211,6 @@ def test_servers_and_trainers_are_counted_or_placed(
         (("--servers", "192.0.2.1:1", "--workers", "192.0.2.2:1"), "--servers, --workers"),
         (("--servers", "127.0.0.1:1", "--workers", "192.0.2.2:1"), "--servers"),
         (("--servers", "1", "--workers", "1", "--nproc", "1"), "--nproc"),
-        (("--servers", "a:1", "--workers", "a:1", "--hosts", "a,b"), "--hosts"),
         (("--servers", "a:1", "--workers", "a:1", "--nnodes", "2"), "--nnodes"),
     ],
 )

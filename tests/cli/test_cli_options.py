@@ -26,7 +26,6 @@ OPTIONS = {
     "compare": ["--fail-over", "--help", "--json", "-h", "A", "B", "REPEAT"],
     "launch": [
         "--help",
-        "--hosts",
         "--log-dir",
         "--nnodes",
         "--node-rank",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,22 +76,6 @@ def test_no_sample_is_an_error(tmp_path: Path) -> None:
         write_vectors(tmp_path / "v.parquet", [])
 
 
-def _json_lines(tmp_path: Path, *lines: object) -> Path:
-    path = tmp_path / "online.jsonl"
-    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines), encoding="utf-8")
-    return path
-
-
-def test_json_lines_are_read(tmp_path: Path) -> None:
-    """Whole numbers as ids and as components, blank lines, further keys, a byte-order mark; float32's own digits give its own bits."""
-    lines = [{"id": name, "vector": [float(number) for number in row], "ms": 3} for name, row in zip(IDS, NUMBERS, strict=True)]
-    found = read_vectors(_json_lines(tmp_path, "\ufeff", *lines, "", '{"vector": [1, 2, 3], "id": 12}'))
-    assert found.ids == (*IDS, "12")
-    assert found.values.tobytes() == np.vstack([NUMBERS, np.array([1, 2, 3], np.float32)]).tobytes()
-    short = [{"id": str(row), "vector": [float(f"{number:.9g}") for number in numbers]} for row, numbers in enumerate(NUMBERS)]
-    assert read_vectors(_json_lines(tmp_path, *short)).values.tobytes() == NUMBERS.tobytes()
-
-
 def test_parquet_of_others_is_read(tmp_path: Path) -> None:
     """Lists without a fixed size, ids that are whole numbers, columns in any order, several row groups."""
     table = pa.table({"when": [1, 2, 3], "vector": pa.array(NUMBERS.tolist(), pa.list_(pa.float32())), "id": [3, 1, 2]})
@@ -100,39 +83,6 @@ def test_parquet_of_others_is_read(tmp_path: Path) -> None:
     found = read_vectors(tmp_path / "online.parquet")
     assert found.ids == ("3", "1", "2")
     assert found.values.tobytes() == NUMBERS.tobytes()
-
-
-def test_what_float32_cannot_hold_is_infinite(tmp_path: Path) -> None:
-    """As a cast would make it; a comparison never passes it."""
-    assert read_vectors(_json_lines(tmp_path, {"id": "a", "vector": [1e39, -1e39]})).values.tolist() == [[np.inf, -np.inf]]
-
-
-@pytest.mark.parametrize(
-    ("lines", "where", "said"),
-    [
-        (('{"id": "a", "vector": [1, 2]}', '{"id": "b", "vector": [1]}'), ":2", "a vector of 1 numbers after vectors of 2"),
-        (('{"id": "a", "vector": [1, 2]}', "oops"), ":2", "is damaged, or of another kind"),
-        (('{"id": "a", "vector": [1, null]}',), ":1", "is damaged, or of another kind"),
-        (('{"id": "a", "vector": [1, "2"]}',), ":1", "is damaged, or of another kind"),
-        (('{"id": "a", "vector": [true]}',), ":1", "is damaged, or of another kind"),
-        (('{"id": "a", "vector": 3}',), ":1", "is damaged, or of another kind"),
-        (('{"id": null, "vector": [1]}',), ":1", "is damaged, or of another kind"),
-        (('{"id": 1.5, "vector": [1]}',), ":1", "is damaged, or of another kind"),
-        (("[1, 2]",), ":1", "is damaged, or of another kind"),
-        (('{"id": "a", "vector": [1]}', '{"id": "b", "vector": [1]}', '{"id": "a", "vector": [2]}'), "", "a sample comes twice"),
-        (('{"id": 7, "vector": [1]}', '{"id": "7", "vector": [2]}'), "", "a sample comes twice"),
-        ((f'{{"id": "a", "vector": [1{"0" * 400}]}}',), ":1", "is damaged, or of another kind"),
-        (('{"id": "a", "vector": []}',), "", "holds no vectors"),
-        (("",), "", "holds no vectors"),
-    ],
-)
-def test_lines_that_are_no_vectors_are_refused(tmp_path: Path, lines: tuple[str, ...], where: str, said: str) -> None:
-    """With file, line and a hint."""
-    path = _json_lines(tmp_path, *lines)
-    with pytest.raises(ConfigError, match=said) as caught:
-        read_vectors(path)
-    assert caught.value.where == f"{path}{where}"
-    assert caught.value.hint
 
 
 COLUMNS = {
@@ -167,9 +117,8 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     """Absent, of another kind, cut short, and a folder that was never finished."""
     whole = _written(tmp_path / "v.parquet").read_bytes()
     (tmp_path / "cut.parquet").write_bytes(whole[:-20])
-    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "v.csv").write_bytes(b"id,v\na,1\n")
-    said = {"absent.jsonl": "cannot be read", "cut.parquet": "is damaged", "bytes.jsonl": "is damaged", "v.csv": "not a kind of file"}
+    said = {"absent.parquet": "cannot be read", "cut.parquet": "is damaged", "v.csv": "is damaged, or of another kind"}
     for name, phrase in said.items():
         with pytest.raises(ConfigError, match=phrase) as caught:
             read_vectors(tmp_path / name)

@@ -64,12 +64,13 @@ def _torchrun(ground: Ground, node: int, *arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *place, *address, *map(str, arguments)]
 
 
-def test_one_line_on_both_nodes_trains(ground: Ground, tmp_path: Path) -> None:
-    """The same ``fleetbench launch --hosts`` on each: both find themselves in the list, and gloo its interface."""
-    hosts = ",".join(map(ground.topology.address, HOSTS))
-    line = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "1", "--hosts", hosts, "--startup-timeout", "60"]
-    line += [str(HERE / "four_lines.py"), str(tmp_path / "out")]
-    (code, out, err), (other, _, other_err) = _on_both(ground, tmp_path, line, line)
+def test_a_launch_on_both_nodes_trains(ground: Ground, tmp_path: Path) -> None:
+    """``fleetbench launch`` on each node: gloo finds its interface on both."""
+    launch = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "1", "--nnodes", "2", "--startup-timeout", "60"]
+    launch += ["--rdzv-endpoint", f"{ground.topology.address('host0')}:29500"]
+    script = [str(HERE / "four_lines.py"), str(tmp_path / "out")]
+    lines = [[*launch, "--node-rank", str(node), *script] for node in range(2)]
+    (code, out, err), (other, _, other_err) = _on_both(ground, tmp_path, *lines)
     assert (code, other) == (0, 0), err + other_err
     assert "2 trainers on 2 nodes" in out
     expected = problem.joint_training(2, "float64", problem.optimizer_of("momentum"))[-1].numpy()

@@ -74,19 +74,6 @@ def test_errors_of_steps_are_signed_and_have_a_size() -> None:
     errors = step_errors(run("sim", ERRORS_MS), run())
     assert errors["step"]["relative"] == pytest.approx({"bias": 0.0, "mean_absolute": 0.25, "p95": 0.4, "max": 0.4})
     assert errors["step"]["error_s"]["mean_absolute"] == pytest.approx(0.0025)
-    assert {spread["rank"]: spread["bias"] for spread in errors["ranks"]} == pytest.approx({0: 0.25, 1: -0.25})
-    assert errors["ranks"][1]["p95"] == pytest.approx(0.385)  # 85 % of the way from the third of four to the last
-    worst = errors["worst"]
-    assert worst["step"] == 4
-    assert worst["predicted_s"] == pytest.approx(0.014 if worst["rank"] == 0 else 0.006)
-    assert worst["true_s"] == pytest.approx(0.010)
-
-
-def test_the_table_has_every_rank_and_step_without_the_warm_up() -> None:
-    """Eight rows, signed shares of the real step."""
-    table = step_errors(run("sim", ERRORS_MS), run())["steps"]
-    assert list(zip(table["rank"], table["step"], strict=True)) == [(rank, step) for rank in range(2) for step in range(1, 5)]
-    assert table["error"] == pytest.approx([value / 10 for rank in ERRORS_MS for value in rank])
 
 
 def test_rows_are_paired_by_rank_and_step_wherever_they_stand() -> None:
