@@ -10,6 +10,7 @@ from fleetbench.config import Config, at_least
 from fleetbench.errors import ConfigError
 from fleetbench.framing import DEFAULT_MTU, Framing, default_framing, payload_share
 from fleetbench.hardware.gpus import gpu_named
+from fleetbench.measurements import CollectivePoint
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.stragglers import LARGEST, Straggler
 
@@ -97,6 +98,21 @@ class Racks(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured(Config):
+    """What all-reduces took among so many trainers, by nccl-tests, a paper or ``fleetbench profile --collectives``."""
+
+    trainers: int
+    points: tuple[CollectivePoint, ...]
+
+    def _validate(self) -> None:
+        if self.trainers < 2 or len({point.nbytes for point in self.points}) < 2 or any(point.took < 0 for point in self.points):
+            example = 'measured = { trainers = 8, points = [{ nbytes = "1 MB", took = "3 ms" }, { nbytes = "16 MB", took = "41 ms" }] }'
+            raise ConfigError(
+                "needs 2 trainers, two sizes, and times from 0", "points", f"{len(self.points)} points", f"for example {example}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOverride(Config):
     """What is different about some nodes; of several overrides of a node, the last that says a thing counts."""
 
@@ -139,7 +155,8 @@ class Cluster(Config):
     inter: Link | None = None
     """Per node, between nodes, each way."""
     collective: CollectiveAlgorithm = "ring"
-    """How the simulator carries collectives out; ``measured`` is by the points of the profile."""
+    """How the simulator carries collectives out; ``measured`` is by the points of ``measured``, or else of the profile."""
+    measured: Measured | None = None
     host_bandwidth: BitsPerSecond | None = None
     """What a host copies and sums a second in gloo's all-reduce (``collective = "gloo"``); by default copies and sums take no time.
     All-reduces in flight together do not slow each other's."""
@@ -194,6 +211,8 @@ class Cluster(Config):
         at_least(self, 1, "nodes", "trainers_per_node", "nics_per_node", "cores_per_node")
         if self.host_bandwidth is not None and self.host_bandwidth <= 0:
             raise ConfigError("must be above zero", "host_bandwidth", f"{self.host_bandwidth} bit/s", 'for example "1 GB/s"')
+        if self.measured is not None and self.collective != "measured":
+            raise ConfigError('points are for collective = "measured"', "measured", f"collective = {self.collective!r}", "choose one")
         if self.gpu is not None:
             gpu_named(self.gpu, "gpu")
         if self.servers < 0:

@@ -32,7 +32,7 @@ from sim.network.links import Links
 from sim.network.routes import Routes
 
 _CLUSTER = """
-nodes trainers_per_node nics_per_node intra inter collective host_bandwidth cores_per_node gpu racks node_overrides stragglers
+nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth cores_per_node gpu racks node_overrides stragglers
 """
 CLUSTER = frozenset(f"cluster.{name}" for name in _CLUSTER.split())
 

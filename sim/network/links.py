@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
 
-from fleetbench.cluster import Link, Racks
+from fleetbench.cluster import Link, Measured, Racks
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint
@@ -57,6 +57,8 @@ class Links:
     """Of the nodes whose interfaces are others."""
     measured: Communication | None = None
     """What collectives were measured to see."""
+    declared: Measured | None = None
+    """Measured all-reduces that the cluster names; they go before those of ``measured``."""
     collective: str = "ring"
     """Who carries collectives out: ``cluster.collective``."""
     communicator: int = 0
@@ -83,6 +85,7 @@ class Links:
             intra_of={node: override.intra.carried(backend, between_nodes=False) for node, override in own if override.intra is not None},
             inter_of={node: override.inter.carried(backend, between_nodes=True) for node, override in own if override.inter is not None},
             measured=communication_of(experiment),
+            declared=cluster.measured,
             collective=cluster.collective,
             first_ranks=() if cluster.is_even else tuple(accumulate(cluster.trainers_by_node, initial=0))[:-1],
             host_ns_per_byte=Fraction(0) if host is None else Fraction(8 * 10**9, host),
@@ -132,14 +135,15 @@ class Links:
 
         Raises ``ConfigError`` where others were measured, or fewer than two sizes.
         """
-        points = () if self.measured is None else self.measured.points
-        if self.measured is None or ranks != self.measured.trainers or len({point.nbytes for point in points}) < 2:
-            measured = f"{len(points)} sizes among {self.measured.trainers}" if self.measured is not None and points else "nothing"
+        source = self.declared or self.measured
+        points = () if source is None else source.points
+        if source is None or ranks != source.trainers or len({point.nbytes for point in points}) < 2:
+            known = f"{len(points)} sizes among {source.trainers}" if source is not None and points else "no size"
             raise ConfigError(
-                f"needs all-reduces measured among {ranks} trainers, of two sizes at least, and the profile holds {measured}",
+                f"needs all-reduces measured among {ranks} trainers, of two sizes at least, and knows {known}",
                 "cluster.collective",
                 "'measured'",
-                "take the profile with as many trainers as meet in an all-reduce, or choose an algorithm: ring, halving_doubling, ...",
+                "give cluster.measured, take the profile with as many trainers as meet in an all-reduce, or choose an algorithm: ring, ...",
             )
         return points
 

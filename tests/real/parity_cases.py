@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from training_problem import DECAY_STEP, STEPS
+
 TINY = 0.0015
 """MiB: less than a layer or two, so that there are several buckets."""
 SEVERAL = {"fuse_grad_size_in_MB": TINY}
@@ -23,6 +25,12 @@ class Case:
     """DDP's communication hook: ``fp16`` or ``bf16``."""
     cpu_only: bool = False
     """On a GPU torch's own modules do it."""
+
+    @property
+    def steps(self) -> int:
+        """As many as the problem has; fewer where no step depends on how many came before it, but one after the decay of the rate."""
+        rounds = ("localsgd", "adaptive_localsgd", "gradient_merge", "amp")
+        return STEPS if any(name in (self.strategy or {}) for name in rounds) else DECAY_STEP + 1
 
 
 def local(name: str, model: str = "plain", optimizer: str = "momentum", **fields: Any) -> Case:

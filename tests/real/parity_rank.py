@@ -86,7 +86,7 @@ def train(case: Case, dtype: str, communicators: Communicators) -> dict[str, Any
     found: dict[str, Any] = {}
     history, scales = [], []
     with counted() as collectives:
-        for step in range(1, problem.STEPS + 1):
+        for step in range(1, case.steps + 1):
             problem.decay(optimizer, step)
             inputs, labels = problem.own_batch(step, rank, ranks, dtype)
             if "amp" in case.name and step == OVERFLOW and rank == 1:

@@ -91,7 +91,7 @@ class TrainingParity:
         for case, rounding in zip(WIRE, (1e-4, 1e-3), strict=True):
             tolerance = TOLERANCE[dtype] if self.ranks == 2 else rounding
             _agree(results, dtype, case.name, _of(reference[0], dtype, f"ddp {case.name[:4]}", "history"), tolerance)
-            exact = problem.joint_training(self.ranks, dtype, MOMENTUM).numpy()
+            exact = problem.joint_training(self.ranks, dtype, MOMENTUM).numpy()[: case.steps]
             assert np.abs(_of(results[0], dtype, case.name, "history") - exact).max() > 1e-6
 
     def test_gradients_are_averages_when_backward_returns(self, results: list[Arrays], dtype: str) -> None:
@@ -204,8 +204,8 @@ class TrainingParity:
         assert count["a bucket a gradient"] == 8
         assert 1 < count["several buckets"] < 8
         assert count["by number"] >= 3
-        for name in ("one bucket", "a bucket a gradient"):
-            assert int(_of(results[0], dtype, name, "collectives")) == STEPS * count[name]
+        for case in SYNCHRONOUS[:3:2]:
+            assert int(_of(results[0], dtype, case.name, "collectives")) == case.steps * count[case.name]
 
     def test_an_overflow_on_one_rank_skips_the_update_on_all(self, results: list[Arrays]) -> None:
         """Rank 1 overflows in one step: no rank moves in that update, all scale down alike, and training goes on."""
@@ -237,10 +237,10 @@ class TrainingParity:
 
 
 def _agree(results: list[Arrays], dtype: str, case: str, expected: npt.NDArray[np.generic], tolerance: float | None = None) -> None:
-    """Every rank's parameters are the expected ones at every step, and the same on every rank to the bit."""
+    """Every rank's parameters are the expected ones at every step that it made, and the same on every rank to the bit."""
     for rank in results:
         history = _of(rank, dtype, case, "history")
-        np.testing.assert_allclose(history, expected, rtol=0, atol=tolerance or TOLERANCE[dtype], err_msg=case)
+        np.testing.assert_allclose(history, expected[: len(history)], rtol=0, atol=tolerance or TOLERANCE[dtype], err_msg=case)
         np.testing.assert_array_equal(history, _of(results[0], dtype, case, "history"), err_msg=case)
 
 

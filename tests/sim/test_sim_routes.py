@@ -13,6 +13,7 @@ from sim_cases import carried_ns, layered, link, profiled, with_profile
 
 from fleetbench.cluster import CollectiveAlgorithm
 from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.operations import Operation
 from fleetbench.profile import Communication
@@ -127,3 +128,23 @@ def test_a_run_takes_what_its_profile_measured() -> None:
     for wrong in (dataclasses.replace(communication, trainers=3), dataclasses.replace(communication, points=POINTS[:1]), None):
         with pytest.raises(ConfigError, match=r"(?s)cluster\.collective.*HINT"):
             simulate(with_profile(experiment, dataclasses.replace(profile, communication=wrong)))
+
+
+def test_points_of_a_cluster_go_before_those_of_its_profile() -> None:
+    """The same 5250 ns without a profile of collectives; among other trainers than were measured it is refused."""
+    text = [{"nbytes": f"{point.nbytes} B", "took": f"{point.took} ns"} for point in POINTS]
+
+    def experiment(nodes: int, trainers: int, collective: str = "measured") -> Experiment:
+        layers = [{"name": "block", "params": 375, "forward": "100 ns", "backward": "200 ns"}]
+        cluster = {"nodes": nodes, "collective": collective, "inter": {"bandwidth": "8 Gbit/s", "latency": "10 ns"}}
+        cluster["measured"] = {"trainers": trainers, "points": text}
+        return Experiment.from_dict(
+            {"schema": 1, "name": "points", "workload": {"model": "layers", "layers": layers, "steps": 1}, "cluster": cluster}
+        )
+
+    start, end = carried_ns(simulate(experiment(2, 2)))["all_reduce 0"]
+    assert end - start == 5_250
+    with pytest.raises(ConfigError, match=r"(?s)among 3 trainers.*3 sizes among 2.*HINT"):
+        simulate(experiment(3, 2))
+    with pytest.raises(ConfigError, match=r'(?s)points are for collective = "measured"'):
+        experiment(2, 2, "ring")
