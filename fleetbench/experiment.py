@@ -48,9 +48,13 @@ class Tune(Config):
     """How ``fleetbench tune`` searches, and how it decides."""
 
     trials: int = 150
-    """Simulated trials, the default strategy among them."""
-    simulated_steps: int = 200
-    """Counted steps of one simulated trial, at most the workload's."""
+    """Simulated trials, the default strategy among them, where all different strategies would take more than ``search_seconds``."""
+    search_seconds: float = 30.0
+    """All different strategies are simulated if that takes no longer; otherwise Optuna's TPE proposes."""
+    allow: tuple[Literal["wire16"], ...] = ()
+    """``wire16``: gradients may travel as FP16 or BF16, without a target as well."""
+    simulated_steps: int = 10
+    """Least counted steps of one simulated trial: whole rounds of all K, at most the workload's."""
     finalists: int = 3
     """Best simulated strategies that run for real."""
     leg_steps: int = 60
@@ -72,6 +76,12 @@ class Tune(Config):
     local_steps: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Values of K that may be searched; used only where ``workload.target_loss`` prices them."""
     fuse_grad_size_in_MB: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # noqa: N815  # Fleet's name
+    fusion: tuple[Literal["merged_gradient", "optimal", "off"], ...] = ("merged_gradient", "optimal", "off")
+    """Other rules of fusion; ``off``: an all-reduce a gradient."""
+    hierarchy: tuple[Literal["off", "leader", "reduce_scatter"], ...] = ("off", "leader", "reduce_scatter")
+    wire: tuple[Literal["fp32", "fp16", "bf16"], ...] = ("fp32", "fp16", "bf16")
+    """Used only where ``workload.target_loss`` prices what rounding costs, or ``allow`` has it."""
+    update_by_bucket: tuple[bool, ...] = (False, True)
     nccl_comm_num: tuple[int, ...] = (1, 2)
     sync_nccl_allreduce: tuple[bool, ...] = (True, False)
     """Without it a communicator of gloo carries two buckets at once. Several communicators never have it."""
@@ -89,12 +99,29 @@ class Tune(Config):
         for name, example in (("samples", "1e9"), ("price_per_trainer_hour", "2.5")):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ConfigError("must be above zero", name, repr(value), f"for example {name} = {example}")
-        for name in ("local_steps", "nccl_comm_num", "thread_num", "fuse_grad_size_in_MB", "sync_nccl_allreduce"):
-            values, least = getattr(self, name), 1 if name in ("local_steps", "nccl_comm_num", "thread_num") else 0
-            if not values or min(values) < least:
-                example = "[true, false]" if name == "sync_nccl_allreduce" else "[1, 2]"
-                raise ConfigError(f"needs at least one value, none below {least}", name, repr(values), f"for example {name} = {example}")
+        self._check_values()
         check_communicators(max(self.nccl_comm_num), "nccl_comm_num")
+
+    def _check_values(self) -> None:
+        """Raise ``ConfigError`` for a parameter without a value that could be tried."""
+        if self.search_seconds < 0:
+            raise ConfigError(
+                "cannot be negative", "search_seconds", repr(self.search_seconds), "0 leaves all but few strategies to Optuna"
+            )
+        if not (*self.fuse_grad_size_in_MB, *self.fusion):
+            raise ConfigError("needs a size or a rule", "fusion", "()", "for example fuse_grad_size_in_MB = [1, 32]")
+        for name, example in (
+            ("sync_nccl_allreduce", "[true, false]"),
+            ("update_by_bucket", "[false]"),
+            ("hierarchy", '["off"]'),
+            ("wire", '["fp32"]'),
+        ):
+            if not getattr(self, name):
+                raise ConfigError("needs at least one value", name, "()", f"for example {name} = {example}")
+        for name, least in (("local_steps", 1), ("nccl_comm_num", 1), ("thread_num", 1), ("fuse_grad_size_in_MB", 0)):
+            values = getattr(self, name)
+            if (not values and name != "fuse_grad_size_in_MB") or min(values, default=least) < least:
+                raise ConfigError(f"needs at least one value, none below {least}", name, repr(values), f"for example {name} = [1, 2]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,29 +1,35 @@
 """Search: simulated trials of strategies, the default first, Fleet's advice second.
 
-Where the space holds no more different strategies than ``tune.trials``, every one of them is
-simulated; otherwise Optuna's TPE proposes. All trials share their draws of stragglers, so that
-their difference is that of the strategies.
+Every different strategy of the space is simulated where that takes at most ``tune.search_seconds``; otherwise Optuna's TPE
+proposes ``tune.trials`` of them. All trials share their draws of stragglers, so that their difference is that of the strategies.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from tuner.recommendation import Trial
 from tuner.space import Equivalence, Parameters, Space, parameters_of, without_equal_values
-from tuner.study import ask, complete, open_study, trials
+from tuner.study import ask, complete, open_study, record, trials
 
-ENUMERATED = 4096
-"""Points of a space up to which its different strategies are counted beforehand."""
-
+MOST_PLANS = 20_000
+"""Points of a space up to which its different strategies are looked for."""
+PROBED = 20
+"""Trials after which it is known how long all of them take."""
+RECORDED = 100
+"""Of strategies that were all simulated, so many of the best stand in the study, beside default and advice."""
+WARMUP_STEPS = 2
 
 StepS = Callable[[DistributedStrategy], float]
 """Simulated seconds of a step under a strategy, in as many steps as ``shortened`` says."""
@@ -46,6 +52,8 @@ class Search:
     """All complete trials: the default is the first, the advice the second."""
 
     tried: tuple[Tried, ...]
+    notes: tuple[str, ...] = ()
+    """What could not be simulated, and why."""
 
     @property
     def default(self) -> Tried:
@@ -60,9 +68,8 @@ class Search:
     def best(self, count: int) -> tuple[Tried, ...]:
         """The best different strategies besides the default and the advice, fastest first.
 
-        The best of each number of local steps goes before the second best of any, and one that
-        keeps the default's is always among them: a target that local steps miss is missed by all
-        strategies that take as many.
+        The best of each family (local steps, wire) goes before the second best of any, and one of the default's own
+        is always among them: a target that local steps miss is missed by all strategies that take as many.
         """
         seen = {tried.key for tried in self.tried if tried.arm is not None}
         ranked = []
@@ -70,12 +77,18 @@ class Search:
             if tried.key not in seen:
                 seen.add(tried.key)
                 ranked.append(tried)
-        leaders = {tried.strategy.local_steps: tried for tried in reversed(ranked)}
-        safe = leaders.get(self.default.strategy.local_steps) if count > 1 else None
-        first = [tried for tried in ranked if leaders[tried.strategy.local_steps] is tried and tried is not safe]
+        leaders = {_family(tried): tried for tried in reversed(ranked)}
+        safe = leaders.get(_family(self.default)) if count > 1 else None
+        first = [tried for tried in ranked if leaders[_family(tried)] is tried and tried is not safe]
         chosen = [*first[: count - 1], safe] if safe is not None else first[:count]
         chosen += [tried for tried in ranked if tried not in chosen][: count - len(chosen)]
         return tuple(sorted(chosen, key=_rank))
+
+
+def _family(tried: Tried) -> tuple[object, ...]:
+    """What else is learnt, or by what error it may be simulated wrongly."""
+    found = parameters_of(tried.strategy)
+    return found["local_steps"], found["wire"] == "fp32"
 
 
 def _rank(tried: Tried) -> tuple[float, int]:
@@ -91,82 +104,158 @@ def search(
     step_s: StepS,
     progress: Callable[[int, int], None] | None = None,
 ) -> Search:
-    """Run the trials that the experiment's study still lacks; see the module. Raises what ``step_s`` raises."""
-    same = Equivalence(experiment)
+    """Simulate the default, the advice and the space; see the module. Raises what ``step_s`` raises."""
+    tell, same = progress or (lambda *_: None), Equivalence(experiment)
     arms = {"default": experiment.strategy, "advice": advised}
     with open_study(experiment, out) as study:
-        searcher = _Searcher(experiment, space, arms, same, study)
-        while True:
-            taken = trials(study, TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING)  # asked for once a trial: it takes a while
-            number = sum(trial.state == TrialState.COMPLETE for trial in taken)
-            if number >= searcher.num_trials or not searcher.prepare(taken):
-                break
-            if progress is not None:
-                progress(number, searcher.num_trials)
-            searcher.run_one(step_s, taken)
-        found = searcher.result()
-    if progress is not None:
-        progress(len(found.tried), len(found.tried))
+        found = enumerated(experiment, space, arms, same, step_s, tell)
+        if found is None:
+            searcher = _Proposing(experiment, space, arms, same, study)
+            while searcher.run_next(step_s, tell):
+                pass
+            found = searcher.result()
+        else:
+            _keep(study, space, found)
+    tell(len(found.tried), len(found.tried))
     return found
 
 
 def shortened(experiment: Experiment) -> Experiment:
-    """The experiment with the steps of one simulated trial."""
-    steps = min(experiment.workload.steps, experiment.tune.simulated_steps)
-    return experiment.replace(workload=dataclasses.replace(experiment.workload, steps=steps))
+    """The experiment with ``tune.simulated_steps`` counted steps, or as many more as whole rounds take, and at most the workload's."""
+    strategy, tune = experiment.strategy, experiment.tune
+    cadences = tune.local_steps if experiment.workload.target_loss is not None else (strategy.local_steps,)
+    return with_steps(experiment, tune.simulated_steps, math.lcm(*cadences) * strategy.gradient_merge_configs.k_steps)
 
 
-class _Searcher:
+def with_steps(experiment: Experiment, least: int, rounds: int = 1) -> Experiment:
+    """The experiment with at least so many counted steps, in whole rounds, and at most the workload's; and little warm-up."""
+    steps = min(rounds * math.ceil(least / rounds), experiment.workload.steps)
+    workload = dataclasses.replace(experiment.workload, steps=steps)
+    run = dataclasses.replace(experiment.run, warmup_steps=min(WARMUP_STEPS, experiment.run.warmup_steps))
+    return experiment.replace(workload=workload, run=run)
+
+
+def different(space: Space, same: Equivalence, arms: Sequence[DistributedStrategy]) -> dict[str, DistributedStrategy]:
+    """Strategies of the space that differ from each other and from ``arms``, by key: of equal ones the one that changes least."""
+    base = parameters_of(space.base)
+
+    def distance(strategy: DistributedStrategy) -> tuple[int, float]:
+        own = parameters_of(strategy)
+        return sum(base[name] != value for name, value in own.items()), -strategy.fuse_grad_size_in_MB
+
+    seen = {same.key(strategy) for strategy in arms}
+    found: dict[str, DistributedStrategy] = {}
+    for strategy in sorted((space.strategy(point) for point in space.points()), key=distance):
+        key = same.key(strategy)
+        if key not in seen:
+            found.setdefault(key, strategy)
+    return found
+
+
+def enumerated(
+    experiment: Experiment,
+    space: Space,
+    arms: Mapping[str, DistributedStrategy],
+    same: Equivalence,
+    step_s: StepS,
+    progress: Callable[[int, int], None],
+) -> Search | None:
+    """All different strategies; none where they are too many, or would take too long and are more than ``tune.trials``."""
+    tune = experiment.tune
+    if space.size > MOST_PLANS:
+        return None
+    candidates = different(space, same, [*arms.values()])
+    total, began, values = len(arms) + len(candidates), time.monotonic(), dict[str, float]()
+    if total > tune.trials and tune.search_seconds == 0:
+        return None
+    tried: list[Tried] = []
+    notes: list[str] = []
+    for arm, key, strategy in _in_turn(arms, candidates, same):
+        progress(len(tried), total)
+        is_known = key in values
+        if not is_known:
+            try:
+                values[key] = step_s(strategy)
+            except ConfigError as error:
+                if arm is not None:
+                    raise
+                notes.append(f"not simulated: {error.where}: {error.what}")
+                continue
+        trial = Trial(number=len(tried), parameters=parameters_of(strategy), simulated_s=values[key], repeated=is_known)
+        tried.append(Tried(trial, strategy, key, arm))
+        if len(tried) == PROBED and total > tune.trials and (time.monotonic() - began) / PROBED * total > tune.search_seconds:
+            return None
+    return Search(tuple(tried), tuple(dict.fromkeys(notes)))
+
+
+def _in_turn(
+    arms: Mapping[str, DistributedStrategy], candidates: Mapping[str, DistributedStrategy], same: Equivalence
+) -> Iterator[tuple[str | None, str, DistributedStrategy]]:
+    yield from ((arm, same.key(strategy), strategy) for arm, strategy in arms.items())
+    yield from ((None, key, strategy) for key, strategy in candidates.items())
+
+
+def _keep(study: optuna.Study, space: Space, found: Search) -> None:
+    """Leave default, advice and the best in the study, for who looks at it; nothing is read back."""
+    if trials(study, TrialState.COMPLETE):
+        return
+    named = [tried for tried in found.tried if tried.arm is not None]
+    best = sorted((tried for tried in found.tried if tried.arm is None), key=_rank)[:RECORDED]
+    for tried in (*named, *best):
+        point = space.point_of(tried.strategy) or {}
+        attributes = {"key": tried.key} | ({} if tried.arm is None else {"arm": tried.arm})
+        record(study, point, dict(space.choices), tried.trial.simulated_s, attributes)
+
+
+class _Proposing:
     """One pass over the study. What comes next follows from the trials that are there, so a pass can end anywhere."""
 
     def __init__(
         self, experiment: Experiment, space: Space, arms: dict[str, DistributedStrategy], same: Equivalence, study: optuna.Study
     ) -> None:
         self.experiment = experiment
-        self.space = without_equal_values(space, same) if space.size <= ENUMERATED else space
+        self.space = without_equal_values(space, same) if space.size <= MOST_PLANS else space
         self.arms = arms
         self.same = same
         self.study = study
-        self.different = self._different_points()
-        """One point for each strategy that differs from all others and from the arms; none where they are too many."""
 
-    @property
-    def num_trials(self) -> int:
-        """How many trials will be complete in the end."""
-        limit = self.experiment.tune.trials
-        return limit if self.different is None else min(limit, len(self.arms) + len(self.different))
+    def run_next(self, step_s: StepS, progress: Callable[[int, int], None]) -> bool:
+        """One trial; false where there are as many as are wanted."""
+        wanted = self.experiment.tune.trials
+        taken = trials(self.study, TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING)  # asked for once: it takes a while
+        number = sum(trial.state == TrialState.COMPLETE for trial in taken)
+        if number >= wanted:
+            return False
+        progress(number, wanted)
+        self._enqueue_arm(taken)
+        self._run_one(step_s, taken)
+        return True
 
-    def prepare(self, taken: Sequence[FrozenTrial]) -> bool:
-        """Enqueue the next trial where it is known beforehand; false when nothing is left to try."""
+    def _enqueue_arm(self, taken: Sequence[FrozenTrial]) -> None:
+        """Enqueue an arm that is not complete: another process may be running it and die of it."""
         if any(trial.state == TrialState.WAITING for trial in taken):
-            return True
-        # Another process may be running an arm and die of it: an arm counts once it is complete.
+            return
         present = {trial.user_attrs.get("arm") for trial in taken if trial.state == TrialState.COMPLETE}
         for arm, strategy in self.arms.items():
             if arm not in present:
                 self.study.enqueue_trial(self.space.point_of(strategy) or {}, user_attrs={"arm": arm})
-                return True
-        if self.different is None:
-            return True
-        keys = {trial.user_attrs.get("key") for trial in taken}
-        for key, point in self.different.items():
-            if key not in keys:
-                self.study.enqueue_trial(point, user_attrs={"key": key})
-                return True
-        return False
+                return
 
-    def run_one(self, step_s: StepS, taken: Sequence[FrozenTrial]) -> None:
-        """Ask for a trial and complete it, by simulation or from an equal one before it."""
+    def _run_one(self, step_s: StepS, taken: Sequence[FrozenTrial]) -> None:
+        """Ask for a trial and complete it, by simulation or from an equal one before it; values that exclude each other are pruned."""
         trial = ask(self.study, self.experiment.run.seed, sum(other.state != TrialState.WAITING for other in taken))
         try:
             arm = trial.user_attrs.get("arm")
             if arm is None or self.space.point_of(self.arms[arm]) is not None:
                 for name, values in self.space.choices:
                     trial.suggest_categorical(name, values)
-            strategy = self._strategy(arm, trial.params)
+            try:
+                strategy = self._strategy(arm, trial.params)
+            except ConfigError:
+                self.study.tell(trial, state=TrialState.PRUNED)
+                return
             key = self.same.key(strategy)
-            if trial.user_attrs.get("key") != key:
-                trial.set_user_attr("key", key)
+            trial.set_user_attr("key", key)
             before = (other.value for other in taken if other.state == TrialState.COMPLETE and other.user_attrs["key"] == key)
             value = next(before, None)
             if value is None:
@@ -184,28 +273,10 @@ class _Searcher:
             arm, key = trial.user_attrs.get("arm"), trial.user_attrs["key"]
             strategy = self._strategy(arm, trial.params)
             assert trial.value is not None
-            record = Trial(number=number, parameters=dict(parameters_of(strategy)), simulated_s=trial.value, repeated=key in seen)
-            tried.append(Tried(record, strategy, key, arm))
+            found = Trial(number=number, parameters=parameters_of(strategy), simulated_s=trial.value, repeated=key in seen)
+            tried.append(Tried(found, strategy, key, arm))
             seen.add(key)
         return Search(tuple(tried))
 
     def _strategy(self, arm: str | None, point: Parameters) -> DistributedStrategy:
         return self.space.strategy(point) if arm is None else self.arms[arm]
-
-    def _different_points(self) -> dict[str, Parameters] | None:
-        if self.space.size > ENUMERATED:
-            return None
-        arms = {self.same.key(strategy) for strategy in self.arms.values()}
-        base = parameters_of(self.space.base)
-
-        def distance(point: Parameters) -> int:
-            return sum(base[name] != value for name, value in point.items())
-
-        found: dict[str, Parameters] = {}
-        # Of points that are equal to the simulator, the one that changes least stands for all.
-        for point in sorted(self.space.points(), key=distance):
-            key = self.same.key(self.space.strategy(point))
-            if key not in arms:
-                found.setdefault(key, point)
-        few = len(found) + len(self.arms) <= self.experiment.tune.trials
-        return found if few else None

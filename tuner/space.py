@@ -1,8 +1,12 @@
 """Space: which strategies the search may try.
 
-A point is a value for each of five parameters: the experiment's own strategy with these values is
-a candidate. A parameter with one admissible value is fixed; one with none stays as the
+A point is a value for each of the parameters below: the experiment's own strategy with these values
+is a candidate. A parameter with one admissible value is fixed; one with none stays as the
 experiment's strategy has it. Whatever is left out is said in ``notes``.
+
+Parameters belong to three families. *Same arithmetic*: fusion, hierarchy, communicators, update by bucket and threads change
+the clock alone. *Rounded*: a 16-bit wire changes the sums' last digits. *Other training*: local steps change what is
+learnt. The second needs ``tune.allow`` or a target, the third a target.
 
 Two strategies that a simulation cannot tell apart are equivalent, and simulated once.
 """
@@ -14,8 +18,9 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -28,11 +33,28 @@ from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LAYERS
 from sim.scenario import setting_of
 
-Value = int | float
+Value = int | float | str
 Parameters = dict[str, Value]
 
-NAMES = ("local_steps", "fuse_grad_size_in_MB", "nccl_comm_num", "sync_nccl_allreduce", "thread_num")
-"""The parameters, by the names of their restrictions in ``[tune]``."""
+NAMES = ("local_steps", "fusion", "hierarchy", "wire", "nccl_comm_num", "sync_nccl_allreduce", "update_by_bucket", "thread_num")
+"""The parameters. ``fusion`` is a size of ``tune.fuse_grad_size_in_MB`` or a rule of ``tune.fusion``; others are named as in ``[tune]``."""
+OFF = "off"
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "local_steps": ("localsgd", "localsgd_configs"),
+    "fusion": (
+        "fuse_all_reduce_ops",
+        "fusion",
+        "fuse_grad_size_in_MB",
+        "fuse_grad_count",
+        "fuse_grad_size_in_num",
+        "last_comm_group_size_MB",
+    ),
+    "hierarchy": ("use_hierarchical_allreduce", "hierarchical_inner_ranks", "hierarchical_variant"),
+    "wire": ("fp16_allreduce", "bf16_allreduce"),
+    "update_by_bucket": ("build_strategy",),
+}
+"""Fields of a strategy by parameter; of the others, the one of its name."""
+_DEFAULTS = DistributedStrategy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +79,15 @@ class Space:
         names = [name for name, _ in self.choices]
         for values in itertools.product(*(values for _, values in self.choices)):
             point = dict(zip(names, values, strict=True))
-            if self.point_of(self.strategy(point)) == point:  # several communicators run free whatever it says of one
+            try:
+                found = self.point_of(self.strategy(point))
+            except ConfigError:  # values that exclude each other
+                continue
+            if found == point:  # several communicators run free whatever it says of one
                 yield point
 
     def strategy(self, point: Mapping[str, Value]) -> DistributedStrategy:
-        """The candidate at ``point``, which gives a value for each of ``choices``."""
+        """The candidate at ``point``, which gives a value for each of ``choices``. Raises ``ConfigError`` for values without a meaning."""
         strategy = self.base
         for name, value in (*self.fixed, *point.items()):
             strategy = _with(strategy, name, value)
@@ -77,7 +103,17 @@ class Space:
 
 def parameters_of(strategy: DistributedStrategy) -> Parameters:
     """A strategy's values of the parameters."""
-    return {"local_steps": strategy.local_steps} | {name: getattr(strategy, name) for name in NAMES[1:]}
+    fusion: Value = strategy.fuse_grad_size_in_MB if strategy.fusion == "fleet" else strategy.fusion
+    return {
+        "local_steps": strategy.local_steps,
+        "fusion": fusion if strategy.fuse_all_reduce_ops else OFF,
+        "hierarchy": strategy.hierarchical_variant if strategy.use_hierarchical_allreduce else OFF,
+        "wire": "fp16" if strategy.fp16_allreduce else "bf16" if strategy.bf16_allreduce else "fp32",
+        "nccl_comm_num": strategy.nccl_comm_num,
+        "sync_nccl_allreduce": strategy.sync_nccl_allreduce,
+        "update_by_bucket": not strategy.build_strategy.enable_backward_optimizer_op_deps,
+        "thread_num": strategy.thread_num,
+    }
 
 
 def search_space(experiment: Experiment) -> Space:
@@ -86,7 +122,7 @@ def search_space(experiment: Experiment) -> Space:
     fixed: list[tuple[str, Value]] = []
     notes: list[str] = []
     for name in NAMES:
-        wanted: tuple[Value, ...] = tuple(dict.fromkeys(getattr(experiment.tune, name)))
+        wanted = _wanted(experiment, name)
         stays = parameters_of(experiment.strategy)[name]
         reason = _not_searched(name, experiment)
         if reason is not None:
@@ -103,31 +139,62 @@ def search_space(experiment: Experiment) -> Space:
     return Space(base=experiment.strategy, choices=tuple(choices), fixed=tuple(fixed), notes=tuple(notes))
 
 
+def _wanted(experiment: Experiment, name: str) -> tuple[Value, ...]:
+    """The values that ``[tune]`` allows, each once."""
+    tune = experiment.tune
+    if name == "fusion":
+        return tuple(dict.fromkeys((*tune.fuse_grad_size_in_MB, *tune.fusion)))
+    return tuple(dict.fromkeys(getattr(tune, name)))
+
+
 def _not_searched(name: str, experiment: Experiment) -> str | None:
     """Why a parameter as a whole is not searched."""
-    strategy, workload = experiment.strategy, experiment.workload
-    if name == "local_steps" and workload.target_loss is None:
-        return "more local steps are always faster, and without workload.target_loss nothing prices what they cost in loss"
-    if name == "fuse_grad_size_in_MB" and (not strategy.fuse_all_reduce_ops or strategy.fusion != "fleet"):
-        return "the strategy fuses by another rule"
-    if name == "sync_nccl_allreduce" and min(experiment.tune.nccl_comm_num) > 1:
-        return "several communicators never wait for each other"
-    if name == "sync_nccl_allreduce" and queue_depth(experiment.run.backend) == 1:
-        return f"a communicator of {experiment.run.backend} carries one collective at a time either way"
-    if name == "thread_num" and workload.model == LAYERS:
-        return "a declared table of layers does not depend on it"
-    return None
+    cluster, tune, has_target = experiment.cluster, experiment.tune, experiment.workload.target_loss is not None
+    one_each = queue_depth(experiment.run.backend) == 1
+    rules = {
+        "local_steps": (
+            not has_target,
+            "more local steps are always faster, and without workload.target_loss nothing prices what they cost in loss",
+        ),
+        "hierarchy": (
+            min(cluster.nodes, cluster.trainers_per_node) == 1 or not cluster.is_even,
+            "it needs several nodes with as many trainers each, two at least",
+        ),
+        "wire": (
+            not has_target and "wire16" not in tune.allow,
+            'a 16-bit wire rounds gradients: tune.allow = ["wire16"] or workload.target_loss has it searched',
+        ),
+        "update_by_bucket": (
+            experiment.run.launcher == "command",
+            "a script may read its gradients between backward and optimizer.step(), when they have been used already",
+        ),
+        "sync_nccl_allreduce": (
+            min(tune.nccl_comm_num) > 1 or one_each,
+            f"a communicator of {experiment.run.backend} carries one collective at a time either way"
+            if one_each
+            else "several communicators never wait for each other",
+        ),
+        "thread_num": (experiment.workload.model == LAYERS, "a declared table of layers does not depend on it"),
+    }
+    applies, reason = rules.get(name, (False, ""))
+    return reason if applies else None
 
 
 def _refusal(experiment: Experiment, name: str, value: Value) -> str | None:
     """Why one value cannot be tried, everything else as in the experiment."""
-    if name == "thread_num" and experiment.run.device == "cpu" and value > 1 and value != experiment.strategy.thread_num:
+    if (
+        name == "thread_num"
+        and experiment.run.device == "cpu"
+        and isinstance(value, int)
+        and value > 1
+        and value != experiment.strategy.thread_num
+    ):
         trainers, cores = experiment.cluster.trainers_per_node, os.cpu_count() or 1
         if trainers * value > cores:  # alone they seem faster; beside gloo's own threads they stop each other
             return f"{trainers} trainers of this machine would use more threads than its {cores} cores"
     try:
         candidate = experiment.replace(strategy=_with(experiment.strategy, name, value))
-        if name == "thread_num":
+        if name in ("thread_num", "update_by_bucket"):  # they change compute
             table_for(candidate)
     except ConfigError as error:
         return error.what
@@ -136,20 +203,61 @@ def _refusal(experiment: Experiment, name: str, value: Value) -> str | None:
 
 @functools.lru_cache(maxsize=4096, typed=True)  # candidates of a space share most of their steps, and each step checks every field
 def _with(strategy: DistributedStrategy, name: str, value: Value) -> DistributedStrategy:
-    if name == "local_steps":
-        if value == 1:
-            return strategy.replace(localsgd=False, localsgd_configs=LocalSGDConfigs())
-        return strategy.replace(localsgd=True, localsgd_configs=dataclasses.replace(strategy.localsgd_configs, k_steps=int(value)))
-    if name == "nccl_comm_num":
-        # Communicators that wait for each other change nothing, so more than one goes with letting them run.
-        alone = strategy.sync_nccl_allreduce or strategy.nccl_comm_num > 1
-        return strategy.replace(nccl_comm_num=value, sync_nccl_allreduce=value == 1 and alone)
-    if name == "sync_nccl_allreduce":
-        return strategy.replace(sync_nccl_allreduce=bool(value) and strategy.nccl_comm_num == 1)
-    return strategy.replace(**{name: value})
+    if parameters_of(strategy)[name] == value and name != "local_steps":
+        return strategy
+    return strategy.replace(**_CHANGES[name](strategy, value) if name in _CHANGES else {name: value})
+
+
+def _local_steps(strategy: DistributedStrategy, value: Any) -> dict[str, Any]:
+    configs = LocalSGDConfigs() if value == 1 else dataclasses.replace(strategy.localsgd_configs, k_steps=value)
+    return {"localsgd": value != 1, "localsgd_configs": configs}
+
+
+def _fusion(strategy: DistributedStrategy, value: Any) -> dict[str, Any]:
+    plain = {name: getattr(_DEFAULTS, name) for name in FIELDS["fusion"]}
+    if value == OFF:
+        return plain | {"fuse_all_reduce_ops": False}
+    if isinstance(value, str):
+        return plain | {"fusion": value}
+    kept = {"fuse_grad_count": strategy.fuse_grad_count} if strategy.fusion == "fleet" else {}
+    return plain | kept | {"fuse_grad_size_in_MB": value}
+
+
+def _hierarchy(strategy: DistributedStrategy, value: Any) -> dict[str, Any]:
+    if value == OFF:
+        return {name: getattr(_DEFAULTS, name) for name in FIELDS["hierarchy"]}
+    inner = strategy.hierarchical_inner_ranks
+    return {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": inner, "hierarchical_variant": value}
+
+
+def _wire(_: DistributedStrategy, value: Any) -> dict[str, Any]:
+    return {"fp16_allreduce": value == "fp16", "bf16_allreduce": value == "bf16"}
+
+
+def _communicators(strategy: DistributedStrategy, value: Any) -> dict[str, Any]:
+    # Communicators that wait for each other change nothing, so more than one goes with letting them run.
+    alone = strategy.sync_nccl_allreduce or strategy.nccl_comm_num > 1
+    return {"nccl_comm_num": value, "sync_nccl_allreduce": value == 1 and alone}
+
+
+def _update_by_bucket(strategy: DistributedStrategy, value: Any) -> dict[str, Any]:
+    return {"build_strategy": dataclasses.replace(strategy.build_strategy, enable_backward_optimizer_op_deps=not value)}
+
+
+_CHANGES: Mapping[str, Callable[[DistributedStrategy, Any], dict[str, Any]]] = {
+    "local_steps": _local_steps,
+    "fusion": _fusion,
+    "hierarchy": _hierarchy,
+    "wire": _wire,
+    "nccl_comm_num": _communicators,
+    "sync_nccl_allreduce": lambda strategy, value: {"sync_nccl_allreduce": bool(value) and strategy.nccl_comm_num == 1},
+    "update_by_bucket": _update_by_bucket,
+}
 
 
 def _text(value: Value) -> str:
+    if isinstance(value, str):
+        return value
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"
 
 

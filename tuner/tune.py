@@ -102,7 +102,7 @@ def tune(
         recommendation,
         trials=tuple(tried.trial for tried in found.tried),
         advice_left_out=tuple(left_out),
-        notes=(*busy, *space.notes, *notes, *recommendation.notes, cost_note(recommendation, cost_s)),
+        notes=(*busy, *space.notes, *found.notes, *notes, *recommendation.notes, cost_note(recommendation, cost_s)),
         runs=tuple(run for arm in recommendation.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None),
     )
     recommendation.save(folder)
@@ -190,7 +190,7 @@ def advice_for(experiment: Experiment, table: LayerTable) -> Advice:
 def _unmeasured(experiment: Experiment) -> str | None:
     """Why no leg would show what Local SGD costs and gains."""
     workload = experiment.workload
-    measured = min(experiment.tune.leg_steps, experiment.tune.simulated_steps)
+    measured = experiment.tune.leg_steps
     if workload.target_loss is None:
         return "no workload.target_loss prices it"
     first = min((decay.step for decay in workload.lr_decay), default=0)

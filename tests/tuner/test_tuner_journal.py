@@ -187,7 +187,9 @@ def test_an_interrupted_tuning_ends_with_the_same_table(tmp_path: Path, at: int)
 
 def test_a_strategy_that_fails_is_rejected_and_the_tuning_goes_on(tmp_path: Path) -> None:
     """The simulator's favourite runs out of memory: it is rejected with the rank, and the default stays."""
-    experiment = layers_experiment(fuse_grad_size_in_MB=(1.0, 32.0), nccl_comm_num=(1,), sync_nccl_allreduce=(True,))
+    experiment = layers_experiment(
+        fuse_grad_size_in_MB=(1.0, 32.0), fusion=(), update_by_bucket=(False,), nccl_comm_num=(1,), sync_nccl_allreduce=(True,)
+    )
     found = tuned(experiment, tmp_path, Breaking(FakeRunner(experiment, formula), failure=LegFailed))
     assert found.verdict == "KEEP DEFAULT"
     (rejected,) = (arm for arm in found.arms if arm.rejected)

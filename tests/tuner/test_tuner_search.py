@@ -44,7 +44,7 @@ def states(out: Path) -> list[TrialState]:
 def test_the_default_is_first_and_the_advice_second(tmp_path: Path) -> None:
     """Whatever is searched, trial 0 is the experiment's strategy and trial 1 Fleet's advice."""
     fake = FakeSimulate(formula)
-    found = searched(target_experiment(trials=12), tmp_path, fake)
+    found = searched(target_experiment(trials=12, search_seconds=0), tmp_path, fake)
     assert fake.asked[:2] == [DistributedStrategy(), ADVICE]
     assert found.default.strategy == DistributedStrategy()
     assert found.advice is not None
@@ -67,7 +67,7 @@ def test_a_small_space_is_searched_whole_and_once(tmp_path: Path) -> None:
 
 def test_equal_trials_are_simulated_once(tmp_path: Path) -> None:
     """Trials that the simulator cannot tell apart share one simulation, and all but the first are marked."""
-    experiment = target_experiment(trials=40, fuse_grad_size_in_MB=(0.25, 0.3, 16.0, 32.0, 64.0))
+    experiment = target_experiment(trials=40, search_seconds=0, fuse_grad_size_in_MB=(0.25, 0.3, 16.0, 32.0, 64.0))
     fake = FakeSimulate(lambda strategy: 0.1 / strategy.local_steps)
     found = searched(experiment, tmp_path, fake)
     keys = [tried.key for tried in found.tried]
@@ -79,7 +79,9 @@ def test_equal_trials_are_simulated_once(tmp_path: Path) -> None:
 
 def test_proposals_that_repeat_are_not_simulated(tmp_path: Path) -> None:
     """More strategies than trials, most of them equal in pairs: TPE's repeats cost nothing."""
-    experiment = target_experiment(trials=25, local_steps=tuple(range(1, 15)), fuse_grad_size_in_MB=(16.0, 32.0, 64.0, 128.0))
+    experiment = target_experiment(
+        trials=25, search_seconds=0, local_steps=tuple(range(1, 15)), fuse_grad_size_in_MB=(16.0, 32.0, 64.0, 128.0)
+    )
     experiment = experiment.replace(strategy=DistributedStrategy(fuse_grad_size_in_MB=1.0))
     fake = FakeSimulate(formula)
     found = search(experiment, search_space(experiment), experiment.strategy, out=tmp_path, step_s=fake.seconds)
@@ -91,7 +93,15 @@ def test_proposals_that_repeat_are_not_simulated(tmp_path: Path) -> None:
 def test_the_planted_best_is_found_among_many(tmp_path: Path) -> None:
     """Of 900 strategies, 80 proposals find one within 3 % of the formula's best."""
     sizes = tuple(0.25 * (1 + index) for index in range(15))
-    experiment = target_experiment(trials=80, local_steps=tuple(range(1, 31)), fuse_grad_size_in_MB=sizes)
+    experiment = target_experiment(
+        trials=80,
+        search_seconds=0,
+        fusion=(),
+        update_by_bucket=(False,),
+        wire=("fp32",),
+        local_steps=tuple(range(1, 31)),
+        fuse_grad_size_in_MB=sizes,
+    )
     fake = FakeSimulate(
         lambda s: 0.1 + 0.001 * abs(s.local_steps - 21) + 0.02 * abs(s.fuse_grad_size_in_MB - 0.5) + 0.002 * s.nccl_comm_num
     )
@@ -101,7 +111,7 @@ def test_the_planted_best_is_found_among_many(tmp_path: Path) -> None:
 
 def test_the_same_seed_gives_the_same_trials(tmp_path: Path) -> None:
     """Two searches of one experiment propose the same points; another seed proposes others."""
-    experiment = target_experiment(trials=20)
+    experiment = target_experiment(trials=20, search_seconds=0)
     one, two = (searched(experiment, tmp_path / name, FakeSimulate(formula)) for name in ("one", "two"))
     assert [tried.trial for tried in one.tried] == [tried.trial for tried in two.tried]
     other = searched(experiment.replace(run=dataclasses.replace(experiment.run, seed=1)), tmp_path / "three", FakeSimulate(formula))
@@ -112,7 +122,7 @@ def test_the_same_seed_gives_the_same_trials(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_search_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_at: int) -> None:
     """SIGKILL in the middle of a trial: that trial fails, the others stand, the rest follow as they would have."""
-    experiment = target_experiment(trials=20)
+    experiment = target_experiment(trials=20, search_seconds=0)
     script = f"""
         import sys, time
         from pathlib import Path
@@ -129,7 +139,7 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_at
             return 0.1 / s.local_steps + 0.001 * s.fuse_grad_size_in_MB + 0.002 * s.nccl_comm_num
 
         fake = FakeSimulate(formula)
-        experiment, out = target_experiment(trials=20), Path({str(tmp_path / "killed")!r})
+        experiment, out = target_experiment(trials=20, search_seconds=0), Path({str(tmp_path / "killed")!r})
         search(experiment, search_space(experiment), DistributedStrategy(fuse_grad_size_in_MB=0.3815), out=out, step_s=fake.seconds)
     """
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE) as process:
@@ -153,7 +163,7 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_at
 
 def test_a_finished_study_simulates_nothing(tmp_path: Path) -> None:
     """The same experiment again is answered from its study; another experiment has another."""
-    experiment = target_experiment(trials=12)
+    experiment = target_experiment(trials=12, search_seconds=0)
     first = searched(experiment, tmp_path, FakeSimulate(formula))
     fake = FakeSimulate(formula)
     assert searched(experiment, tmp_path, fake) == first
@@ -164,7 +174,7 @@ def test_a_finished_study_simulates_nothing(tmp_path: Path) -> None:
 
 def test_a_trial_that_raises_fails_and_is_tried_again(tmp_path: Path) -> None:
     """An error in the simulator reaches the caller; the trial does not count and does not stay running."""
-    experiment = layers_experiment(trials=3)
+    experiment = layers_experiment(trials=3, search_seconds=0)
 
     def broken(_: DistributedStrategy) -> float:
         raise ConfigError("broken")
@@ -208,14 +218,14 @@ def test_finalists_differ_from_the_arms_and_from_one_another(tmp_path: Path) -> 
 
 def test_nothing_is_written_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Optuna's log and its warnings of experimental options stay silent."""
-    searched(target_experiment(trials=14), tmp_path, FakeSimulate(formula))
+    searched(target_experiment(trials=14, search_seconds=0), tmp_path, FakeSimulate(formula))
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("", "")
 
 
 def test_the_simulator_finds_that_overlap_pays(tmp_path: Path) -> None:
     """Ten buckets hide behind the backward, one bucket cannot: the real simulator's best is not the default."""
-    experiment = profiled_experiment(tmp_path, local_steps=(1,), thread_num=(1,))
+    experiment = profiled_experiment(tmp_path, local_steps=(1,), thread_num=(1,), wire=("fp32",))
     found = search(experiment, search_space(experiment), ADVICE, out=tmp_path, step_s=StepTime(shortened(experiment)))
     best = min(found.tried, key=lambda tried: tried.trial.simulated_s)
     # By hand: 10 + 20 ms of compute, then 4 MB at 1 Gbit/s and 2 * 50 us: 32.1 ms, all of it exposed.

@@ -62,23 +62,22 @@ def test_the_best_bucket_is_the_one_worked_out_by_hand(tmp_path: Path) -> None:
     assert DistributedStrategy.load(folder / "recommended.toml") == found.strategy != _experiment().strategy
 
 
-def _flipping() -> Experiment:
+def _flipping(**tune: Any) -> Experiment:
     """Two layers of 10 ms backward, 6 ms on the wire each; alpha 3 ms: two buckets 1 + 10 + 2 x 12, one 1 + 20 + 6 + 12."""
     layers = [{"name": "block", "params": MIB_NUMBERS, "forward": "500 us", "backward": "10 ms", "repeat": 2}]
     rate = f"{MIB_NUMBERS * 32 / 6e-3:.0f} bit/s"
     link = {"bandwidth": rate, "latency": "3 ms", "payload": True}
-    return _experiment(workload={"layers": layers}, cluster={"inter": link}, strategy={"fuse_grad_size_in_MB": 32.0})
+    return _experiment(workload={"layers": layers}, cluster={"inter": link}, strategy={"fuse_grad_size_in_MB": 32.0}, tune=tune)
 
 
-def test_a_latency_that_flips_the_answer_is_found_with_its_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_latency_that_flips_the_answer_is_found_with_its_cost(tmp_path: Path) -> None:
     """At twice the latency two buckets take 1 + 10 + 2 x 18 ms and one 1 + 20 + 12 + 12, at half of it 1 + 20 + 9 and 1 + 20 + 15."""
-    monkeypatch.setattr("tuner.simulated.candidates._bases", lambda experiment, _: [experiment])
-    found, _ = tune_simulated(_flipping(), out=tmp_path)
+    found, _ = tune_simulated(_flipping(fusion=[], update_by_bucket=[False]), out=tmp_path)
     assert (found.default_s, found.step_s) == pytest.approx((0.039, 0.035), rel=1e-4)
     cases = {case.assumption: case for case in found.cases}
     twice, half = cases["latency x 2"], cases["latency x 0.5"]
     assert twice.changes_answer
-    assert twice.best == _flipping().strategy
+    assert twice.best == _flipping().strategy  # one bucket
     assert (twice.recommended_s, twice.best_s) == pytest.approx((0.047, 0.045), rel=1e-4)
     assert twice.cost == pytest.approx(2 / 45, rel=1e-3)
     assert not half.changes_answer
@@ -234,10 +233,9 @@ def test_local_steps_are_searched_only_where_a_target_prices_them(tmp_path: Path
     assert found.notes[0].startswith("what 4 local steps cost in loss is not simulated")
 
 
-def test_a_space_larger_than_the_trials_is_searched_by_optuna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_space_that_takes_too_long_is_searched_by_optuna(tmp_path: Path) -> None:
     """The default is among what was tried, and no more than the trials were."""
-    monkeypatch.setattr("tuner.simulated.candidates._bases", lambda experiment, _: [experiment])
-    ranking = ranked(_experiment(tune={"trials": 2}), out=tmp_path)
+    ranking = ranked(_experiment(tune={"trials": 2, "search_seconds": 0}), out=tmp_path)
     assert _experiment().strategy in ranking.step_s
     assert ranking.num_trials == 2
     assert list(tmp_path.glob("studies/*.db"))

@@ -6,7 +6,7 @@ from tuner_fakes import layers_experiment, layers_with, profiled_experiment, tar
 
 from fleetbench.config import encode
 from fleetbench.experiment import Experiment
-from fleetbench.strategy import DistributedStrategy
+from fleetbench.strategy import BuildStrategy, DistributedStrategy
 from tuner.space import Equivalence, Space, search_space
 
 
@@ -77,8 +77,8 @@ def test_where_a_communicator_carries_one_it_makes_no_difference_whether_it_wait
 
 def test_one_value_fixes_a_parameter() -> None:
     """A restriction to one value is not searched, and holds in every candidate."""
-    space = search_space(layers_experiment(nccl_comm_num=(2,), fuse_grad_size_in_MB=(1.0, 4.0)))
-    assert [name for name, _ in space.choices] == ["fuse_grad_size_in_MB"]
+    space = search_space(layers_experiment(nccl_comm_num=(2,), fuse_grad_size_in_MB=(1.0, 4.0), fusion=(), update_by_bucket=(False,)))
+    assert [name for name, _ in space.choices] == ["fusion"]
     assert {space.strategy(point).nccl_comm_num for point in space.points()} == {2}
     assert space.size == 2
 
@@ -100,10 +100,46 @@ def test_a_thread_count_without_a_table_is_left_out(tmp_path: Path) -> None:
     assert any(note.startswith("thread_num = 4 is not searched") for note in space.notes)
 
 
-def test_another_fusion_rule_is_not_tuned_by_size() -> None:
-    """A size means nothing where every gradient travels alone."""
-    space = search_space(with_strategy(layers_experiment(), fuse_all_reduce_ops=False))
-    assert "fuse_grad_size_in_MB" not in dict(space.choices)
+def test_every_rule_of_fusion_is_tried_whatever_the_own_one_is() -> None:
+    """Sizes, both rules by cost, and a bucket a gradient; a rule has no size, so that each is one strategy."""
+    for own in ({}, {"fuse_all_reduce_ops": False}, {"fusion": "by_number", "fuse_grad_size_in_num": 4}):
+        space = search_space(with_strategy(layers_experiment(fuse_grad_size_in_MB=(1.0, 4.0)), **own))
+        found = {space.strategy(point) for point in space.points()}
+        plain = {strategy.replace(nccl_comm_num=1, sync_nccl_allreduce=True, build_strategy=BuildStrategy()) for strategy in found}
+        assert plain == {
+            DistributedStrategy(fuse_grad_size_in_MB=1.0),
+            DistributedStrategy(fuse_grad_size_in_MB=4.0),
+            DistributedStrategy(fusion="merged_gradient"),
+            DistributedStrategy(fusion="optimal"),
+            DistributedStrategy(fuse_all_reduce_ops=False),
+        }
+        assert len(found) == 5 * 3 * 2  # communicators: one in turn, one free, two; update at the end or by bucket
+
+
+def test_a_hierarchy_is_tried_where_there_are_nodes_of_several_trainers() -> None:
+    """Both variants on two nodes of two; on nodes of one trainer a note says why not."""
+    space = search_space(layers_with({}, {"trainers_per_node": 2, "intra": {"bandwidth": "10 Gbit/s", "latency": "5 us"}}))
+    assert dict(space.choices)["hierarchy"] == ("off", "leader", "reduce_scatter")
+    shapes = {(strategy.use_hierarchical_allreduce, strategy.hierarchical_variant) for strategy in map(space.strategy, space.points())}
+    assert shapes == {(False, "leader"), (True, "leader"), (True, "reduce_scatter")}
+    assert any(note.startswith("hierarchy stays off") for note in search_space(layers_experiment()).notes)
+
+
+def test_rounding_needs_leave_or_a_target() -> None:
+    """A 16-bit wire changes sums: it is searched where the file allows it, or a target prices it, and never beside local steps."""
+    assert "wire" not in dict(search_space(layers_experiment()).choices)
+    assert dict(search_space(layers_experiment(allow=("wire16",))).choices)["wire"] == ("fp32", "fp16", "bf16")
+    space = search_space(target_experiment(local_steps=(1, 4)))
+    found = {(point["local_steps"], point["wire"]) for point in space.points()}
+    assert found == {(1, "fp32"), (1, "fp16"), (1, "bf16"), (4, "fp32")}
+
+
+def test_a_scripts_update_is_not_taken_ahead() -> None:
+    """What a script does with its gradients before the update cannot be known; an experiment's loop does nothing."""
+    experiment = layers_experiment()
+    assert dict(search_space(experiment).choices)["update_by_bucket"] == (False, True)
+    script = experiment.replace(run=dataclasses.replace(experiment.run, launcher="command", device="cpu"))
+    assert "update_by_bucket" not in dict(search_space(script).choices)
 
 
 def test_a_point_is_found_again() -> None:

@@ -21,10 +21,7 @@ from fleetbench.strategy import DistributedStrategy
 from tuner.simulated.assumptions import assumptions, changed
 from tuner.simulated.candidates import (
     FINAL_STEPS,
-    FUSION,
-    HIERARCHY,
     OUTSIDE,
-    RANKED_STEPS,
     fits,
     ranked,
     samples_and_tokens,
@@ -34,6 +31,7 @@ from tuner.simulated.candidates import (
     with_compute,
 )
 from tuner.simulated.uncertainty import Spread, spread_of, ways_outside
+from tuner.space import FIELDS
 
 SCHEMA = 1
 _DEFAULTS = "Fleet's defaults"
@@ -46,10 +44,12 @@ RUNNERS_UP = 4
 TIE = 0.002
 """Ten simulated steps tell strategies no further apart than this."""
 KNOBS: dict[str, tuple[str, ...]] = {
-    "local steps": ("localsgd", "localsgd_configs"),
-    "fusion": FUSION,
+    "local steps": FIELDS["local_steps"],
+    "fusion": FIELDS["fusion"],
     "communicators": ("nccl_comm_num", "sync_nccl_allreduce"),
-    "hierarchy": HIERARCHY,
+    "hierarchy": FIELDS["hierarchy"],
+    "wire": FIELDS["wire"],
+    "update by bucket": FIELDS["update_by_bucket"],
     "threads": ("thread_num",),
     "parameter servers' mode": ("a_sync", "a_sync_configs"),
 }
@@ -233,7 +233,7 @@ class _Answering:
         """The experiment under seeds that the ranking has not seen; one where nothing is drawn."""
         experiment = self.experiment
         served = experiment.strategy.mode == "ps"
-        length = shortened(experiment, RANKED_STEPS if served else FINAL_STEPS)
+        length = shortened(experiment, None if served else FINAL_STEPS)
         number = (SERVED_SEEDS if served else SEEDS) if experiment.cluster.stragglers else 1
         first = experiment.run.seed + 1
         return [length.replace(run=dataclasses.replace(length.run, seed=seed)) for seed in range(first, first + number)]

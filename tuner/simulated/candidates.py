@@ -1,15 +1,13 @@
 """Candidates: the strategies that are tried, and their ranking by short simulations.
 
-Around the experiment's own strategy, with and without each hierarchy and with fusion by a fixed size or by cost, lies the space of
-``fleetbench tune``. With parameter servers they are Fleet's three modes.
+They are the space of ``fleetbench tune``; with parameter servers, Fleet's three modes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,23 +22,16 @@ from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate
-from tuner.search import StepS, Tried, search
-from tuner.space import Equivalence, Space, parameters_of, search_space
+from tuner.search import StepS, enumerated, search, with_steps
+from tuner.search import shortened as of_collectives
+from tuner.space import Equivalence, parameters_of, search_space
 
-RANKED_STEPS = 10
-"""Counted steps of one trial: ten rank strategies as fifty do."""
 FINAL_STEPS = 50
 """Counted steps of one simulation of the best."""
-WARMUP_STEPS = 2
 MERGED = (4, 16)
 """Gradients of one push, in the asynchronous mode."""
-MOST_COUNTED = 8
-"""Points of a space, for each trial, up to which its different strategies are counted beforehand."""
 SERVED_ROUNDS = 2
 """GeoSGD's exchanges in one trial."""
-
-FUSION = ("fusion", "fuse_grad_size_in_MB", "fuse_grad_count")
-HIERARCHY = ("use_hierarchical_allreduce", "hierarchical_inner_ranks", "hierarchical_variant")
 
 Progress = Callable[[int, int], None]
 
@@ -68,46 +59,44 @@ class Ranking:
 def ranked(experiment: Experiment, *, out: Path, progress: Progress | None = None) -> Ranking:
     """Try every different candidate, or as many as ``tune.trials`` allows, by Optuna. Raises ``ConfigError`` as ``simulate`` does."""
     tell = progress or (lambda *_: None)
-    measure, notes, limit = step_time(shortened(experiment)), list[str](), experiment.tune.trials
-    if experiment.strategy.mode == "ps":
-        candidates: list[DistributedStrategy] | None = _served(experiment, notes)
-    else:
-        spaces = [(base, search_space(base)) for base in _bases(experiment, notes)]
-        notes += search_space(experiment).notes
-        few = sum(space.size for _, space in spaces) <= MOST_COUNTED * limit
-        candidates = _different(experiment, [space for _, space in spaces]) if few else None
-    step_s: dict[DistributedStrategy, float] = {}
-    if candidates is not None and (len(candidates) <= limit or experiment.strategy.mode == "ps"):
-        for done, strategy in enumerate(candidates):
-            tell(done, len(candidates))
-            try:
-                step_s[strategy] = measure(strategy)
-            except ConfigError as error:
-                if strategy == experiment.strategy:
-                    raise
-                notes.append(f"not simulated: {error.where}: {error.what}")
-        num_trials = len(step_s)
-        tell(num_trials, num_trials)
-    else:
-        step_s, num_trials = _searched(spaces, limit, measure, out, tell)
-        if experiment.strategy not in step_s:  # another that comes to the same
-            step_s[experiment.strategy] = measure(experiment.strategy)
+    measure, own = step_time(shortened(experiment)), experiment.strategy
+    if own.mode == "ps":
+        return _ranked_served(experiment, measure, tell)
+    space, same = search_space(experiment), Equivalence(experiment)
+    arms = {"default": own}
+    found = enumerated(experiment, space, arms, same, measure, tell) or search(
+        experiment, space, own, out=out, step_s=measure, progress=tell
+    )
+    first = {tried.key: tried for tried in reversed(found.tried)}
+    step_s = {tried.strategy: tried.trial.simulated_s for tried in first.values()}
     ordered = dict(sorted(step_s.items(), key=lambda item: item[1]))
-    return Ranking(step_s=ordered, num_trials=num_trials, notes=tuple(dict.fromkeys(notes)))
+    return Ranking(step_s=ordered, num_trials=len(found.tried), notes=tuple(dict.fromkeys((*space.notes, *found.notes))))
 
 
-def shortened(experiment: Experiment, least: int = RANKED_STEPS) -> Experiment:
-    """The experiment with at least ``least`` counted steps, in whole rounds of all cadences, and at most the workload's."""
-    strategy, tune = experiment.strategy, experiment.tune
-    if strategy.mode == "ps":
-        rounds = SERVED_ROUNDS * max(max(_geo_steps(experiment), default=1), strategy.a_sync_configs.k_steps)
-    else:
-        cadences = tune.local_steps if experiment.workload.target_loss is not None else (strategy.local_steps,)
-        rounds = math.lcm(*cadences) * strategy.gradient_merge_configs.k_steps
-    steps = min(rounds * math.ceil(least / rounds), max(tune.simulated_steps, least), experiment.workload.steps)
-    workload = dataclasses.replace(experiment.workload, steps=steps)
-    run = dataclasses.replace(experiment.run, warmup_steps=min(WARMUP_STEPS, experiment.run.warmup_steps))
-    return experiment.replace(workload=workload, run=run)
+def _ranked_served(experiment: Experiment, measure: StepS, tell: Progress) -> Ranking:
+    notes: list[str] = []
+    step_s: dict[DistributedStrategy, float] = {}
+    candidates = _served(experiment, notes)
+    for done, strategy in enumerate(candidates):
+        tell(done, len(candidates))
+        try:
+            step_s[strategy] = measure(strategy)
+        except ConfigError as error:
+            if strategy == experiment.strategy:
+                raise
+            notes.append(f"not simulated: {error.where}: {error.what}")
+    tell(len(candidates), len(candidates))
+    ordered = dict(sorted(step_s.items(), key=lambda item: item[1]))
+    return Ranking(step_s=ordered, num_trials=len(step_s), notes=tuple(dict.fromkeys(notes)))
+
+
+def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
+    """The experiment with few counted steps: at least ``least``, or those of a trial; with servers, whole rounds of all K of GeoSGD."""
+    own = experiment.strategy
+    if own.mode == "ps":
+        rounds = SERVED_ROUNDS * max(max(_geo_steps(experiment), default=1), own.a_sync_configs.k_steps)
+        return with_steps(experiment, least or experiment.tune.simulated_steps, rounds)
+    return of_collectives(experiment) if least is None else with_steps(experiment, least, shortened(experiment).workload.steps)
 
 
 def step_time(experiment: Experiment) -> StepS:
@@ -122,60 +111,9 @@ def step_time(experiment: Experiment) -> StepS:
     return served
 
 
-def _bases(experiment: Experiment, notes: list[str]) -> Iterator[Experiment]:
-    """The experiment with each way to use its nodes, and each rule of fusion; what contradicts it goes to ``notes``."""
-    strategy, cluster = experiment.strategy, experiment.cluster
-    plain, hierarchies = DistributedStrategy(), [_taken(strategy, HIERARCHY)]
-    if cluster.nodes > 1 and cluster.trainers_per_node > 1 and cluster.is_even:
-        on: dict[str, object] = {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": strategy.hierarchical_inner_ranks}
-        hierarchies = [_taken(plain, HIERARCHY), *({**on, "hierarchical_variant": variant} for variant in ("leader", "reduce_scatter"))]
-    fusions = [_taken(strategy, FUSION)]
-    if strategy.fuse_all_reduce_ops and strategy.fusion == "fleet":
-        fusions += [{**_taken(plain, FUSION), "fusion": rule} for rule in ("merged_gradient", "optimal")]
-    for hierarchy in hierarchies:
-        for fusion in fusions:
-            changes = hierarchy | fusion
-            try:
-                yield experiment.replace(strategy=strategy.replace(**changes))
-            except ConfigError as error:
-                notes.append(f"not tried: {', '.join(f'{name} = {value}' for name, value in changes.items())}: {error.what}")
-
-
-def _taken(strategy: DistributedStrategy, names: tuple[str, ...]) -> dict[str, object]:
-    return {name: getattr(strategy, name) for name in names}
-
-
-def _different(experiment: Experiment, spaces: list[Space]) -> list[DistributedStrategy]:
-    """The experiment's own, and what differs from it; of equal ones the one that changes least, with the largest cap of a bucket."""
-    same = Equivalence(experiment)
-    own = _values(experiment.strategy)
-    points = [space.strategy(point) for space in spaces for point in space.points()]
-    points.sort(key=lambda strategy: (sum(map(operator.ne, own, _values(strategy))), -strategy.fuse_grad_size_in_MB))
-    found = {same.key(experiment.strategy): experiment.strategy}
-    for strategy in points:
-        found.setdefault(same.key(strategy), strategy)
-    return list(found.values())
-
-
-def _searched(
-    spaces: list[tuple[Experiment, Space]], limit: int, measure: StepS, out: Path, progress: Progress
-) -> tuple[dict[DistributedStrategy, float], int]:
-    """Seconds of a step and the number of trials: a search of its own around each base, which share the trials."""
-    found: dict[str, Tried] = {}
-    num_trials = 0
-    for number, (base, space) in enumerate(spaces):
-        progress(number, len(spaces))
-        part = base.replace(tune=dataclasses.replace(base.tune, trials=max(2, limit // len(spaces))))
-        searched = search(part, space, base.strategy, out=out, step_s=measure).tried
-        num_trials += len(searched)
-        found = {tried.key: tried for tried in reversed(searched)} | found  # the first stays
-    return {tried.strategy: tried.trial.simulated_s for tried in found.values()}, num_trials
-
-
 def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
     """What the candidates differ in."""
-    names = ("use_hierarchical_allreduce", "hierarchical_variant", "fusion", "a_sync", "a_sync_configs")
-    return [*parameters_of(strategy).items(), *((name, getattr(strategy, name)) for name in names)]
+    return [*parameters_of(strategy).items(), ("a_sync", strategy.a_sync), ("a_sync_configs", strategy.a_sync_configs)]
 
 
 def _geo_steps(experiment: Experiment) -> tuple[int, ...]:
