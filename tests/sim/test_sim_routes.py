@@ -139,7 +139,13 @@ def test_points_of_a_cluster_go_before_those_of_its_profile() -> None:
         cluster = {"nodes": nodes, "collective": collective, "inter": {"bandwidth": "8 Gbit/s", "latency": "10 ns"}}
         cluster["measured"] = {"trainers": trainers, "points": text}
         return Experiment.from_dict(
-            {"schema": 1, "name": "points", "workload": {"model": "layers", "layers": layers, "steps": 1}, "cluster": cluster}
+            {
+                "schema": 1,
+                "name": "points",
+                "workload": {"model": "layers", "layers": layers, "steps": 1},
+                "cluster": cluster,
+                "run": {"warmup_steps": 0},
+            }
         )
 
     start, end = carried_ns(simulate(experiment(2, 2)))["all_reduce 0"]
