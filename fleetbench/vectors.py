@@ -93,7 +93,7 @@ def write_vectors(path: Path, batches: Iterable[tuple[Sequence[str], Values]]) -
                 # no two ids, and hardly two numbers, are alike
                 file = opened.enter_context(pq.ParquetWriter(path, schema, use_dictionary=False))
             if values.shape[1] != length:
-                hint = "a vector of one length for every sample; --layer NAME takes another layer's"
+                hint = "a vector of one length for every sample"
                 raise ConfigError(f"vectors of {values.shape[1]} numbers after vectors of {length}", str(path), ids[0], hint)
             vectors = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), length)
             held.append(pa.table([pa.array(ids, pa.string()), vectors], schema=schema))
@@ -190,7 +190,7 @@ def compare_vectors(offline: Vectors, online: Vectors, tolerance: float) -> dict
 def _rows(offline: Vectors, online: Vectors) -> npt.NDArray[np.intp]:
     """Of every offline sample the row of its online vector."""
     if offline.length != online.length:
-        hint = f"both of one layer of one model: {offline.source} has {offline.length}; `evaluate --layer NAME` takes another layer's"
+        hint = f"both of one layer of one model: {offline.source} has {offline.length}"
         raise ConfigError("vectors of another length", online.source, f"{online.length} numbers", hint)
     rows = pd.Index(online.ids).get_indexer(pd.Index(offline.ids))
     missing = [name for name, row in zip(offline.ids, rows, strict=True) if row < 0]

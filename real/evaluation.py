@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from fleetbench.config import nearest
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.vectors import Values, name_some, refuse_repeated, write_vectors
@@ -59,18 +58,17 @@ def evaluate(
     *,
     checkpoint: Path | None = None,
     factory: str | None = None,
-    layer: str | None = None,
     samples: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Write the vectors of a data set, as float32, to a Parquet file at ``path``, and return what was evaluated.
 
-    ``checkpoint``: weights of the model; only the model of a ``factory`` (``package.module:factory``) may do without. ``layer``: submodule
-    whose output is taken, otherwise the model's own. ``samples``: the first so many, otherwise all.
+    ``checkpoint``: weights of the model; only the model of a ``factory`` (``package.module:factory``) may do without.
+    ``samples``: the first so many, otherwise all.
 
     The model evaluates (no dropout, batch norm by its stored statistics) in ``workload.dtype``, in
     batches of ``workload.batch_size``, the last one as small as it comes; the strategy plays no part.
-    Raises ``ConfigError`` for a model, a checkpoint, a layer or data that cannot be evaluated.
+    Raises ``ConfigError`` for a model, a checkpoint or data that cannot be evaluated.
     """
     if experiment.run.device == "emulated":
         raise ConfigError("emulated compute gives no vectors", "run.device", "'emulated'", "--set run.device=cpu")
@@ -88,7 +86,7 @@ def evaluate(
     if num > len(data.ids):
         raise ConfigError("is more than the data have", "--samples", str(num), f"at most {len(data.ids)}, or leave it out for all")
     refuse_repeated(data.ids[:num], "workload.data")
-    where = f"--layer {layer}" if layer else f"{_MODEL} {factory}" if factory else "workload.model"
+    where = f"{_MODEL} {factory}" if factory else "workload.model"
     num_not_finite, begin_s = 0, time.perf_counter()
 
     def batches() -> Iterator[tuple[Sequence[str], Values]]:
@@ -97,7 +95,8 @@ def evaluate(
             last = min(first + experiment.workload.batch_size, num)
             inputs = tuple(item.to(device) for item in data.read(first, last))
             try:
-                output = _output(model, layer, inputs)
+                with torch.inference_mode():
+                    output = model(*inputs)
             except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:  # the last by an exported program
                 if factory is None:
                     raise
@@ -116,7 +115,6 @@ def evaluate(
         "model": factory or experiment.workload.model,
         "checkpoint": None if file is None else str(file),
         "checkpoint_sha256": None if file is None else describe(file).sha256,
-        "layer": layer,
         "data": source,
         "samples": num,
         "length": length,
@@ -179,7 +177,7 @@ def _places(number: int) -> list[str]:
 
 def _vectors(output: Any, rows: int, where: str) -> Values:
     """The vectors of a batch of ``rows`` samples. Raises ``ConfigError`` for an output that holds none."""
-    hint = "one tensor is needed, with a row a sample; --layer NAME takes the output of a submodule"
+    hint = "one tensor is needed, with a row a sample; --model FACTORY may return a model that gives one"
     if not isinstance(output, torch.Tensor):
         raise ConfigError("the output is no tensor", where, type(output).__name__, hint)
     if output.dim() == 0 or len(output) != rows or not output.numel():
@@ -188,32 +186,6 @@ def _vectors(output: Any, rows: int, where: str) -> Values:
         raise ConfigError("the output holds no floating-point numbers", where, str(output.dtype), hint)
     vectors: Values = output.reshape(rows, -1).to("cpu", torch.float32).numpy()
     return vectors
-
-
-@torch.inference_mode()
-def _output(model: nn.Module, layer: str | None, inputs: tuple[torch.Tensor, ...]) -> Any:
-    """What the model, or a layer of it, gives for a batch. Raises ``ConfigError`` for a layer that does not run exactly once."""
-    if layer is None:
-        return model(*inputs)
-    found: list[Any] = []
-
-    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        found.append(output.clone() if isinstance(output, torch.Tensor) else output)  # the next layer may work in place
-
-    with _submodule(model, layer).register_forward_hook(keep):
-        model(*inputs)
-    if len(found) != 1:
-        hint = "name a layer that runs once; what is called as a function, or inside an exported program, cannot be named"
-        raise ConfigError("does not run once in a forward", f"--layer {layer}", f"{len(found)} times", hint)
-    return found[0]
-
-
-def _submodule(model: nn.Module, layer: str) -> nn.Module:
-    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    if layer not in names:
-        hint = nearest(layer, names).removeprefix(". ") or f"for example {', '.join(names[-5:]) or 'none: it has none'}"
-        raise ConfigError("not a submodule of the model", "--layer", repr(layer), hint)
-    return model.get_submodule(layer)
 
 
 def load_external(name: str, seed: int) -> tuple[nn.Module, tuple[torch.Tensor, ...] | None]:

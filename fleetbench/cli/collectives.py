@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from fleetbench.experiment import Experiment
     from real.communication.benchmark import Benchmark
 
-SCHEMA = 1
+SCHEMA = 2
 _OPTIONS = (
     ("kinds", "A,B", "all_reduce, reduce, broadcast, reduce_scatter, all_gather; default: all"),
-    ("types", "A,B", "float32, float16, bfloat16; default: float32"),
     ("min_bytes", "SIZE", "smallest size; default: 1 KiB"),
     ("max_bytes", "SIZE", "largest size; default: 4 MiB"),
     ("factor", "N", "from one size to the next; default: 4"),
@@ -34,7 +33,6 @@ _OPTIONS = (
 _COLUMNS = {
     "size": ("B", "size_bytes"),
     "count": ("elements", "count"),
-    "type": ("", "type"),
     "redop": ("", "redop"),
     "time": ("us", "time_us"),
     "algbw": ("GB/s", "algbw_gb_per_s"),
@@ -58,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
     """Time collectives among the experiment's trainers; print the tables, and write the JSON beside the runs.
 
-    Raises ``ConfigError`` for sizes, types and such that cannot be timed, and ``GateFailed``, after
+    Raises ``ConfigError`` for sizes and such that cannot be timed, and ``GateFailed``, after
     the tables, for results that are wrong.
     """
     benchmark = benchmark_of(arguments)
@@ -171,7 +169,7 @@ def _table(name: str, data: dict[str, Any]) -> Table:
     """One collective's rows, with the columns of nccl-tests."""
     title = f"{name}: {data['trainers']} ranks, {data['backend']}, launcher {data['launcher']}"
     columns = {column: f"{column}\n({unit})" if unit else f"{column}\n " for column, (unit, _) in _COLUMNS.items()}
-    table = new_table(title, *columns.values(), left=(columns["type"], columns["redop"]))
+    table = new_table(title, *columns.values(), left=(columns["redop"],))
     for row in data["rows"]:
         if row["collective"] == name:
             table.add_row(*(_cell(unit, row[key]) for unit, key in _COLUMNS.values()))

@@ -22,13 +22,12 @@ TOLERANCE = 1e-4
 
 def register(commands: Commands) -> None:
     """Declare the command."""
-    parser = add_command(commands, "evaluate", "write the last layer's vectors over a data set; compare those of an online service", run)
+    parser = add_command(commands, "evaluate", "write a model's output over a data set; compare those of an online service", run)
     add_experiment(parser)
     weights = "the model's weights: .safetensors, .pt of a state_dict, or the folder of fleet.save_persistables"
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help=weights)
     model = "evaluate a model outside the registry: what this factory returns, a model or (model, inputs of the whole data set, loss)"
     parser.add_argument("--model", metavar="PACKAGE.MODULE:FACTORY", help=model)
-    parser.add_argument("--layer", metavar="NAME", help="the submodule whose output is taken; default: the model's own output")
     parser.add_argument("--samples", type=whole(1), metavar="N", help="the first N samples only; default: all")
     stored = "evaluate nothing, but compare these: an evaluation's folder, or a file of vectors"
     parser.add_argument("--vectors", type=Path, metavar="OFFLINE", help=stored)
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         (say if arguments.json else emit)(f"vectors: {folder}")
     if comparison is not None and not comparison["passed"]:
         what = f"{comparison['num_past']} of {comparison['samples']} samples differ by more than {comparison['tolerance']:g}"
-        hint = "is it the same checkpoint, layer, preprocessing and precision in the service? docs/evaluate.md says how to tell"
+        hint = "is it the same checkpoint, preprocessing and precision in the service? docs/evaluate.md says how to tell"
         raise GateFailed(what, "evaluate --against", f"worst: {comparison['worst'][0]['id']!r}", hint)
     return 0
 
@@ -89,7 +88,6 @@ def _evaluated(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
             folder / FILE,
             checkpoint=arguments.checkpoint,
             factory=arguments.model,
-            layer=arguments.layer,
             samples=arguments.samples,
             progress=advance,
         )
@@ -114,9 +112,8 @@ def _evaluated(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
 
 
 def _print_evaluation(summary: dict[str, Any]) -> None:
-    layer = "" if summary["layer"] is None else f", layer {summary['layer']}"
     data = "its factory's inputs" if summary["data"] is None else summary["data"]
-    emit(f"{summary['name']}: {summary['model']}{layer} on {data}, device {summary['device']}")
+    emit(f"{summary['name']}: {summary['model']} on {data}, device {summary['device']}")
     emit(f"  weights: {'the factory' if summary['checkpoint'] is None else summary['checkpoint']}")
     rate = f"{summary['samples_per_s']:,.0f} samples per second"
     emit(f"  {summary['samples']:,} vectors of {summary['length']:,} numbers, batches of {summary['batch_size']}, {rate}")
@@ -152,7 +149,7 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
             if value is not None:
                 raise ConfigError("there is nothing to compare with", option, str(value), "--against ONLINE names what a service returned")
     arguments.tolerance = TOLERANCE if arguments.tolerance is None else arguments.tolerance
-    for option in ("experiment", "overrides", "checkpoint", "model", "layer", "samples") if arguments.vectors is not None else ():
+    for option in ("experiment", "overrides", "checkpoint", "model", "samples") if arguments.vectors is not None else ():
         if value := getattr(arguments, option):
             name = {"experiment": "EXPERIMENT.toml", "overrides": "--set"}.get(option, f"--{option}")
             raise ConfigError("nothing is evaluated where vectors are given", name, str(value), "drop it, or --vectors")

@@ -7,9 +7,9 @@ together, of which ``count`` elements belong to one rank. Bandwidths count 10^9 
 Iterations follow each other without a barrier, as in nccl-tests; a mark of the clock lies between
 them. On a device the collectives are enqueued, and marks are read when all have run.
 
-Inputs are such that there is one right answer, to the last bit: every rank brings whole numbers so small that each
-partial sum, in whatever order, is one that the type holds. They repeat with a prime period, so that pieces that change
-places show.
+Numbers are float32. Inputs are such that there is one right answer, to the last bit: every rank brings whole numbers so
+small that float32 holds each partial sum, in whatever order. They repeat with a prime period, so that pieces that
+change places show.
 """
 
 from __future__ import annotations
@@ -35,17 +35,15 @@ from real.communication.streams import host_reads
 
 ROOT = 0
 PERIOD = 251
-EXACT_UP_TO: dict[str, int] = {"float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
-"""Up to here a type holds every whole number."""
+EXACT_UP_TO = 2**24
+"""Up to here float32 holds every whole number."""
+ELEMENT_BYTES = 4
 _SIGN_OF_LIFE_S = 1.0
 _NEVER_RIGHT = -1
 
 Integers = npt.NDArray[np.int64]
 
 CollectiveName = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather"]
-TypeName = Literal["float32", "float16", "bfloat16"]
-
-LARGEST_BYTES = 2**40
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,6 @@ KINDS: dict[str, Kind] = {
     "reduce_scatter": Kind(True, True, _share_of_others, lambda sent, received, **on: dist.reduce_scatter_single(received, sent, **on)),
     "all_gather": Kind(False, True, _share_of_others, lambda sent, received, **on: dist.all_gather_single(received, sent, **on)),
 }
-ELEMENT_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +77,6 @@ class Case:
     """One row of the table."""
 
     collective: str
-    type: str
     count: int
     """Elements of one rank's piece, or of the whole where nothing is split."""
     ranks: int
@@ -98,7 +94,7 @@ class Case:
     @property
     def size_bytes(self) -> int:
         """``size``: bytes of the whole."""
-        return self.numel * ELEMENT_BYTES[self.type]
+        return self.numel * ELEMENT_BYTES
 
     def algbw(self, time_s: float) -> float:
         """Bytes per second: ``size`` over time."""
@@ -111,10 +107,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark(Config):
-    """What to time. Every collective at every type and size, each with a warm-up of its own."""
+    """What to time. Every collective at every size, each with a warm-up of its own."""
 
     kinds: tuple[CollectiveName, ...] = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
-    types: tuple[TypeName, ...] = ("float32",)
     min_bytes: Bytes = Bytes(1024)
     max_bytes: Bytes = Bytes(4 * 2**20)
     factor: int = 4
@@ -123,38 +118,30 @@ class Benchmark(Config):
     iterations: int = 20
 
     def _validate(self) -> None:
-        for name in ("kinds", "types"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ConfigError("needs at least one value, and none twice", name, repr(", ".join(values)), f"drop {name} for the default")
+        if not self.kinds or len(set(self.kinds)) < len(self.kinds):
+            raise ConfigError("needs at least one value, and none twice", "kinds", repr(", ".join(self.kinds)), "drop it for the default")
         for name, least in (("factor", 2), ("warmup", 0), ("iterations", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"must be at least {least}", name, repr(getattr(self, name)), "drop it for the default")
-        least = max(ELEMENT_BYTES[name] for name in self.types)
-        if self.min_bytes < least:
-            raise ConfigError("holds no element", "min_bytes", f"{self.min_bytes} B", f"{least} bytes or more for {', '.join(self.types)}")
+        if self.min_bytes < ELEMENT_BYTES:
+            raise ConfigError("holds no element", "min_bytes", f"{self.min_bytes} B", f"{ELEMENT_BYTES} bytes or more")
         if self.max_bytes < self.min_bytes:
             raise ConfigError(
                 f"is below min_bytes, which is {self.min_bytes} B", "max_bytes", f"{self.max_bytes} B", "choose a range from small to large"
             )
-        if self.max_bytes > LARGEST_BYTES:
-            raise ConfigError("is more than a tebibyte", "max_bytes", f"{self.max_bytes} B", "256 MiB is past every latency")
 
     def cases(self, ranks: int) -> tuple[Case, ...]:
-        """All rows: by collective and type, and then from small to large."""
+        """All rows: by collective, and then from small to large."""
         return tuple(
-            Case(collective=collective, type=type_, count=count, ranks=ranks)
-            for collective in self.kinds
-            for type_ in self.types
-            for count in self._counts(collective, type_, ranks)
+            Case(collective=collective, count=count, ranks=ranks) for collective in self.kinds for count in self._counts(collective, ranks)
         )
 
-    def _counts(self, collective: str, type_: str, ranks: int) -> Iterator[int]:
+    def _counts(self, collective: str, ranks: int) -> Iterator[int]:
         """Elements at every size, rounded down to whole pieces, one at least; none twice."""
         pieces = ranks if KINDS[collective].splits else 1
         size, last = int(self.min_bytes), 0
         while size <= self.max_bytes:
-            count = max(1, size // (ELEMENT_BYTES[type_] * pieces))
+            count = max(1, size // (ELEMENT_BYTES * pieces))
             if count != last:
                 yield count
             size, last = size * self.factor, count
@@ -185,7 +172,6 @@ def row_of(case: Case, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "collective": case.collective,
         "size_bytes": case.size_bytes,
         "count": case.count,
-        "type": case.type,
         "redop": case.redop,
         "time_us": means_us[slowest],
         "algbw_gb_per_s": case.algbw(time_s) * 1e-9,
@@ -226,7 +212,7 @@ class Trial:
     def __init__(self, case: Case, communicators: Communicators, clock: Clock) -> None:
         self._case, self._clock = case, clock
         self._rank, self._group = communicators.rank, communicators.world(0)
-        empty = partial(torch.empty, dtype=getattr(torch, case.type), device=communicators.device)
+        empty = partial(torch.empty, dtype=torch.float32, device=communicators.device)
         gathers = case.collective == "all_gather"
         self._sent = empty(case.count if gathers else case.numel)
         self._received = empty(case.numel if gathers else case.count) if KINDS[case.collective].splits else self._sent
@@ -276,19 +262,7 @@ class Trial:
 
 
 def inputs(case: Case) -> Integers:
-    """What the ranks bring: a row a rank, of one period."""
-    ranks, most = case.ranks, EXACT_UP_TO[case.type]
-    if not KINDS[case.collective].reduces:
-        return _mixed(ranks) % (most + 1)
-    if ranks <= most:
-        return _mixed(ranks) % (most // ranks + 1)
-    # The type does not hold the sum of as many ones: only every so many ranks bring anything, others at every element.
-    stride = -(-ranks // most)
-    turn = (np.arange(ranks)[:, None] + np.arange(PERIOD)) % stride
-    return np.where(turn == 0, 1, 0)
-
-
-def _mixed(ranks: int) -> Integers:
-    """Numbers below 2^24 that look random, the same in every process: Knuth's multiplicative hash."""
-    index = np.arange(1, ranks * PERIOD + 1, dtype=np.uint64).reshape(ranks, PERIOD)
-    return ((index * np.uint64(2654435761) % np.uint64(2**32)) >> np.uint64(8)).astype(np.int64)
+    """What the ranks bring: a row a rank, of one period. They look random, the same in every process: Knuth's multiplicative hash."""
+    index = np.arange(1, case.ranks * PERIOD + 1, dtype=np.uint64).reshape(case.ranks, PERIOD)
+    mixed = ((index * np.uint64(2654435761) % np.uint64(2**32)) >> np.uint64(8)).astype(np.int64)
+    return mixed % (EXACT_UP_TO // case.ranks + 1)

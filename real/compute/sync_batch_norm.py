@@ -1,11 +1,9 @@
 """Synchronised batch norm: a layer's batch is that of all trainers together.
 
-With n samples a channel over all ranks, forward: mean = sum(x) / n, var = sum((x - mean)^2) / n,
-two all-reduces, because the difference of two large sums would lose the variance of data far from
-zero. Backward, with xhat the normalised input and dy the gradient: dx = weight / std x
-(dy - (sum(dy) + xhat sum(dy xhat)) / n), one all-reduce of the two sums (Ioffe and Szegedy, arXiv
-1502.03167, section 3). Gradients of weight and bias are a rank's own; averaging them is the
-exchange's business.
+With n samples a channel over all ranks: mean = sum(x) / n, var = sum((x - mean)^2) / n, two all-reduces, because the
+difference of two large sums would lose the variance of data far from zero. Autograd goes back through both, so that a
+backward has two all-reduces as well. Gradients of weight and bias are a rank's own; averaging them is the exchange's
+business.
 
 On CUDA torch's own SyncBatchNorm does the same with fused kernels.
 """
@@ -19,7 +17,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fleetbench.errors import ConfigError
@@ -97,79 +94,47 @@ def _move_statistics(module: _BatchNorm, mean: torch.Tensor, variance: torch.Ten
     module.running_var.mul_(1 - share).add_(variance.to(module.running_var.dtype), alpha=share)
 
 
-class _Normalise(torch.autograd.Function):
-    """Input, weight, bias (or None), eps, group, errors -> output, mean, sum of squared distances from it, count."""
+class _Sum(torch.autograd.Function):
+    """A tensor's sum over the ranks of a group. Every rank's loss depends on it, so its gradient is the sum of all ranks' gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-        group: dist.ProcessGroup,
-        errors: Errors,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        values = _at_least_float32(x)
-        others = _all_but_channels(x)
-        sums = torch.cat([values.sum(others), values.new_tensor([x.numel() // x.shape[1]])])
-        with errors():
-            dist.all_reduce(sums, group=group)
-        count = sums[-1]
-        if count.item() <= 1:
-            raise ConfigError(
-                "needs more than one value a channel over all ranks", "sync_batch_norm", str(tuple(x.shape)), "a larger batch"
-            )
-        mean = sums[:-1] / count
-        centred = values - _over_channels(mean, x)
-        squares = centred.square().sum(others)
-        with errors():
-            dist.all_reduce(squares, group=group)
-        inverse_std = torch.rsqrt(squares / count + eps)
-        output = centred * _over_channels(inverse_std if weight is None else inverse_std * weight, x)
-        if bias is not None:
-            output += _over_channels(bias, x)
-        ctx.save_for_backward(x, weight, mean, inverse_std, count)
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, errors: Errors) -> torch.Tensor:
         ctx.group, ctx.errors = group, errors
-        ctx.has_bias = bias is not None
-        ctx.mark_non_differentiable(mean, squares, count)
-        return output.to(x.dtype), mean, squares, count
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        with errors():
+            dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, dy: torch.Tensor, *_statistics: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        x, weight, mean, inverse_std, count = ctx.saved_tensors
-        others = _all_but_channels(x)
-        dy = _at_least_float32(dy)
-        normalised = (_at_least_float32(x) - _over_channels(mean, x)) * _over_channels(inverse_std, x)
-        sum_dy, sum_dy_normalised = dy.sum(others), (dy * normalised).sum(others)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            sums = torch.stack([sum_dy, sum_dy_normalised])
-            with ctx.errors():
-                dist.all_reduce(sums, group=ctx.group)
-            shared = _over_channels(sums[0] / count, x) + normalised * _over_channels(sums[1] / count, x)
-            dx = ((dy - shared) * _over_channels(inverse_std if weight is None else inverse_std * weight, x)).to(x.dtype)
-        dweight = None if weight is None else sum_dy_normalised.to(weight.dtype)
-        dbias = sum_dy.to(mean.dtype if weight is None else weight.dtype) if ctx.has_bias else None
-        return dx, dweight, dbias, None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Sum.apply(gradient, ctx.group, ctx.errors), None, None  # type: ignore[no-untyped-call]  # torch's
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's; a graph breaks at a collective
 def _normalise(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: dist.ProcessGroup, errors: Errors
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _Normalise.apply(x, weight, bias, eps, group, errors)  # type: ignore[no-untyped-call, no-any-return]  # torch's
+    """Output, mean, sum of squared distances from it, and count."""
+    values = _at_least_float32(x)
+    others = [dimension for dimension in range(x.dim()) if dimension != 1]
+    size = values.new_tensor([x.numel() // x.shape[1]])
+    sums = _Sum.apply(torch.cat([values.sum(others), size]), group, errors)  # type: ignore[no-untyped-call]  # torch's
+    count = sums[-1].detach()
+    if count.item() <= 1:
+        raise ConfigError("needs more than one value a channel over all ranks", "sync_batch_norm", str(tuple(x.shape)), "a larger batch")
+    mean = sums[:-1] / count
+    centred = values - _over_channels(mean, x)
+    squares = _Sum.apply(centred.square().sum(others), group, errors)  # type: ignore[no-untyped-call]  # torch's
+    output = centred * _over_channels(torch.rsqrt(squares / count + eps), x)
+    if weight is not None:
+        output = output * _over_channels(weight, x)
+    if bias is not None:
+        output = output + _over_channels(bias, x)
+    return output.to(x.dtype), mean.detach(), squares.detach(), count
 
 
 def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _all_but_channels(x: torch.Tensor) -> list[int]:
-    return [dimension for dimension in range(x.dim()) if dimension != 1]
 
 
 def _over_channels(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -156,7 +156,6 @@ def test_samples_that_are_missing_are_bad_usage(command: Callable, place: Path) 
     [
         (("served.toml",), "has random parameters"),
         (("served.toml", "--checkpoint", "absent.pt"), "no such file"),
-        (("served.toml", "--checkpoint", "m.pt", "--layer", "9"), "not a submodule"),
         (("served.toml", "--checkpoint", "m.pt", "--samples", "31"), "is more than the data have"),
         (("served.toml", "--checkpoint", "m.pt", "--set", "workload.model_options.hidden=5"), "has another shape"),
         (("served.toml", "--checkpoint", "m.pt", "--against", "absent.parquet"), "cannot be read"),

@@ -14,7 +14,6 @@ COLLECTIVES = [
     "--kinds",
     "--max-bytes",
     "--min-bytes",
-    "--types",
     "--warmup",
 ]
 OPTIONS = {
@@ -41,7 +40,7 @@ OPTIONS = {
         "ARGS",
         "SCRIPT",
     ],
-    "evaluate": sorted([*EXPERIMENT, "--against", "--checkpoint", "--layer", "--model", "--samples", "--tolerance", "--vectors"]),
+    "evaluate": sorted([*EXPERIMENT, "--against", "--checkpoint", "--model", "--samples", "--tolerance", "--vectors"]),
     "testbed": EXPERIMENT,
     "doctor": ["--help", "--json", "-h"],
     "calibrate": sorted([*EXPERIMENT, "--fit", "CELLS"]),

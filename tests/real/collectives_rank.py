@@ -88,10 +88,10 @@ def main() -> None:
     saved: dict[str, Any] = {}
     heard: list[int] = []
     sizes: dict[str, Any] = {"min_bytes": Bytes(40), "max_bytes": Bytes(20_000), "factor": 20, "warmup": 1, "iterations": 3}
-    benchmark = Benchmark(types=("float32", "float16", "bfloat16"), **sizes)
+    benchmark = Benchmark(**sizes)
     measured = run_benchmark(benchmark, communicators, heard.append)
     for case, found in zip(benchmark.cases(int(ranks)), measured, strict=True):
-        name = f"{case.collective} {case.type} {case.count}"
+        name = f"{case.collective} {case.count}"
         saved[f"wrong/{name}"], saved[f"times/{name}"] = found["wrong"], found["times_ns"]
     saved["heard"] = heard
     for kind in FUNCTIONS:
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def _case(kind: str, ranks: int) -> Case:
-    return Case(collective=kind, type="float32", count=1000, ranks=ranks)
+    return Case(collective=kind, count=1000, ranks=ranks)
 
 
 def _counted(communicators: Communicators, ranks: int) -> dict[str, Any]:
