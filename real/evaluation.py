@@ -4,8 +4,8 @@ All samples in the data's own order: nothing is held out, shuffled or augmented.
 synthetic, text, a factory's own inputs), and the paths of ``val.txt`` for pictures.
 
 A model outside the registry is what ``--model package.module:factory`` returns; no file ever names one, because importing runs code.
-The factory takes no arguments and returns a model, which is evaluated on the experiment's data as a registry model is, or a model, the
-inputs of a whole data set (a tensor, or several as a tuple) and a loss, which plays no part.
+The factory takes no arguments and returns a model, which is evaluated on the data of the experiment's registry model, in whose place it
+is, or a model, the inputs of a whole data set (a tensor, or several as a tuple) and a loss, which plays no part.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ from fleetbench.workloads.data.data import read_data
 from fleetbench.workloads.data.images import evaluation_picture, read_list
 from fleetbench.workloads.data.reader import normalise
 from fleetbench.workloads.models.registry import build_model, check_model, data_source, model_option, sizes
-from real.checkpoints.checkpoint import describe, model_file, read_part
+from real.checkpoints.checkpoint import digest_of, model_file, read_part
 from real.checkpoints.persistables import model_tensors, refuse_another_model
 from real.communication.device import device_of
 
 _CHECKPOINT = "--checkpoint"
 _MODEL = "--model"
-_FED_LIKE = {"digits": "digits_mlp", "pydocs": "bert_base", "text": "bert_base", "imagenet": "resnet50"}
-"""Data to the registry model that is fed with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,7 @@ def evaluate(
     return {
         "model": factory or experiment.workload.model,
         "checkpoint": None if file is None else str(file),
-        "checkpoint_sha256": None if file is None else describe(file).sha256,
+        "checkpoint_sha256": None if file is None else digest_of(file),
         "data": source,
         "samples": num,
         "length": length,
@@ -138,7 +136,7 @@ def _external_model(experiment: Experiment, device: torch.device, factory: str) 
     model, found = load_external(factory, seed)
     model = model.to(device, dtype)
     if found is None:
-        return model, open_samples(stand_in(workload), seed), workload.data
+        return model, open_samples(workload, seed), workload.data
     inputs, rows = [item.to(device, dtype if item.is_floating_point() else None) for item in found], [len(item) for item in found]
     if len(set(rows)) > 1 or not rows[0]:
         hint = "every tensor of inputs has a row for each of the same samples"
@@ -217,15 +215,6 @@ def load_external(name: str, seed: int) -> tuple[nn.Module, tuple[torch.Tensor, 
 def named(experiment: Experiment, name: str) -> Experiment:
     """The experiment of that model: what its vectors are stored under."""
     return experiment.replace(workload=dataclasses.replace(experiment.workload, model=name, model_options={}))
-
-
-def stand_in(workload: Workload) -> Workload:
-    """The workload with a registry model that is fed with the same data. Raises ``ConfigError`` where none tells their shape."""
-    source = data_source(workload)
-    if source not in _FED_LIKE:
-        hint = f"let the factory return (model, inputs, loss), or set workload.data to {', '.join(_FED_LIKE)}"
-        raise ConfigError("it is not known what this model is fed with", "workload.data", repr(workload.data), hint)
-    return dataclasses.replace(workload, model=_FED_LIKE[source], model_options={})
 
 
 def read_weights(file: Path) -> Mapping[str, torch.Tensor]:

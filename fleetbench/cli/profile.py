@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,9 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
         return collectives.run(arguments, experiment)
     if experiment.strategy.mode == "ps":
         say(f"note: {_NO_SERVERS}")
-    from real.profile.measuring import doubled_threads, measure_profile
+    from real.profile.measuring import measure_profile, searched_threads
 
-    counts = doubled_threads(experiment.strategy, os.cpu_count() or 1)
+    counts = searched_threads(experiment)
     with progress.steps("profile", lines=True) as advance:
         taken = measure_profile(experiment, counts, seconds=arguments.seconds, stragglers=True, progress=advance)
     return show(taken, arguments)

@@ -139,15 +139,14 @@ def _profile(
         what, option = "does not go with a command: it is the script that is measured", "--collectives"
         raise ConfigError(what, option, hint=f"drop {option}, or the command")
     from real.job.script_session import ScriptSession
-    from real.profile.measuring import doubled_threads, profile_script
+    from real.profile.measuring import profile_script, searched_threads
 
     with (
         _told(arguments),
         progress.steps("profile", lines=True) as advance,
         ScriptSession(command, base, workdir=arguments.workdir) as session,
     ):
-        found = session.experiment
-        counts = doubled_threads(found.strategy, (os.cpu_count() or 1) // found.cluster.trainers_per_node)
+        counts = searched_threads(session.experiment)
         taken = profile_script(session, counts, seconds=arguments.seconds, stragglers=True, progress=advance)
     for note in session.notes:
         say(f"note: {note}")

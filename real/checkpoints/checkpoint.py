@@ -1,7 +1,7 @@
 """Checkpoint: parts of a training's state on disk, replaced as one.
 
     PATH/checkpoint.json              names the save in force, with the digest of its manifest
-    PATH/save-00000007/manifest.json  what was saved, by whom, and the size and digest of every part
+    PATH/save-00000007/manifest.json  what was saved, by whom, and the digest of every part
     PATH/save-00000007/*.safetensors  the parts: tensors, and beside them plain data as JSON in the file's header
 
 A save fills a folder of its own; replacing ``checkpoint.json``, which is atomic, puts it in force, and
@@ -47,14 +47,6 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A part's file."""
-
-    nbytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
 class Save:
     """A complete save: where it lies, what number it has, and its manifest."""
 
@@ -75,7 +67,7 @@ class Save:
         except (KeyError, TypeError):
             raise ConfigError("holds no such part", str(self.folder / MANIFEST), name, _ANOTHER) from None
         try:
-            found = describe(path).sha256
+            found = digest_of(path)
         except OSError as error:
             raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="a checkpoint moves as a whole folder") from None
         if found != expected:
@@ -104,28 +96,30 @@ class Draft:
                 shutil.rmtree(self.folder)
             self.folder.mkdir()
 
-    def write(self, name: str, part: Part) -> Written:
-        """Write a part. Raises ``EnvironmentLacks`` where the disk does not take it, ``ConfigError`` for tensors that fit no file."""
+    def write(self, name: str, part: Part) -> str:
+        """Write a part; its digest.
+
+        Raises ``EnvironmentLacks`` where the disk does not take it, ``ConfigError`` for tensors that fit no file.
+        """
         path = self.folder / name
         with _writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)  # made by another trainer, and perhaps not seen here yet
             write_part(path, part)
-            return describe(path)
+            return digest_of(path)
 
-    def seal(self, manifest: Mapping[str, Any], parts: Mapping[str, Written]) -> None:
-        """Make the save whole. Raises ``EnvironmentLacks`` where a part of another trainer is not here."""
-        for name, written in parts.items():
-            path = self.folder / name
-            if not path.is_file() or path.stat().st_size != written.nbytes:
+    def seal(self, manifest: Mapping[str, Any], parts: Mapping[str, str]) -> None:
+        """Make the save whole: ``parts`` have digests. Raises ``EnvironmentLacks`` where a part of another trainer is not here."""
+        for path in map(self.folder.joinpath, parts):
+            if not path.is_file():
                 hint = "name a folder on a file system that all trainers share, or save with per_rank=True"
                 raise EnvironmentLacks("another trainer wrote this part, and it is not here", str(path), hint=hint)
-        described = {name: {"nbytes": written.nbytes, "sha256": written.sha256} for name, written in parts.items()}
+        described = {name: {"sha256": digest} for name, digest in parts.items()}
         _write_json(self.folder / MANIFEST, {**manifest, "parts": described})
 
     def commit(self) -> None:
         """Put the sealed save in force."""
         with _writing(self.folder):
-            digest = describe(self.folder / MANIFEST).sha256
+            digest = digest_of(self.folder / MANIFEST)
         _write_json(self._root / POINTER, {"save": self.folder.name, "sha256": digest})
 
     def sweep(self) -> None:
@@ -155,7 +149,7 @@ def open_save(root: Path, number: int) -> Save:
         hint = "a checkpoint moves as a whole folder, and every trainer must see what it reads of it"
         raise ConfigError("is missing or no manifest", str(folder / MANIFEST), hint=hint)
     pointer = _pointer(root)
-    if pointer.get("number") == number and describe(folder / MANIFEST).sha256 != pointer["sha256"]:
+    if pointer.get("number") == number and digest_of(folder / MANIFEST) != pointer["sha256"]:
         raise ConfigError("is not what was saved: its SHA-256 is another", str(folder / MANIFEST), hint=_ANOTHER)
     _refuse_schema(manifest, folder / MANIFEST)
     return Save(folder, number, manifest)
@@ -252,11 +246,10 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def describe(path: Path) -> Written:
-    """Length and SHA-256 of a file. Raises ``OSError``."""
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file. Raises ``OSError``."""
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Written(file.tell(), digest)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _refuse_schema(data: Mapping[str, Any], path: Path) -> None:

@@ -21,8 +21,7 @@ from real.checkpoints.checkpoint import (
     MODEL,
     Draft,
     Save,
-    Written,
-    describe,
+    digest_of,
     folder_of,
     holder,
     last_save,
@@ -113,8 +112,7 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any, per_rank: 
         with meeting.together(SAVE):
             written = {name: draft.write(name, part) for name, part in shared.items()} if keeps else {}
             own = draft.write(own_part(meeting.rank), own_tensors)
-        described = [text.split() for text in meeting.texts(f"{own.nbytes} {own.sha256}")]
-        owns = [Written(int(nbytes), digest) for nbytes, digest in described]
+        owns = meeting.texts(own)
         ranks = (meeting.rank,) if per_rank else range(meeting.trainers)
         with meeting.together(SAVE):
             if keeps:
@@ -217,7 +215,7 @@ def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable
             hint = "fleet.save_persistables writes one; a .safetensors file will do as well"
             raise ConfigError("there is no checkpoint", str(root), hint=hint)
         file = path if is_file else open_save(root, number).file(MODEL)
-        saved, digest, where = read_part(file).tensors, describe(file).sha256, str(path if is_file else file.parent)
+        saved, digest, where = read_part(file).tensors, digest_of(file), str(path if is_file else file.parent)
         own = model_tensors(engine.model)
         chosen = {name: saved[name] for name in own if name in saved and predicate(name)}
         if not chosen:

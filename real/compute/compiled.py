@@ -133,7 +133,8 @@ class _Compilation:
 
     def _compile_runs(self, owner: str, runs: Sequence[Sequence[str]]) -> None:
         sequence = self._model.get_submodule(owner)
-        children = dict(sequence.named_children())
+        places = sequence.named_modules(remove_duplicate=False)  # a module may stand in several
+        children = {name: child for name, child in places if name and "." not in name}
         starting = {run[0]: run for run in runs}
         inside = {name for run in runs for name in run}
         steps: list[Forward] = []

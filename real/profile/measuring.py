@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from fleetbench.cluster import Cluster
 from fleetbench.config import encode
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.fitting.lines import Hockney
 from fleetbench.fitting.stragglers import fit_stragglers
 from fleetbench.measurements import Memory, Threads
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import Communication, Profile, compute_key, compute_part, name_profile
+from fleetbench.profile import Communication, Profile, compute_key, compute_part
 from fleetbench.quantities import Nanoseconds, counted
 from fleetbench.result import RunResult, step_times
 from fleetbench.store import machine, versions
@@ -35,7 +35,6 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from real.job.script_session import ScriptSession
 from real.job.session import LegSession, Session
-from real.processes.place import temporary_folder
 from real.profile import legs as profile_legs
 from real.profile.costs import (
     communication_of,
@@ -81,13 +80,14 @@ def measure_profile(
     stragglers: bool = False,
     progress: Progress | None = None,
 ) -> Taken:
-    """Measure in one launch; in two, where an emulated device sleeps by times that a processor is measured to take.
+    """Measure in one launch.
 
     ``seconds``: what a leg may take. ``stragglers``: fit a straggler model; the tables are then those of X = 0.
     Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank.
     """
     if is_emulated(experiment):
-        return _measure_emulated(experiment, thread_counts, seconds, progress)
+        hint = "--set run.device=cpu measures the layer times that it sleeps by; `fleetbench profile --collectives` times its links"
+        raise ConfigError("an emulated device computes nothing that could be measured", "run.device", "'emulated'", hint)
     quiet = _quiet(experiment)
     with Session(quiet) as session:
         return measure_in(session, experiment, quiet, thread_counts, seconds=seconds, stragglers=stragglers, progress=progress)
@@ -108,9 +108,7 @@ def measure_in(
     communicating = 3 + experiment.strategy.quantises if trainers > 1 else 0
     total = (3 if trainers > 1 else 2) * len(thread_counts) + communicating
     legs = Legs(session, seconds, _counting(progress, total))
-    taken = _Measuring(experiment, quiet, legs).take(thread_counts, stragglers=stragglers)
-    profile = dataclasses.replace(taken.profile, foreign_cores=legs.foreign_cores, notes=(*taken.profile.notes, *_void_notes(taken.runs)))
-    return dataclasses.replace(taken, profile=profile)
+    return _Measuring(experiment, quiet, legs).take(thread_counts, stragglers=stragglers)
 
 
 def profile_script(
@@ -143,72 +141,19 @@ def _counting(progress: Progress | None, total: int) -> Callable[[], None]:
     return lambda: None if progress is None else progress(next(numbers), total)
 
 
-def _measure_emulated(experiment: Experiment, thread_counts: tuple[int, ...], seconds: float, progress: Progress | None) -> Taken:
-    """Layer times of a processor of this machine, where they are not declared, and communication beside emulated compute."""
-    computed = None
-    if experiment.workload.model != LAYERS:
-        computed = measure_profile(with_compute(experiment), thread_counts, seconds=seconds, progress=progress).profile
-    quiet = _quiet(experiment)
-    with temporary_folder() as folder:
-        named = quiet if computed is None else name_profile(quiet, computed, folder / "profile.toml")
-        with Session(named) as session:
-            legs = Legs(session, seconds, _counting(progress, 3 + experiment.strategy.quantises))
-            run = legs.run("whole", profile_legs.whole(quiet.strategy))
-            hockney, communication = communication_legs(legs, quiet, run, quantises=experiment.strategy.quantises)
-    profile = _profile(()) if computed is None else computed
-    profile = dataclasses.replace(
-        profile,
-        communication=communication,
-        foreign_cores=max((cores for cores in (profile.foreign_cores, legs.foreign_cores) if cores is not None), default=None),
-        notes=(*profile.notes, *_link_notes(hockney), *_void_notes(legs.runs)),
-    )
-    return Taken(experiment=experiment, profile=profile, runs=legs.runs)
-
-
-def _link_notes(hockney: Hockney | None) -> Iterator[str]:
-    if hockney is not None and hockney.line.statement is not None:
-        yield f"the link: {hockney.line.statement}"
-
-
 def _void_notes(runs: Mapping[str, RunResult]) -> Iterator[str]:
     void = [name for name, run in runs.items() if run.summary.testbed is not None and not run.summary.testbed["counts"]]
     if void:
         yield f"void, as the machine was not quiet in any of their repeats: {', '.join(void)}; profile again"
 
 
-def communication_legs(legs: Legs, quiet: Experiment, whole: RunResult, *, quantises: bool) -> tuple[Hockney | None, Communication | None]:
-    """What communication costs among the launch's trainers, beside ``whole``; nothing for one trainer."""
-    trainers = quiet.cluster.trainers
-    if trainers == 1:
-        return None, None
-    optimizer = quiet.workload.optimizer
-    points = points_of(whole, legs.run("queued", profile_legs.queued(quiet.strategy, optimizer)))
-    hockney = fit_points(points, trainers)
-    backend = quiet.run.backend
-    in_flight = link_of_two(legs.run("queued, two in flight", profile_legs.queued_in_twos(quiet.strategy, optimizer, backend)), hockney)
-    quantise = quantising(legs.run("quantised", profile_legs.quantised(quiet.strategy)), hockney) if quantises else Nanoseconds(0)
-    between_nodes = quiet.cluster.nodes > 1
-    return hockney, communication_of(points, hockney, backend, in_flight, between_nodes=between_nodes, quantise=quantise)
-
-
-def _profile(tables: tuple[LayerTable, ...], **measured: Any) -> Profile:
-    host = machine()
-    return Profile(
-        machine=f"{host['processor']}, {host['cores']} cores, {host['system']}",
-        cores=host["cores"],
-        created=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
-        tables=tables,
-        **measured,
-    )
-
-
 def _quiet(experiment: Experiment) -> Experiment:
     """What the launch runs: no stragglers but the machine's own, no servers, nothing evaluated.
 
-    All nodes on a testbed or where trainers sleep; one node otherwise, because this machine is one.
+    All nodes on a testbed; one node otherwise, because this machine is one.
     """
     cluster = experiment.cluster
-    if experiment.run.launcher == "testbed" or is_emulated(experiment):
+    if experiment.run.launcher == "testbed":
         cluster = dataclasses.replace(cluster, stragglers=(), servers=0, server_placement="own")
     else:
         cluster = Cluster(trainers_per_node=cluster.trainers_per_node)
@@ -235,7 +180,7 @@ class _Measuring:
         tables: dict[int, LayerTable] = {}
         threads: dict[int, Threads] = {}
         table, whole = self._settled(self._own, STRAGGLER_STEPS if stragglers else profile_legs.STEPS)
-        hockney, communication = communication_legs(self._legs, self._quiet, whole, quantises=self._own.quantises)
+        hockney, communication = self._communication(whole)
         tables[own], threads[own] = self._beside(self._own, table, whole, hockney)
         for number in thread_counts:
             if number != own:
@@ -247,15 +192,37 @@ class _Measuring:
         if fit is not None and fit.entries:
             share = fit.base * 1e-9 / typical(compute_times(whole))
             tables = {number: scaled(table, share, share) for number, table in tables.items()}
-        profile = _profile(
-            tuple(tables[number] for number in sorted(tables)),
+        host = machine()
+        profile = Profile(
+            machine=f"{host['processor']}, {host['cores']} cores, {host['system']}",
+            cores=host["cores"],
+            created=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
+            tables=tuple(tables[number] for number in sorted(tables)),
             communication=communication,
             threads=tuple(threads[number] for number in sorted(threads)),
             memory=self._memory,
             stragglers=fit,
-            notes=(*_link_notes(hockney), *self._notes),
+            foreign_cores=self._legs.foreign_cores,
+            notes=(*self._notes, *_void_notes(self._legs.runs)),
         )
         return Taken(experiment=self._experiment, profile=profile, runs=self._legs.runs)
+
+    def _communication(self, whole: RunResult) -> tuple[Hockney | None, Communication | None]:
+        """What communication costs among the launch's trainers, beside ``whole``; nothing for one trainer."""
+        legs, quiet, trainers = self._legs, self._quiet, self._quiet.cluster.trainers
+        if trainers == 1:
+            return None, None
+        optimizer, backend = quiet.workload.optimizer, quiet.run.backend
+        points = points_of(whole, legs.run("queued", profile_legs.queued(quiet.strategy, optimizer)))
+        hockney = fit_points(points, trainers)
+        if hockney.line.statement is not None:
+            self._notes.append(f"the link: {hockney.line.statement}")
+        in_flight = link_of_two(legs.run("queued, two in flight", profile_legs.queued_in_twos(quiet.strategy, optimizer, backend)), hockney)
+        quantise = Nanoseconds(0)
+        if self._own.quantises:
+            quantise = quantising(legs.run("quantised", profile_legs.quantised(quiet.strategy)), hockney)
+        between_nodes = quiet.cluster.nodes > 1
+        return hockney, communication_of(points, hockney, backend, in_flight, between_nodes=between_nodes, quantise=quantise)
 
     def _settled(self, strategy: DistributedStrategy, most: int) -> tuple[LayerTable, RunResult]:
         """A thread count's table with the sums that training has, and the run of at most ``most`` steps that they are from."""
@@ -334,14 +301,6 @@ def searched_threads(experiment: Experiment) -> tuple[int, ...]:
     cores = (os.cpu_count() or 1) // experiment.cluster.trainers_per_node
     searched = () if strategy.sync_batch_norm else experiment.tune.thread_num
     return tuple(sorted({strategy.thread_num, *(number for number in searched if number <= cores)}))
-
-
-def doubled_threads(strategy: DistributedStrategy, cores: int) -> tuple[int, ...]:
-    """1, 2, 4, ... as far as ``cores`` go, and the strategy's own; synchronised batch norm allows one count alone."""
-    own = strategy.thread_num
-    if strategy.sync_batch_norm:
-        return (own,)
-    return tuple(sorted({own, *(2**power for power in range(max(1, cores).bit_length()))}))
 
 
 def _name(experiment: Experiment) -> str:

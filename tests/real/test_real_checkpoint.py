@@ -349,7 +349,7 @@ class TestTampering:
             manifest["strategy_digest"] = "0" * 64
         path.write_text(json.dumps(manifest))
         pointer = json.loads((saved / POINTER).read_text())
-        (saved / POINTER).write_text(json.dumps(pointer | {"sha256": checkpoint.describe(path).sha256}))
+        (saved / POINTER).write_text(json.dumps(pointer | {"sha256": checkpoint.digest_of(path)}))
         self._refused(saved, "this version|of another kind|no such part|another number of trainers")
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "fleetbench checkpoint", "schema": 1, "save": "../up", "sha256": ""}'])

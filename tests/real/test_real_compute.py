@@ -235,6 +235,19 @@ def test_blocks_run_compiled_until_that_is_undone(traceable: Network, build: Bui
     assert trace(traceable) == before
 
 
+@DYNAMO
+def test_an_activation_in_several_places_acts_in_each() -> None:
+    """Two layers, each followed by the same ReLU object: with the second left out, results would differ."""
+    activation = nn.ReLU()
+    model = nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 4), activation)
+    inputs = torch.randn(5, 4)
+    expected = model(inputs)
+    assert (expected == 0).any()
+    undo = apply_compiled(model, ALL_BLOCKS, backend=Graphs())
+    assert torch.equal(model(inputs), expected)
+    undo()
+
+
 def test_a_compiler_that_fails_leaves_the_model_alone(traceable: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was put in place before the failure is taken back."""
     calls: list[Any] = []

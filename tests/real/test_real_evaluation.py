@@ -242,7 +242,12 @@ def test_pictures_go_by_their_paths(tmp_path: Path, module: str) -> None:
     (root / "val.txt").write_text("2.png 0\nval/0.png 1\n1.png 0\n")
     expected = (np.array([colours[place] for place in (2, 0, 1)]) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
     for batch_size in (1, 2):
-        changes = ("workload.data_options={ image_size = 16 }", f"workload.batch_size={batch_size}")
+        changes = (
+            "workload.model=resnet50",
+            "workload.model_options={}",
+            "workload.data_options={ image_size = 16 }",
+            f"workload.batch_size={batch_size}",
+        )
         experiment = _experiment(f"workload.data=imagenet:{root}", *changes)
         vectors, _ = _evaluated(tmp_path, experiment, factory=f"{module}:channels")
         assert vectors.ids == ("val/2.png", "val/0.png", "val/1.png")

@@ -11,8 +11,7 @@ import torch
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import compute_key
-from fleetbench.workload import Workload
-from real.evaluation import load_external, named, stand_in
+from real.evaluation import load_external, named
 
 MODELS = """
 import torch
@@ -125,11 +124,3 @@ def test_its_name_is_part_of_the_key_and_of_the_file(module: str) -> None:
     assert outside.workload.model == f"{module}:plain"
     assert compute_key(outside) != compute_key(experiment)
     assert Experiment.from_dict({"workload": {"model": f"{module}:plain"}}).workload.model == f"{module}:plain"
-
-
-def test_data_are_shaped_for_a_model_that_eats_the_same() -> None:
-    """Digits go to a model of digits; synthetic data have no shape."""
-    assert stand_in(Workload(batch_size=8)).model == "digits_mlp"
-    with pytest.raises(ConfigError, match="it is not known what this model is fed with") as caught:
-        stand_in(Workload(data="synthetic"))
-    assert "(model, inputs, loss)" in str(caught.value.hint)

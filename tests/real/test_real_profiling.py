@@ -27,7 +27,7 @@ from real.layer_times import LayerClock, LayerTimes, Measured, ProfileLeg
 from real.leg import Leg
 from real.profile import legs as profile_legs
 from real.profile.legs import measured_part
-from real.profile.measuring import doubled_threads, take_profile
+from real.profile.measuring import searched_threads, take_profile
 from real.profile.tables import memory_of, scaled, table_of
 
 pytestmark = pytest.mark.alone
@@ -438,8 +438,13 @@ def test_a_profile_with_recompute_says_what_it_saves(monkeypatch: pytest.MonkeyP
     assert sum(layer.activation_bytes for layer in kept.layers) - sum(layer.activation_bytes for layer in table.layers) > ffn
 
 
-@pytest.mark.parametrize(("own", "cores", "counts"), [(1, 1, (1,)), (3, 4, (1, 2, 3, 4)), (1, 7, (1, 2, 4)), (2, 0, (1, 2))])
-def test_threads_are_doubled_up_to_the_cores(own: int, cores: int, counts: tuple[int, ...]) -> None:
-    """With the strategy's own among them, and at least one; synchronised batch norm goes with one alone."""
-    assert doubled_threads(DistributedStrategy(thread_num=own), cores) == counts
-    assert doubled_threads(DistributedStrategy(sync_batch_norm=True), cores) == (1,)
+@pytest.mark.parametrize(("own", "cores", "counts"), [(1, 1, (1,)), (3, 4, (1, 2, 3)), (1, 7, (1, 2, 4)), (2, 0, (2,))])
+def test_threads_are_those_of_a_tuning_for_which_there_are_cores(
+    monkeypatch: pytest.MonkeyPatch, own: int, cores: int, counts: tuple[int, ...]
+) -> None:
+    """With the strategy's own among them, of two trainers of a node; synchronised batch norm goes with one alone."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2 * cores)
+    file = {"cluster": {"trainers_per_node": 2}, "strategy": {"thread_num": own}, "tune": {"thread_num": [1, 2, 4] if own == 1 else [1, 2]}}
+    experiment = Experiment.from_dict(file)
+    assert searched_threads(experiment) == counts
+    assert searched_threads(experiment.replace(strategy=DistributedStrategy(sync_batch_norm=True))) == (1,)
