@@ -14,7 +14,6 @@ import json
 import os
 import stat
 import tomllib
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -39,10 +38,6 @@ _MALFORMED: tuple[type[Exception], ...] = (
 )
 _NO_MANIFEST: tuple[type[Exception], ...] = (OSError, *_MALFORMED)
 """What reading a manifest raises where there is none, or where another program wrote it."""
-
-
-class Unverified(UserWarning):
-    """A folder that an older version wrote, without digests: damage to it would not be noticed."""
 
 
 @contextlib.contextmanager
@@ -152,18 +147,15 @@ def digests_of(folder: Path) -> dict[str, str]:
 def read_manifest(folder: Path, hint: str) -> dict[str, Any]:
     """A folder's manifest, after all files that it names were found to be what it says.
 
-    Raises ``ConfigError`` where one is not; warns of a manifest without digests.
+    Raises ``ConfigError`` where one is not, and for a manifest without digests.
     """
     path = folder / MANIFEST
     with reading(path, hint):
         manifest, is_sealed = _opened(path.read_text(encoding="utf-8"))
         files = manifest.get("files")
-        if "schema" not in manifest or is_sealed != isinstance(files, dict):
+        if "schema" not in manifest or not is_sealed or not isinstance(files, dict):
             raise ValueError("its schema or digests are missing")
-    if files is None:
-        warnings.warn(f"{folder} was written without digests: whether it is whole is not known", Unverified, stacklevel=2)
-    else:
-        _check(folder, files, files, hint)
+    _check(folder, files, files, hint)
     return manifest
 
 

@@ -157,6 +157,7 @@ class RunResult:
     """A row a rank and step, warm-up included; none where the run kept no table."""
     plan: Plan
     spans: tuple[Span, ...] = ()
+    """What the timeline draws; not read back from a stored run."""
     recordings: tuple[Recording, ...] = ()
     """Events and operations of every rank, or with parameter servers of every sender, server and trainer, where asked for."""
     host_s: float = 0.0

@@ -27,7 +27,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
 from fleetbench.result import SCHEMA, STEPS_FILE, RunResult, Summary, no_steps
-from fleetbench.timeline import TIMELINE_FILE, read_timeline, write_timeline
+from fleetbench.timeline import TIMELINE_FILE, write_timeline
 
 _PACKAGES = ("fleetbench", "numpy", "optuna", "pandas", "pyarrow", "scikit-learn", "scipy", "simpy", "torch")
 _TESTBED = "testbed.json"
@@ -130,7 +130,6 @@ def load_run(path: str | Path) -> RunResult:
             summary=summary,
             steps=pd.read_parquet(path / STEPS_FILE) if has_steps else no_steps(),
             plan=Plan.from_dict(json.loads((path / "plan.json").read_text(encoding="utf-8"))),
-            spans=tuple(read_timeline(path / TIMELINE_FILE)),
             recordings=Recording.load_all(path),
             host_s=manifest["host_s"],
             testbed=json.loads((path / _TESTBED).read_text(encoding="utf-8")) if (path / _TESTBED).is_file() else None,

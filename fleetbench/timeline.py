@@ -78,14 +78,3 @@ def write_timeline(path: Path, spans: Iterable[Span]) -> None:
     ]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")).encode()
     path.write_bytes(gzip.compress(text, compresslevel=6, mtime=0))
-
-
-def read_timeline(path: Path) -> list[Span]:
-    """The spans that ``write_timeline`` wrote."""
-    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    return [
-        Span(event["pid"], names[event["pid"], event["tid"]], event["name"], round(event["ts"] * 1000), round(event["dur"] * 1000))
-        for event in events
-        if event["ph"] == "X"
-    ]

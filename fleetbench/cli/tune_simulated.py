@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from tuner.simulated.answer import SimulatedRecommendation
     from tuner.simulated.sizes import Sizes
 
-_MOST_ROWS = 40
-"""Of a printed table; the file has all."""
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare what needs no cluster."""
@@ -140,8 +137,6 @@ def _sweep(arguments: argparse.Namespace) -> int:
         emit(f"{letter}: {units.changes(strategy.changes())}")
     if found.price_per_trainer_hour is not None:
         emit(f"cost is of {found.priced_samples:.3g} samples at {found.price_per_trainer_hour:g} an hour and trainer")
-    if len(found.sizes) > _MOST_ROWS:
-        emit(f"{len(found.sizes) - _MOST_ROWS} rows are left out here")
     _emit_notes(found.notes)
     emit(f"table: {folder / 'sizes.json'}")
     return 0
@@ -159,15 +154,14 @@ def _write(found: Sizes, root: Path) -> Path:
 
 
 def _table(found: Sizes) -> Table:
-    """A row a size; where they are too many, evenly chosen ones, the first and the last among them."""
+    """A row a size."""
     first = found.sizes[0]
     columns = [found.key, "trainers", "step", "own step", "samples/s", *(["tokens/s"] if first.tokens_per_s else []), "efficiency"]
     columns += ["days"] if first.days is not None else []
     columns += ["cost"] if first.cost is not None else []
     table = new_table(f"{found.name}: SIMULATED, {found.compute}", *columns, "fits", "strategy")
-    last, shown, letters = len(found.sizes) - 1, min(len(found.sizes), _MOST_ROWS), _letters(found)
-    for index in dict.fromkeys(round(row * last / max(1, shown - 1)) for row in range(shown)):
-        size = found.sizes[index]
+    letters = _letters(found)
+    for size in found.sizes:
         cells = [size.value, f"{size.trainers:,}", units.seconds(size.step_s), units.seconds(size.default_s), f"{size.samples_per_s:,.0f}"]
         cells += [f"{size.tokens_per_s:.3g}"] if size.tokens_per_s is not None else []
         cells += [units.percent(size.efficiency)]

@@ -22,9 +22,6 @@ SIMULATED = "#9fb8d0"
 REAL = "#1f4e79"
 _PARTS = ("#1f4e79", "#e0a030", "#c44e35", "#5b9a68", "#b5b5b5")
 """One colour for each of ``SPLIT``; told apart by lightness too."""
-_LINES = ("#1f4e79", "#c44e35", "#5b9a68", "#8a6bb1", "#e0a030")
-
-_QUANTILES = np.linspace(0.0, 1.0, 401)
 _WIDTH_INCHES = 8.0
 _STYLE: Any = {"font.size": 10, "svg.hashsalt": "fleetbench", "svg.fonttype": "path", "axes.titlesize": 11}
 
@@ -63,35 +60,6 @@ def simulated_against_real(arms: Sequence[Arm]) -> Figure:
     return figure
 
 
-def step_time_distribution(views: Sequence[StepsView]) -> Figure:
-    """Share of the counted steps that took no longer than so many ms, one line a view."""
-    figure, axes = _figure(3.4)
-    for index, view in enumerate(views):
-        style = "--" if view.executor == "sim" else "-"
-        times = np.quantile(view.times_s, _QUANTILES, method="inverted_cdf") * 1e3
-        axes.plot(
-            times,
-            _QUANTILES,
-            style,
-            color=_LINES[index % len(_LINES)],
-            linewidth=1.8,
-            drawstyle="steps-post",
-            label=f"{view.label} ({len(view.times_s):,} steps)",
-        )
-    if views:
-        low = min(float(view.times_s[0]) for view in views) * 1e3
-        high = max(float(np.quantile(view.times_s, 0.995)) for view in views) * 1e3
-        margin = 0.04 * (high - low) or 0.05 * high
-        axes.set_xlim(low - margin, high + margin)
-    axes.set_ylim(0, 1.02)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
-    axes.set_xlabel("step time (ms), up to the slowest 0.5 %")
-    axes.set_ylabel("steps that took no longer")
-    axes.grid(axis="both", color="#e6e6e6", linewidth=0.8)
-    axes.legend(frameon=False, loc="lower right", fontsize=9)
-    return figure
-
-
 def time_split(views: Sequence[StepsView]) -> Figure:
     """A step's mean time in ms, one stacked bar a view: ``SPLIT``'s parts from left to right."""
     figure, axes = _bars_figure(len(views))
@@ -116,17 +84,12 @@ def data_uri(figure: Figure) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def _figure(height_inches: float) -> tuple[Figure, Axes]:
+def _bars_figure(num_bars: int) -> tuple[Figure, Axes]:
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
+        figure = Figure(figsize=(_WIDTH_INCHES, 1.1 + 0.34 * max(num_bars, 1)), layout="constrained")
         axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
-    return figure, axes
-
-
-def _bars_figure(num_bars: int) -> tuple[Figure, Axes]:
-    figure, axes = _figure(1.1 + 0.34 * max(num_bars, 1))
     axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
     return figure, axes
 

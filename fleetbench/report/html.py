@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from fleetbench.digests import write_whole
 from fleetbench.report import figures, units
-from fleetbench.report.model import DEFAULT, Report, StepsView, read_report
+from fleetbench.report.model import Report, read_report
 
 _SPELLINGS = (units.milliseconds, units.seconds, units.percent, units.number, units.ratio, units.size, units.changes)
 
@@ -42,10 +42,6 @@ def _pictures(report: Report) -> list[tuple[str, str, str]]:
     if tune is not None and tune.recommendation.arms:
         caption = "The simulator chose the candidates; real processes had the last word."
         drawn.append(("Simulated against real step time", caption, figures.simulated_against_real(tune.recommendation.arms)))
-    compared = _compared(report)
-    if compared:
-        caption = "A curve further left is faster; a steeper one is steadier."
-        drawn.append(("Distribution of step times", caption, figures.step_time_distribution(compared)))
     if report.views:
         caption = (
             "Compute is forward and backward; wait is for the slowest trainer; exposed communication is what the computation did not hide; "
@@ -53,11 +49,3 @@ def _pictures(report: Report) -> list[tuple[str, str, str]]:
         )
         drawn.append(("Where a step's time goes", caption, figures.time_split(report.views)))
     return [(title, caption, figures.data_uri(figure)) for title, caption, figure in drawn]
-
-
-def _compared(report: Report) -> list[StepsView]:
-    """Real steps of the default and of the finalist (of every arm, where there is none); of a single run, its own."""
-    if report.tune is None:
-        return list(report.views)
-    finalist = report.tune.recommendation.finalist
-    return [view for view in report.views if view.executor == "real" and (finalist is None or view.arm in (DEFAULT, finalist))]

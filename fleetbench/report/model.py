@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.report import units
-from fleetbench.result import STEPS_FILE, RunResult, step_times
+from fleetbench.result import STEPS_FILE, RunResult
 from fleetbench.store import load_run
 from tuner.recommendation import Arm, Recommendation, Trial
 
@@ -33,8 +32,6 @@ class StepsView:
     arm: str
     executor: Literal["sim", "real"]
     num_runs: int
-    times_s: npt.NDArray[np.float64]
-    """Seconds of every counted step of every rank, ascending."""
     split_s: tuple[float, ...]
     """Mean seconds of a step, one figure for each of ``SPLIT``."""
 
@@ -185,7 +182,6 @@ def _arm_views(runs: Mapping[str, RunResult], arms: Sequence[Arm]) -> tuple[Step
 
 def _view(arm: str, runs: Sequence[RunResult]) -> StepsView:
     """Runs of one strategy under one executor, as one."""
-    times = np.sort(np.concatenate([step_times(run.steps).to_numpy(dtype=np.float64) for run in runs]))
     means = [run.summary for run in runs]
     parts = np.array([(mean.compute_s, mean.wait_s, mean.exposed_comm_s, mean.update_s, mean.other_s) for mean in means])
     weights = [mean.steps for mean in means]
@@ -193,7 +189,6 @@ def _view(arm: str, runs: Sequence[RunResult]) -> StepsView:
         arm=arm,
         executor="sim" if runs[0].summary.executor == "sim" else "real",
         num_runs=len(runs),
-        times_s=times,
         split_s=tuple(float(part) for part in np.average(parts, axis=0, weights=weights)),
     )
 

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fleetbench.digests import Unverified, atomic_write, reading
+from fleetbench.digests import atomic_write, reading
 from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.states import ServerState, state_of
 from real.servers.shard import Shard
@@ -36,7 +35,6 @@ from real.servers.spec import Spec
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 _FORMAT = "fleetbench parameter server 2"
-_WITHOUT_DIGEST = "fleetbench parameter server 1"
 """The format before; one flipped bit does not make it of the other."""
 _DIGEST = "sha256"
 
@@ -110,12 +108,9 @@ def load_shard(folder: Path, server: int, servers: int) -> Saved | None:
 
 
 def _decoded(metadata: dict[str, str], tensors: Arrays, server: int) -> Saved:
-    if metadata.get("format") == _WITHOUT_DIGEST:
-        message = f"the shard of server {server} was written without a digest: whether it is whole is not known"
-        warnings.warn(message, Unverified, stacklevel=2)
-    elif metadata.get("format") != _FORMAT or _DIGEST not in metadata:
+    if metadata.get("format") != _FORMAT or _DIGEST not in metadata:
         raise ValueError(f"it has another format than {_FORMAT!r}, or no digest")
-    elif metadata[_DIGEST] != (found := _digest(tensors, metadata)):
+    if metadata[_DIGEST] != (found := _digest(tensors, metadata)):
         raise ValueError(f"it is not what was saved: its SHA-256 is {found[:16]}..., saved {metadata[_DIGEST][:16]!r}...")
     shard = Shard(Spec.from_json(metadata["spec"]), server)
     if int(metadata["server"]) != server:

@@ -20,7 +20,7 @@ A gain is the run's time over the time without: 1.25 means that the run would be
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,6 @@ class Case:
 def what_if(
     experiment: Experiment,
     *,
-    ranks: Sequence[int] | None = None,
     engine: Engine = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Case, ...]:
@@ -66,22 +65,22 @@ def what_if(
 
     Args:
         experiment: what to run.
-        ranks: those that are spared in turn; default: the slowest rank and the slowest node, where there are such.
         engine: see ``simulate``.
         progress: told how many of the runs are done.
 
     Raises:
-        ConfigError: a rank does not exist, or ``simulate`` refuses the experiment.
+        ConfigError: ``simulate`` refuses the experiment.
     """
-    slowest = slowest_rank_and_node(experiment) if ranks is None else None
-    spared = ([] if slowest is None else [slowest[0]]) if ranks is None else list(ranks)
+    slowest = slowest_rank_and_node(experiment)
     quick = with_infinite_bandwidth(experiment)
     cases: list[tuple[str, Experiment, tuple[int, ...]]] = [(AS_IT_IS, experiment, ())]
     if experiment.cluster.stragglers:
         cases.append(("without stragglers", without_stragglers(experiment), ()))
     if experiment.strategy.mode != "ps":  # the simulation of servers cannot take a rank's delays away
-        cases += [(f"without rank {rank}", experiment, (rank,)) for rank in spared if experiment.cluster.stragglers]
-        cases += [] if slowest is None else _without_node(experiment, slowest[1])
+        if slowest is not None:
+            rank, node = slowest
+            cases += [(f"without rank {rank}", experiment, (rank,))] if experiment.cluster.stragglers else []
+            cases += _without_node(experiment, node)
         cases += _without_overrides(experiment)
     if quick != experiment:
         cases.append(("with infinite bandwidth", quick, ()))

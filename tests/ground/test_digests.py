@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from fleetbench.digests import Unverified, read_json, sealed_json
+from fleetbench.digests import read_json, sealed_json
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.store import load_run, save_run
@@ -106,16 +106,12 @@ def test_a_run_that_the_disk_refuses_leaves_nothing(run: Path, tmp_path: Path, m
     assert not (tmp_path / "full").exists()
 
 
-def test_a_run_without_digests_opens_with_a_warning(run: Path) -> None:
-    """As older versions wrote them; a manifest that lost only one kind of digest is damaged."""
-    whole = load_run(run)
+def test_a_run_without_digests_is_refused(run: Path) -> None:
+    """Of the files, of the manifest, or of both."""
     manifest = read_json((run / "manifest.json").read_text())
     files = manifest.pop("files")
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.warns(Unverified, match="without digests"):
-        assert load_run(run).summary == whole.summary
-    for half in (json.dumps({**manifest, "files": files}), sealed_json(manifest)):
-        (run / "manifest.json").write_text(half)
+    for damaged in (json.dumps(manifest), json.dumps({**manifest, "files": files}), sealed_json(manifest)):
+        (run / "manifest.json").write_text(damaged)
         with pytest.raises(ConfigError, match="digests are missing"):
             load_run(run)
 

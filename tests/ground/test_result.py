@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fleetbench.plan.training import family
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import COLUMNS, Outcome, RunResult, StepRecord, Summary, skip, steps_table, summarise
 from fleetbench.store import load_run, new_run_id, save_run
-from fleetbench.timeline import COMMUNICATION, COMPUTE, Span, on_tracks, read_timeline, write_timeline
+from fleetbench.timeline import COMMUNICATION, COMPUTE, Span, on_tracks, write_timeline
 from fleetbench.workload import Workload
 
 PUBLISHED_KEYS = [  # by hand, from the documented example of summary.json
@@ -216,7 +217,7 @@ SPANS = (
 
 
 def test_a_stored_run_loads_as_itself(tmp_path: Path) -> None:
-    """Experiment, summary, table, plan, timeline and recordings survive; nothing else lies in the folder."""
+    """Experiment, summary, table, plan and recordings survive; nothing else lies in the folder."""
     run = result()
     stored = save_run(run, tmp_path / "runs")
     assert stored.path is not None
@@ -224,7 +225,7 @@ def test_a_stored_run_loads_as_itself(tmp_path: Path) -> None:
     loaded = load_run(stored.path)
     assert loaded.steps.equals(run.steps)
     assert (loaded.steps.dtypes == run.steps.dtypes).all()
-    for name in ("experiment", "summary", "plan", "spans", "recordings", "host_s"):
+    for name in ("experiment", "summary", "plan", "recordings", "host_s"):
         assert getattr(loaded, name) == getattr(run, name), name
     names = {path.name for path in stored.path.iterdir()}
     documented = {"experiment.toml", "plan.json", "steps.parquet", "summary.json", "timeline.json.gz", "manifest.json"}
@@ -316,6 +317,17 @@ def test_a_folder_that_cannot_be_made_is_a_lack_of_the_environment(tmp_path: Pat
 def test_run_ids_differ() -> None:
     """Two runs of one second have two folders."""
     assert len({new_run_id() for _ in range(100)}) == 100
+
+
+def read_timeline(path: Path) -> list[Span]:
+    """The spans that a trace holds."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    return [
+        Span(event["pid"], names[event["pid"], event["tid"]], event["name"], round(event["ts"] * 1000), round(event["dur"] * 1000))
+        for event in events
+        if event["ph"] == "X"
+    ]
 
 
 def test_a_timeline_reads_back_and_equal_spans_give_equal_bytes(tmp_path: Path) -> None:

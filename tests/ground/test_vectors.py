@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from fleetbench import vectors
-from fleetbench.digests import Unverified
 from fleetbench.errors import ConfigError
 from fleetbench.vectors import Vectors, read_vectors, write_vectors
 
@@ -130,8 +129,8 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a complete evaluation"):
         read_vectors(folder)
     (folder / "manifest.json").write_text('{"schema": 1}')
-    with pytest.warns(Unverified):
-        assert read_vectors(folder).ids == tuple(IDS)
+    with pytest.raises(ConfigError, match="digests are missing"):
+        read_vectors(folder)
 
 
 def test_an_error_names_some_ids_only() -> None:

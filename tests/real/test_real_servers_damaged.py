@@ -13,7 +13,6 @@ from safetensors.numpy import save_file
 from server_desk import save_shard
 from server_job import dice
 
-from fleetbench.digests import Unverified
 from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.rules import ServerRules, Table
 from fleetbench.plan.servers.states import ServerState
@@ -107,17 +106,3 @@ def test_a_shard_without_a_digest_is_refused(tmp_path: Path) -> None:
     save_file(tensors, path, metadata)
     with pytest.raises(ConfigError, match="digest"):
         load_shard(tmp_path, 0, 1)
-
-
-def test_a_shard_of_the_format_without_digests_loads_with_a_warning(tmp_path: Path) -> None:
-    """A checkpoint of an earlier version goes on, and its reader learns that damage to it would not be noticed."""
-    path, content = saved(tmp_path, "momentum")
-    with safe_open(path, framework="np") as file:
-        metadata = dict(file.metadata()) | {"format": "fleetbench parameter server 1"}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-    del metadata["sha256"]
-    save_file(tensors, path, metadata)
-    with pytest.warns(Unverified, match="without a digest"):
-        back = load_shard(tmp_path, 0, 1)
-    assert back is not None
-    assert back.shard.dense.tobytes() == content.shard.dense.tobytes()

@@ -6,7 +6,6 @@ import base64
 import itertools
 from pathlib import Path
 
-import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
@@ -46,17 +45,6 @@ def test_the_range_of_the_legs_is_drawn(tune: TuneView) -> None:
     axes = figures.simulated_against_real(tune.recommendation.arms).axes[0]
     segments = axes.collections[0].get_segments()  # type: ignore[attr-defined]  # a LineCollection
     assert segments[0][:, 0] == pytest.approx([8.0, 12.0])
-
-
-def test_the_curve_is_the_share_of_steps_that_took_no_longer(report: Report) -> None:
-    """At every point of the line, its height is the share of the data up to there."""
-    view = report.views[1]
-    line = figures.step_time_distribution([view]).axes[0].lines[0]
-    times, shares = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
-    assert times[0] == pytest.approx(8.0)
-    assert times[-1] == pytest.approx(12.0)
-    for value, share in ((8.0, 0.25), (10.0, 0.75), (12.0, 1.0)):
-        assert shares[np.isclose(times, value)].max() == pytest.approx(share, abs=1 / 400)
 
 
 def test_stacked_bars_are_the_parts_of_a_step(report: Report) -> None:

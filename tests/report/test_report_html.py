@@ -57,7 +57,7 @@ def test_the_page_needs_no_network(tuned: Path) -> None:
     assert all(link.startswith("data:") for link in page.links)
     assert "@import" not in path.read_text(encoding="utf-8")
     assert "script" not in page.tags
-    assert page.tags.count("img") == 3
+    assert page.tags.count("img") == 2
 
 
 def test_the_page_says_everything_that_the_recommendation_says(tuned: Path, recommendation: Recommendation) -> None:
@@ -109,10 +109,10 @@ def test_keep_default_makes_a_page_too(tmp_path: Path, stored: bool) -> None:
 
 
 def test_a_single_run_has_a_page(tmp_path: Path, make_run: Callable[..., RunResult]) -> None:
-    """Its headline, its summary and two pictures."""
+    """Its headline, its summary and a picture."""
     saved = save_run(make_run(), tmp_path)
     assert saved.path is not None
     page = _read(write_report(saved.path))
     assert "10.00 ms a step" in page.text
     assert "exposed_comm_s" in page.text
-    assert page.tags.count("img") == 2
+    assert page.tags.count("img") == 1

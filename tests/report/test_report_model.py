@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fleetbench.errors import ConfigError
@@ -16,12 +15,10 @@ from fleetbench.store import save_run
 
 
 def test_legs_of_one_arm_are_one_view(tuned: Path) -> None:
-    """The default's two real legs of 8 and 10, and of 10 and 12 ms, are eight steps of two ranks."""
+    """The default's two real legs are one view, beside the simulated run."""
     views = {view.label: view for view in read_report(tuned).views}
     assert list(views) == ["default, simulated", "default, real", "candidate 2, real"]
-    real = views["default, real"]
-    assert real.num_runs == 2
-    np.testing.assert_allclose(real.times_s, np.array([8, 8, 10, 10, 10, 10, 12, 12]) * 1e-3)
+    assert views["default, real"].num_runs == 2
 
 
 def test_the_parts_of_a_step_add_up_to_it(tuned: Path) -> None:

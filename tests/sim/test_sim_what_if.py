@@ -87,17 +87,6 @@ def test_of_two_slow_nodes_the_slower_one_is_named() -> None:
     assert found["without node 5"] > 1.0
 
 
-def test_ranks_may_be_chosen() -> None:
-    """Without rank 2 alone nothing is gained: everybody waits for rank 1."""
-    stragglers = (SlowRank(ranks=(1,), factor=2.0), SlowRank(ranks=(2,), factor=1.5))
-    experiment = layered(LAYER, nodes=4, inter=link(8, 10), stragglers=stragglers)
-    found = gains(experiment, ranks=[2, 1])
-    assert found["without rank 2"] == 1.0
-    assert found["without rank 1"] > 1.0
-    with pytest.raises(ConfigError, match="no such rank"):
-        what_if(experiment, ranks=[4])
-
-
 @pytest.mark.parametrize("engine", ["reference", "vector"])
 @pytest.mark.parametrize("rank", [2, -1])
 def test_a_rank_that_there_is_not_is_not_spared(rank: int, engine: Engine) -> None:
@@ -143,12 +132,6 @@ def test_the_slowest_rank_is_the_same_window_by_window(monkeypatch: pytest.Monke
     whole = slowest_rank(experiment)
     monkeypatch.setattr("sim.many.what_if.MOST_DRAWS", 9)
     assert slowest_rank(experiment) == whole
-
-
-def test_the_slowest_rank_is_not_looked_for_where_ranks_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A million trainers' draws are many."""
-    monkeypatch.setattr("sim.many.what_if.slowest_rank_and_node", None)  # nobody can call it
-    assert "without rank 1" in gains(layered(LAYER, inter=link(8), stragglers=(Jitter(mean=0.5),)), ranks=[1])
 
 
 def test_nothing_to_take_away_is_not_simulated() -> None:
