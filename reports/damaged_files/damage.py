@@ -247,7 +247,6 @@ def _foreign(folder: Path) -> Iterator[Case]:
         experiment_of(stragglers=[{"kind": "trace", "path": str(file)}]).save(experiment)
         yield Case(f"foreign/{file.name}", file, lambda experiment=experiment: _without_digest(experiment), foreign=True)
     vectors = [(str(place), [place / 7, -place / 3]) for place in range(20)]
-    (folder / "v.jsonl").write_text("".join(json.dumps({"id": name, "vector": vector}) + "\n" for name, vector in vectors))
     write_vectors(folder / "v.parquet", [([name for name, _ in vectors], np.array([vector for _, vector in vectors], np.float32))])
     for file in sorted(folder.glob("v.*")):
         yield Case(f"foreign/{file.name}", file, lambda file=file: _vectors(file), foreign=True)
