@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-from fleetbench.errors import ConfigError
 from real.communication.streams import host_reads
 
 
@@ -22,10 +21,10 @@ class TrainingLog:
         self._batch = 0
 
     def report(self, values: Mapping[str, torch.Tensor | float]) -> None:
-        """A batch has these values, one number each. Raises ``ConfigError`` for a tensor of several."""
+        """A batch has these values, one number each."""
         if self._batch % self._every == 0:
             with host_reads():
-                told = {name: _number(name, value) for name, value in values.items()}
+                told = {name: torch.as_tensor(value).item() for name, value in values.items()}
             print(line(self._epoch, self._batch, told), flush=True)  # noqa: T201  # the log that was asked for
         self._batch += 1
 
@@ -43,10 +42,3 @@ class TrainingLog:
 def line(epoch: int, batch: int, values: Mapping[str, float]) -> str:
     """Fleet's line of one batch."""
     return f"[Epoch {epoch}, batch {batch}] " + ", ".join(f"{name}: {value:.5f}" for name, value in values.items())
-
-
-def _number(name: str, value: torch.Tensor | float) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        shape = f"a tensor of shape {list(value.shape)}"
-        raise ConfigError("is one number", f"fleet.report({name}=...)", shape, f"report {name}.mean()")
-    return float(value.detach() if isinstance(value, torch.Tensor) else value)

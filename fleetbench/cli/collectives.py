@@ -6,12 +6,11 @@ import argparse
 import dataclasses
 import json
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress
 from fleetbench.cli.output import emit, emit_table, new_table, say
-from fleetbench.errors import ConfigError, EnvironmentLacks, GateFailed
+from fleetbench.errors import ConfigError, GateFailed
 from fleetbench.report import units
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
-    """Time collectives among the experiment's trainers; print the tables, and write the JSON beside the runs.
+    """Time collectives among the experiment's trainers; print the tables, or the JSON with every iteration.
 
     Raises ``ConfigError`` for sizes and such that cannot be timed, and ``GateFailed``, after
     the tables, for results that are wrong.
@@ -66,17 +65,14 @@ def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
     if is_busy(data["foreign_cores"]):
         busy = f"measured on a busy machine: other programs computed on {data['foreign_cores']:.2g} cores"
         say(f"warning: {busy}; measure again when it is quiet")
-    path = _write(data, arguments.out / "collectives")
     if arguments.json:
         emit(json.dumps(data, indent=1))
-        say(f"collectives: {path}")
     else:
         for name in benchmark.kinds:
             emit_table(_table(name, data))
         emit(f"wrong results: {data['num_wrong']} elements")
         for entry in data["skipped"]:
             emit(f"SKIPPED {entry['what']}: {entry['why']}")
-        emit(f"collectives: {path}")
     if data["num_wrong"]:
         hint = "the sums of a training would be wrong as well: try another torch, backend or device"
         raise GateFailed("collectives gave wrong results", "#wrong", f"{data['num_wrong']} elements", hint)
@@ -151,18 +147,6 @@ def _measured(experiment: Experiment, benchmark: Benchmark) -> dict[str, Any]:
         "foreign_cores": session.foreign_cores,
         "rows": rows,
     }
-
-
-def _write(data: dict[str, Any], folder: Path) -> Path:
-    from fleetbench.store import new_run_id
-
-    path = folder / f"{data['name']}-{data['experiment']}-{new_run_id()}.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1), encoding="utf-8")
-    except OSError as error:
-        raise EnvironmentLacks(f"cannot be written: {error.strerror}", str(path), hint="choose another folder by --out") from None
-    return path
 
 
 def _table(name: str, data: dict[str, Any]) -> Table:

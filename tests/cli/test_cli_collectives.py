@@ -1,17 +1,16 @@
-"""``fleetbench profile --collectives`` with the launch replaced: what it asks for, prints, writes and returns."""
+"""``fleetbench profile --collectives`` with the launch replaced: what it asks for, prints and returns."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Self
 
 import pytest
 
 from fleetbench.cli import collectives
-from fleetbench.errors import ConfigError, EnvironmentLacks, GateFailed
+from fleetbench.errors import ConfigError, GateFailed
 from fleetbench.experiment import Experiment
 from real.communication.benchmark import Benchmark, Measured
 
@@ -19,10 +18,10 @@ HEADER = ["size", "count", "redop", "time", "algbw", "busbw", "#wrong", "min", "
 UNITS = ["(B)", "(elements)", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)", "(%)"]
 
 
-def _options(*given: str, out: Path = Path()) -> argparse.Namespace:
+def _options(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     collectives.add_options(parser)
-    return argparse.Namespace(**vars(parser.parse_args(given)), out=out, json=False)
+    return argparse.Namespace(**vars(parser.parse_args(given)), json=False)
 
 
 def _cells(line: str) -> list[str]:
@@ -64,12 +63,10 @@ def two() -> Experiment:
     return Experiment.from_dict({"name": "two", "cluster": {"trainers_per_node": 2}})
 
 
-def test_a_table_has_nccl_tests_columns(
-    timed: Callable[[int], None], two: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_has_nccl_tests_columns(timed: Callable[[int], None], two: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
     """A megabyte in 100 us is 10 GB/s; of 90 and 110 us the 99th percentile is 109.8, and the spread 14.1 %."""
     timed(0)
-    options = _options("--kinds", "all_reduce,all_gather", "--min-bytes", "1 MB", "--max-bytes", "1000000", out=tmp_path)
+    options = _options("--kinds", "all_reduce,all_gather", "--min-bytes", "1 MB", "--max-bytes", "1000000")
     assert collectives.run(options, two) == 0
     lines = capsys.readouterr().out.splitlines()
     tables = [number for number, line in enumerate(lines) if line.startswith(("all_reduce: ", "all_gather: "))]
@@ -83,46 +80,38 @@ def test_a_table_has_nccl_tests_columns(
     assert "SKIPPED cluster.inter: launcher local cannot realise it on one machine" in lines
 
 
-def test_json_lies_beside_the_table(
-    timed: Callable[[int], None], two: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The same rows with every iteration, below --out; with --json also, and alone, on stdout."""
+def test_json_has_every_iteration(timed: Callable[[int], None], two: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --json alone on stdout."""
     timed(0)
-    options = _options("--kinds", "broadcast", out=tmp_path)
+    options = _options("--kinds", "broadcast")
+    options.json = True
     collectives.run(options, two)
-    last = capsys.readouterr().out.splitlines()[-1]
-    (path,) = (tmp_path / "collectives").iterdir()
-    assert last == f"collectives: {path}"
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = json.loads(capsys.readouterr().out)
     assert (data["name"], data["trainers"], data["backend"], data["launcher"]) == ("two", 2, "gloo", "local")
     assert [row["size_bytes"] for row in data["rows"]] == [2**exponent for exponent in range(10, 23, 2)]
     assert data["rows"][0]["samples_us"] == pytest.approx([90, 110])
     assert data["rows"][0]["algbw_gb_per_s"] == pytest.approx(1024 / 100e-6 / 1e9)
-    options.json = True
-    collectives.run(options, two)
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["rows"] == data["rows"]
 
 
 @pytest.mark.parametrize(("cores", "said"), [(None, False), (0.1, False), (0.5, True)])
 def test_a_busy_machine_is_said(
-    timed: Callable[..., None], two: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str], cores: float | None, said: bool
+    timed: Callable[..., None], two: Experiment, capsys: pytest.CaptureFixture[str], cores: float | None, said: bool
 ) -> None:
-    """Beside the table, and in the file."""
+    """On stderr, and in the JSON."""
     timed(0, cores)
-    collectives.run(_options("--kinds", "broadcast", out=tmp_path), two)
-    assert ("busy machine: other programs computed on 0.5 cores" in capsys.readouterr().err) == said
-    (path,) = (tmp_path / "collectives").iterdir()
-    assert json.loads(path.read_text(encoding="utf-8"))["foreign_cores"] == cores
+    options = _options("--kinds", "broadcast")
+    options.json = True
+    collectives.run(options, two)
+    printed = capsys.readouterr()
+    assert ("busy machine: other programs computed on 0.5 cores" in printed.err) == said
+    assert json.loads(printed.out)["foreign_cores"] == cores
 
 
-def test_wrong_results_end_with_an_error(
-    timed: Callable[[int], None], two: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_results_end_with_an_error(timed: Callable[[int], None], two: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
     """After the table, which shows them."""
     timed(7)
     with pytest.raises(GateFailed, match="7 elements"):
-        collectives.run(_options("--kinds", "reduce", "--max-bytes", "1024", out=tmp_path), two)
+        collectives.run(_options("--kinds", "reduce", "--max-bytes", "1024"), two)
     printed = capsys.readouterr().out
     assert "wrong results: 7 elements" in printed
     assert any(_cells(line)[6:7] == ["7"] for line in printed.splitlines())
@@ -161,12 +150,3 @@ def test_wrong_options_are_named_with_a_hint(option: str, value: str, said: str)
         collectives.benchmark_of(_options(f"{option}={value}"))
     assert (caught.value.where or "").startswith(option)
     assert said in (caught.value.hint or "")
-
-
-def test_a_folder_that_cannot_be_written_is_an_error_with_a_hint(timed: Callable[[int], None], two: Experiment, tmp_path: Path) -> None:
-    """A file stands where the folder should be."""
-    timed(0)
-    (tmp_path / "collectives").write_text("", encoding="utf-8")
-    with pytest.raises(EnvironmentLacks) as caught:
-        collectives.run(_options("--kinds", "reduce", out=tmp_path), two)
-    assert "--out" in (caught.value.hint or "")
