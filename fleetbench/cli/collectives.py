@@ -32,7 +32,6 @@ _OPTIONS = (
 _COLUMNS = {
     "size": ("B", "size_bytes"),
     "count": ("elements", "count"),
-    "redop": ("", "redop"),
     "time": ("us", "time_us"),
     "algbw": ("GB/s", "algbw_gb_per_s"),
     "busbw": ("GB/s", "busbw_gb_per_s"),
@@ -153,7 +152,7 @@ def _table(name: str, data: dict[str, Any]) -> Table:
     """One collective's rows, with the columns of nccl-tests."""
     title = f"{name}: {data['trainers']} ranks, {data['backend']}, launcher {data['launcher']}"
     columns = {column: f"{column}\n({unit})" if unit else f"{column}\n " for column, (unit, _) in _COLUMNS.items()}
-    table = new_table(title, *columns.values(), left=(columns["redop"],))
+    table = new_table(title, *columns.values())
     for row in data["rows"]:
         if row["collective"] == name:
             table.add_row(*(_cell(unit, row[key]) for unit, key in _COLUMNS.values()))

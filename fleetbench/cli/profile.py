@@ -133,10 +133,9 @@ def print_profile(experiment: Experiment, profile: Profile) -> None:
     from fleetbench.profile import compute_key
 
     key = compute_key(experiment)  # of the experiment's own thread count
-    table = next((table for table in profile.tables if table.key == key), next(iter(profile.tables), None))
-    if table is not None:
-        emit_table(layers_table(table))
-        emit_table(costs_table(table, profile))
+    table = next((table for table in profile.tables if table.key == key), profile.tables[0])
+    emit_table(layers_table(table))
+    emit_table(costs_table(table, profile))
     for line in profile.threads:
         step, compute, slower = units.seconds(line.step * 1e-9), units.seconds(line.compute * 1e-9), units.ratio(1.0 + line.contention)
         emit(f"{counted(line.thread_num, 'thread')} a trainer: a step takes {step}, compute {compute}, and {slower} that beside traffic")

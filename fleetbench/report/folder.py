@@ -36,9 +36,7 @@ def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, Ru
 
 def measured_experiment(experiment: Experiment, profile: Profile) -> Experiment:
     """The experiment with the profile beside it, and the cluster that was measured: its link, and its stragglers before declared ones."""
-    measured = bool(profile.tables) or profile.communication is not None
-    file = "profile.toml" if measured else experiment.workload.profile
-    workload = dataclasses.replace(experiment.workload, profile=file)
+    workload = dataclasses.replace(experiment.workload, profile="profile.toml")
     return experiment.replace(workload=workload, cluster=measured_cluster(experiment.cluster, profile))
 
 

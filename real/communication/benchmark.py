@@ -44,7 +44,6 @@ CollectiveName = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", 
 class Kind:
     """What is particular to one collective."""
 
-    reduces: bool
     splits: bool
     """Each rank sends or gets one piece of the whole."""
     bus_factor: Callable[[int], float]
@@ -58,11 +57,11 @@ def _share_of_others(ranks: int) -> float:
 
 
 KINDS: dict[str, Kind] = {
-    "all_reduce": Kind(True, False, lambda ranks: 2 * _share_of_others(ranks), lambda sent, _, **on: dist.all_reduce(sent, **on)),
-    "reduce": Kind(True, False, lambda _: 1.0, lambda sent, _, **on: dist.reduce(sent, dst=ROOT, **on)),
-    "broadcast": Kind(False, False, lambda _: 1.0, lambda sent, _, **on: dist.broadcast(sent, src=ROOT, **on)),
-    "reduce_scatter": Kind(True, True, _share_of_others, lambda sent, received, **on: dist.reduce_scatter_single(received, sent, **on)),
-    "all_gather": Kind(False, True, _share_of_others, lambda sent, received, **on: dist.all_gather_single(received, sent, **on)),
+    "all_reduce": Kind(False, lambda ranks: 2 * _share_of_others(ranks), lambda sent, _, **on: dist.all_reduce(sent, **on)),
+    "reduce": Kind(False, lambda _: 1.0, lambda sent, _, **on: dist.reduce(sent, dst=ROOT, **on)),
+    "broadcast": Kind(False, lambda _: 1.0, lambda sent, _, **on: dist.broadcast(sent, src=ROOT, **on)),
+    "reduce_scatter": Kind(True, _share_of_others, lambda sent, received, **on: dist.reduce_scatter_single(received, sent, **on)),
+    "all_gather": Kind(True, _share_of_others, lambda sent, received, **on: dist.all_gather_single(received, sent, **on)),
 }
 
 
@@ -74,11 +73,6 @@ class Case:
     count: int
     """Elements of one rank's piece, or of the whole where nothing is split."""
     ranks: int
-
-    @property
-    def redop(self) -> str:
-        """How it reduces; ``none`` where it moves and does not reduce."""
-        return "sum" if KINDS[self.collective].reduces else "none"
 
     @property
     def numel(self) -> int:
@@ -166,7 +160,6 @@ def row_of(case: Case, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "collective": case.collective,
         "size_bytes": case.size_bytes,
         "count": case.count,
-        "redop": case.redop,
         "time_us": means_us[slowest],
         "algbw_gb_per_s": case.algbw(time_s) * 1e-9,
         "busbw_gb_per_s": case.busbw(time_s) * 1e-9,

@@ -58,13 +58,6 @@ def test_sizes_are_geometric_and_whole() -> None:
     ]
 
 
-def test_only_what_reduces_has_a_reduction() -> None:
-    """An all-reduce sums, a broadcast only moves."""
-    sizes = {"min_bytes": Bytes(1024), "max_bytes": Bytes(1024)}
-    benchmark = Benchmark(kinds=("all_reduce", "broadcast"), **sizes)
-    assert [found.redop for found in benchmark.cases(2)] == ["sum", "none"]
-
-
 def test_a_row_is_of_the_slowest_rank() -> None:
     """Means of 200 and 300 us: the second rank's iterations of 200, 200 and 500 us make the row."""
     parts = [{"times_ns": [100_000, 200_000, 300_000], "wrong": 2}, {"times_ns": [200_000, 200_000, 500_000], "wrong": 1}]

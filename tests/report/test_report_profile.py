@@ -118,7 +118,7 @@ def test_a_folder_simulates_as_it_is(experiment: Experiment, profile: Profile, t
 
 
 def test_declared_layers_keep_what_was_measured_of_two_in_flight(profile: Profile, tmp_path: Path) -> None:
-    """A profile without tables, as emulated compute gives it: two communicators are as slow as measured, not as a link halved."""
+    """A profile without tables: two communicators are as slow as measured, not as a link halved."""
     layers = ({"name": "block", "params": 1_000_000, "forward": "1 ms", "backward": "1 ms", "repeat": 4},)
     strategy = {"nccl_comm_num": 2, "sync_nccl_allreduce": False, "fuse_all_reduce_ops": False}
     declared = Experiment.from_dict(
