@@ -30,6 +30,7 @@ PROBED = 20
 RECORDED = 100
 """Of strategies that were all simulated, so many of the best stand in the study, beside default and advice."""
 WARMUP_STEPS = 2
+STEADY_STEPS = 3
 
 StepS = Callable[[DistributedStrategy], float]
 """Simulated seconds of a step under a strategy, in as many steps as ``shortened`` says."""
@@ -121,10 +122,14 @@ def search(
 
 
 def shortened(experiment: Experiment) -> Experiment:
-    """The experiment with ``tune.simulated_steps`` counted steps, or as many more as whole rounds take, and at most the workload's."""
+    """The experiment with ``tune.simulated_steps`` counted steps, or as many more as whole rounds take, and at most the workload's.
+
+    Where no straggler is drawn, steps are alike, and a few are enough.
+    """
     strategy, tune = experiment.strategy, experiment.tune
+    least = tune.simulated_steps if experiment.cluster.stragglers else min(tune.simulated_steps, STEADY_STEPS)
     cadences = tune.local_steps if experiment.workload.target_loss is not None else (strategy.local_steps,)
-    return with_steps(experiment, tune.simulated_steps, math.lcm(*cadences) * strategy.gradient_merge_configs.k_steps)
+    return with_steps(experiment, least, math.lcm(*cadences) * strategy.gradient_merge_configs.k_steps)
 
 
 def with_steps(experiment: Experiment, least: int, rounds: int = 1) -> Experiment:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare what needs no cluster."""
     parser.add_argument("--simulate-only", action="store_true", help="run nothing: the answer for a cluster that one does not have")
-    sweep = "with --simulate-only: the best strategy at each value of a key, such as cluster.nodes=1,2,4 or 1..8; a table"
+    sweep = "with --simulate-only: the best strategy at each value of a key, such as cluster.nodes=1,2,4 or 1..8; a table and a picture"
     parser.add_argument("--sweep", metavar="KEY=V1,V2,...", help=sweep)
 
 
@@ -115,6 +115,7 @@ def _spelled(fits: bool | None) -> str:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    from fleetbench.report import figures
     from sim.many.sweep import Axis
     from tuner.simulated.sizes import tune_sizes
 
@@ -138,7 +139,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
     if found.price_per_trainer_hour is not None:
         emit(f"cost is of {found.priced_samples:.3g} samples at {found.price_per_trainer_hour:g} an hour and trainer")
     _emit_notes(found.notes)
-    emit(f"table: {folder / 'sizes.json'}")
+    figures.save_png(figures.sizes(found), folder / "sizes.png")
+    emit(f"table: {folder / 'sizes.json'}\npicture: {folder / 'sizes.png'}")
     return 0
 
 

@@ -7,7 +7,9 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -17,6 +19,7 @@ from fleetbench.cli import progress
 from fleetbench.cli.options import load_experiment
 from fleetbench.cli.output import say
 from fleetbench.errors import ConfigError
+from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
 
 if TYPE_CHECKING:
@@ -33,6 +36,11 @@ _FLAGS = ("--json", "--collectives")
 """Options that take no value; the word after any other is one."""
 _OF_THE_WORKLOAD = ("target_loss", "eval_every", "steps")
 """What may be set of it; model, data and the rest are the script's."""
+_MOST_ENTRIES = 100_000
+"""Looked at; a folder with more is one of data."""
+_SHOWN = 10
+_OURS = (".git", "__pycache__", "workerlog.", "serverlog.")
+"""How names begin that are of version control, Python or a launcher."""
 _PROTECTION = (
     "let the script neither load nor save a checkpoint where FLEETBENCH_TUNING is in its environment, "
     "or, if it only saves, start it in a folder of its own with --workdir DIR"
@@ -133,8 +141,11 @@ def _profile(
     from real.job.script_session import ScriptSession
     from real.profile.measuring import profile_script, searched_threads
 
-    _say_that_it_writes(arguments)
-    with progress.steps("profile", lines=True) as advance, ScriptSession(command, base, workdir=arguments.workdir) as session:
+    with (
+        _told(arguments),
+        progress.steps("profile", lines=True) as advance,
+        ScriptSession(command, base, workdir=arguments.workdir) as session,
+    ):
         counts = searched_threads(session.experiment)
         taken = profile_script(session, counts, seconds=arguments.seconds, stragglers=True, progress=advance)
     for note in session.notes:
@@ -155,15 +166,13 @@ def _tune(
 
     say(_budget(base.tune))
     say(what_runs(base))
-    _say_that_it_writes(arguments)
-    with progress.stages(lines=True) as advance:
+    with _told(arguments), progress.stages(lines=True) as advance:
         recommendation, folder = tune_script(command, base, out=arguments.out, workdir=arguments.workdir, progress=advance, kept=kept)
     return show(recommendation, folder, arguments)
 
 
-def _say_that_it_writes(arguments: argparse.Namespace) -> None:
-    folder = (arguments.workdir or Path()).resolve()
-    say(f"note: the script really runs, over and over, and writes what it writes, in {folder}: {_PROTECTION}")
+def _told(arguments: argparse.Namespace) -> AbstractContextManager[None]:
+    return telling((arguments.workdir or Path()).resolve(), arguments.out)
 
 
 def refuse_workdir(arguments: argparse.Namespace) -> None:
@@ -228,3 +237,36 @@ def refuse_what_is_the_scripts(base: Experiment, overrides: Sequence[str] = ()) 
         if section == "workload" and name.split(".")[0] not in _OF_THE_WORKLOAD:
             allowed = ", ".join(f"workload.{field}" for field in _OF_THE_WORKLOAD)
             raise ConfigError("is the script's own", key.strip(), value.strip(), f"change the script; what can be set of it is {allowed}")
+
+
+@contextmanager
+def telling(folder: Path, out: Path) -> Iterator[None]:
+    """Say first that the script writes below ``folder``, and after the ``with``, however it ends, which files it has written.
+
+    ``out``: where this command's own results go.
+    """
+    say(f"note: the script really runs, over and over, and writes what it writes, in {folder}: {_PROTECTION}")
+    begin_ns = time.time_ns()
+    try:
+        yield
+    finally:
+        found = sorted(_changed_since(begin_ns, folder, out.resolve()))
+        if found:
+            names = ", ".join(str(path.relative_to(folder)) for path in found[:_SHOWN])
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            say(f"note: {counted(len(found), 'file')} in {folder} {'was' if len(found) == 1 else 'were'} written meanwhile: {names}{more}")
+
+
+def _changed_since(begin_ns: int, folder: Path, out: Path) -> Iterator[Path]:
+    num = 0
+    for at, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(_OURS) and Path(at, name) != out]
+        for name in files:
+            num += 1
+            if num > _MOST_ENTRIES:
+                say(f"note: {folder} holds more files; only the first {_MOST_ENTRIES:,} were looked at for what the script has written")
+                return
+            path = Path(at, name)
+            with suppress(OSError):  # it has gone in the meantime
+                if not name.startswith(_OURS) and path.is_file() and path.stat().st_mtime_ns >= begin_ns:
+                    yield path

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -17,9 +18,11 @@ from matplotlib.figure import Figure
 
 from fleetbench.report.model import SPLIT, StepsView
 from tuner.recommendation import Arm
+from tuner.simulated.sizes import Sizes
 
 SIMULATED = "#9fb8d0"
 REAL = "#1f4e79"
+MONEY = "#2f8f5b"
 _PARTS = ("#1f4e79", "#e0a030", "#c44e35", "#5b9a68", "#b5b5b5")
 """One colour for each of ``SPLIT``; told apart by lightness too."""
 _WIDTH_INCHES = 8.0
@@ -76,12 +79,51 @@ def time_split(views: Sequence[StepsView]) -> Figure:
     return figure
 
 
+def sizes(found: Sizes) -> Figure:
+    """Samples a second over trainers, beside the first size's for each trainer; below, efficiency and money."""
+    trainers = [size.trainers for size in found.sizes]
+    rates = np.array([size.samples_per_s for size in found.sizes])
+    priced = [size.cost for size in found.sizes if size.cost is not None]
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH_INCHES, 6.0), layout="constrained")
+        above, below = figure.subplots(2, 1, sharex=True)
+    ideal = rates[0] / trainers[0] * np.array(trainers)
+    above.loglog(trainers, ideal, "--", color="#b5b5b5", label="as many a trainer as at the first size")
+    defaults = rates * [size.step_s / size.default_s for size in found.sizes]
+    above.loglog(trainers, defaults, color=SIMULATED, marker="o", markersize=4, label="the experiment's own strategy")
+    above.loglog(trainers, rates, color=REAL, marker="o", markersize=4, label="best strategy")
+    above.set_ylabel("samples per second")
+    above.set_title(f"{found.name}: SIMULATED, {found.compute}")
+    above.legend(frameon=False, fontsize=9)
+    below.semilogx(trainers, [100 * size.efficiency for size in found.sizes], color=REAL, marker="o", markersize=4)
+    below.set_ylim(0, 105)
+    below.set_ylabel("efficiency (%)", color=REAL)
+    below.set_xlabel("trainers")
+    below.set_xticks(trainers, [f"{number:,}" for number in trainers])
+    below.minorticks_off()
+    if priced:
+        money = below.twinx()
+        money.plot(trainers, priced, color=MONEY, marker="s", markersize=4)
+        money.set_ylim(0, 1.05 * max(priced))
+        money.set_ylabel(f"cost of {found.priced_samples:.3g} samples", color=MONEY)
+    for axes in (above, below):
+        axes.grid(color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+    return figure
+
+
 def data_uri(figure: Figure) -> str:
     """The figure as an SVG in a ``data:`` URI; equal figures give equal text."""
     buffer = io.BytesIO()
     with mpl.rc_context(_STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write the figure as a PNG."""
+    with mpl.rc_context(_STYLE):
+        figure.savefig(path, dpi=120)
 
 
 def _bars_figure(num_bars: int) -> tuple[Figure, Axes]:

@@ -38,7 +38,7 @@ def test_it_prints_an_answer_and_writes_a_strategy(command: Callable, experiment
     assert data["low"] < data["speedup"] < data["high"]
 
 
-def test_a_sweep_prints_a_table(command: Callable, experiment: Files, tmp_path: Path) -> None:
+def test_a_sweep_prints_a_table_and_draws_a_picture(command: Callable, experiment: Files, tmp_path: Path) -> None:
     """With a row a size, and money where there is a price."""
     price = ("--set", "tune.price_per_trainer_hour=2", "--set", "tune.samples=1e9")
     out = ("--out", tmp_path / "runs")
@@ -48,6 +48,8 @@ def test_a_sweep_prints_a_table(command: Callable, experiment: Files, tmp_path: 
     assert [size["trainers"] for size in found["sizes"]] == [1, 2, 4]
     first = found["sizes"][0]
     assert first["cost"] == pytest.approx(first["days"] * 24 * 2)
+    (picture,) = (tmp_path / "runs").glob("*/sizes.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
     printed = command("tune", experiment(), *TWO, *price, "--simulate-only", "--sweep", "cluster.nodes=1,2", *out).out
     assert "cost is of 1e+09 samples at 2 an hour and trainer" in printed
     assert "unknown" in printed

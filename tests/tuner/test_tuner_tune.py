@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, profiled_experiment, target_experiment
+from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, layers_with, profiled_experiment, target_experiment
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
@@ -187,9 +187,13 @@ def test_parameter_servers_are_refused_before_anything_is_done(tmp_path: Path) -
 
 
 def test_trials_are_as_short_as_asked_and_share_their_draws(tmp_path: Path) -> None:
-    """A trial runs ``simulated_steps``, at most the workload's, under the experiment's own seed and stragglers; arms as long as a leg."""
-    for simulated_steps, expected in ((7, 7), (1000, 40)):
-        experiment = layers_experiment(trials=3, simulated_steps=simulated_steps)
+    """A trial runs ``simulated_steps``, at most the workload's, under the experiment's own seed and stragglers; arms as long as a leg.
+
+    Three, where no straggler makes a step differ from the next.
+    """
+    jitter = {"stragglers": [{"kind": "jitter", "mean": 0.2}]}
+    for simulated_steps, stragglers, expected in ((7, jitter, 7), (1000, jitter, 40), (7, {}, 3)):
+        experiment = layers_with({}, stragglers, trials=3, simulated_steps=simulated_steps)
         seen: list[Experiment] = []
 
         def watched(asked: Experiment, seen: list[Experiment] = seen) -> RunResult:

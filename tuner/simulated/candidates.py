@@ -96,7 +96,9 @@ def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
     if own.mode == "ps":
         rounds = SERVED_ROUNDS * max(max(_geo_steps(experiment), default=1), own.a_sync_configs.k_steps)
         return with_steps(experiment, least or experiment.tune.simulated_steps, rounds)
-    return of_collectives(experiment) if least is None else with_steps(experiment, least, shortened(experiment).workload.steps)
+    if least is None or not experiment.cluster.stragglers:
+        return of_collectives(experiment)
+    return with_steps(experiment, least, shortened(experiment).workload.steps)
 
 
 def step_time(experiment: Experiment) -> StepS:
