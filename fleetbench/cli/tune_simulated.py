@@ -130,6 +130,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     with progress.steps("sizes", lines=True) as advance:
         found = tune_sizes(load, axis, out=arguments.out, progress=advance)
     folder = _write(found, arguments.out)
+    figures.save_png(figures.sizes(found), folder / "sizes.png")
     if arguments.json:
         emit((folder / "sizes.json").read_text(encoding="utf-8"))
         return 0
@@ -139,7 +140,6 @@ def _sweep(arguments: argparse.Namespace) -> int:
     if found.price_per_trainer_hour is not None:
         emit(f"cost is of {found.priced_samples:.3g} samples at {found.price_per_trainer_hour:g} an hour and trainer")
     _emit_notes(found.notes)
-    figures.save_png(figures.sizes(found), folder / "sizes.png")
     emit(f"table: {folder / 'sizes.json'}\npicture: {folder / 'sizes.png'}")
     return 0
 
