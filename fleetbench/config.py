@@ -251,6 +251,8 @@ def _described(hint: Any) -> tuple[str, str]:
         return " or ".join(names), "; or ".join(examples)
     if _origin(hint) is tuple:
         return f"a list of {_described(typing.get_args(hint)[0])[0]}", "write a list: [...]"
+    if _origin(hint) is typing.Literal:
+        return " or ".join(f'"{value}"' for value in typing.get_args(hint)), f'for example "{typing.get_args(hint)[0]}"'
     if _origin(hint) is dict or _is_config(hint):
         return "a table", "write a table: { key = value }"
     name = getattr(hint, "__name__", str(hint))

@@ -88,7 +88,8 @@ class _Verifier:
             reason = self._compare()
         except BudgetSpent:
             _, setting = budget_of(self.experiment)
-            reason, self.undecided = f"the budget ({setting}) ended before the comparison did", True
+            busy = f"; {counted(self.legs.num_void, 'real run')} did not count, because the machine was busy" if self.legs.num_void else ""
+            reason, self.undecided = f"the budget ({setting}) ended before the comparison did{busy}", True
             self.notes.append(reason)
             if self.judged is None:
                 self._judge(final=True)

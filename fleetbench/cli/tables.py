@@ -60,7 +60,8 @@ def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
             if _hardly_exchanges(summary, experiment):
                 emit(f"note ({label}): {_HARDLY}")
         if target is not None and summary.time_to_target_s is None and summary.final_loss is not None:
-            emit(f"target not reached ({label}): loss {summary.final_loss:.4g}, target {target:g}")
+            needs = ", of which three evaluations in a row are needed" if summary.final_loss <= target else ""
+            emit(f"target not reached ({label}): loss {summary.final_loss:.4g}, target {target:g}{needs}")
         for entry in summary.skipped:
             emit(f"SKIPPED ({label}) {entry['what']}: {entry['why']}")
 

@@ -214,7 +214,7 @@ class _Answering:
             seeds=len(ratios),
             num_trials=ranking.num_trials,
             num_reranked=len(retried),
-            notes=(*self._caveats(chosen), *ranking.notes, *notes),
+            notes=(*self._caveats(chosen, low), *ranking.notes, *notes),
         )
 
     def _choose(self, default: DistributedStrategy, step_s: Times, assumed: Sequence[Times]) -> DistributedStrategy:
@@ -296,8 +296,10 @@ class _Answering:
             changes_answer=changes,
         )
 
-    def _caveats(self, chosen: DistributedStrategy) -> list[str]:
+    def _caveats(self, chosen: DistributedStrategy, low: float) -> list[str]:
         notes = []
+        if low < 1:
+            notes.append("the interval reaches below 1: whether the strategy gains anything, only a measurement says")
         if chosen.local_steps > 1:
             notes.append(f"what {chosen.local_steps} local steps cost in loss is not simulated: train to the target before relying on them")
         if fits(self.experiment) is False:
