@@ -73,7 +73,7 @@ def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[
     if workload.target_loss is not None and strategy.mode == "ps":
         found.append(skip("workload.target_loss", UNFOLLOWED))
     elif workload.target_loss is not None and workload.loss_curve is None:
-        found.append(skip("workload.target_loss", "a recording holds training losses only: final_loss and time_to_target_s are null"))
+        found.append(skip("workload.target_loss", "no workload.loss_curve is declared: final_loss and time_to_target_s are null"))
     if workload.model == LAYERS:
         executed = dict(changed_fields(executed_part(strategy), "strategy"))
         if workload.host is not None and workload.host.fetch:

@@ -128,7 +128,7 @@ def shortened(experiment: Experiment) -> Experiment:
     """
     strategy, tune = experiment.strategy, experiment.tune
     least = tune.simulated_steps if experiment.cluster.stragglers else min(tune.simulated_steps, STEADY_STEPS)
-    cadences = tune.local_steps if experiment.workload.target_loss is not None else (strategy.local_steps,)
+    cadences = (strategy.local_steps, *(tune.local_steps if experiment.workload.target_loss is not None else ()))
     return with_steps(experiment, least, math.lcm(*cadences) * strategy.gradient_merge_configs.k_steps)
 
 

@@ -88,9 +88,10 @@ class Space:
 
     def strategy(self, point: Mapping[str, Value]) -> DistributedStrategy:
         """The candidate at ``point``, which gives a value for each of ``choices``. Raises ``ConfigError`` for values without a meaning."""
-        strategy = self.base
-        for name, value in (*self.fixed, *point.items()):
-            strategy = _with(strategy, name, value)
+        strategy, values = self.base, {**dict(self.fixed), **point}
+        for name in NAMES:  # whether communicators wait is said after how many there are
+            if name in values:
+                strategy = _with(strategy, name, values[name])
         return strategy
 
     def point_of(self, strategy: DistributedStrategy) -> Parameters | None:

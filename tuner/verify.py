@@ -25,6 +25,7 @@ from real.processes.diagnosis import LegFailed, LegLost
 from tuner.real_runs import BudgetSpent, RealRuns, budget_of, step_s_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
+from tuner.space import parameters_of
 
 DEFAULT = "default"
 FIRST_SHARE = 0.95
@@ -171,16 +172,15 @@ class _Verifier:
             target = self.experiment.workload.target_loss
             return f"does not reach the target loss {target:g} in {arm.target.steps} steps{final}"
         assert arm.target.time_s is not None
-        own, other = ((one.strategy.localsgd, one.strategy.localsgd_configs) for one in (arm, default))
-        if own == other:
-            # Step for step the same training: time to the target is the step time, which the pairs measure better than two runs.
+        if _learns_as(arm.strategy) == _learns_as(default.strategy):  # time to the target is the step time, which pairs measure better
             self.notes.append(f"{name} trains step for step like the default: its run to the target is not judged by its time")
             return None
         if default.target.time_s is not None and arm.target.time_s > default.target.time_s:
             return f"reaches the target in {arm.target.time_s:.3g} s, later than the default ({default.target.time_s:.3g} s)"
         others = "the default does not" if default.target.time_s is None else f"the default in {default.target.time_s:.3g} s"
         self.notes.append(
-            f"{name} takes {arm.strategy.local_steps} local steps and still reaches the target in {arm.target.time_s:.3g} s, {others}; "
+            f"{name}, with {counted(arm.strategy.local_steps, 'local step')} and gradients in {parameters_of(arm.strategy)['wire']}, still "
+            f"reaches the target in {arm.target.time_s:.3g} s, {others}; "
             "one run each, from the initial parameters"
         )
         return None
@@ -254,6 +254,12 @@ class _Verifier:
 
 def _says(failure: LegFailed) -> str:
     return f"failed on {failure.where}: {failure.what}"
+
+
+def _learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:
+    """What of a strategy makes another training."""
+    wire = parameters_of(strategy)["wire"]
+    return strategy.localsgd, strategy.localsgd_configs, strategy.adaptive_localsgd, strategy.amp, strategy.amp_configs, wire
 
 
 def _real_s(arm: Arm) -> float:

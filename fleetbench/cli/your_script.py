@@ -187,7 +187,7 @@ def what_runs(experiment: Experiment) -> str:
     tune = experiment.tune
     arms = 2 * (tune.finalists + 1)
     legs = f"about {arms} real runs of {tune.leg_steps} steps to choose, and at most {2 * tune.pairs} for the verdict"
-    return f"to come: a profile, unless it is known; up to {tune.trials} simulated trials; {legs}"
+    return f"to come: a profile, unless it is known; simulated trials; {legs}"
 
 
 def _budget(tune: Tune) -> str:

@@ -43,12 +43,9 @@ Array = npt.NDArray[np.float64]
 _BELIEFS = frozenset(
     {"name", "workload.profile", "workload.target_loss", "workload.eval_every"}
     | {f"run.{name}" for name in ("launcher", "port", "startup_timeout", "timeout")}
-    | {
-        f"cluster.{name}"
-        for name in ("nics_per_node", "cores_per_node", "node_overrides", "collective", "measured", "host_bandwidth", "gpu")
-    }
+    | {f"cluster.{name}" for name in ("nics_per_node", "cores_per_node", "node_overrides", "collective", "host_bandwidth", "gpu")}
 )
-_BELIEVED_TABLES = ("tune.", "run.environment.", "cluster.intra.", "cluster.inter.", "cluster.racks.")
+_BELIEVED_TABLES = ("tune.", "run.environment.", "cluster.intra.", "cluster.inter.", "cluster.racks.", "cluster.measured.")
 
 
 def differences_of(simulated: RunResult, real: RunResult) -> list[Figures]:

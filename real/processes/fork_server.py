@@ -209,7 +209,7 @@ def _serve(modules: Sequence[str]) -> None:
             if not text:
                 return
             connection = socket.socket(fileno=files[0])
-            pid = _fork(json.loads(text))
+            pid = _fork(json.loads(text), [connection, *(other for _, other in forks.values())])
             forks[os.pidfd_open(pid)] = pid, connection
             _say(connection, pid)
 
@@ -219,8 +219,11 @@ def _say(connection: socket.socket, number: int) -> None:
         connection.send(str(number).encode())
 
 
-def _fork(wanted: Mapping[str, Any]) -> int:
-    """Fork what is wanted, in a session of its own, without input; it ends with this process. Returns its number."""
+def _fork(wanted: Mapping[str, Any], connections: Sequence[socket.socket]) -> int:
+    """Fork what is wanted, in a session of its own, without input; it ends with this process. Returns its number.
+
+    ``connections``: this process's alone, so that their other ends hear of its end.
+    """
     parent = os.getpid()
     log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     pid = os.fork()
@@ -230,6 +233,8 @@ def _fork(wanted: Mapping[str, Any]) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         end_with_parent(parent)
+        for connection in connections:
+            connection.close()
         os.chdir(wanted["folder"])
         os.environ.update(wanted["variables"])
         _become(wanted["arguments"])

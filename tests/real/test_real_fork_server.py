@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,6 +115,21 @@ def test_a_killed_server_takes_its_forks_with_it(tmp_path: Path) -> None:
     third = fork_server(os.environ)
     assert third is not second
     assert second.code is not None
+
+
+@pytest.mark.usefixtures("servers_of_its_own")
+def test_what_a_fork_has_started_does_not_hide_the_end_of_its_server(tmp_path: Path) -> None:
+    """A process of the fork's own, such as a data loader's, may live on for a while; the fork is known to have ended."""
+    server = fork_server(os.environ)
+    text = "import os, time\nif child := os.fork(): print(child, flush=True)\ntime.sleep(60)"
+    fork = server.fork([_script(tmp_path, text)], tmp_path / "log")
+    while not (said := (tmp_path / "log").read_text(encoding="utf-8")):
+        time.sleep(0.02)
+    os.kill(server.pid, signal.SIGKILL)
+    try:
+        assert fork.wait(10) == -signal.SIGKILL
+    finally:
+        os.kill(int(said), signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("servers_of_its_own")

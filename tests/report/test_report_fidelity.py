@@ -11,12 +11,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from fleetbench.cluster import Cluster, Link
+from fleetbench.cluster import Cluster, Link, Measured
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Run
+from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.layers import Gradient
-from fleetbench.quantities import BitsPerSecond
+from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.report.fidelity import Figures, compare_fidelity, difference_text, differences_of, noise_of, step_errors
 from fleetbench.result import COLUMNS, Outcome, RunResult, skip, summarise
 from fleetbench.stragglers import SlowRank
@@ -205,6 +206,9 @@ def test_another_belief_is_said_and_compared() -> None:
     found = fidelity(run("sim", ERRORS_MS, experiment=believed), run())
     assert {difference["key"] for difference in found["differences"]} == {"cluster.intra.bandwidth", "cluster.intra.latency", "name"}
     assert found["errors"] is not None
+    points = tuple(CollectivePoint(nbytes=nbytes, took=Nanoseconds(nbytes)) for nbytes in (10**6, 10**7))
+    timed = _changed(cluster=Cluster(trainers_per_node=2, collective="measured", measured=Measured(trainers=2, points=points)))
+    assert fidelity(run("sim", ERRORS_MS, experiment=timed), run())["errors"] is not None
 
 
 def test_other_steps_or_ranks_are_not_aligned() -> None:

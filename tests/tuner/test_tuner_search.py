@@ -232,3 +232,11 @@ def test_the_simulator_finds_that_overlap_pays(tmp_path: Path) -> None:
     assert found.default.trial.simulated_s == pytest.approx(0.0621, rel=0.01)
     # Nothing beats the first gradient's 2 ms of backward, then 32 ms of wire.
     assert 0.010 + 0.002 + 0.032 <= best.trial.simulated_s < 0.9 * found.default.trial.simulated_s
+
+
+def test_a_trial_takes_whole_rounds_of_the_default_too() -> None:
+    """Of all K that may be searched, and of the default's own, which need not be one of them; at most the workload's steps."""
+    for own, steps in ((1, 16), (12, 24), (32, 32), (7, 40)):
+        experiment = target_experiment(local_steps=(1, 8) if own > 1 else (1, 16))
+        local = {"localsgd": own > 1, "localsgd_configs": {"k_steps": own} if own > 1 else {}}
+        assert shortened(experiment.replace(strategy=DistributedStrategy().replace(**local))).workload.steps == steps, own

@@ -83,6 +83,15 @@ def test_one_value_fixes_a_parameter() -> None:
     assert space.size == 2
 
 
+def test_one_communicator_waits_only_where_that_is_allowed() -> None:
+    """A default of two communicators never waits; of what the file allows, one communicator of gloo waits, or runs free, or does both."""
+    for allowed in ((True,), (False,), (True, False)):
+        experiment = layers_experiment(nccl_comm_num=(1, 2), sync_nccl_allreduce=allowed)
+        space = search_space(with_strategy(experiment, nccl_comm_num=2, sync_nccl_allreduce=False))
+        strategies = [space.strategy(point) for point in space.points()]
+        assert {strategy.sync_nccl_allreduce for strategy in strategies if strategy.nccl_comm_num == 1} == set(allowed)
+
+
 def test_more_threads_than_cores_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two trainers of two threads on two cores would stop each other, whatever a profile of compute alone says."""
     monkeypatch.setattr("tuner.space.os.cpu_count", lambda: 2)

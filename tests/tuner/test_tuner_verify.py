@@ -245,6 +245,18 @@ def test_a_candidate_with_the_default_cadence_is_not_judged_by_the_time_of_one_r
     assert any("one" in note and "not judged" in note for note in found.notes)
 
 
+def test_a_16_bit_wire_that_is_later_at_the_target_is_rejected(tmp_path: Path) -> None:
+    """Rounded gradients are another training: its run to the target prices them, and on time the note names the wire."""
+    rounded = DistributedStrategy(bf16_allreduce=True)
+    step_s = lambda strategy: 0.010 if strategy == rounded else 0.012  # noqa: E731  # one line, used twice
+    late, _ = verified(target_experiment(), arms(one=rounded), tmp_path / "late", step_s, lambda s: 1.1 if s == rounded else 1.0)
+    assert late.verdict == "KEEP DEFAULT"
+    assert "later than the default" in (late.arms[1].rejected or "")
+    on_time, _ = verified(target_experiment(), arms(one=rounded), tmp_path / "on_time", step_s)
+    assert on_time.verdict == "USE"
+    assert any("gradients in bf16" in note for note in on_time.notes)
+
+
 @dataclass
 class Short(FakeRunner):
     """Of a script whose data end after 23 steps."""
