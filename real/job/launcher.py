@@ -163,8 +163,10 @@ class CollectiveJob(Job):
         """See ``Job``; a driver that has started this launcher is told, too."""
         super().see_end(process, code)
         if code and TUNING in os.environ:
+            side = RankSide(Path(os.environ[TUNING]))
             with suppress(OSError):  # the folder may be gone
-                RankSide(Path(os.environ[TUNING])).ended(process.rank, code)
+                if not side.is_aborted():  # what ends of an abort is not to blame
+                    side.ended(process.rank, code)
 
     def is_over(self) -> bool:
         """Whether a rank has failed anywhere, a node's launch was ended, or all ranks have ended that anybody can tell of.

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fleetbench.children import bound, end_with_parent
+from fleetbench.children import bound, end_with_parent, name_process
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.processes.place import process_state
 
@@ -237,6 +237,8 @@ def _fork(wanted: Mapping[str, Any], connections: Sequence[socket.socket]) -> in
             connection.close()
         os.chdir(wanted["folder"])
         os.environ.update(wanted["variables"])
+        if "RANK" in wanted["variables"]:
+            name_process(f"rank {wanted['variables']['RANK']}")
         _become(wanted["arguments"])
     os.close(log)
     return pid
