@@ -39,6 +39,8 @@ Parameters = dict[str, Value]
 NAMES = ("local_steps", "fusion", "hierarchy", "wire", "nccl_comm_num", "sync_nccl_allreduce", "update_by_bucket", "thread_num")
 """The parameters. ``fusion`` is a size of ``tune.fuse_grad_size_in_MB`` or a rule of ``tune.fusion``; others are named as in ``[tune]``."""
 OFF = "off"
+MOST_UNFUSED = 64
+"""Gradients up to which it is tried to send each alone."""
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "local_steps": ("localsgd", "localsgd_configs"),
     "fusion": (
@@ -193,6 +195,10 @@ def _refusal(experiment: Experiment, name: str, value: Value) -> str | None:
         trainers, cores = experiment.cluster.trainers_per_node, os.cpu_count() or 1
         if trainers * value > cores:  # alone they seem faster; beside gloo's own threads they stop each other
             return f"{trainers} trainers of this machine would use more threads than its {cores} cores"
+    if name == "fusion" and value == OFF and experiment.strategy.fuse_all_reduce_ops:
+        gradients = len(table_for(experiment).by_readiness())
+        if gradients > MOST_UNFUSED:
+            return f"an all-reduce for each of {gradients} gradients costs its start so often, which no simulated network tells"
     try:
         candidate = experiment.replace(strategy=_with(experiment.strategy, name, value))
         if name in ("thread_num", "update_by_bucket"):  # they change compute

@@ -125,6 +125,16 @@ def test_every_rule_of_fusion_is_tried_whatever_the_own_one_is() -> None:
         assert len(found) == 5 * 3 * 2  # communicators: one in turn, one free, two; update at the end or by bucket
 
 
+def test_many_gradients_are_not_sent_each_alone() -> None:
+    """Ten may travel alone, 65 may not, unless the experiment's own strategy does so; a note says why."""
+    many = layers_with({"layers": [{"name": "block", "params": 1_000, "forward": "1 ms", "backward": "2 ms", "repeat": 65}]})
+    space = search_space(many)
+    assert "off" not in dict(space.choices)["fusion"]
+    assert any(note.startswith("fusion = off is not searched: an all-reduce for each of 65 gradients") for note in space.notes)
+    assert "off" in dict(search_space(with_strategy(many, fuse_all_reduce_ops=False)).choices)["fusion"]
+    assert "off" in dict(search_space(layers_experiment()).choices)["fusion"]
+
+
 def test_a_hierarchy_is_tried_where_there_are_nodes_of_several_trainers() -> None:
     """Both variants on two nodes of two; on nodes of one trainer a note says why not."""
     space = search_space(layers_with({}, {"trainers_per_node": 2, "intra": {"bandwidth": "10 Gbit/s", "latency": "5 us"}}))
