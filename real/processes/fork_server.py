@@ -215,7 +215,7 @@ def _serve(modules: Sequence[str]) -> None:
 
 
 def _say(connection: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # nobody waits for that fork any more
+    with contextlib.suppress(OSError):  # the one that asked for this fork has ended
         connection.send(str(number).encode())
 
 

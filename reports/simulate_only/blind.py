@@ -29,8 +29,8 @@ from fleetbench.store import machine, new_run_id, versions
 from fleetbench.strategy import DistributedStrategy
 from real.job.session import Session
 from real.leg import Leg
+from tuner.sequential import paired_speedup
 from tuner.simulated.answer import tune_simulated
-from tuner.verify import paired_speedup
 
 HERE = Path(__file__).parent
 PREDICTIONS, RAW = HERE / "blind_predictions.json", HERE / "blind_raw.jsonl"
