@@ -170,7 +170,7 @@ ROLE = Role(launcher="torchrun", rank=3, trainers=4, local_rank=1, trainers_per_
 
 
 def test_every_trainer_gets_the_experiments_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that other ranks of the job start, too: what the experiment asks for is above the rank's own."""
+    """Also a trainer that another rank of the job starts: the experiment's variables replace the rank's own."""
     started: list[dict[str, str]] = []
 
     def popen(_: object, **named: Any) -> SimpleNamespace:

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from real.job import launch
 from real.job.folder import RankPlace, RankSide
-from real.job.launch import CommandLaunch
+from real.job.launch import CommandLaunch, codes_of_agent
 from real.processes.place import Place
 
 REPORT = "  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: 11)\n"
@@ -110,3 +111,11 @@ def test_the_first_error_is_quoted_and_not_the_launchers_box(started: CommandLau
     """A launcher's summary follows it; where there is no error at all, the last lines."""
     started.log.write_text(said + ("  error_file: <N/A>\n  time: 12:00\n====\n" if "Error" in said else ""))
     assert started._last_lines() == quoted
+
+
+def test_the_report_of_torchs_agent_is_read_by_rank() -> None:
+    """As torch itself writes it: a killed rank and one that raised; the agent ended the third itself, which is not to blame."""
+    codes = {5: -signal.SIGKILL, 3: 1, 4: -signal.SIGTERM}
+    failures = {rank: ProcessFailure(local_rank=rank % 2, pid=100 + rank, exitcode=code, error_file="") for rank, code in codes.items()}
+    said = f"[rank3]: Traceback (most recent call last):\n{ChildFailedError('train.py', failures)}"
+    assert codes_of_agent(said) == {5: -signal.SIGKILL, 3: 1}
