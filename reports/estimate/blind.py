@@ -1,4 +1,4 @@
-"""Steps of a GPU that nobody had measured here, estimated first and measured afterwards.
+"""Steps of a GPU, estimated first and measured afterwards.
 
     python reports/estimate/blind.py predict    # any machine; writes predictions.json, which is committed before anything is measured
     python reports/estimate/blind.py measure    # a machine with that GPU; appends rows to blind.jsonl

@@ -11,6 +11,7 @@ next goes on), or not reached within the minutes. Without a CUDA device a sectio
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +28,25 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RAW = HERE / "raw.jsonl"
-SMALL = {"workload.model": "digits_mlp", "workload.data": "digits", "workload.batch_size": 64, "workload.lr": 0.02}
+SMALL = {"workload.model": "digits_mlp", "workload.data": "digits", "workload.batch_size": 64, "workload.lr": 0.1}
+STRATEGIES: dict[str, dict[str, object]] = {
+    "default": {},
+    "adam": {"workload.optimizer": "adam", "workload.lr": 0.001},
+    "a wire of 16 bits": {"strategy.fp16_allreduce": True},
+    "mixed precision, bf16": {"strategy.amp": True, "strategy.amp_configs.dtype": "bf16"},
+    "mixed precision, fp16": {"strategy.amp": True, "strategy.amp_configs.dtype": "fp16"},
+    "recompute": {"strategy.recompute": True, "strategy.recompute_configs.checkpoints": '["1"]'},
+    "Local SGD": {"strategy.localsgd": True, "strategy.localsgd_configs.k_steps": 4},
+    "outer optimizer, INT8": {
+        "strategy.localsgd": True,
+        "strategy.localsgd_configs": '{ k_steps = 4, outer_lr = 0.7, outer_momentum = 0.9, outer_wire = "int8" }',
+    },
+    "gradient merge": {"strategy.gradient_merge": True, "strategy.gradient_merge_configs.k_steps": 2},
+    "compiled blocks": {"strategy.build_strategy.fuse_elewise_add_act_ops": True},
+    "asynchronous servers": {"strategy.mode": "ps", "strategy.a_sync": True, "cluster.servers": 1, "cluster.trainers_per_node": 1},
+    "settings of the device": {"strategy.cudnn_exhaustive_search": True, "strategy.fraction_of_gpu_memory_to_use": 0.05},
+}
+"""Keys by the name of what they ask for; trained on the device and on the CPU."""
 RESNET = {"workload.model": "resnet50", "workload.data": "synthetic", "workload.optimizer": "momentum", "workload.lr": 0.01}
 
 
@@ -50,7 +70,9 @@ class Ground:
 
     def run(self, command: list[str]) -> str:
         """The command's standard output. Raises ``Failed``."""
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), str(ROOT / "tests/real")])}
+        given = os.environ.get("PYTHONPATH")
+        paths = [str(ROOT), str(HERE), str(ROOT / "tests/real"), *([given] if given else [])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         left_s = max(1.0, self.deadline - time.monotonic())
         try:
             done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=left_s, check=False)
@@ -64,7 +86,7 @@ class Ground:
         """What fleetbench's command ``name`` prints with ``--json``, on this ground's device; ``command``: of a script that it measures."""
         trainers = max(2, self.num_devices)
         given = {"run.device": self.device, "run.backend": self.backend, "cluster.trainers_per_node": trainers, **(keys or {})}
-        sets = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
+        sets = [part for key, value in given.items() for part in ("--set", f"{key}={str(value).lower() if value is True else value}")]
         script = ["--", *command] if command else []
         (self.folder / "base.toml").write_text('schema = 1\nname = "first_hour"\n', encoding="utf-8")
         return json.loads(self.run([sys.executable, "-m", "fleetbench", name, "base.toml", *arguments, *sets, "--json", *script]))
@@ -139,6 +161,30 @@ def sim_against_real(ground: Ground) -> Any:
     return means | {"ratio": means["simulated_s"] / means["real_s"]}
 
 
+def _final_loss(ground: Ground, keys: Mapping[str, object], device: str, number: int) -> float | str:
+    """Of a real run of its own folder; or what went wrong."""
+    folder = ground.folder / f"{number}-{device}"
+    folder.mkdir()
+    own = dataclasses.replace(ground, folder=folder)
+    try:
+        run = own.fleetbench("real", keys={**SMALL, "workload.steps": 24, **keys, "run.device": device, "run.backend": "gloo"})
+    except Failed as error:
+        return str(error)
+    return float(run["final_loss"])
+
+
+def strategies(ground: Ground) -> Any:
+    """The loss at the end of real runs, on the device and on the CPU, which take the same batches from the same parameters."""
+    with ThreadPoolExecutor(4) as pool:
+        losses = {
+            name: [pool.submit(_final_loss, ground, keys, device, number) for device in (ground.device, "cpu")]
+            for number, (name, keys) in enumerate(STRATEGIES.items())
+        }
+        return [
+            {"strategy": name, **dict(zip(("device", "cpu"), (run.result() for run in pair), strict=True))} for name, pair in losses.items()
+        ]
+
+
 @dataclass(frozen=True)
 class Section:
     """What is measured, and whether only a device can."""
@@ -151,6 +197,7 @@ SECTIONS: dict[str, Section] = {
     "tests": Section(tests, needs_cuda=True),
     "parity_nccl": Section(lambda ground: ground.ranks("parity", max(1, ground.num_devices), "nccl"), needs_cuda=True),
     "parity_gloo": Section(lambda ground: ground.ranks("parity", 2, "gloo")),
+    "strategies": Section(strategies, needs_cuda=True),
     "overhead": Section(lambda ground: ground.ranks("overhead", 1, "nccl" if ground.device == "cuda" else "gloo")),
     "delays": Section(lambda ground: ground.ranks("delays", 1, "gloo")),
     "compile": Section(lambda ground: ground.ranks("compile", 1, "nccl" if ground.device == "cuda" else "gloo")),
@@ -190,6 +237,8 @@ def main() -> None:
     """Measure, a row a section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--each", type=float, default=20.0, help="minutes a section takes at most")
+    parser.add_argument("--commit", help="of the code, where no .git lies beside it")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
@@ -204,12 +253,19 @@ def main() -> None:
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = "cuda" if num_devices else "cpu"
     named = torch.cuda.get_device_name(0) if num_devices else "cpu"
-    origin = {"commit": commit(), "machine": machine(), "versions": versions(), "device": named, "num_devices": num_devices}
+    origin = {
+        "commit": options.commit or commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "device": named,
+        "num_devices": num_devices,
+    }
     deadline = time.monotonic() + 60 * options.minutes
     for name in options.only:
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            row = measured(SECTIONS[name], Ground(device, num_devices, deadline, Path(folder)))
+            ends = min(deadline, begin + 60 * options.each)
+            row = measured(SECTIONS[name], Ground(device, num_devices, ends, Path(folder)))
         taken = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(time.monotonic() - begin, 1)}
         with RAW.open("a", encoding="utf-8") as raw:
             raw.write(json.dumps({"section": name, **row, **taken, **origin}) + "\n")
