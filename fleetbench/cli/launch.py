@@ -29,9 +29,9 @@ def _port(text: str) -> int:
 
 def _endpoint(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host:
+    if not host or ":" in host:
         raise argparse.ArgumentTypeError(f"not HOST:PORT: {text}")
-    return host.strip("[]"), _port(port)
+    return host, _port(port)
 
 
 _AT_LEAST_1 = number("a number of seconds, at least 1", 1)

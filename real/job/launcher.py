@@ -26,7 +26,7 @@ from real.processes.place import make_folder
 from real.processes.roles import JOINED, TUNING
 from real.processes.started import LOCAL, QUIET, Started, end, meeting_variables, require_free, start, torchrun_variables, uninterrupted
 from real.servers.board import Board, Entry, Holder
-from real.servers.hosts import Placement, family_of
+from real.servers.hosts import Placement
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from __all__ only
@@ -289,13 +289,12 @@ def _store() -> TCPStore:
 
 def _board(nodes: Nodes) -> Board:
     """What the launchers write for each other, at the rendezvous."""
-    host = f"[{nodes.host}]" if ":" in nodes.host else nodes.host
-    endpoint, own, patience_s = f"{host}:{nodes.port}", nodes.names[nodes.rank], nodes.startup_timeout_s
+    own, patience_s = nodes.names[nodes.rank], nodes.startup_timeout_s
     holder = None
     if nodes.rank == 0:
-        anywhere = f"{'[::]' if family_of(endpoint).name == 'AF_INET6' else '0.0.0.0'}:{nodes.port}"  # noqa: S104  # as torch's store listens
+        anywhere = f"0.0.0.0:{nodes.port}"  # as torch's store listens
         holder = Holder(anywhere, _TOKEN, nodes.names[1:], encrypted=False, startup_timeout_s=patience_s)
-    return Board(endpoint, _TOKEN, own, encrypted=False, startup_timeout_s=patience_s, holder=holder)
+    return Board(f"{nodes.host}:{nodes.port}", _TOKEN, own, encrypted=False, startup_timeout_s=patience_s, holder=holder)
 
 
 def _met(nodes: Nodes, nproc: int, board: Board, store: TCPStore | None) -> tuple[CollectiveJob, dict[str, str]]:

@@ -153,7 +153,7 @@ def free_ports(num: int) -> list[int]:
 
 def require_free(port: int, where: str = "run.port", host: str = LOCAL) -> None:
     """Raise ``EnvironmentLacks`` if something listens on ``port`` of this machine's address ``host``."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

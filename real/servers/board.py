@@ -12,12 +12,10 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from socket import AF_INET6
 from typing import Any, Literal
 
 import zmq
 
-from real.servers.hosts import family_of
 from real.servers.security import ServerSocket, guard_client, new_session
 from real.servers.silence import Silence
 from real.servers.wire import Head, WireError, decode, encode, read_json, reading
@@ -66,7 +64,6 @@ class Board:
         self.socket = self._context.socket(zmq.DEALER)
         """To be polled."""
         guard_client(self.socket, token, encrypted=encrypted)
-        self.socket.ipv6 = family_of(endpoint) == AF_INET6
         self.socket.connect(f"tcp://{endpoint}")
         self._head = Head("watch", session=new_session())
         self._name, self._startup_timeout_s = name, startup_timeout_s

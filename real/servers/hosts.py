@@ -79,8 +79,8 @@ class Placement:
 
 
 def host_of(endpoint: str) -> str:
-    """The host of ``host:port``, without an address's brackets."""
-    return endpoint.rpartition(":")[0].strip("[]")
+    """The host of ``host:port``."""
+    return endpoint.rpartition(":")[0]
 
 
 def place(servers: str, workers: str) -> Placement:
@@ -102,7 +102,7 @@ def place(servers: str, workers: str) -> Placement:
     endpoints, trainers = _endpoints(servers), _trainers(workers)
     hosts = tuple(dict.fromkeys((*map(host_of, endpoints), *trainers)))
     for host in hosts if len(hosts) > 1 else ():
-        if is_loopback(host) or host in ("0.0.0.0", "::"):  # noqa: S104  # which is refused
+        if is_loopback(host) or host == "0.0.0.0":  # noqa: S104  # which is refused
             hint = "an address of it by which the other hosts reach it"
             option = "--workers" if host in trainers else "--servers"
             raise ConfigError("is every machine itself, and there are several hosts", option, host, hint)
@@ -127,11 +127,11 @@ def require_addresses(placement: Placement) -> None:
     """Raise ``EnvironmentLacks`` where an address of this machine's servers is taken, or is one that other hosts do not reach."""
     for number in placement.own_servers:
         endpoint = placement.endpoints[number]
-        host, _, port = resolve(endpoint)[1].rpartition(":")
+        host, _, port = resolve(endpoint).rpartition(":")
         if placement.is_spread and is_loopback(host):
             hint = "give its address instead of its name"
             raise EnvironmentLacks("here this name is the loopback, where no other host comes", "--servers", endpoint, hint)
-        require_free(int(port), "--servers", host.strip("[]"))
+        require_free(int(port), "--servers", host)
 
 
 def _endpoints(text: str) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ def _endpoints(text: str) -> tuple[str, ...]:
     found: list[str] = []
     for part, _, port in _parts(text, "--servers"):
         if port is None or not 1 <= int(port) <= 65535:
-            raise ConfigError("is no host:port", "--servers", part, "for example 10.0.0.1:7164, or [fd00::1]:7164")
+            raise ConfigError("is no host:port", "--servers", part, "for example 10.0.0.1:7164")
         if part in found:
             raise ConfigError("is listed twice", "--servers", part, "servers of one host need a port each: 10.0.0.1:7164,10.0.0.1:7165")
         found.append(part)
@@ -152,7 +152,7 @@ def _trainers(text: str) -> tuple[str, ...]:
     for part, host, number in _parts(text, "--workers"):
         count = int(number or 1) if host else 0
         if count < 1:
-            raise ConfigError("is no host:count", "--workers", part, "for example 10.0.0.3:4, or [fd00::3]:4, for four trainers there")
+            raise ConfigError("is no host:count", "--workers", part, "for example 10.0.0.3:4, for four trainers there")
         if count > _MOST:
             hint = "after a host stands its number of trainers, which need no port: 10.0.0.3:4"
             raise ConfigError(f"would be {count} trainers on one host", "--workers", part, hint)
@@ -163,39 +163,27 @@ def _trainers(text: str) -> tuple[str, ...]:
 
 
 def _parts(text: str, option: str) -> Iterator[tuple[str, str, str | None]]:
-    """Each part of a list, its host, which is empty where it is none, and its number. An address of IPv6 stands in brackets."""
+    """Each part of a list, its host, which is empty where it is none, and its number."""
     for part in map(str.strip, text.split(",")):
         if not part:
             raise ConfigError("an empty name among the hosts", option, repr(text), f"for example {_EXAMPLE}")
-        found = re.fullmatch(r"(\[[^\]]+\]|[^\s:\[\]/*]+)(?::(\d+))?", part)
-        yield (part, found[1].strip("[]"), found[2]) if found else (part, "", None)
+        found = re.fullmatch(r"([^\s:\[\]/*]+)(?::(\d+))?", part)
+        yield (part, found[1], found[2]) if found else (part, "", None)
 
 
-def resolve(endpoint: str) -> tuple[socket.AddressFamily, str]:
-    """``host:port`` with the host's address instead of its name, which libzmq does not look up for those who listen.
-
-    Of a host that has both families it is the older, for servers and trainers alike.
+def resolve(endpoint: str) -> str:
+    """``host:port`` with the host's IPv4 address instead of its name, which libzmq does not look up for those who listen.
 
     Raises ``ConfigError`` for an endpoint without a host, which would be all of the machine's networks, or without a port,
     ``EnvironmentLacks`` for a name that leads nowhere.
     """
     host, _, port = endpoint.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
     if not host or host == "*" or not port.isdecimal():
         hint = "host:port; 0.0.0.0 as host, should it be meant, is every network of this machine"
         raise ConfigError("is no address to listen on", "server", repr(endpoint), hint)
     try:
-        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, OverflowError, UnicodeError) as error:
-        hint = "a name or an address of this machine, and a port below 65536"
+        hint = "a name or an IPv4 address of this machine, and a port below 65536"
         raise EnvironmentLacks(f"the server's host is not known: {error}", "server", endpoint, hint) from error
-    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-    return family, f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
-
-
-def family_of(endpoint: str) -> socket.AddressFamily:
-    """The family by which a trainer connects to an endpoint; IPv4 for a name that does not resolve yet, whose host may still come."""
-    try:
-        return resolve(endpoint)[0]
-    except (ConfigError, EnvironmentLacks):
-        return socket.AF_INET
+    return f"{found[0][4][0]}:{port}"

@@ -14,13 +14,11 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from socket import AF_INET6
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
-from real.servers.hosts import family_of
 from real.servers.security import ENCRYPT, TOKEN, guard_client, new_session
 from real.servers.silence import Silence
 from real.servers.wire import Head, Tensor, WireError, decode, encode
@@ -119,7 +117,6 @@ class Links:
         for server, endpoint in enumerate(options.endpoints):
             socket = context.socket(zmq.DEALER)
             guard_client(socket, options.token, encrypted=options.encrypted, timeout_s=options.timeout_s)
-            socket.ipv6 = family_of(endpoint) == AF_INET6
             monitor = socket.get_monitor_socket(_HANDSHAKES)
             socket.connect(f"tcp://{endpoint}")
             for listened in (socket, monitor):

@@ -13,7 +13,6 @@ import hashlib
 import hmac
 import os
 import secrets
-import socket
 from collections.abc import Callable, Mapping, Sequence
 
 import zmq
@@ -103,8 +102,7 @@ class ServerSocket:
 
     def bind(self) -> None:
         """Take the address. Raises ``ConfigError`` for one that is none, ``EnvironmentLacks`` where it cannot be had."""
-        family, address = resolve(self._endpoint)
-        self._socket.ipv6 = family == socket.AF_INET6
+        address = resolve(self._endpoint)
         try:
             self._socket.bind(f"tcp://{address}")
         except zmq.ZMQError as error:

@@ -43,15 +43,6 @@ def test_a_host_may_be_known_by_several_names(machine: Callable[..., None]) -> N
     assert (placement.own_servers, placement.own_trainers) == ((0,), (0, 1))
 
 
-def test_addresses_of_ipv6_stand_in_brackets(machine: Callable[..., None]) -> None:
-    """Of a server and of trainers, with a count and without one."""
-    machine("fd00::1")
-    placement = place("[fd00::1]:7164", "[fd00::1]:2,[fd00::2]")
-    assert placement.endpoints == ("[fd00::1]:7164",)
-    assert placement.workers == ("fd00::1", "fd00::1", "fd00::2")
-    assert (placement.own_servers, placement.own_trainers) == ((0,), (0, 1))
-
-
 def test_two_counts_are_all_on_this_machine() -> None:
     """Nothing is spread, and every server has a port of its own on the loopback."""
     placement = place("2", "3")
@@ -77,7 +68,7 @@ def test_one_host_alone_may_be_the_loopback() -> None:
         ("a:0", "a:2", "--servers: is no host:port"),
         ("a:65536", "a:2", "--servers: is no host:port"),
         ("*:7164", "a:2", "--servers: is no host:port"),
-        ("fd00::1:7164", "a:2", "--servers: is no host:port"),
+        ("[fd00::1]:7164", "a:2", "--servers: is no host:port"),
         ("a:7164,a:7164", "a:2", "--servers: is listed twice"),
         ("a:7164,", "a:2", "--servers: an empty name"),
         ("a:7164", "a:0", "--workers: is no host:count"),
