@@ -49,7 +49,6 @@ _OPTIONS: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
     ("--nnodes", whole(1), None, "N", "number of nodes; start the same command on each. Default: 1"),
     ("--node-rank", whole(0), None, "R", "which of the nodes this is, from 0"),
     ("--rdzv-endpoint", _endpoint, None, "HOST:PORT", "where node 0 listens, as every node sees it"),
-    ("--port", _port, None, "P", "rendezvous port of a launch on one node; default: a file"),
     ("--startup-timeout", _AT_LEAST_1, 300.0, "S", "seconds until all nodes, or all servers and trainers, are there; default: 300"),
     ("--log-dir", Path, Path("log"), "DIR", "a file a rank goes here; default: log"),
 )
@@ -85,8 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     from real.job.launcher import launch_script
 
     nodes = nodes_of(arguments)
-    port = arguments.port if nodes is None else None
-    place = f"{nodes.host}:{nodes.port}" if nodes is not None else "a file" if port is None else f"127.0.0.1:{port}"
+    place = "a file" if nodes is None else f"{nodes.host}:{nodes.port}"
     meeting = f"rendezvous {place}, logs in {arguments.log_dir}"
     if nodes is None:
         emit(f"{arguments.script}: {counted(arguments.nproc, 'trainer')}, {meeting}")
@@ -95,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         emit(f"node {nodes.rank} of {nodes.num}: {counted(arguments.nproc, 'trainer')}, {meeting}")
     script = [arguments.script, *arguments.arguments]
-    joined = launch_script(arguments.nproc, script, log_dir=arguments.log_dir, port=port, nodes=nodes, echo=echo)
+    joined = launch_script(arguments.nproc, script, log_dir=arguments.log_dir, nodes=nodes, echo=echo)
     if not joined and (arguments.nproc > 1 or nodes is not None):
         say("note: no trainer called fleet.init: unless the script brings them together by other means, each has trained alone")
     return 0
@@ -105,7 +103,7 @@ def _launch_served(arguments: argparse.Namespace) -> int:
     usage = "fleetbench launch --servers 1 --workers 2 train.py [its arguments]"
     if arguments.servers is None or arguments.workers is None:
         raise ConfigError("how many servers, and how many trainers?", "--servers, --workers", hint=usage)
-    for option in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "port"):
+    for option in ("nproc", "nnodes", "node_rank", "rdzv_endpoint"):
         if (value := getattr(arguments, option)) is not None:
             hint = "leave it out; on several hosts --servers 10.0.0.1:7164 --workers 10.0.0.2:4,10.0.0.3:4 says it all"
             raise ConfigError("is of trainers that meet in collectives", f"--{option.replace('_', '-')}", str(value), hint)
@@ -151,8 +149,6 @@ def nodes_of(arguments: argparse.Namespace) -> Nodes | None:
         raise ConfigError(f"which of {num} nodes is this?", "--node-rank", hint="0 on the node of --rdzv-endpoint, 1, 2, ... on the others")
     if rank >= num:
         raise ConfigError(f"no such node of {num}", "--node-rank", str(rank), f"0 to {num - 1}")
-    if arguments.port is not None:
-        raise ConfigError("is the port of a launch on one node", "--port", str(arguments.port), "write it after --rdzv-endpoint HOST:")
     return Nodes(num=num, rank=rank, host=endpoint[0], port=endpoint[1], startup_timeout_s=arguments.startup_timeout)
 
 

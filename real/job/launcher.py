@@ -229,28 +229,25 @@ def launch_script(
     script: Sequence[str],
     *,
     log_dir: Path,
-    port: int | None = None,
     nodes: Nodes | None = None,
     echo: Echo = sys.stdout.buffer.write,
 ) -> bool:
     """Run ``script`` (a Python file and its arguments) as ``nproc`` trainers of this machine; whether any of them called ``fleet.init``.
 
     Worker N's output is in ``log_dir/workerlog.N``; rank 0's is echoed. Ranks find each other
-    through a file, or over TCP on ``port``; with ``nodes``, this machine is one of several, on each of
-    which the same is called. Raises ``EnvironmentLacks`` for a port that is taken or nodes that do not meet, ``WorkerFailed`` naming
+    through a file; with ``nodes``, this machine is one of several, on each of which the same is called, and they do so over TCP.
+    Raises ``EnvironmentLacks`` for a port that is taken or nodes that do not meet, ``WorkerFailed`` naming
     the rank that failed first, or the node.
     """
     if nodes is not None and nodes.rank == 0:
         require_free(nodes.port, "--rdzv-endpoint")
-    elif nodes is None and port is not None:
-        require_free(port)
     network = _own({name: value for name, value in QUIET.items() if nodes is None or name in _OF_THE_USER})
     folder = make_folder()
     try:
         with ExitStack() as stack:
             if nodes is None:
                 job = CollectiveJob(Placement(endpoints=(), workers=("",) * nproc, own=frozenset([""])))
-                meeting = meeting_variables(folder, port)
+                meeting = meeting_variables(folder)
             else:
                 store = _store() if nodes.rank == 0 else None  # where trainers meet; kept to the end
                 board = _board(nodes)

@@ -87,13 +87,9 @@ def start_process(
         )
 
 
-def meeting_variables(folder: Path, port: int | None = None) -> dict[str, str]:
-    """Where ranks of this machine meet: in a file of ``folder``, or over TCP on ``port``.
-
-    Without ``port`` torch's variables name a free one, for a script that calls ``init_process_group`` by itself.
-    """
-    found = {"MASTER_ADDR": LOCAL, "MASTER_PORT": str(port or free_ports(1)[0])}
-    return found if port is not None else found | {STORE: str(folder / "store")}
+def meeting_variables(folder: Path) -> dict[str, str]:
+    """Where ranks of this machine meet: in a file of ``folder``; torch's variables are for scripts that call ``init_process_group``."""
+    return {"MASTER_ADDR": LOCAL, "MASTER_PORT": str(free_ports(1)[0]), STORE: str(folder / "store")}
 
 
 def torchrun_variables(rank: int, trainers: int, *, local_rank: int, local_trainers: int, node: int = 0, nodes: int = 1) -> dict[str, str]:
@@ -151,7 +147,7 @@ def free_ports(num: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-def require_free(port: int, where: str = "run.port", host: str = LOCAL) -> None:
+def require_free(port: int, where: str, host: str = LOCAL) -> None:
     """Raise ``EnvironmentLacks`` if something listens on ``port`` of this machine's address ``host``."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

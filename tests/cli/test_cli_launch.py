@@ -51,16 +51,16 @@ def script(tmp_path: Path) -> Path:
 
 def test_the_scripts_own_options_stay_its_own(command: Callable, launches: _Launches, script: Path) -> None:
     """What stands after the script belongs to it, even where fleetbench has an option of that name."""
-    ended = command("launch", "--nproc", "3", "--port", "29511", "--log-dir", "logs", script, "--lr", "0.1", "--port", "1", "data")
+    ended = command("launch", "--nproc", "3", "--log-dir", "logs", script, "--lr", "0.1", "--log-dir", "1", "data")
     assert ended.code == 0
-    expected = (3, [str(script), "--lr", "0.1", "--port", "1", "data"], {"log_dir": Path("logs"), "port": 29511, "nodes": None})
+    expected = (3, [str(script), "--lr", "0.1", "--log-dir", "1", "data"], {"log_dir": Path("logs"), "nodes": None})
     assert launches.asked == [expected]
 
 
 def test_a_line_names_trainers_rendezvous_and_logs(command: Callable, launches: _Launches, script: Path) -> None:
     """It comes before the first line of a trainer; the box is ``fleet.init``'s."""
     out = command("launch", "--nproc", "3", script).out
-    assert launches.asked[0][2]["port"] is None
+    assert launches.asked[0][0] == 3
     assert out == f"{script}: 3 trainers, rendezvous a file, logs in log\nfrom rank 0\n"
 
 
@@ -103,7 +103,7 @@ def test_a_script_that_is_missing_starts_nothing(command: Callable, launches: _L
     [
         ("--nproc", "0"),
         ("--nproc", "two"),
-        ("--nproc", "2", "--port", "70000"),
+        ("--nproc", "2", "--rdzv-endpoint", "a:70000"),
         ("--nnodes", "2"),
         ("--nproc", "2", "--rdzv-endpoint", "29500"),
         ("--nproc", "2", "--node-rank", "-1"),
@@ -138,7 +138,6 @@ def test_one_of_several_nodes(command: Callable, launches: _Launches, script: Pa
         (("--nnodes", "2", "--rdzv-endpoint", "a:1"), "--node-rank"),
         (("--nnodes", "2", "--rdzv-endpoint", "a:1", "--node-rank", "2"), "--node-rank"),
         (("--node-rank", "1"), "--node-rank"),
-        (("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "a:1", "--port", "5"), "--port"),
     ],
 )
 def test_nodes_that_are_half_described_are_refused(

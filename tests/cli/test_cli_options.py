@@ -29,7 +29,6 @@ OPTIONS = {
         "--nnodes",
         "--node-rank",
         "--nproc",
-        "--port",
         "--print",
         "--rdzv-endpoint",
         "--restart-servers",

@@ -25,9 +25,9 @@ MOMENTUM = problem.optimizer_of("momentum")
 SCRIPT = Path(__file__).with_name("four_lines.py")
 
 
-def _launch(tmp_path: Path, nproc: int, *arguments: str, port: int | None = None) -> bytes:
+def _launch(tmp_path: Path, nproc: int, *arguments: str) -> bytes:
     echoed: list[bytes] = []
-    assert launch_script(nproc, [str(SCRIPT), str(tmp_path / "out"), *arguments], log_dir=tmp_path / "log", port=port, echo=echoed.append)
+    assert launch_script(nproc, [str(SCRIPT), str(tmp_path / "out"), *arguments], log_dir=tmp_path / "log", echo=echoed.append)
     return b"".join(echoed)
 
 
