@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from fractions import Fraction
-from itertools import accumulate, pairwise
 
 from fleetbench.experiment import Experiment
-from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.layers import LayerTable, scaled, times
 from fleetbench.profile import Profile, profile_of
-from fleetbench.quantities import Nanoseconds
 from fleetbench.workload import LAYERS
 
 
@@ -67,19 +63,5 @@ def _took(measured: dict[float, float], cores: float) -> float:
 
 
 def stretched(table: LayerTable, factor: float) -> LayerTable:
-    """Forward, backward and update ``factor`` times as long; each moment of a step is rounded once."""
-    exact = Fraction(repr(factor))
-
-    def scaled(moment_ns: int) -> Nanoseconds:
-        return Nanoseconds(math.floor(moment_ns * exact + Fraction(1, 2)))
-
-    def durations(undisturbed: Iterable[int]) -> list[Nanoseconds]:
-        return [Nanoseconds(scaled(end) - scaled(begin)) for begin, end in pairwise((0, *accumulate(undisturbed)))]
-
-    forward = durations(layer.forward for layer in table.layers)
-    backward = durations(layer.backward for layer in reversed(table.layers))[::-1]
-    layers = []
-    for layer, forward_ns, backward_ns in zip(table.layers, forward, backward, strict=True):
-        gradients = tuple(dataclasses.replace(gradient, ready=scaled(gradient.ready)) for gradient in layer.gradients)
-        layers.append(dataclasses.replace(layer, forward=forward_ns, backward=backward_ns, gradients=gradients))
-    return dataclasses.replace(table, layers=tuple(layers), update=scaled(table.update))
+    """Forward, backward and update ``factor`` times as long."""
+    return dataclasses.replace(scaled(table, factor, factor), update=times(table.update, factor))

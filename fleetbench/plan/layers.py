@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
 from typing import Any
 
 from fleetbench.config import Config
@@ -133,6 +137,33 @@ def declared_table(workload: Workload) -> LayerTable:
         host["host_per_collective"] = workload.host.per_collective
     buffers = sum(spec.buffers * spec.repeat for spec in workload.layers)
     return LayerTable(key="declared", layers=tuple(reversed(layers)), buffers_nbytes=Bytes(buffers), **host)
+
+
+def times(moment_ns: int, factor: float) -> Nanoseconds:
+    """A moment so many times as late, rounded once, halves up."""
+    return Nanoseconds(math.floor(moment_ns * Fraction(repr(float(factor))) + Fraction(1, 2)))
+
+
+def scaled(table: LayerTable, forward: float, backward: float) -> LayerTable:
+    """The table with every forward and every backward so many times as long, to the nanosecond of their sums."""
+
+    def durations(undisturbed: Iterable[int], factor: float) -> list[Nanoseconds]:
+        return [Nanoseconds(times(end, factor) - times(begin, factor)) for begin, end in pairwise((0, *accumulate(undisturbed)))]
+
+    forward_ns = durations((layer.forward for layer in table.layers), forward)
+    backward_ns = durations((layer.backward for layer in reversed(table.layers)), backward)[::-1]
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            gradients=tuple(dataclasses.replace(gradient, ready=times(gradient.ready, backward)) for gradient in layer.gradients),
+            forward=own_forward_ns,
+            backward=own_backward_ns,
+            forward_mad=times(layer.forward_mad, forward),
+            backward_mad=times(layer.backward_mad, backward),
+        )
+        for layer, own_forward_ns, own_backward_ns in zip(table.layers, forward_ns, backward_ns, strict=True)
+    )
+    return dataclasses.replace(table, layers=layers)
 
 
 class StepHead:

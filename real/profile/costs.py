@@ -22,12 +22,11 @@ from fleetbench.fitting.overlap import Exchange, Overlapped, Slowdowns, fit_slow
 from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.build import Plan
 from fleetbench.plan.fusion import Bucket
-from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.layers import LayerTable, scaled
 from fleetbench.profile import Communication
 from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
 from fleetbench.result import RunResult, step_times
 from fleetbench.timeline import COMMUNICATION, HOST, Span, start_name
-from real.profile.tables import scaled
 
 Floats = npt.NDArray[np.float64]
 

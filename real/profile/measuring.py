@@ -26,7 +26,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.fitting.lines import Hockney
 from fleetbench.fitting.stragglers import fit_stragglers
 from fleetbench.measurements import Memory, Threads
-from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.layers import LayerTable, scaled
 from fleetbench.profile import Communication, Profile, compute_key, compute_part
 from fleetbench.quantities import Nanoseconds, counted
 from fleetbench.result import RunResult, step_times
@@ -50,7 +50,7 @@ from real.profile.costs import (
     with_averaging,
 )
 from real.profile.legs import Legs
-from real.profile.tables import memory_of, scaled, table_of
+from real.profile.tables import memory_of, table_of
 from real.supported import is_emulated, with_compute
 
 SECONDS = 10.0

@@ -72,31 +72,6 @@ def memory_of(parts: list[dict[str, Any]]) -> Memory:
     return Memory(**{field.name: Bytes(max(part["memory"][field.name] for part in parts)) for field in dataclasses.fields(Memory)})
 
 
-def scaled(table: LayerTable, forward: float, backward: float) -> LayerTable:
-    """The table with every forward and every backward so many times as long, to the nanosecond of their sums."""
-    ready = {gradient.name: round(gradient.ready * backward) for layer in table.layers for gradient in layer.gradients}
-    forward_ends = _rounded([layer.forward for layer in table.layers], forward)
-    backward_ends = _rounded([layer.backward for layer in reversed(table.layers)], backward)[::-1]
-    layers = tuple(
-        dataclasses.replace(
-            layer,
-            gradients=tuple(dataclasses.replace(gradient, ready=Nanoseconds(ready[gradient.name])) for gradient in layer.gradients),
-            forward=Nanoseconds(forward_ns),
-            backward=Nanoseconds(backward_ns),
-            forward_mad=Nanoseconds(round(layer.forward_mad * forward)),
-            backward_mad=Nanoseconds(round(layer.backward_mad * backward)),
-        )
-        for layer, forward_ns, backward_ns in zip(table.layers, forward_ends, backward_ends, strict=True)
-    )
-    return dataclasses.replace(table, layers=layers)
-
-
-def _rounded(times: list[Nanoseconds], factor: float) -> list[int]:
-    """Times so many times as long, of which every partial sum is rounded once."""
-    ends = [round(end * factor) for end in np.cumsum(np.asarray(times, dtype=np.int64)).tolist()]
-    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-
-
 def _median(parts: list[dict[str, Any]], name: str) -> float:
     return float(median(value for part in parts for value in part[name]))
 

@@ -16,7 +16,7 @@ from processes import Arrays, run_ranks
 from torch import nn
 
 from fleetbench.experiment import Experiment
-from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.layers import LayerTable, scaled
 from fleetbench.profile import compute_key, table_for
 from fleetbench.strategy import BuildStrategy, DistributedStrategy, RecomputeConfigs
 from real.communication.communicators import Communicators, collective_errors
@@ -28,7 +28,7 @@ from real.leg import Leg
 from real.profile import legs as profile_legs
 from real.profile.legs import measured_part
 from real.profile.measuring import searched_threads, take_profile
-from real.profile.tables import memory_of, scaled, table_of
+from real.profile.tables import memory_of, table_of
 
 pytestmark = pytest.mark.alone
 
