@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -104,14 +104,14 @@ class Summary:
     """Rounds that ended: steps after which trainers agreed."""
     local_steps: dict[str, float] | None
     """``mean``, ``min`` and ``max`` length of a round in steps; none where no round ended."""
-    staleness: dict[str, float] | None
+    staleness: dict[str, float] | None = None
     """Of gradients at parameter servers: ``mean``, ``p50``, ``p95`` and ``max`` number of updates between the parameters that one was
     computed from and its own. None among trainers alone, which never use old parameters."""
-    final_loss: float | None
+    final_loss: float | None = None
     """Held-out loss after the last step. None where it is not known, and where training diverged to infinity."""
-    time_to_target_s: float | None
+    time_to_target_s: float | None = None
     """From the start of step 1 to the step at the first of three evaluations in a row that reach the workload's target; or none."""
-    skipped: tuple[dict[str, str], ...]
+    skipped: tuple[dict[str, str], ...] = ()
     """Lines of the experiment that this run did not realise: ``what``, and ``why``."""
     lateness_s: dict[str, float] | None = None
     """By how much emulated compute missed its deadlines: ``layer_p50``, ``layer_p95`` and ``layer_max`` of every layer's
@@ -169,26 +169,6 @@ class RunResult:
     path: Path | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What only the executor knows of a run, beside its steps."""
-
-    executor: str
-    engine: str | None = None
-    run_id: str
-    wall_s: float | None = None
-    """By a clock that counts whole nanoseconds; none: by the table."""
-    final_loss: float | None = None
-    loss_from: str | None = None
-    time_to_target_s: float | None = None
-    skipped: Sequence[dict[str, str]] = field(default_factory=list)
-    lateness_s: dict[str, float] | None = None
-    testbed: dict[str, Any] | None = None
-    staleness: dict[str, float] | None = None
-    server_load: dict[str, Any] | None = None
-    foreign_cores: float | None = None
-
-
 def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
     """Lay the ranks side by side: split every stall into waiting for the slowest and exposed communication.
 
@@ -244,19 +224,16 @@ def step_times(table: pd.DataFrame) -> pd.Series:
     return table.loc[table["step"] >= 1, list(PARTS)].sum(axis=1)
 
 
-def summarise(experiment: Experiment, table: pd.DataFrame, outcome: Outcome) -> Summary:
-    """The summary of a run over its counted steps (``step`` >= 1)."""
+def summarise(experiment: Experiment, table: pd.DataFrame, **known: Any) -> Summary:
+    """The summary of a run over its counted steps (``step`` >= 1). ``known``: see ``summary_of``; ``wall_s`` goes before the table's."""
     counted = table[table["step"] >= 1]
     times = step_times(table)
     rounds = counted.loc[counted["rank"] == counted["rank"].min(), "local_steps"].dropna()
     mean = counted.mean(numeric_only=True)
-    wall_s = outcome.wall_s
-    if wall_s is None:
-        wall_s = float((counted["start_s"] + times).max() - counted["start_s"].min())
     sent = counted["bytes_sent"].value_counts()
     sent_bytes = sum(nbytes * number for nbytes, number in zip(sent.index.tolist(), sent.tolist(), strict=True))  # no float may hold it
     totals: dict[str, Any] = {
-        "wall_s": wall_s,
+        "wall_s": float((counted["start_s"] + times).max() - counted["start_s"].min()),
         "steps": int(counted["step"].nunique()),
         "step_s": {"mean": float(times.mean())} | {f"p{q}": float(times.quantile(q / 100)) for q in (50, 95, 99)},
         "compute_s": float(mean["forward_s"] + mean["backward_s"]),
@@ -264,17 +241,18 @@ def summarise(experiment: Experiment, table: pd.DataFrame, outcome: Outcome) -> 
         "rounds": [int(length) for length in rounds],
     }
     totals |= {name: float(mean[name]) for name in ("wait_s", "exposed_comm_s", "update_s", "other_s")}
-    return summary_of(experiment, totals, outcome)
+    return summary_of(experiment, totals, **known)
 
 
-def summary_of(experiment: Experiment, totals: Mapping[str, Any], outcome: Outcome) -> Summary:
-    """The summary of a run: ``totals`` of its counted steps by ``Summary``'s names, and in ``rounds`` the lengths of those that ended."""
-    trainers, figures = experiment.cluster.trainers, dict(totals)
-    rounds = figures.pop("rounds")
-    of_executor = {entry.name: getattr(outcome, entry.name) for entry in dataclasses.fields(outcome)}
+def summary_of(experiment: Experiment, totals: Mapping[str, Any], **known: Any) -> Summary:
+    """The summary of a run: ``totals`` of its counted steps by ``Summary``'s names, and in ``rounds`` the lengths of those that ended.
+
+    ``known``: what only the executor knows, other fields of ``Summary``; ``wall_s``, by a clock that counts whole nanoseconds.
+    """
+    trainers, figures = experiment.cluster.trainers, {**totals, **known}
+    rounds, final_loss = figures.pop("rounds"), figures.pop("final_loss", None)
     return Summary(
-        **of_executor
-        | figures
+        **figures
         | {
             "name": experiment.name,
             "experiment": experiment.digest(),
@@ -287,8 +265,8 @@ def summary_of(experiment: Experiment, totals: Mapping[str, Any], outcome: Outco
             "samples_per_s": trainers * figures["steps"] * experiment.workload.batch_size / figures["wall_s"],
             "num_syncs": len(rounds),
             "local_steps": {"mean": sum(rounds) / len(rounds), "min": min(rounds), "max": max(rounds)} if rounds else None,
-            "final_loss": outcome.final_loss if outcome.final_loss is not None and math.isfinite(outcome.final_loss) else None,
-            "skipped": (*outcome.skipped, *_early_exchanges(experiment, figures["step_s"]["p50"])),
+            "final_loss": final_loss if final_loss is not None and math.isfinite(final_loss) else None,
+            "skipped": (*known.get("skipped", ()), *_early_exchanges(experiment, figures["step_s"]["p50"])),
         }
     )
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Collection
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pandas as pd
 
 from fleetbench.declared import curve_loss, target_step
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.result import MOST_ROWS, STEPS_FILE, Outcome, RunResult, no_steps, skip, summarise, summary_of, takes_no_time
+from fleetbench.result import MOST_ROWS, STEPS_FILE, RunResult, no_steps, skip, summarise, summary_of, takes_no_time
 from fleetbench.store import new_run_id
 from fleetbench.timeline import MOST_EVENTS, TIMELINE_FILE
 from sim.execution import Execution, Wanted
@@ -89,23 +89,24 @@ def simulate(
     if table is None and not wanted.table:
         skipped.append(skip(STEPS_FILE, f"{rows:,} rows, and above {MOST_ROWS:,} they are written only when asked: --table"))
     final_loss, loss_from = _final_loss(experiment, learnt)
-    outcome = Outcome(
-        executor="sim",
-        engine=execution.engine,
-        run_id=new_run_id(),
-        wall_s=None if is_served else (execution.end_ns - execution.begin_ns) / 1e9,
-        final_loss=final_loss,
-        loss_from=loss_from,
-        time_to_target_s=None if is_served and learnt is None else _time_to_target_s(experiment, execution, learnt),
-        skipped=skipped,
-        staleness=execution.staleness,
-        server_load=execution.server_load,
-    )
+    known: dict[str, Any] = {
+        "executor": "sim",
+        "engine": execution.engine,
+        "run_id": new_run_id(),
+        "final_loss": final_loss,
+        "loss_from": loss_from,
+        "time_to_target_s": None if is_served and learnt is None else _time_to_target_s(experiment, execution, learnt),
+        "skipped": skipped,
+        "staleness": execution.staleness,
+        "server_load": execution.server_load,
+    }
+    if not is_served:
+        known["wall_s"] = (execution.end_ns - execution.begin_ns) / 1e9
     steps = no_steps() if execution.table is None else execution.table
     totals = execution.totals
     return RunResult(
         experiment=experiment,
-        summary=summarise(experiment, steps, outcome) if totals is None else summary_of(experiment, totals, outcome),
+        summary=summarise(experiment, steps, **known) if totals is None else summary_of(experiment, totals, **known),
         steps=_with_losses(steps, learnt) if wanted.table else no_steps(),
         plan=execution.plan,
         spans=execution.spans,

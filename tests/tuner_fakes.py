@@ -10,7 +10,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Profile, compute_key, table_for
-from fleetbench.result import Outcome, RunResult, StepRecord, steps_table, summarise
+from fleetbench.result import RunResult, StepRecord, steps_table, summarise
 from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
@@ -102,9 +102,9 @@ def made_result(
         for step in range(1, experiment.workload.steps + 1)
     ]
     table = steps_table(records)
-    outcome = Outcome(executor=executor, run_id=new_run_id(), final_loss=final_loss, time_to_target_s=time_to_target_s)
+    known = {"executor": executor, "run_id": new_run_id(), "final_loss": final_loss, "time_to_target_s": time_to_target_s}
     plan = build_plan(experiment.strategy, table_for(experiment).by_readiness(), Setting(trainers=2))
-    return RunResult(experiment=experiment, summary=summarise(experiment, table, outcome), steps=table, plan=plan)
+    return RunResult(experiment=experiment, summary=summarise(experiment, table, **known), steps=table, plan=plan)
 
 
 @dataclass

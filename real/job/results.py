@@ -22,7 +22,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.exchange import INT8_BLOCK, INT8_SCALE_BYTES
 from fleetbench.plan.replay import Recording, in_order
-from fleetbench.result import Outcome, RunResult, StepRecord, skip, slower_wire, steps_table, summarise
+from fleetbench.result import RunResult, StepRecord, skip, slower_wire, steps_table, summarise
 from fleetbench.store import new_run_id
 from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
 from fleetbench.workload import LINEAR_OPTIMIZERS
@@ -124,7 +124,7 @@ def run_of(
 ) -> RunResult:
     """The run that a leg was; ``parts`` in rank order, and its servers' ``reports``. ``experiment`` is given the leg's strategy and steps.
 
-    ``known``: other fields of ``Outcome``.
+    ``known``: other fields of ``Summary``.
     """
     ranks = _undisturbed([_on_first_clock(part) for part in parts], {step for part in parts for step in part["evaluated"]})
     collected = collect(ranks, experiment.workload.target_loss)
@@ -142,17 +142,10 @@ def run_of(
         skipped = [*skipped, skip("strategy.localsgd_configs.outer_on_host", "the trainers' memory is the host's")]
     if experiment.strategy.quantises:
         skipped = [*skipped, *_wire_notes(collected.spans)]
-    outcome = Outcome(
-        executor="real",
-        run_id=new_run_id(),
-        final_loss=final_loss,
-        time_to_target_s=time_to_target_s,
-        skipped=skipped,
-        **known,
-    )
+    known |= {"final_loss": final_loss, "time_to_target_s": time_to_target_s, "skipped": skipped}
     return RunResult(
         experiment=experiment,
-        summary=summarise(experiment, table, outcome),
+        summary=summarise(experiment, table, executor="real", run_id=new_run_id(), **known),
         steps=table,
         plan=Plan.from_dict(parts[0]["plan"]),
         spans=collected.spans,

@@ -17,7 +17,7 @@ from fleetbench.cluster import Link
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.report.fidelity import step_errors
-from fleetbench.result import Outcome, RunResult, steps_table, summarise
+from fleetbench.result import RunResult, steps_table, summarise
 from fleetbench.staleness import total_variation
 from fleetbench.workload import HostWork
 from real.job.session import Session
@@ -145,10 +145,9 @@ def simulate(real: RunResult, rate_bps: int, constants: Mapping[str, float], see
     job = job_of(believed, traffic=traffic, costs=Linear(push_ns=half_ns, answer_ns=half_ns))
     execution = execute(job)
     table = steps_table(execution.records)
-    outcome = Outcome(
-        executor="sim", run_id="report", staleness=staleness_summary(execution.loads), server_load=load_summary(execution.loads)
-    )
-    return RunResult(experiment=believed, summary=summarise(believed, table, outcome), steps=table, plan=real.plan)
+    load = {"staleness": staleness_summary(execution.loads), "server_load": load_summary(execution.loads)}
+    summary = summarise(believed, table, executor="sim", run_id="report", **load)
+    return RunResult(experiment=believed, summary=summary, steps=table, plan=real.plan)
 
 
 def constants_of(alone: RunResult, rate_bps: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.plan.training import family
 from fleetbench.quantities import Nanoseconds
-from fleetbench.result import COLUMNS, Outcome, RunResult, StepRecord, Summary, skip, steps_table, summarise
+from fleetbench.result import COLUMNS, RunResult, StepRecord, Summary, skip, steps_table, summarise
 from fleetbench.store import load_run, new_run_id, save_run
 from fleetbench.timeline import COMMUNICATION, COMPUTE, Span, on_tracks, write_timeline
 from fleetbench.workload import Workload
@@ -152,7 +152,7 @@ def summary(**outcome: Any) -> Summary:
         record(rank, 2, start_ns=160, end_ns=360, forward_ns=90, backward_ns=90, update_ns=20, local_steps=2, loss=0.25)
         for rank in range(3)
     ]
-    return summarise(experiment(), steps_table(rows), Outcome(executor="sim", run_id="r", **outcome))
+    return summarise(experiment(), steps_table(rows), executor="sim", run_id="r", **outcome)
 
 
 def test_the_summary_has_the_published_keys_in_their_order() -> None:

@@ -10,7 +10,7 @@ import pytest
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.layers import Gradient
-from fleetbench.result import Outcome, RunResult, StepRecord, skip, steps_table, summarise
+from fleetbench.result import RunResult, StepRecord, skip, steps_table, summarise
 from fleetbench.store import save_run
 from fleetbench.strategy import DistributedStrategy
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck, Trial
@@ -63,7 +63,7 @@ def make_run() -> MakeRun:
                 start += 4 * MS + backward_ns
         table = steps_table(records)
         skipped = [skip("cluster.inter", "launcher local")] if executor == "real" else []
-        summary = summarise(experiment, table, Outcome(executor=executor, run_id=run_id, skipped=skipped))
+        summary = summarise(experiment, table, executor=executor, run_id=run_id, skipped=skipped)
         gradients = [Gradient(name="b.weight", numel=300_000, ready=1), Gradient(name="a.weight", numel=300_000, ready=2)]
         plan = build_plan(experiment.strategy, gradients, Setting(trainers=2))
         return RunResult(experiment=experiment, summary=summary, steps=table, plan=plan)

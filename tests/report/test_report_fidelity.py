@@ -19,7 +19,7 @@ from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.layers import Gradient
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.report.fidelity import Figures, compare_fidelity, difference_text, differences_of, noise_of, step_errors
-from fleetbench.result import COLUMNS, Outcome, RunResult, skip, summarise
+from fleetbench.result import COLUMNS, RunResult, skip, summarise
 from fleetbench.stragglers import SlowRank
 from fleetbench.workload import Workload
 
@@ -53,7 +53,7 @@ def run(
             start += sum(filled.values())
     table = pd.DataFrame(rows)[list(COLUMNS)]
     skipped = [skip("cluster.inter", "launcher local cannot realise it on one machine")] if executor == "real" else []
-    summary = summarise(experiment, table, Outcome(executor=executor, run_id=run_id, skipped=skipped))
+    summary = summarise(experiment, table, executor=executor, run_id=run_id, skipped=skipped)
     plan = build_plan(experiment.strategy, [Gradient(name="a.weight", numel=300_000, ready=2)], Setting(trainers=2))  # type: ignore[arg-type]  # ns
     return RunResult(experiment=experiment, summary=summary, steps=table, plan=plan)
 
