@@ -44,7 +44,7 @@ from real.communication.communicators import Communicators, agree_on, strategy_d
 from real.compute.compute import apply_compute
 from real.compute.living import living_hook
 from real.engine.executor import Carried, Executor, started
-from real.engine.optimizers import Arguments, call_closure
+from real.engine.optimizers import refuse_arguments
 from real.engine.planning import Forecast, Planning
 from real.engine.refusals import (
     refuse_again,
@@ -417,18 +417,16 @@ class Engine:
         self._phase = "update"
         self.executor.end_backward(requests, unused, self.loss_scale)
 
-    def _update_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Arguments | None:
-        """The optimizer is about to step; returns other arguments for it, where it is not to call its closure."""
-        handed = None
+    def _update_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """The optimizer is about to step."""
         if self._num_stepping == 0:
-            handed = call_closure(arguments, named)
+            refuse_arguments(arguments, named)
             refuse_update(self._phase, self._members, self.model)
             refuse_scaler(self.executor.combination)
         self._num_stepping += 1
         if self._phase == "update" and self._num_stepping == 1:  # a subclass's step calls that of its base, hooks and all
             self.stopwatch.update_begins()
             self.executor.begin_update()
-        return handed
 
     def _update_ends(self) -> None:
         self._num_stepping = max(0, self._num_stepping - 1)

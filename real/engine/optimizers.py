@@ -2,7 +2,7 @@
 
 The object stays the user's own. Its ``step()`` is let through, kept from finding any gradient (``hide``), or
 made in as few kernels as torch has for it (``build_strategy.fuse_all_optimizer_ops``), or replaced by updates
-of one bucket's parameters each. A closure is called once, before the update, so that its backward is a step's.
+of one bucket's parameters each. A closure is refused.
 What happens outside of the user's step happens in a copy of the optimizer, with its class, hyperparameters and
 state, and without hooks.
 """
@@ -25,8 +25,6 @@ from real.engine.buckets import Storage
 
 Group = dict[str, Any]
 State = dict[str, Any]
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of ``optimizer.step``, the optimizer first."""
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -310,35 +308,8 @@ def reset_state(optimizer: Optimizer, slots: Sequence[str]) -> None:
         torch._foreach_zero_(tensors)  # torch has no public name for zeroing a list of tensors at once
 
 
-def call_closure(arguments: Sequence[Any], named: Mapping[str, Any]) -> Arguments | None:
-    """Call the closure among the arguments of ``optimizer.step``, and return arguments with its loss in its place.
-
-    None where there is no closure. Raises ``ConfigError`` for any other argument: updates that happen
-    elsewhere than in the user's ``step()`` would not know of it.
-    """
-    optimizer, *rest = arguments
-    given: dict[Any, Any] = {**dict(enumerate(rest)), **named}
-    told = {where: item for where, item in given.items() if item is not None}
-    if not told:
-        return None
-    (where, closure), *others = told.items()
-    if others or not callable(closure):
-        hint = "set what else it needs on the optimizer or its groups"
-        raise ConfigError("takes a closure, and nothing else", "optimizer.step(...)", f"{len(told)} arguments", hint)
-    with torch.enable_grad():
-        given[where] = _once(closure())
-    return (optimizer, *(given[index] for index in range(len(rest)))), {name: given[name] for name in named}
-
-
-def _once(loss: Any) -> Callable[[], Any]:
-    """A closure that was called already: gives its loss once, and then raises ``ConfigError``."""
-    losses = [loss]
-
-    def tell() -> Any:
-        if not losses:
-            what = "the optimizer calls its closure several times, and only the first call's gradients were averaged"
-            hint = "use an optimizer that calls it once, as those of torch.optim but for LBFGS do"
-            raise ConfigError(what, "optimizer.step(closure)", hint=hint)
-        return losses.pop()
-
-    return tell
+def refuse_arguments(arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` for what ``optimizer.step`` is given, such as a closure: updates outside of it would not know of that."""
+    if any(item is not None for item in (*arguments[1:], *named.values())):
+        hint = "call loss.backward() and then optimizer.step(); set what else it needs on the optimizer or its groups"
+        raise ConfigError("takes no closure, and nothing else", "optimizer.step(...)", hint=hint)

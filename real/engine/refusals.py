@@ -36,16 +36,8 @@ def refuse_scaler(what: Combination) -> None:
     """Raise ``ConfigError`` where a GradScaler of the script's own calls ``optimizer.step()``, and would not do what it does under DDP."""
     if what.leaves_averages or not _is_stepped_by_scaler():
         return
-    if what.updates_by_bucket:
-        why = "enable_backward_optimizer_op_deps = false has updated the parameters in the backward, by gradients that were still scaled"
-    elif what.merges:
-        why = "gradient_merge adds up gradients of different scales"
-    elif what.scales:
-        why = "amp scales the loss as well"
-    else:
-        why = "under Local SGD an overflow would be skipped by one trainer alone"
-    in_place = "take the GradScaler out of the script: with amp = true the strategy scales, and all trainers skip an overflow together"
-    hint = "set it to true" if what.updates_by_bucket else in_place
+    why = "the strategy merges, scales or uses gradients before it, or lets a trainer update alone, which would skip an overflow alone"
+    hint = "take the GradScaler out of the script: with amp = true the strategy scales, and all trainers skip an overflow together"
     raise ConfigError(f"is called by a GradScaler of the script's own, and {why}", "optimizer.step()", hint=hint)
 
 
@@ -61,12 +53,8 @@ def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None
     )
     if not is_attached:
         why, hint = "fleet does not know the optimizer", "call fleet.distributed_optimizer before training"
-    elif what.merges:
-        why, hint = "gradient_merge has added the first one's gradients to its sum already", accumulate
-    elif what.updates_by_bucket:
-        why, hint = "enable_backward_optimizer_op_deps = false has updated the parameters in the first one already", accumulate
-    elif what.scales:
-        why, hint = "amp has unscaled the first one's gradients already", accumulate
+    elif what.merges or what.updates_by_bucket or what.scales:
+        why, hint = "the strategy has merged, used or unscaled the first one's gradients already", accumulate
     elif what.is_local and dropped:
         why = "the first one's gradients were thrown away, and this trainer would count fewer updates than the others"
         hint = "skip a batch before its backward, and on every trainer; amp = true skips overflows by itself, without a GradScaler"

@@ -9,8 +9,6 @@ embedding with sparse gradients first pulls the rows that it reads.
 from __future__ import annotations
 
 import functools
-import itertools
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,13 +28,13 @@ from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, M
 from fleetbench.plan.groups import world_of
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.replay import Recording, RoleDecider
-from fleetbench.plan.servers.rules import ServerRules, choice, early_exchanges, rules_of
+from fleetbench.plan.servers.rules import ServerRules, choice, rules_of
 from fleetbench.plan.servers.states import TrainerState
 from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.served import ROW, GeoCopy, Told, shard_rows
 from real.compute.compute import apply_device_settings
-from real.engine.optimizers import Arguments, call_closure, hide
+from real.engine.optimizers import hide, refuse_arguments
 from real.engine.stopwatch import Stopwatch
 from real.servers.links import Answer, Links, TrainerOptions
 from real.servers.parameters import (
@@ -52,7 +50,6 @@ from real.servers.parameters import (
 from real.servers.sender import Sender
 from real.servers.spec import Spec
 
-_WATCHED_STEPS = 10
 _PIECE_BYTES = 8 << 20
 """Of the rows of a table in one message, where all are pulled."""
 
@@ -98,8 +95,6 @@ class ServedTraining:
         self._told_bytes = 0
         self._has_ended = False
         self._handles: list[RemovableHandle] = []
-        self._begun_s: list[float] = []
-        """When the first steps began."""
         self._open = ExitStack()
         """What ``close`` releases."""
 
@@ -315,7 +310,6 @@ class ServedTraining:
         if self._state.in_step:
             return
         self.parameters.refuse_moved()
-        self._say_early_exchanges()
         self.step += 1
         if self.parameters.dense_names:
             self._note_read(self._joined().versions)
@@ -327,18 +321,8 @@ class ServedTraining:
         if self.on_step is not None:
             self.on_step(self.step)
 
-    def _say_early_exchanges(self) -> None:
-        """Say once, after the first steps, that they are too long for the bound on steps between two exchanges."""
-        if self._options.rank or len(self._begun_s) > _WATCHED_STEPS:
-            return
-        self._begun_s.append(time.monotonic())
-        if len(self._begun_s) > _WATCHED_STEPS:
-            step_s = statistics.median(end - begin for begin, end in itertools.pairwise(self._begun_s))
-            if (early := early_exchanges(self.rules, step_s)) is not None:
-                self._say(": ".join(early))
-
-    def _before_step(self, _optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> Arguments | None:
-        called = call_closure(arguments, named)
+    def _before_step(self, _optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        refuse_arguments(arguments, named)
         assert self._optimizer is not None
         self._begin_step()  # for a loop that makes its gradients without the model's forward
         if self.on_compute_end is not None:
@@ -359,7 +343,6 @@ class ServedTraining:
         self.stopwatch.update_begins()
         if self.rules.mode != "geo_sgd":  # the update is the servers'
             self._restore = hide(list(self.parameters.named.values()))
-        return called
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _arguments: tuple[Any, ...], _named: dict[str, Any]) -> None:
         self._release()

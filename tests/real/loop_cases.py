@@ -42,7 +42,6 @@ ALWAYS = (
     loops.one_of_two_losses,
     loops.penalty,
     loops.kept_penalty,
-    loops.closure,
 )
 """What every strategy takes; clipping, but for updates in the backward."""
 TWICE = (loops.plain, loops.mixed, loops.two_losses)
@@ -85,7 +84,7 @@ def cases() -> list[Case]:
     found += [_case("sparse, K = 3, merge of 1", {**SEVERAL, **LOCAL, **once}, loops.usual, model="looked", meets=3)]
     scaled = {"amp": True, "amp_configs": {"init_loss_scaling": 128.0, "dtype": "fp16"}}
     for name, fields in (("amp", scaled), ("amp bf16", {"amp": True, "amp_configs": {"dtype": "bf16"}})):
-        for loop in (loops.usual, loops.in_no_sync, loops.one_of_two_losses, loops.closure):
+        for loop in (loops.usual, loops.in_no_sync, loops.one_of_two_losses):
             found.append(_case(name, {**SEVERAL, **fields}, loop, dtype="float32"))
             found.append(_case(f"{name}, merge of 2", {**SEVERAL, **fields, **MERGE}, loop, merge=2, dtype="float32"))
             found.append(_case(f"{name}, K = 3", {**SEVERAL, **fields, **LOCAL}, loop, meets=3, dtype="float32"))
@@ -93,5 +92,4 @@ def cases() -> list[Case]:
 
 
 def _case(strategy: str, fields: dict[str, Any] | None, loop: Loop, **more: Any) -> Case:
-    truth = Truth(loops.usual if loop is loops.closure else loop, **more)
-    return Case(f"{strategy}: {loop.__name__}", fields, loop, truth)
+    return Case(f"{strategy}: {loop.__name__}", fields, loop, Truth(loop, **more))

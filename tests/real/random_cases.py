@@ -422,6 +422,10 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
         "is called by a GradScaler of the script's own",
         lambda case: bool(case.scaler) and (case.merge > 1 or case.is_local or case.by_bucket),
     ),
+    "a closure (docs/loops.md)": (
+        "takes no closure",
+        lambda case: case.closure,
+    ),
     "a part checkpointed with use_reentrant=True that runs twice in a backward, as DDP refuses it (docs/loops.md)": (
         "twice in one backward",
         lambda case: case.model == "reentrant" and any(kind == "two forwards" for kind, _ in case.backwards),

@@ -45,10 +45,10 @@ def test_a_loop_trains_as_its_truth_or_is_refused(verdicts: dict[int, Verdict]) 
 
 
 def test_what_is_refused_is_announced(verdicts: dict[int, Verdict]) -> None:
-    """A refusal is one that the documents name for such a loop and strategy; twenty cases at least are trained."""
+    """A refusal is one that the documents name for such a loop and strategy; seventeen cases at least are trained."""
     refused = {index: verdict.reason for index, verdict in verdicts.items() if verdict.kind == "refused"}
     assert [f"{reason} {draw(SEED, index)}" for index, reason in refused.items() if not documented(draw(SEED, index), reason)] == []
-    assert len(refused) <= 30
+    assert len(refused) <= 33
 
 
 @pytest.mark.parametrize(("indices", "of_each", "num_pairs"), [(FIFTY, 1, 2100), (FIFTY + OTHERS, 2, 2400)], ids=["fifty", "hundred"])

@@ -1,4 +1,4 @@
-"""Users' loops: accumulation, several backwards, closures, schedulers, clipping and evaluations train as DDP or one process does.
+"""Users' loops: accumulation, several backwards, schedulers, clipping and evaluations train as DDP or one process does.
 
 The truth is the same loop, a network a trainer in one process, with the gradients or the parameters
 averaged by hand.

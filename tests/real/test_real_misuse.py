@@ -39,21 +39,13 @@ SCALED = {"amp": True}
 SECOND = "a second backward comes before optimizer.step"
 
 
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        (MERGE, "gradient_merge has added"),
-        (BY_BUCKET, "has updated the parameters"),
-        (SCALED, "amp has unscaled"),
-        ({"localsgd": True, **SCALED}, "amp has unscaled"),
-    ],
-)
-def test_a_second_backward_that_cannot_be_right_is_refused(others: ZeroTrainer, fields: dict[str, object], why: str) -> None:
+@pytest.mark.parametrize("fields", [MERGE, BY_BUCKET, SCALED, {"localsgd": True, **SCALED}])
+def test_a_second_backward_that_cannot_be_right_is_refused(others: ZeroTrainer, fields: dict[str, object]) -> None:
     """Where the first backward has done more than to leave averages in ``.grad``, the second one says so, and what to do."""
     model = six_layers()
     engine, _ = engine_of(model, others, **fields)
     model(torch.ones(2, 8)).sum().backward()
-    with pytest.raises(ConfigError, match=f"{SECOND}.*{why}") as caught:
+    with pytest.raises(ConfigError, match=f"{SECOND}.*has merged, used or unscaled") as caught:
         model(torch.ones(2, 8)).sum().backward()
     assert caught.value.hint is not None
     assert "fleet.no_sync()" in caught.value.hint
@@ -140,38 +132,13 @@ def test_training_in_evaluation_mode_is_refused(others: ZeroTrainer, fields: dic
 
 
 @pytest.mark.parametrize("fields", [{}, {"localsgd": True}, MERGE])
-def test_a_closure_that_is_called_several_times_is_refused(others: ZeroTrainer, fields: dict[str, object]) -> None:
-    """An optimizer that looks at two points (as SAM does) would take the first one's gradients for the second's."""
-
-    class Twice(torch.optim.SGD):
-        def step(self, closure: object = None) -> None:  # type: ignore[override]  # as loose as a user's
-            assert callable(closure)
-            closure()
-            closure()
-
-    model = six_layers()
-    engine = Engine(model, DistributedStrategy.from_dict(fields), others)  # type: ignore[arg-type]  # see above
-    optimizer = Twice(model.parameters(), lr=0.1)
-    engine.attach_optimizer(optimizer)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss: torch.Tensor = model(torch.ones(2, 8)).sum()
-        loss.backward()
-        return loss
-
-    with pytest.raises(ConfigError, match="calls its closure several times"):
-        optimizer.step(closure)
-    engine.close()
-
-
-def test_a_closure_without_a_backward_is_refused(others: ZeroTrainer) -> None:
-    """A closure must do what comes before an update; and ``step`` takes nothing else."""
-    engine, optimizer = engine_of(six_layers(), others)
-    with pytest.raises(ConfigError, match="before a backward has ended"):
-        optimizer.step(lambda: engine.model(torch.ones(2, 8)).sum())
-    with pytest.raises(ConfigError, match="takes a closure, and nothing else"):
-        optimizer.step(1.0)  # type: ignore[arg-type]  # that is the point
+def test_a_closure_is_refused(others: ZeroTrainer, fields: dict[str, object]) -> None:
+    """It is not called; and ``step`` takes nothing else either."""
+    engine, optimizer = engine_of(six_layers(), others, **fields)
+    engine.model(torch.ones(2, 8)).sum().backward()
+    for given in (lambda: pytest.fail("it was called"), 1.0):
+        with pytest.raises(ConfigError, match="takes no closure, and nothing else"):
+            optimizer.step(given)  # type: ignore[arg-type]  # that is the point
     engine.close()
 
 
@@ -293,18 +260,18 @@ def test_a_gradient_taken_away_before_a_fused_update_leaves_its_parameter(others
     engine.close()
 
 
-SCALERS_REFUSED: list[tuple[dict[str, Any], str]] = [
-    (BY_BUCKET, "still scaled"),
-    (MERGE, "gradients of different scales"),
-    ({**SCALED, "amp_configs": {"init_loss_scaling": 1.0}}, "amp scales the loss"),
-    ({"localsgd": True}, "one trainer alone"),
-    ({"localsgd": True, **MERGE}, "gradients of different scales"),
+SCALERS_REFUSED: list[dict[str, Any]] = [
+    BY_BUCKET,
+    MERGE,
+    {**SCALED, "amp_configs": {"init_loss_scaling": 1.0}},
+    {"localsgd": True},
+    {"localsgd": True, **MERGE},
 ]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, partial(torch.optim.Adam, fused=True)], ids=["SGD", "fused Adam"])
-@pytest.mark.parametrize(("fields", "why"), SCALERS_REFUSED)
-def test_a_scaler_of_the_script_s_own_is_refused(others: ZeroTrainer, kind: Any, fields: dict[str, Any], why: str) -> None:
+@pytest.mark.parametrize("fields", SCALERS_REFUSED)
+def test_a_scaler_of_the_script_s_own_is_refused(others: ZeroTrainer, kind: Any, fields: dict[str, Any]) -> None:
     """Where it would not do what it does under DDP, its first step says so; a scaler that is switched off is none."""
     model = six_layers()
     averaged = {"localsgd_configs": {"optimizer_state": "average"}} if "localsgd" in fields else {}
@@ -314,13 +281,13 @@ def test_a_scaler_of_the_script_s_own_is_refused(others: ZeroTrainer, kind: Any,
     for enabled in (False, True):
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=enabled)
         scaler.scale(model(torch.ones(2, 8)).sum()).backward()
-        with pytest.raises(ConfigError, match=f"GradScaler of the script's own.*{why}") if enabled else nullcontext():
+        with pytest.raises(ConfigError, match="GradScaler of the script's own") if enabled else nullcontext():
             scaler.step(optimizer)
         optimizer.zero_grad()
     engine.close()
 
 
-@pytest.mark.parametrize("fields", [fields for fields, _ in SCALERS_REFUSED])
+@pytest.mark.parametrize("fields", SCALERS_REFUSED)
 def test_a_scaler_that_leaves_out_its_first_step_is_refused(others: ZeroTrainer, fields: dict[str, Any]) -> None:
     """A trainer whose first batch overflows is told of the scaler as well, at its second backward."""
     model = six_layers()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -399,25 +398,6 @@ def test_the_first_trainer_says_what_was_chosen(momentum: float, chosen: str, ca
         training = running.trainer(0, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum), served(-1))
         training.finish()
     assert f"trainer 0: a_sync_configs.k_steps = -1: {chosen}" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(("pause_s", "waits", "says"), [(0.03, 1, True), (0.03, 20, False), (0.0, 50, False)])
-def test_the_first_trainer_says_once_that_its_steps_outlast_the_idle_time(
-    pause_s: float, waits: int, *, says: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Steps of 30 ms and K = 400: said once where a trainer is idle after 10 ms, and not where it is after 200."""
-    model = torch.nn.Linear(2, 2)
-    strategy = DistributedStrategy(mode="ps", a_sync=True, a_sync_configs={"k_steps": 400, "send_wait_times": waits})
-    with job() as running:
-        training = running.trainer(0, model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
-        optimizer = training._optimizer
-        assert optimizer is not None
-        for _ in range(30):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            time.sleep(pause_s)
-        training.finish()
-    assert capfd.readouterr().err.count("at most 400 steps between two exchanges, and there is one after every step") == says
 
 
 @pytest.mark.parametrize("sparse", [True, False])

@@ -234,22 +234,3 @@ def penalty(script: Script, *, set_to_none: bool = True) -> Iterator[bool]:
 def kept_penalty(script: Script) -> Iterator[bool]:
     """The same where gradients are zeroed, not dropped."""
     return penalty(script, set_to_none=False)
-
-
-def closure(script: Script) -> Iterator[bool]:
-    """``optimizer.step(closure)``, whose loss comes back."""
-    for update in range(UPDATES):
-        losses = []
-
-        def compute() -> torch.Tensor:
-            script.optimizer.zero_grad()
-            loss = script.loss()
-            loss.backward()
-            losses.append(loss)  # noqa: B023  # it is called in this turn
-            return loss
-
-        told = script.optimizer.step(compute) if update % 2 else script.optimizer.step(closure=compute)  # type: ignore[func-returns-value]  # it returns the closure's
-        assert told is losses[0], told
-        assert len(losses) == 1
-        script.optimizer.zero_grad()
-        yield False
