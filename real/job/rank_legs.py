@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
 from real.job.facts import Facts
 from real.job.folder import BeatWriter, RankPlace, RankSide
-from real.job.watch import Ending
+from real.job.watch import end_script
 from real.layer_times import ProfileLeg
 from real.leg import Leg
 from real.leg_steps import Beat, LegEngine, LegSteps, Trained, begin_leg, keeping_gradients
@@ -201,7 +201,7 @@ class HostClocks:
 
 
 class RankLegs:
-    """See the module. ``begin_leg`` stands in for the engine in tests."""
+    """See the module. ``begin_leg`` and ``end`` are others in tests."""
 
     def __init__(
         self,
@@ -209,13 +209,13 @@ class RankLegs:
         rank: int,
         *,
         begin_leg: Callable[[Leg, Any, Beat], LegSteps] = begin_leg,
-        ending: Ending | None = None,
+        end: Callable[[], NoReturn] = end_script,
         clocks: HostClocks | None = None,
     ) -> None:
         self.folder = folder
         self._rank = rank
         self._begin_leg = begin_leg
-        self._ending = ending or Ending()
+        self._end = end
         self._clocks = clocks
         self._beats = BeatWriter(folder.beats, rank)
         self._legs: Generator[LegEngine, bool | None, None] | None = None
@@ -253,8 +253,6 @@ class RankLegs:
 
     def step_done(self) -> None:
         """An ``optimizer.step()`` of the script is over. Raises ``LegsDone`` after the last leg."""
-        if self._ending.begun:
-            self._ending.end()
         self._num_steps += 1
         self._advance(False)
 
@@ -274,7 +272,7 @@ class RankLegs:
         is_stopped = yield from self.orders(switch, lambda number, _step: self._beats.beat(number, self._num_steps + 1))
         if is_stopped:
             switch.open(switch.own_strategy, keep_times=False)  # what the script does on its way out finds it as ever
-            self._ending.end()
+            self._end()
 
     def orders(self, trained: Trained, beat: Callable[[int, int], None] | None = None) -> Generator[LegEngine, bool | None, bool]:
         """Leg after leg, step by step, until the driver says stop: True, or a script ends. All ranks change legs after the same steps.

@@ -80,29 +80,17 @@ class LegsDone(SystemExit):
         super().__init__(0)
 
 
-class Ending:
-    """The end of a script after its last leg, with exit code 0 even if the script resists.
+def end_script(grace_s: float = GRACE_S) -> NoReturn:
+    """Raise ``LegsDone`` after a script's last leg: its exit code is 0 even if it resists.
 
-    ``training`` -> ``raised``: ``LegsDone``, which ``except Exception`` does not catch, leaves through the user's own ``finally`` blocks;
-    the process group stays until exit, because these may use it. Where a bare ``except:`` swallows it, it is raised again after every
-    step -> ``left``: a process that still lives after the grace (it swallows, has a thread that is no daemon, or waits for a rank that
-    is gone) ends by ``os._exit``.
+    ``except Exception`` does not catch that, and it leaves through the user's own ``finally`` blocks; the process group stays until exit,
+    because these may use it. A process that still lives after the grace (a bare ``except:`` swallows, a thread is no daemon, or it waits
+    for a rank that is gone) ends by ``os._exit``.
     """
-
-    def __init__(self, grace_s: float = GRACE_S) -> None:
-        self._left = threading.Timer(grace_s, _leave)
-        self._left.daemon = True
-
-    @property
-    def begun(self) -> bool:
-        """Whether the script has been told to end."""
-        return self._left.ident is not None
-
-    def end(self) -> NoReturn:
-        """Raise ``LegsDone``."""
-        if not self.begun:
-            self._left.start()
-        raise LegsDone
+    left = threading.Timer(grace_s, _leave)
+    left.daemon = True
+    left.start()
+    raise LegsDone
 
 
 def _leave() -> None:

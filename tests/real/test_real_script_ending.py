@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from processes import Ended, run_each_end
 
-HEAD = "import sys, threading, time\nfrom real.job.watch import Ending\n\nending = Ending(grace_s=0.5)\nprint('trained')"
+HEAD = "import sys, threading, time\nfrom real.job.watch import end_script\n\nprint('trained')"
 SCRIPTS = {
-    "lets it pass": "ending.end()",
-    "catches exceptions": "try:\n    ending.end()\nexcept Exception:\n    sys.exit(5)",
-    "swallows everything": "while True:\n    try:\n        ending.end()\n    except:\n        pass",
-    "swallows it once, and goes on for ever": "try:\n    ending.end()\nexcept:\n    pass\nwhile True:\n    time.sleep(0.01)",
-    "has a thread that is no daemon": "threading.Thread(target=time.sleep, args=(60,)).start()\nending.end()",
-    "waits in its finally": "try:\n    ending.end()\nfinally:\n    time.sleep(60)",
+    "lets it pass": "end_script(grace_s=0.5)",
+    "catches exceptions": "try:\n    end_script(grace_s=0.5)\nexcept Exception:\n    sys.exit(5)",
+    "swallows it, and goes on for ever": "try:\n    end_script(grace_s=0.5)\nexcept:\n    pass\nwhile True:\n    time.sleep(0.01)",
+    "has a thread that is no daemon": "threading.Thread(target=time.sleep, args=(60,)).start()\nend_script(grace_s=0.5)",
+    "waits in its finally": "try:\n    end_script(grace_s=0.5)\nfinally:\n    time.sleep(60)",
 }
 
 
