@@ -29,10 +29,11 @@ def key_of(gradients: Sequence[tuple[str, int, str]], *, trainers: int, trainers
 
 
 def key_of_profiled(experiment: Experiment, table: LayerTable) -> str:
-    """The key of a script that was profiled: equal to that of its model on its trainers."""
+    """The key of an experiment, or a script, whose layers are known: equal to that of its model on its trainers."""
     gradients = [(gradient.name, gradient.numel, gradient.dtype) for layer in table.layers for gradient in layer.gradients]
     cluster = experiment.cluster
-    return key_of(gradients, trainers=cluster.trainers, trainers_per_node=cluster.trainers_per_node, device=experiment.run.device)
+    device = "cuda" if experiment.run.device == "cuda" else "cpu"  # an emulated device's tensors are the host's
+    return key_of(gradients, trainers=cluster.trainers, trainers_per_node=cluster.trainers_per_node, device=device)
 
 
 def folder_of(environment: Mapping[str, str] = os.environ, out: Path = Path("runs")) -> Path:

@@ -74,8 +74,13 @@ class RealRuns:
     """Hears of ``spent_s``, before the first leg and after every one."""
     runs: dict[str, list[str]] = field(default_factory=dict)
     """Names of the stored folders by arm."""
-    num_void: int = 0
-    """Legs during which the machine was not quiet, in any of their repeats."""
+    void: dict[str, list[str]] = field(default_factory=dict)
+    """Of these, those during which the machine was not quiet, in any of their repeats."""
+
+    @property
+    def num_void(self) -> int:
+        """Void runs of all arms."""
+        return sum(map(len, self.void.values()))
 
     def __post_init__(self) -> None:
         self.on_spent(self.spent_s)
@@ -103,10 +108,11 @@ class RealRuns:
                 break
             result = min(result, self._once(leg), key=lambda run: run.summary.foreign_cores or 0.0)
         summary = result.summary
-        self.num_void += summary.busy is not None or (summary.testbed is not None and not summary.testbed["counts"])
         stored = save_run(result, self.folder)
         assert stored.path is not None
         self.runs.setdefault(arm, []).append(stored.path.name)
+        if summary.busy is not None or (summary.testbed is not None and not summary.testbed["counts"]):
+            self.void.setdefault(arm, []).append(stored.path.name)
         return stored
 
     def _affords(self, leg: Leg) -> bool:

@@ -52,11 +52,19 @@ class Arm(Config):
     """Folder of a simulated run as long as a real leg, one of the recommendation's ``runs``."""
     measured_runs: tuple[str, ...] = ()
     """Folders of its real legs (choosing, target, pairs), in the order they ran."""
+    void_runs: tuple[str, ...] = ()
+    """Of these, those during which the machine was not quiet; pairs with one are left out."""
 
     @property
     def real_s(self) -> float | None:
         """Mean seconds of a step over the legs; none where no leg ran."""
         return sum(self.measured_s) / len(self.measured_s) if self.measured_s else None
+
+    @property
+    def legs(self) -> str:
+        """How many real legs it had, and how many of them are void."""
+        void = f", {len(self.void_runs)} void" if self.void_runs else ""
+        return f"{len(self.measured_runs)}{void}"
 
     @property
     def error(self) -> float | None:

@@ -1,8 +1,8 @@
-"""Resumption: what an interrupted tuning of a script leaves, so that the same command goes on with it.
+"""Resumption: what an interrupted tuning of a script or an experiment leaves, so that the same command goes on with it.
 
-A folder below ``--out``, named by the command, the Python files beside the script, what was asked for,
+A folder below ``--out``, named by the command, if any, the Python files beside the script, what was asked for,
 and where that runs: the machine, versions, and the environment variables that experiments set. It holds
-the experiment that the script was found to be, with its profile, the legs that were run, the seconds for
+the experiment that is tuned (found out, for a script), with its profile, the legs that were run, the seconds for
 which trainers were held, and which process is at it; it goes when the tuning is done, so that a tuning
 that was not interrupted begins again.
 
@@ -143,6 +143,11 @@ class Resumption:
         except ConfigError:
             return None
         return found
+
+    @property
+    def legs(self) -> Path:
+        """Of the journal."""
+        return self.folder / "legs"
 
     @property
     def draft(self) -> Path:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile, table_for
+from fleetbench.profile import Profile
 from fleetbench.quantities import counted
-from fleetbench.recommended import folder_of, keep, key_of_profiled
 from fleetbench.store import new_run_id
 from real.job.script_session import ScriptSession
 from real.processes.diagnosis import LegFailed, LegLost
@@ -19,7 +18,7 @@ from real.profile.measuring import profile_script, searched_threads
 from tuner.real_runs import SECONDS_PER_HOUR, budget_of
 from tuner.recommendation import Recommendation
 from tuner.resumption import Journal, Resumption
-from tuner.tune import spending, tune
+from tuner.tune import spending, store, tune
 from tuner.verify import Progress
 
 SECONDS = 5.0
@@ -62,7 +61,7 @@ def tune_script(
                 resumption.hold(total)
                 return total
 
-            journal = Journal(session, resumption.folder / "legs", held_s)
+            journal = Journal(session, resumption.legs, held_s)
             recommendation, folder = tune(
                 experiment,
                 out=out,
@@ -79,8 +78,7 @@ def tune_script(
     notes = _notes(base, experiment, session, journal.num_replayed)
     recommendation = dataclasses.replace(recommendation, notes=(*recommendation.notes, *notes))
     recommendation.save(folder)
-    key = key_of_profiled(experiment, table_for(experiment))
-    keep(folder_of(out=out), key, recommendation.strategy, recommendation.line)
+    store(experiment, recommendation, out)
     folder = folder.rename(out / folder.name)
     resumption.close()
     return recommendation, folder

@@ -70,13 +70,15 @@ class Search:
         """The best different strategies besides the default and the advice, fastest first.
 
         The best of each family (local steps, wire) goes before the second best of any, and one of the default's own
-        is always among them: a target that local steps miss is missed by all strategies that take as many.
+        is always among them: a target that local steps miss is missed by all strategies that take as many. Candidates of
+        a family that simulate equally share one place, which the first of them takes.
         """
-        seen = {tried.key for tried in self.tried if tried.arm is not None}
+        seen: set[object] = {tried.key for tried in self.tried if tried.arm is not None}
         ranked = []
         for tried in sorted(self.tried, key=_rank):
-            if tried.key not in seen:
-                seen.add(tried.key)
+            equal = _family(tried), tried.trial.simulated_s
+            if tried.key not in seen and equal not in seen:
+                seen |= {tried.key, equal}
                 ranked.append(tried)
         leaders = {_family(tried): tried for tried in reversed(ranked)}
         safe = leaders.get(_family(self.default)) if count > 1 else None

@@ -16,6 +16,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import profile_of, table_for
+from fleetbench.recommended import folder_of, keep, key_of_profiled
 from fleetbench.result import RunResult
 from fleetbench.store import new_run_id, save_run
 from fleetbench.strategy import DistributedStrategy
@@ -24,6 +25,7 @@ from sim.many.objective import StepTime
 from sim.run import simulate as in_simulator
 from tuner.real_runs import SPENT, RealRuns, Runner, budget_of, step_s_of
 from tuner.recommendation import Arm, Recommendation
+from tuner.resumption import Journal, Resumption
 from tuner.search import Search, StepS, search, shortened
 from tuner.space import search_space
 from tuner.verify import DEFAULT, Progress, verify
@@ -49,13 +51,13 @@ def tune(
 ) -> tuple[Recommendation, Path]:
     """Recommend a strategy for the experiment, and return it with its folder below ``out``.
 
-    The folder holds ``recommended.toml``, ``recommendation.json``, ``experiment.toml`` and ``runs/``.
-    ``progress`` is told what is being done, and how much of it. ``runner`` and ``simulate`` stand
+    The folder holds ``recommended.toml``, ``recommendation.json``, ``experiment.toml`` and ``runs/``; the strategy is also stored
+    where ``strategy.auto`` finds it. ``progress`` is told what is being done, and how much of it. ``runner`` and ``simulate`` stand
     in for a launch of processes and for the simulator. ``spent_s`` says how many seconds of the
     budget, of all trainers together, are gone when real runs begin. Where ``draft`` is given the
-    folder is made there, in place of what lies there, and stays: its caller moves it. Raises ``ConfigError`` for what cannot be
-    executed and ``WorkerFailed`` for processes that die; a search that was interrupted goes on
-    where it stopped when the same experiment is tuned again below the same ``out``.
+    folder is made there, in place of what lies there, and stays: its caller moves it, and stores the strategy.
+    Raises ``ConfigError`` for what cannot be executed and ``WorkerFailed`` for processes that die; a tuning that was interrupted
+    goes on after its last complete leg when the same experiment is tuned again below the same ``out``.
     """
     if experiment.strategy.mode == "ps":
         hint = "compare runs of `fleetbench sim` or `real` with different a_sync_configs"
@@ -66,10 +68,10 @@ def tune(
 
         refuse_unsupported(experiment, experiment.strategy)  # before the search, not after it
     began = time.monotonic()
-    if experiment.workload.model != LAYERS:
-        from real.profile.measuring import ensure_profile
-
-        experiment = ensure_profile(experiment, out, progress=_stage(progress, "profile"))
+    resumption = Resumption((), experiment, out) if runner is None else None
+    if resumption is not None:
+        resumption.claim()
+    experiment = _profiled(experiment, out, resumption, _stage(progress, "profile"))
     space = search_space(experiment)
     advised, left_out = advice_for(experiment, table_for(experiment))
     step_s = StepTime(shortened(experiment)) if simulate is None else _step_s_by(simulate, shortened(experiment))
@@ -77,9 +79,10 @@ def tune(
     found = search(experiment, space, advised, out=out, step_s=step_s, progress=_stage(progress, "simulated trials"))
 
     name = f"{experiment.name}-tune-{experiment.digest()}-{new_run_id()}"
-    if draft is not None:
-        shutil.rmtree(draft, ignore_errors=True)
-    folder = (draft or out) / name
+    at = draft if resumption is None else resumption.draft
+    if at is not None:
+        shutil.rmtree(at, ignore_errors=True)
+    folder = (at or out) / name
     runs = folder / RUNS
     runs.mkdir(parents=True)
     experiment.save(folder / "experiment.toml")
@@ -88,11 +91,11 @@ def tune(
     with Session(experiment) if runner is None else nullcontext(runner) as launched:
         legs = RealRuns(
             experiment=experiment,
-            runner=launched,
+            runner=launched if resumption is None else Journal(launched, resumption.legs),
             folder=runs,
             step_s=arms[0].simulated_s,
-            spent_s=0.0 if spent_s is None else spent_s(),
-            on_spent=spending(experiment, progress),
+            spent_s=spent_s() if spent_s is not None else 0.0 if resumption is None else resumption.held_s(),
+            on_spent=spending(experiment, progress, resumption),
         )
         recommendation = verify(experiment, arms, legs, progress)
     cost_s = max(time.monotonic() - began, legs.spent_s / experiment.cluster.trainers)  # a resumed tuning has spent more than it took now
@@ -106,15 +109,44 @@ def tune(
         runs=tuple(run for arm in recommendation.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None),
     )
     recommendation.save(folder)
+    if draft is None:
+        store(experiment, recommendation, out)
+        folder = folder.rename(out / name)
+    if resumption is not None:
+        resumption.close()
     return recommendation, folder
 
 
-def spending(experiment: Experiment, progress: Progress | None) -> Callable[[float], None]:
-    """Shows spent seconds beside the budget; nothing where there is none."""
+def store(experiment: Experiment, recommendation: Recommendation, out: Path) -> None:
+    """Put the strategy where ``strategy.auto`` finds it for this model on these trainers."""
+    keep(folder_of(out=out), key_of_profiled(experiment, table_for(experiment)), recommendation.strategy, recommendation.line)
+
+
+def _profiled(experiment: Experiment, out: Path, resumption: Resumption | None, progress: Callable[[int, int], None] | None) -> Experiment:
+    """The experiment with its profile: that of an interrupted tuning, which goes on, or a stored or new one."""
+    known = None if resumption is None else resumption.experiment()
+    if known is not None:
+        return known
+    if experiment.workload.model != LAYERS:
+        from real.profile.measuring import ensure_profile
+
+        experiment = ensure_profile(experiment, out, progress=progress)
+    if resumption is not None:
+        resumption.keep(experiment, 0.0)
+    return experiment
+
+
+def spending(experiment: Experiment, progress: Progress | None, resumption: Resumption | None = None) -> Callable[[float], None]:
+    """Hears of spent seconds: keeps them for a tuning that goes on, and shows them beside the budget where there is one."""
     budget_s, _ = budget_of(experiment)
-    if math.isinf(budget_s) or progress is None:
-        return lambda _: None
-    return lambda spent_s: progress(SPENT, round(spent_s), round(budget_s))
+
+    def hear(spent_s: float) -> None:
+        if resumption is not None:
+            resumption.hold(spent_s)
+        if progress is not None and math.isfinite(budget_s):
+            progress(SPENT, round(spent_s), round(budget_s))
+
+    return hear
 
 
 def cost_note(recommendation: Recommendation, cost_s: float) -> str:

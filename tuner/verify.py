@@ -244,9 +244,13 @@ class _Verifier:
             low=None if judged is None else judged.speedup.low,
             high=None if judged is None else judged.speedup.high,
             pairs=tuple(self.pairs),
-            arms=tuple(dataclasses.replace(arm, measured_runs=tuple(self.legs.runs.get(arm.name, ()))) for arm in self.arms.values()),
+            arms=tuple(self._with_runs(arm) for arm in self.arms.values()),
             notes=tuple(self.notes),
         )
+
+    def _with_runs(self, arm: Arm) -> Arm:
+        runs, void = (tuple(names.get(arm.name, ())) for names in (self.legs.runs, self.legs.void))
+        return dataclasses.replace(arm, measured_runs=runs, void_runs=void)
 
     def _update(self, name: str, **changes: object) -> None:
         self.arms[name] = dataclasses.replace(self.arms[name], **changes)  # type: ignore[arg-type]  # fields of Arm, by name

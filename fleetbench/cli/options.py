@@ -110,10 +110,10 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
     return experiment, list(dict.fromkeys([*notes, *(str(entry.message) for entry in caught)]))
 
 
-def with_profile(experiment: Experiment, root: Path, *, lines: bool = False) -> Experiment:
+def with_profile(experiment: Experiment, root: Path) -> Experiment:
     """The experiment with its layer times known: a stored profile, or one taken now.
 
-    A declared table of layers needs neither a profile nor torch. ``lines``: of progress, where there is no terminal.
+    A declared table of layers needs neither a profile nor torch.
     """
     from fleetbench.workload import LAYERS
 
@@ -122,7 +122,7 @@ def with_profile(experiment: Experiment, root: Path, *, lines: bool = False) -> 
     from fleetbench.profile import profile_of
     from real.profile.measuring import ensure_profile
 
-    with progress.steps("profile", lines=lines) as advance:
+    with progress.steps("profile") as advance:
         experiment = ensure_profile(experiment, root, progress=advance)
     profile = profile_of(experiment)
     if profile is not None and profile.busy:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress, tune_simulated, your_script
-from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json, load_experiment, with_profile
+from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json, load_experiment
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.report import units
 
@@ -27,7 +27,7 @@ def register(commands: Commands) -> None:
     tune_simulated.add_options(parser)
     add_command_line(parser)
     parser.epilog = your_script.EPILOG
-    parser.set_defaults(interrupted="the workers were stopped; the same command resumes the search from its stored trials")
+    parser.set_defaults(interrupted="the workers were stopped; the same command goes on after the last leg that is complete")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,7 +40,6 @@ def run(arguments: argparse.Namespace) -> int:
     your_script.refuse_workdir(arguments)
     experiment = load_experiment(arguments)
     say(your_script.what_runs(experiment))
-    experiment = with_profile(experiment, arguments.out, lines=True)
     from tuner.tune import tune
 
     with progress.stages(lines=True) as advance:
@@ -73,7 +72,9 @@ def show(recommendation: Recommendation, folder: Path, arguments: argparse.Names
 def _arms_table(recommendation: Recommendation) -> Table:
     """The strategies that ran for real: what the simulator said of them, and what was measured."""
     has_memory = any(arm.peak_bytes is not None for arm in recommendation.arms)
-    columns = ("arm", "simulated ms", "real ms", "error", *(["memory"] if has_memory else []), "target", "strategy")
+    has_void = any(arm.void_runs for arm in recommendation.arms)
+    more = [name for name, shown in (("memory", has_memory), ("void legs", has_void)) if shown]
+    columns = ("arm", "simulated ms", "real ms", "error", *more, "target", "strategy")
     table = new_table(f"{recommendation.name}: step times, simulated and real", *columns, left=("target", "strategy"))
     for arm in recommendation.arms:
         target = "" if arm.target is None else "reached" if arm.target.reached else "not reached"
@@ -83,6 +84,7 @@ def _arms_table(recommendation: Recommendation) -> Table:
             units.milliseconds(arm.real_s),
             "" if arm.error is None else units.percent(arm.error, sign=True),
             *([units.NONE if arm.peak_bytes is None else units.size(arm.peak_bytes)] if has_memory else []),
+            *([str(len(arm.void_runs))] if has_void else []),
             target,
             units.changes(arm.strategy.changes()),
         )

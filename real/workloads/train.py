@@ -13,10 +13,13 @@ import sys
 from contextlib import closing, nullcontext
 from typing import Any
 
+import torch
+
 from fleetbench.errors import ConfigError, FleetbenchError
 from fleetbench.experiment import Experiment
 from fleetbench.overview import overview
 from fleetbench.plan.training import PLANNED
+from fleetbench.profile import table_for
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 from fleetbench.workload import LAYERS
@@ -24,6 +27,7 @@ from fleetbench.workloads.data.data import prepare
 from fleetbench.workloads.models.registry import build_model, check_model
 from real.collective import Collective
 from real.emulated.emulated_training import EmulatedTraining
+from real.emulated.model import EmulatedModel
 from real.engine.engine import Engine
 from real.job.folder import EXPERIMENT
 from real.leg import Leg
@@ -95,11 +99,18 @@ def _as_started(experiment: Experiment, job: Collective) -> Experiment:
         cluster = dataclasses.replace(cluster, nodes=num // per_node, trainers_per_node=per_node, node_overrides=())
     strategy = experiment.strategy
     if strategy.auto:
-        workload = experiment.workload
-        strategy = job.recommended(build_model(workload.model, workload.model_options, workload.dtype, experiment.run.seed))
+        strategy = job.recommended(_model(experiment))
     if is_emulated(experiment):
         refuse_unemulated(experiment, strategy)
     return experiment.replace(cluster=cluster, strategy=strategy)
+
+
+def _model(experiment: Experiment) -> torch.nn.Module:
+    """A model with the experiment's parameters."""
+    if is_emulated(experiment):
+        return EmulatedModel(table_for(experiment))
+    workload = experiment.workload
+    return build_model(workload.model, workload.model_options, workload.dtype, experiment.run.seed)
 
 
 def _train_leg(experiment: Experiment, training: Training, job: Collective) -> dict[str, Any]:

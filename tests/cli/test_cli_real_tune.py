@@ -120,6 +120,8 @@ RECOMMENDATION = Recommendation(
             strategy=DistributedStrategy(fuse_grad_size_in_MB=2),
             simulated_s=0.012,
             measured_s=(0.010,),
+            measured_runs=("one", "two"),
+            void_runs=("two",),
             target=TargetCheck(reached=False),
             rejected="misses the target",
         ),
@@ -144,7 +146,7 @@ def tunes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tunes")
 def test_tune_ends_with_the_verdict_and_the_paths(command: Callable, layers: Path, tmp_path: Path) -> None:
-    """KEEP DEFAULT is success; the report is written; step times stand side by side with their error."""
+    """KEEP DEFAULT is success; the report is written; step times stand side by side with their error; void legs are counted."""
     ended = command("tune", layers, "--out", tmp_path / "runs")
     folder = tmp_path / "runs" / "layers-tune"
     assert ended.code == 0
@@ -153,9 +155,12 @@ def test_tune_ends_with_the_verdict_and_the_paths(command: Callable, layers: Pat
         f"recommendation: {folder / 'recommended.toml'}",
         f"report: {folder / 'report.html'}",
     ]
-    assert (folder / "report.html").is_file()
-    default = next(line for line in ended.out.splitlines() if "default" in line)
-    assert [cell.strip() for cell in default.split("│")[2:5]] == ["9.00", "10.00", "-10.0 %"]
+    assert '<td class="n">2, 1 void</td>' in (folder / "report.html").read_text()
+    default, candidate = (
+        [cell.strip() for cell in row.split("│")[2:6]] for row in ended.out.splitlines() if row.startswith(("│ d", "│ c"))
+    )
+    assert default == ["9.00", "10.00", "-10.0 %", "0"]
+    assert candidate[-1] == "1"
     assert "rejected: candidate 1: misses the target" in ended.out
     assert "note: threads were not searched" in ended.out
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_digits.py"
+FILE = EXAMPLE.with_name("planted_gain.toml")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TUNE = ["-m", "fleetbench", "tune", "--set", "tune.pairs=2", "--set", "tune.trials=8", "--set", "tune.finalists=1"]
 KILLED_BEHIND = 3
@@ -21,8 +22,10 @@ KILLED_BEHIND = 3
 
 
 def _command(where: str, out: Path) -> list[str]:
-    """A whole tuning, with its driver outside of the trainers, or one of them."""
+    """A whole tuning, with its driver outside of the trainers, or one of them; or that of an experiment file."""
     tune = [*TUNE, "--set", "tune.leg_steps=20", "--out", str(out), "--"]
+    if where == "file":
+        return [sys.executable, *tune[:-1], str(FILE)]
     if where == "outside":
         return [sys.executable, *tune, *TORCHRUN, str(EXAMPLE)]
     return [*TORCHRUN, *tune, sys.executable, str(EXAMPLE)]
@@ -37,7 +40,7 @@ def _legs(out: Path) -> list[str]:
 def _driver(job: subprocess.Popen[bytes], where: str) -> psutil.Process:
     """The process that drives."""
     own = psutil.Process(job.pid)
-    if where == "outside":
+    if where != "inside":
         return own
     ranks = [child for child in own.children() if child.is_running() and child.environ().get("RANK") == "0"]
     assert len(ranks) == 1, ranks
@@ -46,7 +49,7 @@ def _driver(job: subprocess.Popen[bytes], where: str) -> psutil.Process:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("where", ["outside", "inside"])
+@pytest.mark.parametrize("where", ["outside", "inside", "file"])
 def test_a_killed_tuning_ends_with_what_it_had_measured(where: str, tmp_path: Path) -> None:
     """Its legs stand in the final table as they were, the others are measured, and nothing of the first attempt is left."""
     with (tmp_path / "first").open("wb") as output:
@@ -82,6 +85,6 @@ def test_a_killed_tuning_ends_with_what_it_had_measured(where: str, tmp_path: Pa
     assert [run for run in final if run in measured], "the table has nothing of what was measured before"
     assert len(final) > len(measured)
     assert len(found["pairs"]) in (0, 2)  # none where no finalist was ahead of the default
-    assert {arm["name"] for arm in found["arms"] if arm["measured_s"]} >= {"default", "advice"}
+    assert {arm["name"] for arm in found["arms"] if arm["measured_s"]} >= {"default", "candidate 1" if where == "file" else "advice"}
     assert not list((tmp_path / "runs").glob("resume-*"))
     assert not list((tmp_path / "runs").glob("fleetbench-*"))

@@ -14,14 +14,19 @@ from processes import run_python
 from torch.nn.functional import cross_entropy
 
 from fleetbench.experiment import Experiment
+from fleetbench.recommended import VARIABLE
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.workloads.data.data import num_training_samples, open_batches, prepare
 from fleetbench.workloads.data.reader import Sampler
 from fleetbench.workloads.models.registry import build_model
+from real.collective import model_key
 from real.job.launcher import launch_script
 from real.job.script_session import RECORD, ScriptSession
 from real.job.session import Session
 from real.leg import Leg
+from real.profile.measuring import ensure_profile
+from tuner.recommendation import Recommendation
+from tuner.tune import store
 
 EXPERIMENT = """\
 schema = 1
@@ -213,6 +218,32 @@ def test_emulated_stragglers_are_carried_out(tmp_path: Path) -> None:
     records = [step["record"] for step in json.loads((tmp_path / "part.0").read_text())["steps"]]
     assert [record["step"] for record in records] == [0, 1, 2, 3]
     assert min(record["forward_ns"] + record["backward_ns"] for record in records) >= 35_000_000
+
+
+STORED = DistributedStrategy(nccl_comm_num=2)
+FOUND = Recommendation(experiment="", name="e", verdict="USE", reason="", strategy=STORED, speedup=1.1, low=1.0, high=1.2)
+
+
+def test_auto_trains_as_the_tuning_of_the_experiment_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of declared layers, on an emulated device."""
+    path = tmp_path / "e.toml"
+    path.write_text(EMULATED)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "named"))
+    store(Experiment.load(path), FOUND, tmp_path / "runs")
+    done = run_python(["-m", "real.workloads.train", path, "strategy.auto=true"], tmp_path)
+    assert done.code == 0, done.out
+    assert re.search("nccl_comm_num +2", done.out), done.out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_launches", "short_profiles")
+def test_what_a_tuning_of_a_registry_model_stores_is_that_models(tmp_path: Path) -> None:
+    """Its profile names the parameters as the model does."""
+    path = tmp_path / "e.toml"
+    path.write_text(SESSION)
+    store(ensure_profile(Experiment.load(path, ["tune.thread_num=[1]"]), tmp_path), FOUND, tmp_path / "runs")
+    key = model_key(build_model("digits_mlp", {}, "float32", 0), trainers=2, trainers_per_node=2, device=torch.device("cpu"))
+    assert DistributedStrategy.load(tmp_path / "runs" / "recommended" / f"{key}.toml") == STORED
 
 
 def test_a_table_of_layers_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self, cast
@@ -21,7 +22,7 @@ from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.place import Place, start_ticks
 from tuner import script
-from tuner.real_runs import SPENT
+from tuner.real_runs import SPENT, RealRuns
 from tuner.recommendation import Recommendation
 from tuner.resumption import Journal, Resumption
 from tuner.script import _stored, refuse_beyond_budget
@@ -183,6 +184,59 @@ def test_an_interrupted_tuning_ends_with_the_same_table(tmp_path: Path, at: int)
     assert [(arm.name, arm.measured_s) for arm in found.arms] == [(arm.name, arm.measured_s) for arm in whole.arms]
     num_legs = sum(len(arm.measured_runs) for arm in whole.arms)
     assert num_legs - at <= runner.num_run <= num_legs - at + 1
+
+
+@dataclass
+class Entered(FakeRunner):
+    """A session of an experiment's own trainers, which may be interrupted within the second pair."""
+
+    breaks: bool = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, leg: Leg) -> RunResult:
+        """See ``Runner``."""
+        if self.breaks and leg.window == 3 and leg.strategy == DEFAULT:
+            raise KeyboardInterrupt
+        return super().run(leg)
+
+
+def test_an_interrupted_tuning_of_an_experiment_goes_on_after_its_last_leg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the second pair: the whole legs are not run again, the table is that of an undisturbed tuning, and nothing is left over."""
+    experiment = layers_experiment(
+        fuse_grad_size_in_MB=(1.0, 32.0), fusion=(), update_by_bucket=(False,), nccl_comm_num=(1,), sync_nccl_allreduce=(True,)
+    )
+    sessions: list[Entered] = []
+
+    def session(_: Experiment) -> Entered:
+        sessions.append(Entered(experiment, formula, breaks=len(sessions) == 1))
+        return sessions[-1]
+
+    monkeypatch.setattr("real.job.session.Session", session)
+    whole, _ = tune(experiment, out=tmp_path / "whole", simulate=FakeSimulate(formula))
+    with pytest.raises(KeyboardInterrupt):
+        tune(experiment, out=tmp_path / "broken", simulate=FakeSimulate(formula))
+    (left,) = (tmp_path / "broken").glob("resume-planted-*")
+    held_s = float((left / "held_s").read_text())
+    assert held_s > 0
+    monkeypatch.setattr("tuner.tune.RealRuns", partial(_kept_running, seen := list[float]()))
+    found, folder = tune(experiment, out=tmp_path / "broken", simulate=FakeSimulate(formula))
+    assert seen == [held_s]
+    assert (found.line, found.pairs) == (whole.line, whole.pairs)
+    assert [(arm.name, arm.measured_s) for arm in found.arms] == [(arm.name, arm.measured_s) for arm in whole.arms]
+    undisturbed, broken, again = (len(one.legs) for one in sessions)
+    assert broken + again == undisturbed + 1  # half of the second pair
+    assert sorted(path.name for path in (tmp_path / "broken").iterdir()) == sorted([folder.name, "recommended", "studies"])
+    assert Recommendation.load(folder) == found
+
+
+def _kept_running(seen: list[float], **fields: Any) -> RealRuns:
+    seen.append(fields["spent_s"])
+    return RealRuns(**fields)
 
 
 def test_a_strategy_that_fails_is_rejected_and_the_tuning_goes_on(tmp_path: Path) -> None:

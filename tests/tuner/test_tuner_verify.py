@@ -75,6 +75,7 @@ def test_void_runs_leave_the_verdict_and_are_counted(tmp_path: Path) -> None:
         "2 real runs are void, as the machine was not quiet in any of their repeats; pairs with one are left out: tune again"
     ]
     assert (found.verdict, len(found.pairs)) == ("USE", 2)
+    assert [arm.legs for arm in found.arms] == ["5", "5, 2 void"]
     assert found.speedup is not None
     assert found.speedup == pytest.approx(1.2)
     never = verify(experiment, arms(one=FUSED), legs_of(FakeRunner(experiment, by_fusion, void=lambda number: number > 5), tmp_path))
