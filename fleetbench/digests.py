@@ -120,7 +120,7 @@ def read_toml(text: str, where: str, hint: str) -> dict[str, Any]:
 def sealed_json(data: Mapping[str, Any]) -> str:
     """JSON of ``data`` and its digest."""
     plain = json.loads(json.dumps(data))
-    return json.dumps({_KEY: _json_digest(plain), **plain}, indent=1)
+    return json.dumps({_KEY: json_digest(plain), **plain}, indent=1)
 
 
 def read_json(text: str) -> dict[str, Any]:
@@ -134,14 +134,14 @@ def _opened(text: str) -> tuple[dict[str, Any], bool]:
     if not isinstance(data, dict):
         raise TypeError("holds no table")
     said = data.pop(_KEY, None)
-    if said is not None and said != _json_digest(data):
+    if said is not None and said != json_digest(data):
         raise ValueError("its digest differs from what was written")
     return data, said is not None
 
 
 def digests_of(folder: Path) -> dict[str, str]:
     """Name and digest of every file of a folder, for its manifest."""
-    return {path.name: _of_file(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST}
+    return {path.name: file_digest(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST}
 
 
 def read_manifest(folder: Path, hint: str) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _check(folder: Path, files: Mapping[str, str], names: Iterable[str], hint: s
     for name in names:
         path = folder / name
         with reading(path, hint):
-            if _of_file(path) != files[name]:
+            if file_digest(path) != files[name]:
                 raise ConfigError("is not what was written: its digest differs", str(path), hint=hint)
 
 
@@ -189,10 +189,11 @@ def digest_of(path: str | Path, hint: str) -> str:
     """The digest of a file's content. Raises ``ConfigError`` where it cannot be read."""
     check_file(Path(path))
     with reading(path, hint):
-        return _of_file(Path(path))
+        return file_digest(Path(path))
 
 
-def _of_file(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file. Raises ``OSError``."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -201,5 +202,6 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _json_digest(data: Mapping[str, Any]) -> str:
+def json_digest(data: Any) -> str:
+    """SHA-256 of data as JSON, whatever the order of its keys."""
     return _sha256(json.dumps(data, sort_keys=True))

@@ -6,8 +6,6 @@ Each part validates itself; what needs two of them is checked here.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 import tomllib
 import warnings
@@ -21,7 +19,7 @@ import tomli_w
 
 from fleetbench.cluster import Cluster
 from fleetbench.config import Config, at_least, decode, encode
-from fleetbench.digests import digest_of, read_text, read_toml, sealed, write_whole
+from fleetbench.digests import digest_of, json_digest, read_text, read_toml, sealed, write_whole
 from fleetbench.environment import check_environment
 from fleetbench.errors import ConfigError
 from fleetbench.hardware.presets import expanded
@@ -256,7 +254,7 @@ class Experiment(Config):
         """
         data = encode(self)
         _replace_files(data, lambda path: digest_of(path, "the experiment names this file"))
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:8]
+        return json_digest(data)[:8]
 
 
 def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: Cluster) -> None:

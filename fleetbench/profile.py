@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -20,7 +18,7 @@ import tomli_w
 
 from fleetbench.cluster import Link
 from fleetbench.config import Config, decode, encode
-from fleetbench.digests import read_text, read_toml, sealed, write_whole
+from fleetbench.digests import json_digest, read_text, read_toml, sealed, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint, Memory, StragglerFit, Threads, is_busy
@@ -175,7 +173,7 @@ def compute_key(experiment: Experiment, strategy: DistributedStrategy | None = N
     }
     what |= {name: getattr(workload, name) for name in _COMPUTE_WORKLOAD}
     what |= {name: encode(getattr(strategy, name)) for name in COMPUTE_FIELDS}
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    return json_digest(what)[:16]
 
 
 def _trainers_per_machine(experiment: Experiment) -> int:

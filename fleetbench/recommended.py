@@ -6,13 +6,11 @@ A workload is known by what its plan is made from, the gradients; a cluster by i
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fleetbench.digests import read_text
+from fleetbench.digests import json_digest, read_text
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
@@ -25,7 +23,7 @@ VARIABLE = "FLEETBENCH_RECOMMENDED"
 def key_of(gradients: Sequence[tuple[str, int, str]], *, trainers: int, trainers_per_node: int, device: str) -> str:
     """Sixteen hexadecimal digits of a workload and cluster: ``gradients`` are names, element counts and types, in any order."""
     known = {"gradients": sorted(list(item) for item in gradients), "trainers": [trainers, trainers_per_node], "device": device}
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+    return json_digest(known)[:16]
 
 
 def key_of_profiled(experiment: Experiment, table: LayerTable) -> str:

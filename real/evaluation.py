@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fleetbench.digests import file_digest
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.vectors import Values, name_some, refuse_repeated, write_vectors
@@ -33,7 +34,7 @@ from fleetbench.workloads.data.data import read_data
 from fleetbench.workloads.data.images import evaluation_picture, read_list
 from fleetbench.workloads.data.reader import normalise
 from fleetbench.workloads.models.registry import build_model, check_model, data_source, model_option, sizes
-from real.checkpoints.checkpoint import digest_of, model_file, read_part
+from real.checkpoints.checkpoint import model_file, read_part
 from real.checkpoints.persistables import model_tensors, refuse_another_model
 from real.communication.device import device_of
 
@@ -112,7 +113,7 @@ def evaluate(
     return {
         "model": factory or experiment.workload.model,
         "checkpoint": None if file is None else str(file),
-        "checkpoint_sha256": None if file is None else digest_of(file),
+        "checkpoint_sha256": None if file is None else file_digest(file),
         "data": source,
         "samples": num,
         "length": length,

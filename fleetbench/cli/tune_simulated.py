@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from fleetbench.experiment import Experiment
     from fleetbench.strategy import DistributedStrategy
     from tuner.simulated.answer import SimulatedRecommendation
     from tuner.simulated.sizes import Sizes
@@ -119,16 +118,10 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from sim.many.sweep import Axis
     from tuner.simulated.sizes import tune_sizes
 
-    axis, said = Axis.parse(arguments.sweep), set[str]()
-    load_experiment(arguments)
-
-    def load(more: Sequence[str]) -> Experiment:
-        experiment, notes = load_with_notes(arguments, more)
-        said.update(notes)
-        return experiment
-
+    axis = Axis.parse(arguments.sweep)
+    load_experiment(arguments)  # says its notes
     with progress.steps("sizes", lines=True) as advance:
-        found = tune_sizes(load, axis, out=arguments.out, progress=advance)
+        found = tune_sizes(lambda more: load_with_notes(arguments, more)[0], axis, out=arguments.out, progress=advance)
     folder = _write(found, arguments.out)
     figures.save_png(figures.sizes(found), folder / "sizes.png")
     if arguments.json:

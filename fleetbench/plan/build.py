@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fleetbench.digests import json_digest
 from fleetbench.plan.exchange import lay_out
 from fleetbench.plan.fusion import Bucket, Cost, fuse
 from fleetbench.plan.groups import Parts, hierarchy_of, world_of
@@ -43,7 +43,7 @@ class Plan:
     @functools.cached_property
     def digest(self) -> str:
         """Sixteen hexadecimal digits over all of the plan; equal plans run the same operations."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+        return json_digest(self.to_dict())[:16]
 
     @functools.cached_property
     def of_bucket(self) -> dict[int, Operations]:

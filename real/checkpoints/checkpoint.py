@@ -11,7 +11,6 @@ at most a folder that the next save removes. Nothing on disk is ever executed.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fleetbench.digests import atomic_write, reading, sync
+from fleetbench.digests import atomic_write, file_digest, reading, sync
 from fleetbench.errors import ConfigError, EnvironmentLacks
 
 SCHEMA = 1
@@ -62,14 +61,11 @@ class Save:
         """A part's file, looked through. Raises ``ConfigError`` where it is missing, or not what was written."""
         path = self.folder / name
         try:
-            described = self.manifest["parts"][name]
-            expected = described["sha256"]
+            expected = self.manifest["parts"][name]["sha256"]
         except (KeyError, TypeError):
             raise ConfigError("holds no such part", str(self.folder / MANIFEST), name, _ANOTHER) from None
-        try:
-            found = digest_of(path)
-        except OSError as error:
-            raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="a checkpoint moves as a whole folder") from None
+        with reading(path, "a checkpoint moves as a whole folder"):
+            found = file_digest(path)
         if found != expected:
             what = "is not what was saved: its SHA-256 is another"
             raise ConfigError(what, str(path), f"{found[:16]}..., saved {expected[:16]}...", _ANOTHER)
@@ -105,7 +101,7 @@ class Draft:
         with _writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)  # made by another trainer, and perhaps not seen here yet
             write_part(path, part)
-            return digest_of(path)
+            return file_digest(path)
 
     def seal(self, manifest: Mapping[str, Any], parts: Mapping[str, str]) -> None:
         """Make the save whole: ``parts`` have digests. Raises ``EnvironmentLacks`` where a part of another trainer is not here."""
@@ -119,7 +115,7 @@ class Draft:
     def commit(self) -> None:
         """Put the sealed save in force."""
         with _writing(self.folder):
-            digest = digest_of(self.folder / MANIFEST)
+            digest = file_digest(self.folder / MANIFEST)
         _write_json(self._root / POINTER, {"save": self.folder.name, "sha256": digest})
 
     def sweep(self) -> None:
@@ -149,7 +145,7 @@ def open_save(root: Path, number: int) -> Save:
         hint = "a checkpoint moves as a whole folder, and every trainer must see what it reads of it"
         raise ConfigError("is missing or no manifest", str(folder / MANIFEST), hint=hint)
     pointer = _pointer(root)
-    if pointer.get("number") == number and digest_of(folder / MANIFEST) != pointer["sha256"]:
+    if pointer.get("number") == number and file_digest(folder / MANIFEST) != pointer["sha256"]:
         raise ConfigError("is not what was saved: its SHA-256 is another", str(folder / MANIFEST), hint=_ANOTHER)
     _refuse_schema(manifest, folder / MANIFEST)
     return Save(folder, number, manifest)
@@ -244,12 +240,6 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         seen.add(own.untyped_storage().data_ptr())
         found[name] = own
     return found
-
-
-def digest_of(path: Path) -> str:
-    """SHA-256 of a file. Raises ``OSError``."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _refuse_schema(data: Mapping[str, Any], path: Path) -> None:

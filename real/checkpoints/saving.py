@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fleetbench.config import decode
-from fleetbench.digests import reading
+from fleetbench.digests import file_digest, reading
 from fleetbench.errors import ConfigError
 from fleetbench.plan.training import begin_anew, family
 from fleetbench.strategy import DistributedStrategy
@@ -21,7 +21,6 @@ from real.checkpoints.checkpoint import (
     MODEL,
     Draft,
     Save,
-    digest_of,
     folder_of,
     holder,
     last_save,
@@ -215,7 +214,7 @@ def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable
             hint = "fleet.save_persistables writes one; a .safetensors file will do as well"
             raise ConfigError("there is no checkpoint", str(root), hint=hint)
         file = path if is_file else open_save(root, number).file(MODEL)
-        saved, digest, where = read_part(file).tensors, digest_of(file), str(path if is_file else file.parent)
+        saved, digest, where = read_part(file).tensors, file_digest(file), str(path if is_file else file.parent)
         own = model_tensors(engine.model)
         chosen = {name: saved[name] for name in own if name in saved and predicate(name)}
         if not chosen:

@@ -10,8 +10,6 @@ off runs of the strategies themselves; see ``legs``.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from pathlib import Path
 
 from fleetbench.cluster import Cluster
 from fleetbench.config import encode
+from fleetbench.digests import json_digest
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.fitting.lines import Hockney
@@ -310,4 +309,4 @@ def _name(experiment: Experiment) -> str:
         what["quantises"] = True
     if experiment.run.launcher == "testbed":  # whose links are the experiment's, and everybody else's the machine's
         what["links"] = encode(dataclasses.replace(experiment.cluster, stragglers=()))
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    return json_digest(what)[:16]

@@ -8,8 +8,6 @@ stragglers or fusion share one trajectory.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ import numpy.typing as npt
 from fleetbench.cluster import Cluster
 from fleetbench.config import decode, encode
 from fleetbench.declared import HITS_IN_A_ROW, first_hit, learning_rate
-from fleetbench.digests import digest_of
+from fleetbench.digests import digest_of, json_digest
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Run
 from fleetbench.plan.servers.rules import SERVED
@@ -104,7 +102,7 @@ def key_of(experiment: Experiment, order: Order | None = None) -> str:
     if kind == "text":
         data["workload"]["data"] = digest_of(Path(path), "the experiment names this file")
     data |= {"torch": versions().get("torch"), "order": None if order is None else order.digest()}
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+    return json_digest(data)[:16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

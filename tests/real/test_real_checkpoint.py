@@ -19,6 +19,7 @@ from alone import AloneMeeting, Training
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fleetbench.digests import file_digest
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from real.checkpoints import checkpoint
 from real.checkpoints.checkpoint import MANIFEST, MODEL, POINTER, Draft, Part, last_save, model_file, open_save, read_part, write_part
@@ -349,7 +350,7 @@ class TestTampering:
             manifest["strategy_digest"] = "0" * 64
         path.write_text(json.dumps(manifest))
         pointer = json.loads((saved / POINTER).read_text())
-        (saved / POINTER).write_text(json.dumps(pointer | {"sha256": checkpoint.digest_of(path)}))
+        (saved / POINTER).write_text(json.dumps(pointer | {"sha256": file_digest(path)}))
         self._refused(saved, "this version|of another kind|no such part|another number of trainers")
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "fleetbench checkpoint", "schema": 1, "save": "../up", "sha256": ""}'])
