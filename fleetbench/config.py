@@ -46,14 +46,16 @@ class Config:
     def __new__(cls, *args: Any, **fields: Any) -> Self:  # noqa: ARG004  # dataclasses fill them in
         """Raise ``ConfigError`` for an unknown field, as reading a file does."""
         known = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
-        for name, value in fields.items():
-            if name not in known:
-                raise unknown_key(name, name, known, _shown(value))
+        if not fields.keys() <= known.keys():
+            name = next(name for name in fields if name not in known)
+            raise unknown_key(name, name, known, _shown(fields[name]))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, hint in field_types(type(self)).items():  # type: ignore[arg-type]  # classes are hashable
             value = getattr(self, name)
+            if type(value) is hint and (hint is bool or isinstance(value, Config)):  # most fields, of what is made again and again
+                continue
             is_table = isinstance(value, Mapping) and any(_is_config(option) for option in _options(hint)) and not _kinds(hint)
             object.__setattr__(self, name, _read(value, hint, name, of_file=is_table))
         self._validate()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pandas as pd
 
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Setting, build_plan
@@ -16,6 +19,8 @@ from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 
 StepS = Callable[[DistributedStrategy], float]
+FEW = {"trials": 30, "simulated_steps": 10, "leg_steps": 5, "pairs": 4, "fuse_grad_size_in_MB": (0.25, 1.0, 8.0, 32.0), "fusion": ()}
+"""Of ``[tune]``, unless a test asks for other: few sizes and no rules, for whatever is not about the search itself."""
 
 
 def layers_experiment(**tune: object) -> Experiment:
@@ -29,7 +34,7 @@ def layers_experiment(**tune: object) -> Experiment:
                 "layers": [{"name": "block", "params": 100_000, "forward": "1 ms", "backward": "2 ms", "repeat": 10}],
             },
             "cluster": {"nodes": 2, "inter": {"bandwidth": "1 Gbit/s", "latency": "50 us"}},
-            "tune": {"trials": 30, "simulated_steps": 10, "leg_steps": 5, "pairs": 4, **tune},
+            "tune": FEW | tune,
             "run": {"device": "emulated"},
         }
     )
@@ -58,7 +63,7 @@ def profiled_experiment(folder: Path, threads: tuple[int, ...] = (1, 2), **tune:
             "name": "profiled",
             "workload": workload,
             "cluster": {"trainers_per_node": 2, "intra": {"bandwidth": "1 Gbit/s", "latency": "50 us"}},
-            "tune": {"trials": 30, "simulated_steps": 10, "leg_steps": 5, "pairs": 4, **tune},
+            "tune": FEW | tune,
         }
     )
     tables = []
@@ -82,7 +87,15 @@ def made_result(
     experiment: Experiment, step_s: float, *, executor: str, time_to_target_s: float | None = None, final_loss: float | None = None
 ) -> RunResult:
     """A run of two ranks in which every step takes ``step_s``, all of it forward."""
-    step_ns = round(step_s * 1e9)
+    table = _table(round(step_s * 1e9), experiment.workload.steps)
+    known = {"executor": executor, "run_id": new_run_id(), "final_loss": final_loss, "time_to_target_s": time_to_target_s}
+    plan = build_plan(experiment.strategy, table_for(experiment).by_readiness(), Setting(trainers=2))
+    return RunResult(experiment=experiment, summary=summarise(experiment, table, **known), steps=table, plan=plan)
+
+
+@functools.lru_cache(maxsize=256)  # a search asks for a few, again and again
+def _table(step_ns: int, steps: int) -> pd.DataFrame:
+    """The rows of a run of two ranks."""
     records = [
         StepRecord(
             rank=rank,
@@ -99,12 +112,9 @@ def made_result(
             bytes_sent=0,
         )
         for rank in range(2)
-        for step in range(1, experiment.workload.steps + 1)
+        for step in range(1, steps + 1)
     ]
-    table = steps_table(records)
-    known = {"executor": executor, "run_id": new_run_id(), "final_loss": final_loss, "time_to_target_s": time_to_target_s}
-    plan = build_plan(experiment.strategy, table_for(experiment).by_readiness(), Setting(trainers=2))
-    return RunResult(experiment=experiment, summary=summarise(experiment, table, **known), steps=table, plan=plan)
+    return steps_table(records)
 
 
 @dataclass

@@ -27,7 +27,7 @@ MOST_PLANS = 20_000
 """Points of a space up to which its different strategies are looked for."""
 PROBED = 20
 """Trials after which it is known how long all of them take."""
-RECORDED = 100
+RECORDED = 10
 """Of strategies that were all simulated, so many of the best stand in the study, beside default and advice."""
 WARMUP_STEPS = 2
 STEADY_STEPS = 3

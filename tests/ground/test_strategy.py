@@ -3,12 +3,9 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fleetbench.cluster import Cluster
 from fleetbench.config import Config, encode
@@ -17,8 +14,6 @@ from fleetbench.experiment import Experiment, HierarchySwitchedOff, Tune
 from fleetbench.fleet_names import NO_EFFECT, FieldHasNoEffect
 from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import Workload
-
-FILES = Path(__file__).parent / "files"
 
 FLEET_DEFAULTS: dict[str, Any] = {  # by hand, from the documents' tables of fields
     "mode": "collective",
@@ -490,121 +485,6 @@ def test_a_warm_up_that_the_schedule_does_not_read_is_refused(configs: dict[str,
     with pytest.raises(ConfigError, match="does not read it") as error:
         DistributedStrategy().replace(localsgd=True, localsgd_configs=configs)
     assert hint in str(error.value.hint)
-
-
-def test_a_strategy_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
-    """Some editors write one; it is no part of the TOML."""
-    path = tmp_path / "s.toml"
-    path.write_bytes(b"\xef\xbb\xbfnccl_comm_num = 2\n")
-    assert DistributedStrategy.load(path) == DistributedStrategy(nccl_comm_num=2)
-
-
-def any_strategy() -> st.SearchStrategy[DistributedStrategy]:
-    """Valid strategies: switches, and settings only of what is on."""
-    counts = st.integers(1, 64)
-    collective = st.fixed_dictionaries(
-        {"nccl_comm_num": counts, "sync_nccl_allreduce": st.booleans(), "thread_num": counts},
-        optional={
-            "fraction_of_gpu_memory_to_use": st.floats(0.01, 1.0),
-            "build_strategy": st.fixed_dictionaries(
-                {}, optional={"fuse_bn_act_ops": st.booleans(), "fuse_all_optimizer_ops": st.booleans()}
-            ),
-        },
-    )
-    sizes = st.floats(0, 1e6) | st.integers(0, 10**6)
-    fusion = (
-        st.sampled_from([{"fuse_all_reduce_ops": False}, {"fusion": "merged_gradient"}, {"fusion": "optimal"}])
-        | st.fixed_dictionaries({}, optional={"fuse_grad_size_in_MB": sizes, "fuse_grad_count": st.integers(0, 1000)})
-        | st.fixed_dictionaries(
-            {"fusion": st.just("by_number")}, optional={"fuse_grad_size_in_num": counts, "last_comm_group_size_MB": sizes}
-        )
-    )
-    hierarchy = st.just({}) | st.fixed_dictionaries({"use_hierarchical_allreduce": st.just(True), "hierarchical_inner_ranks": counts})
-    local = st.fixed_dictionaries(
-        {"localsgd": st.just(True), "localsgd_configs": st.fixed_dictionaries({"k_steps": counts, "begin_step": counts})}
-    )
-    adaptive = st.fixed_dictionaries(
-        {
-            "adaptive_localsgd": st.just(True),
-            "adaptive_localsgd_configs": st.fixed_dictionaries({"variant": st.sampled_from(["fleet", "paper", "document", "qsr"])}),
-        }
-    )
-    recompute = st.just({}) | st.fixed_dictionaries(
-        {"recompute": st.just(True), "recompute_configs": st.fixed_dictionaries({"checkpoints": st.lists(st.text(max_size=5), max_size=3)})}
-    )
-    parts = st.tuples(collective, fusion, hierarchy, st.just({}) | local | adaptive, recompute)
-    return parts.map(lambda tables: DistributedStrategy(**{key: value for table in tables for key, value in table.items()}))
-
-
-@given(strategy=any_strategy())
-def test_saved_strategies_load_as_themselves(strategy: DistributedStrategy, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """TOML keeps every field, and the file holds only what differs from the defaults."""
-    path = tmp_path_factory.getbasetemp() / "strategy.toml"
-    strategy.save(path)
-    assert DistributedStrategy.load(path) == strategy
-    assert DistributedStrategy().replace(**strategy.changes()) == strategy
-    names = {field.name for field in dataclasses.fields(strategy)}
-    different = {name for name in names if getattr(strategy, name) != getattr(DistributedStrategy(), name)}
-    assert set(strategy.changes()) == different
-
-
-def test_old_strategy_files_open() -> None:
-    """A file of schema 1 means for ever what it meant when it was written."""
-    assert DistributedStrategy.load(FILES / "strategy_schema1.toml") == DistributedStrategy(
-        fuse_grad_size_in_MB=8,
-        sync_nccl_allreduce=False,
-        nccl_comm_num=2,
-        thread_num=2,
-        localsgd=True,
-        localsgd_configs={"k_steps": 4, "begin_step": 100},  # type: ignore[arg-type]  # a table is taken for its value
-    )
-
-
-def test_a_strategy_is_read_from_bare_keys_and_from_an_experiment(tmp_path: Path) -> None:
-    """A file may hold the keys alone; an experiment file gives its strategy, and is refused where it names none."""
-    path = tmp_path / "s.toml"
-    for text, expected in (
-        ("nccl_comm_num = 2\n", DistributedStrategy(nccl_comm_num=2)),
-        ('name = "e"\n[workload]\nsteps = 3\n[strategy]\nnccl_comm_num = 2\n', DistributedStrategy(nccl_comm_num=2)),
-        ("[strategy]\n", DistributedStrategy()),
-    ):
-        path.write_text(text)
-        assert DistributedStrategy.load(path) == expected
-    for text in ('schema = 1\nname = "e"\n[workload]\nsteps = 3\n[run]\nseed = 1\n', "[cluster]\nnodes = 2\n"):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match="names no strategy"):
-            DistributedStrategy.load(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nccl_comm_num = 2\n[strategy]\nthread_num = 2\n", "outside of"),
-        ("schema = 2\n[strategy]\n", "schema"),
-        ("strategy = 3\n", "expected a table"),
-        ("[strategy\n", "not TOML"),
-        ("# nothing\n", "holds no strategy"),
-        ("[strategy]\nnccl_com_num = 2\n", "strategy.nccl_com_num: unknown key\nHINT: Did you mean 'nccl_comm_num'"),
-        ("nccl_com_num = 2\n", ": nccl_com_num: unknown key\nHINT: Did you mean 'nccl_comm_num'"),
-        ("[workload]\nsteps = 3\n[localsgd_configs]\nk_steps = 2\n", "localsgd_configs: stands outside of"),
-        ("nccl_comm_num = 2\n[workload]\nsteps = 3\n", "nccl_comm_num: stands outside of"),
-    ],
-)
-def test_a_wrong_strategy_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    """Nothing in a strategy file is silently ignored, and every error begins with the file."""
-    path = tmp_path / "s.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as error:
-        DistributedStrategy.load(path)
-    assert str(error.value).startswith(f"{path}: ")
-    assert message in str(error.value)
-
-
-def test_a_missing_strategy_file_is_a_configuration_error(tmp_path: Path) -> None:
-    """A missing file, and a folder in its place, say so without a traceback."""
-    for path in (tmp_path / "none.toml", tmp_path):
-        with pytest.raises(ConfigError, match="cannot be read"):
-            DistributedStrategy.load(path)
 
 
 def test_importing_the_strategy_imports_neither_torch_nor_numpy() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fleetbench.experiment import Experiment
 
-STEPS = 60
+STEPS = 32
 _DIGITS = {"model": "digits_mlp", "model_options": {"hidden": 16}, "batch_size": 8, "lr": 0.02, "optimizer": "momentum"}
 _CLICKS: dict[str, Any] = {
     "model": "wide_deep",
@@ -32,7 +32,7 @@ _PAIRS: dict[str, Any] = {
     "lr": 1.0,
 }
 _ADAM, _FLOAT32 = {"optimizer": "adam", "lr": 0.01}, {"dtype": "float32"}
-_DECAY = {"lr_decay": [{"step": 20, "factor": 0.5}, {"step": 40, "factor": 0.2}]}
+_DECAY = {"lr_decay": [{"step": 12, "factor": 0.5}, {"step": 22, "factor": 0.2}]}
 _EPOCHS = {"steps_per_epoch": 11}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,22 @@ SYNCHRONOUS: dict[str, dict[str, Any]] = {
     "fused update": {**SEVERAL, **FUSED},
     "recompute": {**SEVERAL, "recompute": True, "recompute_configs": {"checkpoints": ["0", "4"]}},
 }
+
+
+COUNTED = (loops.usual, loops.in_no_sync, loops.two_forwards, loops.plain, loops.two_losses, loops.penalty)
+"""Loops whose collectives are counted."""
+WITH_ALL_LOOPS = ("several buckets", "merge of 2", "K = 3", "unused", "sparse", "ddp", "ddp, unused")
+
+
+def sample() -> list[Case]:
+    """What ``make test`` trains: every loop under a strategy of each family, and of the others one in three, by a fixed draw."""
+    draws = random.Random(0)  # noqa: S311  # no secret
+    found = []
+    for case in cases():
+        strategy, is_drawn = case.name.rpartition(": ")[0], draws.random() < 1 / 3
+        if strategy in WITH_ALL_LOOPS or (strategy in SYNCHRONOUS and case.loop in COUNTED) or is_drawn:
+            found.append(case)
+    return found
 
 
 def cases() -> list[Case]:

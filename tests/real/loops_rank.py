@@ -1,6 +1,6 @@
-"""One rank of the tests of loops: trains every case, and saves its parameters after every ``optimizer.step()``.
+"""One rank of the tests of loops: trains cases, and saves its parameters after every ``optimizer.step()``.
 
-``loops_rank.py RANK RANKS STORE OUTPUT``
+``loops_rank.py RANK RANKS STORE OUTPUT WHICH``: the cases of the ``sample``, or the ``others``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import training_problem as problem
 from counting import counted
-from loop_cases import Case, cases
+from loop_cases import Case, cases, sample
 from torch.nn.parallel import DistributedDataParallel
 from training_loops import Script
 
@@ -25,14 +25,14 @@ from real.engine.engine import Engine
 
 
 def main() -> None:
-    """Run every case."""
-    rank, ranks, store, output = sys.argv[1:]
+    """Run the cases."""
+    rank, ranks, store, output, which = sys.argv[1:]
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timeout)
     torch.set_num_threads(1)
     communicators = Communicators("gloo", timeout)
-    saved = {}
-    for case in cases():
+    saved, sampled = {}, sample()
+    for case in sampled if which == "sample" else [case for case in cases() if case not in sampled]:
         try:
             saved |= {f"{case.name}/{name}": value for name, value in train(case, communicators).items()}
         except Exception as error:

@@ -1,7 +1,7 @@
 """One rank of the parity tests: trains every case with the engine, or with DDP, and saves its parameters of every step.
 
 ``parity_rank.py RANK RANKS STORE OUTPUT BACKEND DTYPES WHICH``: types are separated by commas; the backend is
-``gloo``, or ``deferred``, which has NCCL's semantics; the cases are ``all``, or those of ``hierarchies``.
+``gloo``, or ``deferred``, which has NCCL's semantics; the cases are ``all``, their ``sample``, or those of ``hierarchies``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def main() -> None:
         communicators = Communicators("deferred", timeout, lane=lambda _name: StreamLane(streams))
         ground = StreamOrder(streams)
     saved: dict[str, Any] = {}
-    for case in cases(int(ranks)) if which == "all" else (*HIERARCHICAL, *LOCAL_HIERARCHICAL):
+    chosen = (*HIERARCHICAL, *LOCAL_HIERARCHICAL) if which == "hierarchies" else cases(int(ranks), sampled=which == "sample")
+    for case in chosen:
         if backend == "gloo" or (case.strategy is not None and not case.cpu_only):
             with ground:
                 saved |= _train_all(case, dtypes, communicators)

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import queue
 import re
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from random_cases import RANKS, Case
 
+from real.processes.fork_server import Forked, fork_server
+from real.processes.started import QUIET
+
+RANK = Path(__file__).with_name("random_rank.py")
+
 READY_S = 90.0
-"""For processes to import torch, on a busy machine."""
+"""For the fork server to import torch, on a busy machine."""
 CASE_S = 90.0
 """A rank that has not answered by then hangs."""
 LOST_S = 30.0
@@ -59,7 +63,10 @@ class Pool:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[Forked] = []
+        self._pipes: list[tuple[Path, ...]] = []
+        """By rank: where it reads orders, and where it writes answers."""
+        self._orders: list[int] = []
         self._answers: list[queue.Queue[Answer]] = []
         self._threads: list[threading.Thread] = []
         self._generation = 0
@@ -97,10 +104,8 @@ class Pool:
         )
 
     def _order(self, order: dict[str, Any]) -> list[Answer]:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(order) + "\n")
-            process.stdin.flush()
+        for orders in self._orders:
+            os.write(orders, (json.dumps(order) + "\n").encode())
         answers: dict[int, Answer] = {}
         self._wait(answers, CASE_S, GRACE_S)
         if len(answers) < RANKS:  # a rank that has failed would be gone: the others learn it so, or not at all
@@ -123,31 +128,21 @@ class Pool:
 
     def _start(self) -> None:
         self._generation += 1
-        store = Path(self._folder.name) / f"store{self._generation}"
-        script = Path(__file__).with_name("random_rank.py")
-        root = Path(__file__).parents[2]
-        environment = {
-            **os.environ,
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{script.parent}{os.pathsep}{root}",
-        }
-        with (Path(self._folder.name) / "log").open("ab") as log:
-            self._processes = [
-                subprocess.Popen(
-                    [sys.executable, str(script), str(rank), str(RANKS), str(store)],
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                )
-                for rank in range(RANKS)
-            ]
+        folder = Path(self._folder.name)
+        store = folder / f"store{self._generation}"
+        server = fork_server({**os.environ, **QUIET})
+        self._pipes = [tuple(folder / f"{name}{self._generation}.{rank}" for name in ("orders", "answers")) for rank in range(RANKS)]
+        for path in itertools.chain(*self._pipes):
+            os.mkfifo(path)
+        self._orders = [os.open(orders, os.O_RDWR) for orders, _ in self._pipes]  # to open it for writing alone waits for a reader
+        self._processes = [
+            server.fork([str(RANK), str(rank), str(RANKS), str(store), *map(str, pipes)], folder / "log")
+            for rank, pipes in enumerate(self._pipes)
+        ]
         self._answers = [queue.Queue() for _ in range(RANKS)]
         self._threads = [
-            threading.Thread(target=_read, args=(process.stdout, answers), daemon=True)
-            for process, answers in zip(self._processes, self._answers, strict=True)
+            threading.Thread(target=_read, args=(pipe, answers), daemon=True)
+            for (_, pipe), answers in zip(self._pipes, self._answers, strict=True)
         ]
         for thread in self._threads:
             thread.start()
@@ -163,13 +158,14 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.wait()
+        for _, answers in self._pipes:  # a rank that ended before it opened its pipe has left the thread waiting
+            with contextlib.suppress(OSError):
+                os.close(os.open(answers, os.O_WRONLY | os.O_NONBLOCK))
         for thread in self._threads:
             thread.join()
-        for process in self._processes:
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        stream.close()
+        for orders in self._orders:
+            os.close(orders)
+        self._orders, self._pipes = [], []
         self._processes, self._answers, self._threads = [], [], []
 
 
@@ -177,9 +173,9 @@ def _has_failed(answer: Answer) -> bool:
     return answer.get("end", "trained") != "trained"
 
 
-def _read(stream: IO[str], answers: queue.Queue[Answer]) -> None:
-    for line in stream:
-        if line.startswith("{"):
+def _read(pipe: Path, answers: queue.Queue[Answer]) -> None:
+    with pipe.open(encoding="utf-8") as lines:
+        for line in lines:
             answers.put(json.loads(line))
     answers.put({"end": "died"})
 

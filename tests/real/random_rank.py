@@ -1,7 +1,7 @@
-"""One rank of the random cases: ``random_rank.py RANK RANKS STORE``, told on its standard input what to do.
+"""One rank of the random cases: ``random_rank.py RANK RANKS STORE ORDERS ANSWERS``, told through the pipe ORDERS what to do.
 
 A line is an order: ``{"do": "train", "case": ...}`` trains a case under fleet, ``{"do": "compare"}`` trains it
-by its truths and compares. Each is answered by a line on standard output.
+by its truths and compares. Each is answered by a line in the pipe ANSWERS.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -164,9 +165,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     worker = Rank(rank, ranks)
-    print(json.dumps({"end": "ready"}), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(worker.answer(json.loads(line))), flush=True)
+    with Path(sys.argv[5]).open("w", encoding="utf-8", buffering=1) as answers, Path(sys.argv[4]).open(encoding="utf-8") as orders:
+        answers.write(json.dumps({"end": "ready"}) + "\n")
+        answers.writelines(json.dumps(worker.answer(json.loads(line))) + "\n" for line in orders)
     os._exit(0)  # whatever state the last case has left
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from parity_cases import FUSED, SEVERAL
 
-STEPS = 16
+STEPS = 13
 OVERFLOW = 4
 """In this step rank 1 overflows, where there is a loss scale, or a scaler is to leave it out."""
 DECAY = 11

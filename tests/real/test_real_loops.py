@@ -16,18 +16,24 @@ import pytest
 import torch
 import training_loops as loops
 import training_problem as problem
-from loop_cases import Case, Truth, cases
+from loop_cases import Case, Truth, cases, sample
 from processes import Arrays, run_ranks
 from training_loops import Script
 
 RANKS = 2
-EXACT = [case for case in cases() if case.truth.dtype == "float64"]
-SCALED = [case for case in cases() if case.truth.dtype == "float32"]
+SAMPLE = sample()
+
+
+def _of_type(dtype: str) -> pytest.MarkDecorator:
+    """The cases of a type; those outside of the sample are slow."""
+    found = [case for case in cases() if case.truth.dtype == dtype]
+    marked = [pytest.param(case, id=case.name, marks=() if case in SAMPLE else pytest.mark.slow) for case in found]
+    return pytest.mark.parametrize("case", marked)
 
 
 @functools.cache
-def _results() -> list[Arrays]:
-    return run_ranks(Path(__file__).with_name("loops_rank.py"), RANKS)
+def _results(which: str) -> list[Arrays]:
+    return run_ranks(Path(__file__).with_name("loops_rank.py"), RANKS, which)
 
 
 @functools.cache
@@ -98,10 +104,10 @@ def _average(networks: list[torch.nn.Module]) -> None:
 
 
 def _history(case: Case, rank: int) -> npt.NDArray[np.generic]:
-    return _results()[rank][f"{case.name}/history"]
+    return _results("sample" if case in SAMPLE else "others")[rank][f"{case.name}/history"]
 
 
-@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.name)
+@_of_type("float64")
 def test_a_loop_trains_as_it_says(case: Case) -> None:
     """After every ``optimizer.step()`` each trainer holds the parameters of the written-out loop; DDP's are among the cases."""
     expected = _truth(case.truth)
@@ -110,7 +116,7 @@ def test_a_loop_trains_as_it_says(case: Case) -> None:
     assert np.abs(expected[0, -1] - expected[0, 0]).max() > 1e-3
 
 
-@pytest.mark.parametrize("case", SCALED, ids=lambda case: case.name)
+@_of_type("float32")
 def test_a_loop_trains_so_under_mixed_precision(case: Case) -> None:
     """Gradients that wait in ``.grad`` stay scaled, and all are unscaled once: training stays FP32's within half precision's resolution."""
     expected = _truth(case.truth)
@@ -123,7 +129,7 @@ def test_a_loop_trains_so_under_mixed_precision(case: Case) -> None:
 @pytest.mark.parametrize("family", loop_cases.SYNCHRONOUS)
 def test_only_backwards_outside_of_no_sync_are_exchanged(family: str) -> None:
     """A backward inside costs no collective; one more outside costs another exchange of all buckets."""
-    saved = _results()[0]
+    saved = _results("sample")[0]
     buckets = int(saved[f"{family}: usual/buckets"])
     for loop, exchanges in ((loops.usual, 1), (loops.in_no_sync, 1), (loops.two_forwards, 1), (loops.plain, 2), (loops.two_losses, 2)):
         counts = saved[f"{family}: {loop.__name__}/collectives"].tolist()
@@ -133,5 +139,5 @@ def test_only_backwards_outside_of_no_sync_are_exchanged(family: str) -> None:
 def test_what_a_penalty_computes_is_no_backward() -> None:
     """``torch.autograd.grad`` within a step leaves nothing in ``.grad``, and nothing is exchanged for it."""
     for family in loop_cases.SYNCHRONOUS:
-        saved = _results()[0]
+        saved = _results("sample")[0]
         assert saved[f"{family}: penalty/collectives"].tolist() == saved[f"{family}: usual/collectives"].tolist()

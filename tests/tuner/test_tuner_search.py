@@ -111,7 +111,7 @@ def test_the_planted_best_is_found_among_many(tmp_path: Path) -> None:
 
 def test_the_same_seed_gives_the_same_trials(tmp_path: Path) -> None:
     """Two searches of one experiment propose the same points; another seed proposes others."""
-    experiment = target_experiment(trials=20, search_seconds=0)
+    experiment = target_experiment(trials=12, search_seconds=0)
     one, two = (searched(experiment, tmp_path / name, FakeSimulate(formula)) for name in ("one", "two"))
     assert [tried.trial for tried in one.tried] == [tried.trial for tried in two.tried]
     other = searched(experiment.replace(run=dataclasses.replace(experiment.run, seed=1)), tmp_path / "three", FakeSimulate(formula))

@@ -9,6 +9,8 @@ from fleetbench.experiment import Experiment
 from fleetbench.strategy import BuildStrategy, DistributedStrategy
 from tuner.space import Equivalence, Space, search_space
 
+RULES = ("merged_gradient", "optimal", "off")
+
 
 def with_strategy(experiment: Experiment, **changes: object) -> Experiment:
     """The experiment with another default."""
@@ -112,7 +114,7 @@ def test_a_thread_count_without_a_table_is_left_out(tmp_path: Path) -> None:
 def test_every_rule_of_fusion_is_tried_whatever_the_own_one_is() -> None:
     """Sizes, both rules by cost, and a bucket a gradient; a rule has no size, so that each is one strategy."""
     for own in ({}, {"fuse_all_reduce_ops": False}, {"fusion": "by_number", "fuse_grad_size_in_num": 4}):
-        space = search_space(with_strategy(layers_experiment(fuse_grad_size_in_MB=(1.0, 4.0)), **own))
+        space = search_space(with_strategy(layers_experiment(fuse_grad_size_in_MB=(1.0, 4.0), fusion=RULES), **own))
         found = {space.strategy(point) for point in space.points()}
         plain = {strategy.replace(nccl_comm_num=1, sync_nccl_allreduce=True, build_strategy=BuildStrategy()) for strategy in found}
         assert plain == {
@@ -127,12 +129,12 @@ def test_every_rule_of_fusion_is_tried_whatever_the_own_one_is() -> None:
 
 def test_many_gradients_are_not_sent_each_alone() -> None:
     """Ten may travel alone, 65 may not, unless the experiment's own strategy does so; a note says why."""
-    many = layers_with({"layers": [{"name": "block", "params": 1_000, "forward": "1 ms", "backward": "2 ms", "repeat": 65}]})
+    many = layers_with({"layers": [{"name": "block", "params": 1_000, "forward": "1 ms", "backward": "2 ms", "repeat": 65}]}, fusion=RULES)
     space = search_space(many)
     assert "off" not in dict(space.choices)["fusion"]
     assert any(note.startswith("fusion = off is not searched: an all-reduce for each of 65 gradients") for note in space.notes)
     assert "off" in dict(search_space(with_strategy(many, fuse_all_reduce_ops=False)).choices)["fusion"]
-    assert "off" in dict(search_space(layers_experiment()).choices)["fusion"]
+    assert "off" in dict(search_space(layers_experiment(fusion=RULES)).choices)["fusion"]
 
 
 def test_a_hierarchy_is_tried_where_there_are_nodes_of_several_trainers() -> None:
