@@ -22,8 +22,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from real.communication.clocks import Clock, Mark
 
-Kind = Literal["matmul", "convolution", "attention", "memory"]
-"""``attention``: products of batches of matrices, and fused attention. ``memory``: all that computes little for each byte."""
+Kind = Literal["matmul", "convolution", "attention", "fused_attention", "memory"]
+"""``attention``: products of batches of matrices. ``memory``: all that computes little for each byte."""
 
 _KINDS: dict[str, Kind] = {"convolution": "convolution", "convolution_backward": "convolution", "bmm": "attention", "baddbmm": "attention"}
 _ROWS = ("embedding", "index_select", "gather", "index", "_embedding_bag")
@@ -35,6 +35,12 @@ _IN_FLOAT32 = ("native_layer_norm", "_softmax", "_log_softmax")
 """Of what CUDA's autocast computes in float32 (torch's documentation, "CUDA Ops that can autocast to float32"), what matters."""
 _WIDENED = 3
 """Bytes moved for one: a half is read, widened, and read and written as float32, against a half read and written."""
+
+_UNALIGNED = 1.5
+"""FLOPs counted for one of a matrix product whose rows do not all begin at 16 bytes, such as one with 50,257 words: it has slower kernels,
+which take half the rate on an H200 and four fifths on an A100 (``reports/estimate``)."""
+_NARROW_NORM = 4
+"""Bytes moved for one by a batch norm of bfloat16 with channels first, which cuDNN does not compute (the same report)."""
 
 _TRANSPOSED = 3
 """Bytes moved for one by tensor cores' convolutions, which need the channels last (cuDNN's documentation): written and read again."""
@@ -132,18 +138,24 @@ def _operation(func: Any, name: str, args: Any, inputs: list[torch.Tensor], outp
         backward = "backward" in name
         shapes = [tensor.shape for tensor in (args[:4] if backward else args[:3])]
         flops = sdpa_backward_flop_count(*shapes) if backward else sdpa_flop_count(*shapes)
-        return Operation(
-            "attention", flops // (2 if any(argument is True for argument in args) else 1), nbytes, dtype
-        )  # the one flag: causal
-    if (
-        name.startswith("convolution")
-        and dtype.itemsize == 2
-        and not args[name.count("backward")].is_contiguous(memory_format=torch.channels_last)
-    ):
+        halved = 2 if any(argument is True for argument in args) else 1  # the one flag: causal
+        return Operation("fused_attention", flops // halved, nbytes, dtype)
+    if name in _TWICE and dtype == torch.bfloat16 and _channels_first(args[name.count("backward")]):
+        nbytes *= _NARROW_NORM
+    if name.startswith("convolution") and dtype.itemsize == 2 and _channels_first(args[name.count("backward")]):
         nbytes *= _TRANSPOSED
     if func.overloadpacket in flop_registry:
-        return Operation(_KINDS.get(name, "matmul"), flop_registry[func.overloadpacket](*args, out_val=result), nbytes, dtype)
+        kind, flops = _KINDS.get(name, "matmul"), flop_registry[func.overloadpacket](*args, out_val=result)
+        return Operation(kind, round(flops * (_UNALIGNED if kind == "matmul" and not _aligned(inputs) else 1)), nbytes, dtype)
     return Operation("memory", 0, nbytes, dtype)
+
+
+def _channels_first(tensor: torch.Tensor) -> bool:
+    return not tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _aligned(matrices: Iterable[torch.Tensor]) -> bool:
+    return all(size * matrix.element_size() % 16 == 0 for matrix in matrices for size in matrix.shape[-2:])
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

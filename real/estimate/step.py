@@ -51,6 +51,8 @@ class Efficiencies:
     """Of the peak without tensor cores: matrix products in fp32 and fp64."""
     vector_convolution: float
     """The same of convolutions, which may need fewer operations than are counted (Winograd's algorithm)."""
+    vector_attention: float
+    """The same of fused attention, which has no kernels for TF32."""
     launch_s: float
     """The least that an operation takes."""
     balance: float
@@ -58,7 +60,15 @@ class Efficiencies:
 
 
 FITTED = Efficiencies(
-    matmul=0.785, convolution=0.563, attention=0.409, memory=0.743, vector=0.826, vector_convolution=1.12, launch_s=27.3e-6, balance=0.239
+    matmul=0.761,
+    convolution=0.533,
+    attention=0.402,
+    memory=0.725,
+    vector=0.822,
+    vector_convolution=1.13,
+    vector_attention=0.376,
+    launch_s=25.9e-6,
+    balance=0.234,
 )
 """``reports/estimate/fit.py`` fits them, to all runs of its table."""
 HALF_WIDTH = 0.25
@@ -71,7 +81,7 @@ class Roofline:
 
     gpu: Gpu
     tf32: bool = False
-    """Whether float32 products and convolutions use tensor cores."""
+    """Whether float32 products use tensor cores, too: convolutions do, where the GPU can (``torch.backends.cudnn.allow_tf32``)."""
     efficiencies: Efficiencies = FITTED
 
     def seconds(self, operation: Operation) -> float:
@@ -80,12 +90,15 @@ class Roofline:
         moving_s = operation.nbytes / (own.memory * self.gpu.memory_bandwidth)
         if operation.kind == "memory":
             return max(own.launch_s, moving_s)
-        precision = _PRECISIONS.get(operation.dtype, "tf32" if self.tf32 and "tf32" in self.gpu.flops_s else "fp32")
+        fused, convolution = operation.kind == "fused_attention", operation.kind == "convolution"
+        narrowed = "tf32" in self.gpu.flops_s and not fused and (self.tf32 or convolution)  # convolutions by torch's default
+        precision = _PRECISIONS.get(operation.dtype, "tf32" if narrowed else "fp32")
         peak = self.gpu.flops_s[precision]
         if precision in ("fp32", "fp64"):
-            share = own.vector_convolution if operation.kind == "convolution" else own.vector
+            share = own.vector_convolution if convolution else own.vector_attention if fused else own.vector
         else:
-            share = getattr(own, operation.kind) * (peak / self.gpu.memory_bandwidth / _BALANCE) ** -own.balance
+            tensor_cores = own.attention if fused else getattr(own, operation.kind)
+            share = tensor_cores * (peak / self.gpu.memory_bandwidth / _BALANCE) ** -own.balance
         return max(own.launch_s, operation.flops / (share * peak) + moving_s)
 
     def update_s(self, nbytes: int) -> float:

@@ -23,7 +23,7 @@ def name_of(row: dict[str, str]) -> str:
     """What a run computes, whatever computes it."""
     return (
         " ".join(row[key] for key in ("model", "variant", "batch", "length"))
-        + {"": "", "autocast": " half", "half": " all half"}[row["cast"]]
+        + {"": "", "autocast": " half", "half": " all half", "bf16": " bf16"}[row["cast"]]
     )
 
 
@@ -47,7 +47,8 @@ def count(row: dict[str, str]) -> dict[str, object]:
         torch.set_default_dtype(torch.float16 if row["cast"] == "half" else torch.float32)
         model, batch = build(row)
         with recorder:
-            with torch.autocast("cpu", dtype=torch.float16, enabled=row["cast"] == "autocast"):
+            narrow = torch.bfloat16 if row["cast"] == "bf16" else torch.float16
+            with torch.autocast("cpu", dtype=narrow, enabled=row["cast"] in ("autocast", "bf16")):
                 loss = model(batch)
             loss.backward()
     found = Counter((each.kind, str(each.dtype).removeprefix("torch."), each.flops, each.nbytes) for each in recorder.operations)

@@ -37,6 +37,7 @@ BELIEVED = {
     "memory": (0.8, 0.12),  # what copies reach
     "vector": (0.85, 0.1),  # cuBLAS, large matrices
     "vector_convolution": (1.1, 0.3),
+    "vector_attention": (0.4, 0.3),
     "launch_s": (12e-6, 1.0),
     "balance": (0.3, 0.6),
 }

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from fleetbench.workloads.models.registry import MODELS, loss_of
 from fleetbench.workloads.models.resnet import resnet50
 
 
@@ -115,9 +116,35 @@ SIZES = {  # hidden, layers, heads, vocabulary
 """Of the runs' own configurations: BERT's paper (vocabulary padded), GPT-2's, llm-foundry's, vTrain's table."""
 
 
+REGISTRY: dict[str, tuple[str, dict[str, int]]] = {
+    "resnet50": ("resnet50", {}),
+    "bert_base": ("bert_base", {}),
+    "bert_base 24x1024": ("bert_base", {"hidden": 1024, "layers": 24, "heads": 16, "ffn": 4096}),
+    "gpt": ("gpt", {}),
+    "gpt 24x1024": ("gpt", {"hidden": 1024, "layers": 24, "heads": 16}),
+    "gpt 24x2048": ("gpt", {"hidden": 2048, "layers": 24, "heads": 16}),
+}
+"""Of ``blind.py``."""
+
+
+class Registered(nn.Module):
+    """A model of fleetbench's registry with its loss."""
+
+    def __init__(self, name: str, options: dict[str, int]) -> None:
+        super().__init__()
+        self.model, self.compare = MODELS[name](**options), loss_of(name)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        return self.compare(self.model(batch), torch.zeros(len(batch), dtype=torch.int64))
+
+
 def build(row: dict[str, str]) -> tuple[nn.Module, torch.Tensor]:
     """The model of a row of ``data.csv``, and a batch."""
     batch, length = int(row["batch"]), int(row["length"])
+    if row["variant"] == "registry":
+        inputs = torch.zeros(batch, length, dtype=torch.int64) if length else torch.randn(batch, 3, 224, 224)
+        return Registered(*REGISTRY[row["model"]]), inputs
     if row["model"] == "resnet50":
         images = torch.randn(batch, 3, 224, 224)
         model: nn.Module = Classified()

@@ -175,7 +175,7 @@ def _final_loss(ground: Ground, keys: Mapping[str, object], device: str, number:
 
 def strategies(ground: Ground) -> Any:
     """The loss at the end of real runs, on the device and on the CPU, which take the same batches from the same parameters."""
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(12) as pool:
         losses = {
             name: [pool.submit(_final_loss, ground, keys, device, number) for device in (ground.device, "cpu")]
             for number, (name, keys) in enumerate(STRATEGIES.items())

@@ -1,4 +1,4 @@
-"""What only a CUDA device shows. ``reports/gpu/measure.py`` runs these and more; no machine so far has."""
+"""What only a CUDA device shows. ``reports/gpu/measure.py`` runs these and more."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ from real.engine.engine import Engine
 
 pytestmark = pytest.mark.gpu
 MS = 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def no_ras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's service for reliability listens on a port as long as the process lives."""
+    monkeypatch.setenv("NCCL_RAS_ENABLE", "0")
 
 
 def device() -> torch.device:
