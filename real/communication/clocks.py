@@ -49,7 +49,7 @@ class CudaClock(Clock):
 
     CUDA gives the time between two events in milliseconds as a 32-bit float: within a second, to 60 ns.
 
-    Never executed on a device: the tests put another ``torch.cuda`` in its place.
+    The tests put another ``torch.cuda`` in its place; those marked ``gpu`` take a device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -57,8 +57,6 @@ def group_options(backend: str, timeout: timedelta) -> Any:
     """``pg_options`` of a process group whose collectives the device prefers to compute: none but with NCCL.
 
     NCCL runs them on a stream of its own, which does not inherit the priority of the stream that issues them.
-
-    Never executed with NCCL so far.
     """
     if backend != "nccl":
         return None

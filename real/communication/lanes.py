@@ -20,7 +20,7 @@ import torch
 
 _CPU = torch.device("cpu")
 Streams = Any
-"""``torch.cuda``, ``torch.cpu``, or what has their ``Stream``, ``current_stream`` and ``stream``. Never executed with CUDA by the tests."""
+"""``torch.cuda``, ``torch.cpu``, or what has their ``Stream``, ``current_stream`` and ``stream``."""
 
 
 class Ticket(Protocol):

@@ -88,7 +88,7 @@ class KernelDelay(Delay):
 
 
 def delay_of(device: torch.device) -> Delay:
-    """How compute on ``device`` is delayed; on CUDA it takes a third of a second to find out, and was never executed."""
+    """How compute on ``device`` is delayed; on CUDA it takes a third of a second to find out."""
     if device.type != "cuda":
         return Delay()
     # torch's own tests delay with _sleep; there is no public name

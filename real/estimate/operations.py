@@ -146,7 +146,7 @@ def _operation(func: Any, name: str, args: Any, inputs: list[torch.Tensor], outp
         nbytes *= _TRANSPOSED
     if func.overloadpacket in flop_registry:
         kind, flops = _KINDS.get(name, "matmul"), flop_registry[func.overloadpacket](*args, out_val=result)
-        return Operation(kind, round(flops * (_UNALIGNED if kind == "matmul" and not _aligned(inputs) else 1)), nbytes, dtype)
+        return Operation(kind, round(flops * (_UNALIGNED if kind == "matmul" and not _aligned([*inputs, *outputs]) else 1)), nbytes, dtype)
     return Operation("memory", 0, nbytes, dtype)
 
 
@@ -154,8 +154,9 @@ def _channels_first(tensor: torch.Tensor) -> bool:
     return not tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def _aligned(matrices: Iterable[torch.Tensor]) -> bool:
-    return all(size * matrix.element_size() % 16 == 0 for matrix in matrices for size in matrix.shape[-2:])
+def _aligned(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether every row of the matrices among them begins at 16 bytes."""
+    return all(max(tensor.stride()[-2:]) * tensor.element_size() % 16 == 0 for tensor in tensors if tensor.dim() > 1)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +79,17 @@ def test_gpt_learns_the_next_token() -> None:
     assert torch.equal(model(changed % 512)[:, :4], costs[:, :4])
 
 
-OWN = Efficiencies(matmul=0.5, convolution=0.25, attention=0.4, memory=0.5, vector=0.8, vector_convolution=0.9, launch_s=1e-6, balance=1.0)
+OWN = Efficiencies(
+    matmul=0.5,
+    convolution=0.25,
+    attention=0.4,
+    memory=0.5,
+    vector=0.8,
+    vector_convolution=0.9,
+    vector_attention=0.2,
+    launch_s=1e-6,
+    balance=1.0,
+)
 
 
 def test_an_operation_computes_and_moves() -> None:
@@ -104,6 +115,25 @@ def test_half_precision_softmax_is_widened_under_autocast_alone() -> None:
     assert moved == [400, 1200]
 
 
+def test_rows_that_begin_anywhere_make_a_product_slower() -> None:
+    """A head for 50,257 words counts half as many FLOPs again as one for 50,264, which are a multiple of 16 bytes."""
+    with nothing_computed():
+        wide, odd = nn.Linear(8, 50_264), nn.Linear(8, 50_257)
+        inputs = torch.zeros(16, 8)
+        assert _flops(wide, inputs, backward=False) == 2 * 16 * 8 * 50_264
+        assert _flops(odd, inputs, backward=False) == round(1.5 * 2 * 16 * 8 * 50_257)
+
+
+def test_float32_attention_takes_the_vector_units_and_convolutions_take_tf32() -> None:
+    """Fused attention at a fifth of an A100's 19.5 TFLOP/s; a convolution at a quarter of its 156, as torch's default is."""
+    roofline = Roofline(gpu=GPUS["A100"], efficiencies=dataclasses.replace(OWN, balance=0.0))
+    assert roofline.seconds(Operation("fused_attention", 10**12, 0, torch.float32)) == pytest.approx(1 / (0.2 * 19.5))
+    assert roofline.seconds(Operation("convolution", 10**12, 0, torch.float32)) == pytest.approx(1 / (0.25 * 156))
+    assert Roofline(gpu=GPUS["V100"], efficiencies=OWN).seconds(Operation("convolution", 10**12, 0, torch.float32)) == pytest.approx(
+        1 / (0.9 * 15.7)
+    )
+
+
 def test_a_table_holds_the_whole_step() -> None:
     """Layers add up to the step, every parameter has a gradient, and Adam holds 8 bytes and moves 28 of each parameter."""
     profile = estimate(_experiment(), "A100")
@@ -118,7 +148,7 @@ def test_a_table_holds_the_whole_step() -> None:
     efficiency = Roofline(gpu=GPUS["A100"]).efficiencies.memory
     assert table.update == pytest.approx(28 * parameters / (efficiency * 2039), rel=0.02)
     assert profile.estimated is not None
-    assert profile.estimated <= 0.25
+    assert profile.estimated <= 0.3
 
 
 def test_recompute_runs_blocks_again() -> None:
