@@ -1,17 +1,17 @@
 """The real executor: executes a plan on processes, with torch.distributed.
 
-``fleet`` is what a user's script imports; ``session`` is one launch that runs many ``leg``s, through
-``launch`` and one ``worker`` a rank, on which ``training`` runs them. Below them, one package a room:
+``fleet`` is what a user's script imports; ``training`` is a model that trains under a strategy, ``collective`` and ``servers`` are the two
+kinds of job that it trains in. One package a room:
 
-- ``communication``: process groups, lanes beside compute, streams and clocks;
-- ``engine``: a plan's operations on a model and an optimizer;
-- ``compute``: what changes how one trainer computes;
-- ``models`` and ``data``;
-- ``emulated``: trainers that sleep by a layer table;
-- ``profile`` and ``collectives``: what this machine costs;
+- ``job``: one launch that runs many legs: what the driver does (``session``, ``launch``), and what each rank (``rank_legs``);
 - ``processes``: how ranks are started, joined, watched and blamed, on one machine or several;
-- ``script``: legs in the user's own script;
+- ``communication``: process groups, lanes beside compute, streams and clocks;
+- ``engine``: a plan's operations on a model and an optimizer; the outer step of DiLoCo is in ``buckets``;
+- ``compute``: what changes how one trainer computes;
+- ``servers``: parameter servers, and the trainers' part of them;
+- ``workloads``: the script that trains a registry model;
+- ``emulated``: trainers that sleep by a layer table;
+- ``profile``: what this machine costs; ``estimate``: what a GPU would, by a roofline;
 - ``checkpoints``: what is saved of a training, and how one goes on;
-- ``evaluation``: a stored model over a whole data set;
 - ``testbed``: a cluster in one box.
 """

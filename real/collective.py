@@ -254,7 +254,7 @@ def _part() -> None:
 def _arrive(rank: int) -> None:
     """Let ``fleetbench launch`` know that this trainer has called ``fleet.init``; in a tuning, end with its driver from now on."""
     if os.environ.get(TUNING):
-        from real.job.watch import watch_driver
+        from real.job.driver_watch import watch_driver
 
         watch_driver(rank)
     if JOINED in os.environ:

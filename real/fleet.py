@@ -250,7 +250,7 @@ def _served(strategy: DistributedStrategy, timeout_s: float) -> Served:
     """The part of a server, or of a trainer of servers. Raises ``ConfigError`` in a tuning."""
     role = role_of(os.environ)
     if os.environ.get(TUNING):
-        from real.job.watch import watch_driver
+        from real.job.driver_watch import watch_driver
 
         watch_driver(role.rank)  # who hears of the error
         what = "a script with parameter servers is neither profiled nor tuned: legs change the strategies of collective training"

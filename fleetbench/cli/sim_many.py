@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fleetbench.experiment import Experiment
-    from sim.learning.training import Trajectories
+    from sim.learning.virtual_training import Trajectories
     from sim.many.seeds import OverSeeds
     from sim.many.sweep import Sweep
     from sim.many.what_if import Case
@@ -51,7 +51,7 @@ def trajectories(arguments: argparse.Namespace) -> Trajectories | None:
     """What trains virtual trainers, where the command line asks for losses."""
     if not arguments.loss:
         return None
-    from sim.learning.training import Trajectories
+    from sim.learning.virtual_training import Trajectories
 
     return Trajectories(arguments.out, say)
 

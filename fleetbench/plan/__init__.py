@@ -12,7 +12,7 @@ Where to find the rows of Fleet's documents:
   meet: ``groups``;
 - gradient merge: ``training`` (which step ends an update, what an epoch's end leaves over) and ``steps`` (``accumulate``, ``release``);
 - Local SGD: ``local_sgd`` (after which updates trainers average), ``steps`` (what is averaged); adaptive K: ``adaptive_k``;
-- an outer optimizer on local steps, fragments and their exchange beside later steps: ``outer``;
+- an outer optimizer on local steps, fragments and their exchange beside later steps: ``outer``; its step: ``real.engine.buckets``;
 - mixed precision: ``loss_scaling``; the update that waits for ``found_inf``: ``training``;
 - ``enable_backward_optimizer_op_deps`` (update by bucket), ``enable_sequential_execution``: ``combination``, ``steps``;
 - reading results back every n steps, loaders: ``layers`` (``StepHead``);

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from fleetbench.children import end_with_parent
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
+from real.job.driver_watch import Watch
 from real.job.folder import DriverSide, RankSide
-from real.job.watch import Watch
 from real.processes.place import PREFIX, make_folder
 from real.processes.roles import STORE, TUNING, Role, role_of
 from real.processes.started import end, start, uninterrupted

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
+from real.job.driver_watch import GRACE_S
 from real.job.folder import NEVER, BeatReader, DriverSide, RankPlace
 from real.job.inside import SHARED, trainer_environment
-from real.job.watch import GRACE_S
 from real.leg import Leg
 from real.processes.diagnosis import STOPPED, LegFailed, LegLost, diagnose, how_it_ended
 from real.processes.fork_server import ForkServer, fork_server

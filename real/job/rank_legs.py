@@ -34,9 +34,9 @@ from real.communication.communicators import Communicators, agree_on
 from real.communication.device import backend_of_world
 from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
+from real.job.driver_watch import end_script
 from real.job.facts import Facts
 from real.job.folder import BeatWriter, RankPlace, RankSide
-from real.job.watch import end_script
 from real.layer_times import ProfileLeg
 from real.leg import Leg
 from real.leg_steps import Beat, LegEngine, LegSteps, Trained, begin_leg, keeping_gradients

@@ -28,7 +28,7 @@ from fleetbench.profile import Profile, compute_key
 from fleetbench.quantities import Nanoseconds
 from fleetbench.store import commit
 from fleetbench.workloads.models.registry import build_model, loss_of
-from sim.learning.training import Trajectories, VirtualTraining
+from sim.learning.virtual_training import Trajectories, VirtualTraining
 from sim.many.sweep import sweep
 
 HERE = Path(__file__).parent

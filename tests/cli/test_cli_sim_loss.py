@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from tuner_fakes import profiled_experiment
 
-from sim.learning.training import train
+from sim.learning.virtual_training import train
 
 
 @pytest.fixture

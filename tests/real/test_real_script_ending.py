@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from processes import Ended, run_each_end
 
-HEAD = "import sys, threading, time\nfrom real.job.watch import end_script\n\nprint('trained')"
+HEAD = "import sys, threading, time\nfrom real.job.driver_watch import end_script\n\nprint('trained')"
 SCRIPTS = {
     "lets it pass": "end_script(grace_s=0.5)",
     "catches exceptions": "try:\n    end_script(grace_s=0.5)\nexcept Exception:\n    sys.exit(5)",

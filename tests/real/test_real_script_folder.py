@@ -17,9 +17,8 @@ import pytest
 from fleetbench.config import encode
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
-from real.job import watch
+from real.job.driver_watch import Watch
 from real.job.folder import NEVER, BeatReader, BeatWriter, DriverSide, RankPlace, RankSide
-from real.job.watch import Watch
 from real.leg import Leg
 from real.processes.diagnosis import RankError
 from real.processes.failures import rank_error

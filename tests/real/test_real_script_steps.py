@@ -19,9 +19,9 @@ from fleetbench.result import StepRecord
 from fleetbench.strategy import DistributedStrategy
 from real.engine.engine import Engine
 from real.engine.stopwatch import Stopwatch, TimedStep
+from real.job.driver_watch import LegsDone, end_script
 from real.job.folder import BeatReader, DriverSide, RankSide
 from real.job.rank_legs import EngineSwitch, RankLegs
-from real.job.watch import LegsDone, end_script
 from real.leg import Leg
 from real.leg_steps import LegSteps, not_finite
 

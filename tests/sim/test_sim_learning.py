@@ -24,8 +24,8 @@ from fleetbench.workloads.data.data import open_batches, prepare
 from fleetbench.workloads.models.registry import build_model
 from fleetbench.workloads.training import sampler_of
 from sim.learning.gradients import Problem
-from sim.learning.training import VirtualTraining
 from sim.learning.trajectory import CLOCK, LEARNT, key_of, learnt_from
+from sim.learning.virtual_training import VirtualTraining
 
 RANK = Path(__file__).parents[1] / "real" / "learning_rank.py"
 EXACT = 1e-9

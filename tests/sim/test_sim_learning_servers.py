@@ -20,8 +20,8 @@ from fleetbench.workloads.data.data import open_batches, prepare
 from fleetbench.workloads.models.registry import build_model, loss_of
 from fleetbench.workloads.training import sampler_of
 from sim.learning.served import Played, ServedReplay, served_job
-from sim.learning.training import Trajectories, train
 from sim.learning.trajectory import key_of
+from sim.learning.virtual_training import Trajectories, train
 from sim.run import simulate
 from sim.servers.actor import Act, Order
 from sim.servers.simulate import execute

@@ -17,7 +17,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Profile, compute_key
 from fleetbench.quantities import Nanoseconds
-from sim.learning.training import Trajectories, train
+from sim.learning.virtual_training import Trajectories, train
 from sim.many.seeds import OverSeeds, over_seeds
 from sim.many.sweep import sweep
 from sim.run import simulate
