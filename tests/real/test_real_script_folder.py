@@ -17,6 +17,7 @@ import pytest
 from fleetbench.config import encode
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
+from real.job import driver_watch
 from real.job.driver_watch import Watch
 from real.job.folder import NEVER, BeatReader, BeatWriter, DriverSide, RankPlace, RankSide
 from real.leg import Leg
@@ -145,7 +146,7 @@ def test_a_driver_on_another_host_lives_while_its_beat_changes(sides: tuple[Driv
     """Its process number says nothing here; a beat that stays the same for too long does."""
     driver, script = sides
     (driver.path / "driver.json").write_text('{"host": "far", "boot": "another", "pid": 1}')
-    monkeypatch.setattr(watch, "SILENCE_S", 0.2)
+    monkeypatch.setattr(driver_watch, "SILENCE_S", 0.2)
     watching = Watch(script)
     assert not watching.must_end()
     time.sleep(0.3)
