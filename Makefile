@@ -22,6 +22,7 @@ test: $(STAMP)
 	$(MAKE) --no-print-directory --jobs=2 lint beside
 	$(BIN)/python -m pytest -q $(SLOW) $(ALONE)
 
+# A fixed sample of each campaign; `make test SLOW=--whole` runs them whole, in hours.
 test-all:
 	$(MAKE) --no-print-directory SLOW=--slow test
 

@@ -20,7 +20,7 @@ from real.processes.fork_server import shared
 
 TESTS = Path(__file__).parent
 pytest.register_assert_rewrite("plan.contract")
-for profile, max_examples in (("short", 25), ("long", 150)):  # of `make test` and `make test-all`
+for profile, max_examples in (("short", 25), ("slow", 50), ("whole", 150)):  # of `make test`, `make test-all`, `make test SLOW=--whole`
     settings.register_profile(
         profile,
         deadline=None,
@@ -41,7 +41,7 @@ _PATIENCE_S = 0.5
 def pytest_configure(config: pytest.Config) -> None:
     """Give the session a folder for temporary files of its own: what lies there is ours, and a process that knows it is, too."""
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own folders stay where they were
-    settings.load_profile("long" if config.getoption("--slow") else "short")
+    settings.load_profile("whole" if config.getoption("--whole") else "slow" if config.getoption("--slow") else "short")
     folder = tempfile.mkdtemp(prefix="tests-of-fleetbench-")
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     os.environ.setdefault("FLEETBENCH_BUSY", "accept")  # tests run side by side; those of busy machines set it otherwise
@@ -53,8 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--slow``."""
+    """Add ``--slow`` and ``--whole``."""
     parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
+    parser.addoption("--whole", action="store_true", help="run these, and campaigns whole instead of their samples")
 
 
 _LONGEST = (
@@ -76,7 +77,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = {f"test_{name}": place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: (places.get(item.path.stem, len(places)), item.path))  # one order in every process
     skips = {}
-    if not config.getoption("--slow"):
+    if not config.getoption("--whole"):
+        skips["whole"] = pytest.mark.skip(reason="SKIPPED: not of the sample; `make test SLOW=--whole` runs it")
+    if not (config.getoption("--slow") or config.getoption("--whole")):
         skips["slow"] = pytest.mark.skip(reason="SKIPPED: slow; `make test-all` runs it (--slow)")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
         skips["gpu"] = pytest.mark.skip(reason="SKIPPED: no CUDA device")

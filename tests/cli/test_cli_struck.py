@@ -26,6 +26,7 @@ SAYS = {
     ("agent", "torchrun"): "the command was killed by SIGKILL",
     ("agent", "launch"): "the command was killed by SIGKILL",
 }
+SAMPLE = (("worker", "torchrun"), ("agent", "launch"))
 
 
 def _processes(marks: Path) -> list[psutil.Process]:
@@ -76,7 +77,7 @@ def _found(folder: Path, done: subprocess.CompletedProcess[str]) -> dict[str, An
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("victim", "by"), SAYS)
+@pytest.mark.parametrize(("victim", "by"), [pytest.param(*one, marks=() if one in SAMPLE else pytest.mark.whole) for one in SAYS])
 def test_a_killed_worker_or_agent_costs_a_leg_each_time(victim: str, by: str, tmp_path: Path) -> None:
     """At the start, in an averaging, a save, a bucket and a change of legs: the leg is run again, and a note has rank and signal."""
     found = _found(tmp_path, _tune(tmp_path, victim, by))

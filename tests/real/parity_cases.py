@@ -134,7 +134,7 @@ odd, a bucket a gradient; odd, fused update; merge of 4, fused update; K = 4, fu
 K = 4, momentum averaged, fused; K = 2, merge of 3; amp, merge of 2; leaders on two communicators at once
 """
 ON_TWO_RANKS = frozenset(_ON_TWO_RANKS.replace("\n", " ").strip().split("; "))
-"""What three and four ranks leave to two, and to ``make test-all``: their sample has another case of each kind."""
+"""What three and four ranks leave to two, and to ``make test SLOW=--whole``: their sample has another case of each kind."""
 
 
 def cases(ranks: int, *, sampled: bool = False) -> tuple[Case, ...]:

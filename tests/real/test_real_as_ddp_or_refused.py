@@ -27,18 +27,18 @@ OTHERS = (
 # fmt: on
 """Together two of each combination that was wrong once, and what covers most pairs of features: ``campaign.py --choose``.
 
-Of them fifty with one of each combination and as many pairs as fifty can have; ``make test-all`` trains the others too.
+Of them fifty with one of each combination and as many pairs as fifty can have; ``make test SLOW=--whole`` trains the others too.
 """
 
 
-@pytest.fixture(scope="module", params=[FIFTY, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["fifty", "others"])
+@pytest.fixture(scope="module", params=[FIFTY, pytest.param(OTHERS, marks=pytest.mark.whole)], ids=["fifty", "others"])
 def verdicts(request: pytest.FixtureRequest) -> dict[int, Verdict]:
     """Of these cases, from one pool of ranks."""
     with Pool() as pool:
         return {index: pool.judge(draw(SEED, index)) for index in request.param}
 
 
-@pytest.mark.timeout(400)  # a minute on a quiet machine
+@pytest.mark.timeout(400)  # half a minute on a quiet machine
 def test_a_loop_trains_as_its_truth_or_is_refused(verdicts: dict[int, Verdict]) -> None:
     """Every case's parameters are the truth's after every step on both ranks, or both ranks end with an error of fleetbench."""
     assert [f"{verdict} {draw(SEED, index)}" for index, verdict in verdicts.items() if verdict.fails] == []

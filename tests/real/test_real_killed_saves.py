@@ -33,7 +33,7 @@ def trainings(tmp_path: Path, ranks: int, places: Sequence[str], *, per_rank: bo
     ("ranks", "per_rank", "places"),
     [
         pytest.param(2, False, FEW, id="2 ranks, one copy, torn files"),
-        pytest.param(2, False, tuple(WHOLE), id="2 ranks, one copy", marks=pytest.mark.slow),
+        pytest.param(2, False, tuple(WHOLE), id="2 ranks, one copy", marks=pytest.mark.whole),
         pytest.param(2, True, tuple(WHOLE), id="2 ranks, a copy each", marks=pytest.mark.slow),
         pytest.param(3, False, tuple(WHOLE), id="3 ranks, one copy", marks=pytest.mark.slow),
     ],

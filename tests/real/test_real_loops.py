@@ -25,9 +25,9 @@ SAMPLE = sample()
 
 
 def _of_type(dtype: str) -> pytest.MarkDecorator:
-    """The cases of a type; those outside of the sample are slow."""
+    """The cases of a type; those outside of the sample are of the whole campaign."""
     found = [case for case in cases() if case.truth.dtype == dtype]
-    marked = [pytest.param(case, id=case.name, marks=() if case in SAMPLE else pytest.mark.slow) for case in found]
+    marked = [pytest.param(case, id=case.name, marks=() if case in SAMPLE else pytest.mark.whole) for case in found]
     return pytest.mark.parametrize("case", marked)
 
 

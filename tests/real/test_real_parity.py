@@ -234,7 +234,7 @@ class TrainingParity:
 
     def _skip_what_is_not_trained(self, case: str) -> None:
         if self.sampled and case in ON_TWO_RANKS:
-            pytest.skip("SKIPPED: two ranks train it; `make test-all` trains it on more (--slow)")
+            pytest.skip("SKIPPED: two ranks train it; `make test SLOW=--whole` trains it on more")
 
     def _agree_by_rank(
         self, results: list[Arrays], dtype: str, case: str, expected: torch.Tensor, meets: set[int], tolerance: float | None = None
@@ -288,7 +288,7 @@ class TestThreeRanks(OverGloo):
     sampled = True
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 class TestThreeRanksInAllCases(TestThreeRanks):
     """The same without a sample."""
 
@@ -312,7 +312,7 @@ class TestFourRanks(FourRanks, OverGloo):
     sampled = True
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 class TestFourRanksInAllCases(TestFourRanks):
     """The same without a sample."""
 
@@ -334,7 +334,7 @@ class TestTwoRanksOnADeferredGroup(TrainingParity):
     backend = "deferred"
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 class TestThreeRanksOnADeferredGroup(TrainingParity):
     """Three trainers over such a group."""
 

@@ -145,8 +145,11 @@ OWN = ("host0:7164", "host1:1,host2:1")
 
 @pytest.mark.parametrize(
     ("servers", "workers", "k_steps"),
-    [(*OWN, 0), ("host0:7164,host1:7164", "host1:1,host2:2", -2), ("host1:7164,host0:7164,host0:7165", "host1:1,host2:1", 0)],
-    ids=["own hosts", "shared and synchronous", "three servers"],
+    [
+        pytest.param(*OWN, 0, id="own hosts"),
+        pytest.param("host0:7164,host1:7164", "host1:1,host2:2", -2, id="shared and synchronous", marks=pytest.mark.whole),
+        pytest.param("host1:7164,host0:7164,host0:7165", "host1:1,host2:1", 0, id="three servers", marks=pytest.mark.whole),
+    ],
 )
 def test_one_line_on_every_host_trains(
     servers: str, workers: str, k_steps: int, ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,7 +196,10 @@ def test_asynchronous_training_goes_on_without_a_host_that_has_lost_its_trainer(
     assert -300 <= first <= -200
 
 
-@pytest.mark.parametrize(("servers", "k_steps"), [("host0:7164", 0), ("host0:7164,host1:7164", 0), ("host0:7164,host1:7164", -2)])
+@pytest.mark.parametrize(
+    ("servers", "k_steps"),
+    [("host0:7164", 0), pytest.param("host0:7164,host1:7164", 0, marks=pytest.mark.whole), ("host0:7164,host1:7164", -2)],
+)
 def test_a_killed_server_is_named_on_every_host(servers: str, k_steps: int, ground: Ground, tmp_path: Path) -> None:
     """Where another server lives, at once; where none does, once it has been silent for a quarter of the timeout."""
     line = script(tmp_path, k_steps=k_steps, steps=4000, pause=0.01)
@@ -217,7 +223,7 @@ def test_a_server_of_another_host_begins_again(ground: Ground, tmp_path: Path) -
         assert "server 0 has begun again from its checkpoint" in running.log(2, "workerlog.1")
 
 
-@pytest.mark.parametrize("host", [0, 2], ids=["of a server", "of a trainer"])
+@pytest.mark.parametrize("host", [pytest.param(0, id="of a server"), pytest.param(2, id="of a trainer", marks=pytest.mark.whole)])
 def test_a_killed_launcher_takes_its_processes_with_it(host: int, ground: Ground, tmp_path: Path) -> None:
     """Synchronous: the others name its server or its rank within the timeout."""
     with launches(ground, tmp_path, *OWN, *script(tmp_path, k_steps=-2, steps=4000, pause=0.01)) as running:
@@ -229,7 +235,14 @@ def test_a_killed_launcher_takes_its_processes_with_it(host: int, ground: Ground
             assert f"error: {name}: " in running.err(number), running.err(number)
 
 
-@pytest.mark.parametrize(("host", "k_steps"), [(0, 0), (2, 0), (2, -2)], ids=["of servers", "of trainers", "of trainers, synchronous"])
+@pytest.mark.parametrize(
+    ("host", "k_steps"),
+    [
+        pytest.param(0, 0, id="of servers", marks=pytest.mark.whole),
+        pytest.param(2, 0, id="of trainers"),
+        pytest.param(2, -2, id="of trainers, synchronous", marks=pytest.mark.whole),
+    ],
+)
 def test_an_interrupt_on_one_host_ends_all(host: int, k_steps: int, ground: Ground, tmp_path: Path) -> None:
     """That one says 130, and the others name it at once."""
     with launches(ground, tmp_path, *OWN, *script(tmp_path, k_steps=k_steps, steps=4000, pause=0.01)) as running:
