@@ -135,7 +135,8 @@ class Wires:
         """Routes of one kind go alike, and so do their latencies. The kinds that are in flight in a region, each counted, make a code."""
         of_flow = {id(route.flow): (route.ports, route.flow.loads, route.flow.bits_per_s) for route in self.routes}
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(of_flow.values()))}
-        kinds = np.asarray([numbers[of_flow[id(route.flow)]] for route in self.routes])
+        number_of = {flow: numbers[kind] for flow, kind in of_flow.items()}  # to hash a kind takes longer than all else here
+        kinds = np.asarray([number_of[id(route.flow)] for route in self.routes])
         self._of_kind = [(set(ports), np.flatnonzero(kinds == number)) for (ports, _, _), number in numbers.items()]
         self.latencies_share = bool(self._links.in_flight)
         place = [0] * (2 * len(numbers))

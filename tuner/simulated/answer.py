@@ -38,7 +38,7 @@ _DEFAULTS = "Fleet's defaults"
 SEEDS, SERVED_SEEDS = 8, 3
 """Draws under which the best are simulated again; servers are simulated event by event, a hundred times as long."""
 FINALISTS, SERVED_FINALISTS = 6, 3
-RERANKED, SERVED_RERANKED = 10, 3
+RERANKED, SERVED_RERANKED = 6, 3
 """Of the best strategies, simulated again under each changed assumption; beside them the best one with each value of any knob."""
 RUNNERS_UP = 4
 TIE = 0.002
