@@ -1,32 +1,24 @@
-"""What ``fleetbench doctor`` looks at: this machine, and the ranks of a job that all run it. Reads only.
-
-``torchrun --nproc-per-node 8 -m fleetbench doctor``, or ``srun fleetbench doctor``: rank 0 prints.
-"""
+"""What ``fleetbench doctor`` looks at: this machine. Reads only."""
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from fleetbench.environment import RECORDED
-from fleetbench.errors import EnvironmentLacks
 from fleetbench.store import machine, versions
 
 _CGROUP = Path("/sys/fs/cgroup")
 _GIB = 2**30
 _FEW_PROCESSES = 1024
 """A trainer has some 30 threads, which count here, and three more for each of gloo's groups."""
-_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(slots=True)
@@ -163,52 +155,4 @@ def limit_warnings(soft: dict[str, int], processes: float | None, *, shared_free
         warnings.append(f"{soft['processes']} processes and threads are allowed: raise it (ulimit -u {4 * few})")
     if processes is not None and processes < few:
         warnings.append(f"the container may have {processes:g} processes and threads: a few trainers with data loaders take as many")
-    return warnings
-
-
-def look_at_ranks(findings: Findings) -> bool:
-    """Meet the other ranks, over gloo, and compare; whether this rank is to print.
-
-    Does nothing in a process started alone. Raises ``EnvironmentLacks`` where the ranks do not meet.
-    """
-    from real.processes.roles import role_of
-
-    role = role_of(os.environ)
-    if role.trainers == 1:
-        return True
-    import torch.distributed as dist
-
-    from real.checkpoints.meeting import Meeting
-    from real.processes.joining import join
-
-    try:
-        join(role, _TIMEOUT, "gloo")
-        own = {"host": socket.gethostname(), "gloo": gloo_interface(os.environ)[0], "versions": versions()}
-        told = [json.loads(text) for text in Meeting(_TIMEOUT).texts(json.dumps(own))]
-        dist.barrier()
-        dist.destroy_process_group()
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        hint = "does gloo take an interface that leads to the other nodes? Set GLOO_SOCKET_IFNAME; and may they connect to any port?"
-        what = f"{role.trainers} ranks did not meet within {_TIMEOUT.seconds} s"
-        raise EnvironmentLacks(what, f"rank {role.rank}", reason, hint) from error
-    if role.rank == 0:
-        facts = {str(rank): f"{own['host']}, gloo over {own['gloo'] or 'nothing'}" for rank, own in enumerate(told)}
-        findings.sections["ranks"] = facts
-        findings.warnings += rank_warnings(told)
-    return role.rank == 0
-
-
-def rank_warnings(told: Sequence[dict[str, Any]]) -> list[str]:
-    """What does not fit: versions and gloo's interface, each of the first rank alone."""
-    warnings = []
-    for name in ("python", "fleetbench", "torch", "numpy"):
-        has = [own["versions"].get(name, "none") for own in told]
-        rank = next((rank for rank, version in enumerate(has) if version != has[0]), 0)
-        if rank:
-            warnings.append(f"rank {rank} on {told[rank]['host']} has {name} {has[rank]}, rank 0 has {has[0]}: install the same everywhere")
-    on_loopback = [rank for rank, own in enumerate(told) if own["gloo"] == "lo"]
-    if on_loopback and len({own["host"] for own in told}) > 1:
-        rank = on_loopback[0]
-        warnings.append(f"rank {rank} on {told[rank]['host']} would use the loopback interface: set GLOO_SOCKET_IFNAME")
     return warnings

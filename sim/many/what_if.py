@@ -4,16 +4,15 @@ The same experiment is simulated again with one thing changed, under the same dr
 
 - ``without stragglers``: X = 0 on every rank;
 - ``without rank R``: X = 0 on that rank, so that no rank waits for it longer than for the fastest. The
-  rank stays: the world, its traffic and everybody's share of the data are those of the run, and so does
-  what makes its node slow by itself (``node_overrides``), which the next two cases take away. It is the
+  rank stays: the world, its traffic and everybody's share of the data are those of the run. It is the
   question that Lin et al. 2025 ask of production jobs ("Understanding Stragglers in Large Model Training
   Using What-if Analysis", OSDI, section 3: all other operations as they were, the worker's as they should be);
-- ``without node N``: as if another node stood in its place: X = 0 on all its ranks, and no ``node_overrides`` of its own;
-- ``without node_overrides[i]``: the nodes of that entry are like the others, their links too;
+- ``without node N``: X = 0 on all its ranks;
 - ``with infinite bandwidth``: every link carries any number of bytes in its latency (a fusion that plans
   by what links cost plans again);
 - ``with neither``: no stragglers and infinite bandwidth, which is what compute and latency alone take.
 
+What makes a node slow by itself (``node_overrides``) stays in all cases: the file without an entry is what answers that.
 A gain is the run's time over the time without: 1.25 means that the run would be 1.25 times as fast.
 """
 
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetbench.cluster import Link, NodeOverride
+from fleetbench.cluster import Link
 from fleetbench.experiment import Experiment
 from fleetbench.profile import links_for
 from fleetbench.quantities import BitsPerSecond
@@ -76,12 +75,12 @@ def what_if(
     cases: list[tuple[str, Experiment, tuple[int, ...]]] = [(AS_IT_IS, experiment, ())]
     if experiment.cluster.stragglers:
         cases.append(("without stragglers", without_stragglers(experiment), ()))
-    if experiment.strategy.mode != "ps":  # the simulation of servers cannot take a rank's delays away
-        if slowest is not None:
+        if slowest is not None and experiment.strategy.mode != "ps":  # the simulation of servers cannot take a rank's delays away
             rank, node = slowest
-            cases += [(f"without rank {rank}", experiment, (rank,))] if experiment.cluster.stragglers else []
-            cases += _without_node(experiment, node)
-        cases += _without_overrides(experiment)
+            cases.append((f"without rank {rank}", experiment, (rank,)))
+            spared = tuple(other for other, place in enumerate(experiment.cluster.node_by_rank) if place == node)
+            if 1 < len(spared) < experiment.cluster.trainers:
+                cases.append((f"without node {node}", experiment, spared))
     if quick != experiment:
         cases.append(("with infinite bandwidth", quick, ()))
         if experiment.cluster.stragglers:
@@ -111,44 +110,6 @@ def slowest_rank_and_node(experiment: Experiment) -> tuple[int, int] | None:
     if late.max() <= 0:
         return None
     return int(late.argmax()), int(np.bincount(experiment.cluster.node_by_rank, late).argmax())
-
-
-def _without_node(experiment: Experiment, node: int) -> list[tuple[str, Experiment, tuple[int, ...]]]:
-    """The case of another node in its place; none where that is the case of its only rank, or all nodes."""
-    cluster = experiment.cluster
-    overrides = tuple(
-        kept
-        for override in cluster.node_overrides
-        for others in [tuple(other for other in override.nodes if other != node)]
-        for kept in (
-            dataclasses.replace(override, nodes=others) if others else None,
-            _only_trainers(override, (node,)) if others != override.nodes else None,
-        )
-        if kept is not None
-    )
-    if cluster.nodes == 1 or (cluster.trainers_by_node[node] == 1 and overrides == cluster.node_overrides):
-        return []
-    spared = tuple(rank for rank, place in enumerate(cluster.node_by_rank) if place == node) if cluster.stragglers else ()
-    return [(f"without node {node}", experiment.replace(cluster=dataclasses.replace(cluster, node_overrides=overrides)), spared)]
-
-
-def _without_overrides(experiment: Experiment) -> list[tuple[str, Experiment, tuple[int, ...]]]:
-    """A case for each entry of ``node_overrides``."""
-    cluster = experiment.cluster
-    found: list[tuple[str, Experiment, tuple[int, ...]]] = []
-    for index, override in enumerate(cluster.node_overrides):
-        left = _only_trainers(override, override.nodes)
-        if left == override:
-            continue
-        others = cluster.node_overrides[:index] + (() if left is None else (left,)) + cluster.node_overrides[index + 1 :]
-        name = f"without node_overrides[{index}] (nodes {', '.join(map(str, override.nodes))})"
-        found.append((name, experiment.replace(cluster=dataclasses.replace(cluster, node_overrides=others)), ()))
-    return found
-
-
-def _only_trainers(override: NodeOverride, nodes: tuple[int, ...]) -> NodeOverride | None:
-    """What stays when nodes become like the others: a case has as many trainers, on the same nodes."""
-    return None if override.trainers is None else NodeOverride(nodes=nodes, trainers=override.trainers)
 
 
 def without_stragglers(experiment: Experiment) -> Experiment:

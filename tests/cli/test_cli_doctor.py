@@ -14,11 +14,7 @@ import psutil
 import pytest
 
 from fleetbench.cli import examination
-from fleetbench.cli.examination import (
-    Findings,
-    gloo_interface,
-    rank_warnings,
-)
+from fleetbench.cli.examination import Findings, gloo_interface
 
 
 @pytest.fixture(scope="module")
@@ -105,36 +101,3 @@ def test_a_containers_processes_are_counted(text: str, num: int | None, tmp_path
     path.write_text(text)
     assert examination.quota(path) == num
     assert examination.quota(tmp_path / "absent") is None
-
-
-def _rank(host: str, torch: str = "2.13.0", gloo: str | None = "eth0") -> dict[str, object]:
-    return {"host": host, "gloo": gloo, "versions": {"torch": torch, "python": "3.11.9", "fleetbench": "0.1.0"}}
-
-
-def test_ranks_that_do_not_fit_are_named() -> None:
-    """Another version, and the loopback among several hosts."""
-    told = [_rank("a"), _rank("b", torch="2.12.0"), _rank("c", gloo="lo")]
-    versions, loopback = rank_warnings(told)
-    assert "rank 1 on b has torch 2.12.0, rank 0 has 2.13.0" in versions
-    assert "rank 2 on c would use the loopback" in loopback
-    assert rank_warnings([_rank("a", gloo="lo"), _rank("a", gloo="lo")]) == []
-
-
-def test_ranks_of_one_machine_are_all_there() -> None:
-    """Under torchrun rank 0 alone prints, with the host and gloo's interface of every rank."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "fleetbench",
-        "doctor",
-        "--json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    ranks = json.loads(done.stdout)["sections"]["ranks"]
-    assert list(ranks) == ["0", "1"]
-    assert all(facts.startswith(f"{socket.gethostname()}, gloo over ") for facts in ranks.values())

@@ -47,44 +47,21 @@ def test_every_gain_by_hand() -> None:
     }
 
 
-def test_replacing_a_slow_node_is_a_row() -> None:
-    """Both ranks of node 1 take 450 of 300: sparing one of them gains nothing, replacing the node all of the 150."""
+def test_a_slow_node_is_a_row() -> None:
+    """Both ranks of node 1 take 450 of 300: sparing one of them gains nothing, sparing the node all of the 150."""
     network = 2 * 5 * 10 + 2 * 5 / 6 * 1000
     gained = pytest.approx((450 + network) / (300 + network), abs=1e-3)
     several = {"nodes": 3, "trainers_per_node": 2, "inter": link(8, 10), "intra": link(8, 10)}
     by_straggler = gains(layered(LAYER, **several, stragglers=(SlowNode(nodes=(1,), factor=1.5),)))
     assert by_straggler["without rank 2"] == 1.0
     assert by_straggler["without node 1"] == by_straggler["without stragglers"] == gained
-    by_itself = gains(layered(LAYER, **several, node_overrides=(NodeOverride(nodes=(1,), slowdown=1.5),)))
-    assert by_itself["without node 1"] == by_itself["without node_overrides[0] (nodes 1)"] == gained
-    assert "without rank 2" not in by_itself
-
-
-def test_every_override_is_a_row() -> None:
-    """Node 0 computes in 450 instead of 300, and node 2's link carries half of the others': each row takes away one of them."""
-    several = {"nodes": 3, "inter": link(8, 10)}
-    slow, thin = NodeOverride(nodes=(0,), slowdown=1.5), NodeOverride(nodes=(2,), inter=link(4, 10))
-    found = gains(layered(LAYER, **several, node_overrides=(slow, thin)))
-    whole = 450 + 2 * 10 + 4 / 3 * 2000  # both hops of node 2 are slow: their latencies add up
-    assert found["without node 0"] == found["without node_overrides[0] (nodes 0)"] == pytest.approx(whole / (whole - 150), abs=1e-3)
-    assert found["without node_overrides[1] (nodes 2)"] == pytest.approx(whole / (450 + 4 * 10 + 4 / 3 * 1000), abs=1e-3)
-
-
-def test_a_replaced_node_keeps_what_its_override_says_of_others() -> None:
-    """One override of nodes 0 and 1: without node 0, node 1 is as slow as before, and nothing is gained."""
-    both = NodeOverride(nodes=(0, 1), slowdown=1.5)
-    found = gains(layered(LAYER, nodes=3, inter=link(8, 10), node_overrides=(both,)))
-    assert found["without node 0"] == 1.0
-    assert found["without node_overrides[0] (nodes 0, 1)"] > 1.0
 
 
 def test_of_two_slow_nodes_the_slower_one_is_named() -> None:
     """Jitter of a tenth, nodes 3 and 5 of eight take 1.2 and 1.4 times as long by themselves."""
     slow = (NodeOverride(nodes=(3,), slowdown=1.2), NodeOverride(nodes=(5,), slowdown=1.4))
     options = {"nodes": 8, "trainers_per_node": 4, "inter": link(8), "intra": link(8)}
-    found = gains(layered(LAYER, **options, steps=9, stragglers=(Jitter(mean=0.1),), node_overrides=slow))
-    assert "without node 5" in found
-    assert found["without node 5"] > 1.0
+    assert "without node 5" in gains(layered(LAYER, **options, steps=9, stragglers=(Jitter(mean=0.1),), node_overrides=slow))
 
 
 @pytest.mark.parametrize("engine", ["reference", "vector"])
