@@ -12,7 +12,6 @@ longer starts over, and warm-up steps are those in front of where it starts over
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +29,6 @@ Integers = npt.NDArray[np.int64]
 
 FORMAT = "Parquet or CSV with the columns rank, step, and x, compute_s, or forward_s and backward_s"
 _PARQUET = b"PAR1"
-_GZIP = b"\x1f\x8b"
-_HEADER = 2**16
-"""Bytes of a first line that names columns, at most: a JSON file, which is one line, would be read as millions of them."""
 
 
 def replayed(path: str, base_ns: int | None, ranks: Integers, steps: Integers, where: str) -> Floats:
@@ -62,16 +58,8 @@ def _parsed(path: Path) -> pd.DataFrame:
     import pandas as pd
 
     with path.open("rb") as file:
-        begin = file.read(_HEADER)
-    if begin.startswith(_PARQUET):
-        return pd.read_parquet(path)
-    is_packed = begin.startswith(_GZIP)
-    if is_packed:
-        with gzip.open(path) as unpacked:
-            begin = unpacked.read(_HEADER)
-    if len(begin) == _HEADER and b"\n" not in begin:
-        raise ValueError("its first line does not end")
-    return pd.read_csv(path, compression="gzip" if is_packed else None)
+        is_parquet = file.read(len(_PARQUET)) == _PARQUET
+    return pd.read_parquet(path) if is_parquet else pd.read_csv(path, compression=None)
 
 
 def by_rank_and_step(frame: pd.DataFrame, values: str | list[str], where: str, path: str) -> tuple[Floats, tuple[int, ...]]:

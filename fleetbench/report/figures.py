@@ -1,7 +1,4 @@
-"""Figures of a report. Each function takes data and returns a matplotlib ``Figure``; none shows or stores it.
-
-``pyplot`` stays out: it keeps figures in a global list and asks for a display.
-"""
+"""Figures of a report. Each function takes data and returns a matplotlib ``Figure``; none shows or stores it."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
+import pandas as pd
 from matplotlib.figure import Figure
 
 from fleetbench.report.model import SPLIT, StepsView
@@ -31,52 +28,19 @@ _STYLE: Any = {"font.size": 10, "svg.hashsalt": "fleetbench", "svg.fonttype": "p
 
 def simulated_against_real(arms: Sequence[Arm]) -> Figure:
     """Mean step time of every arm in ms: what the simulator said, and what was measured, with the legs' range."""
-    figure, axes = _bars_figure(2 * len(arms))
-    at = np.arange(len(arms), dtype=float)
-    real = np.array([np.nan if arm.real_s is None else arm.real_s for arm in arms]) * 1e3
-    low = np.array([min(arm.measured_s, default=np.nan) for arm in arms]) * 1e3
-    high = np.array([max(arm.measured_s, default=np.nan) for arm in arms]) * 1e3
-    simulated = np.array([arm.simulated_s for arm in arms]) * 1e3
-    axes.barh(at - 0.2, simulated, 0.36, color=SIMULATED, label="simulated")
-    axes.barh(at + 0.2, real, 0.36, color=REAL, label="real")
-    known = ~np.isnan(real)
-    spread = np.vstack([real[known] - low[known], high[known] - real[known]]).clip(min=0)
-    axes.errorbar(
-        real[known], at[known] + 0.2, xerr=spread, fmt="none", ecolor="#e0a030", elinewidth=1.4, capsize=3, label="range of the legs"
-    )
-    ends = np.nanmax(np.vstack([simulated, real, high]), axis=0)
-    for place, (arm, end) in enumerate(zip(arms, ends, strict=True)):
-        if arm.error is not None:
-            axes.annotate(
-                f"{100 * arm.error:+.1f} %",
-                (end, place),
-                xytext=(6, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=9,
-                color="#555555",
-            )
-    axes.set_xlim(0, float(np.nanmax(ends)) * 1.14)
-    _name_bars(axes, [arm.name for arm in arms])
-    axes.set_xlabel("mean step time (ms); in grey: error of the simulated one")
-    _legend(axes, 3)
-    return figure
+    table = pd.DataFrame({"simulated": [arm.simulated_s for arm in arms], "real": [arm.real_s for arm in arms]}, dtype=float) * 1e3
+    legs = np.array([(min(arm.measured_s, default=np.nan), max(arm.measured_s, default=np.nan)) for arm in arms]).T * 1e3
+    real = table["real"].to_numpy()
+    spread = np.nan_to_num([real - legs[0], legs[1] - real]).clip(min=0)
+    table.index = pd.Index([arm.name if arm.error is None else f"{arm.name} ({100 * arm.error:+.1f} %)" for arm in arms])
+    label = "mean step time (ms), with the range of the real legs; in brackets: error of the simulated one"
+    return _bars(table, label, xerr={"real": spread}, color=[SIMULATED, REAL])
 
 
 def time_split(views: Sequence[StepsView]) -> Figure:
     """A step's mean time in ms, one stacked bar a view: ``SPLIT``'s parts from left to right."""
-    figure, axes = _bars_figure(len(views))
-    at = np.arange(len(views), dtype=float)
-    left = np.zeros(len(views))
-    for part, (name, colour) in enumerate(zip(SPLIT, _PARTS, strict=True)):
-        widths = np.array([view.split_s[part] for view in views]) * 1e3
-        axes.barh(at, widths, 0.62, left=left, color=colour, label=name)
-        left = left + widths
-    axes.set_xlim(0, float(left.max()) * 1.04)
-    _name_bars(axes, [view.label for view in views])
-    axes.set_xlabel("mean time of a step and trainer (ms)")
-    _legend(axes, len(SPLIT))
-    return figure
+    table = pd.DataFrame([view.split_s for view in views], [view.label for view in views], SPLIT) * 1e3
+    return _bars(table, "mean time of a step and trainer (ms)", stacked=True, color=_PARTS)
 
 
 def sizes(found: Sizes) -> Figure:
@@ -126,30 +90,13 @@ def save_png(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=120)
 
 
-def _bars_figure(num_bars: int) -> tuple[Figure, Axes]:
+def _bars(table: pd.DataFrame, label: str, **options: Any) -> Figure:
+    """Horizontal bars, the table's first row on top."""
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_INCHES, 1.1 + 0.34 * max(num_bars, 1)), layout="constrained")
-        axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
-    axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
-    return figure, axes
-
-
-def _name_bars(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_yticks(range(len(names)), names)
+        figure = Figure(figsize=(_WIDTH_INCHES, 1.1 + 0.34 * max(table.size if "xerr" in options else len(table), 1)), layout="constrained")
+        axes = table.plot.barh(ax=figure.subplots(), width=0.7, xlabel=label, **options)
     axes.invert_yaxis()
-    axes.tick_params(axis="y", length=0)
-
-
-def _legend(axes: Axes, columns: int) -> None:
-    axes.legend(
-        frameon=False,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=columns,
-        fontsize=9,
-        borderaxespad=0.2,
-        handlelength=1.2,
-        columnspacing=1.4,
-    )
+    axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=table.shape[1], fontsize=9)
+    return figure

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gzip
 import io
 import json
 import random
@@ -240,7 +239,6 @@ def _foreign(folder: Path) -> Iterator[Case]:
     rows = [{"rank": rank, "step": step, "x": (rank + step) / 7} for rank in range(2) for step in range(1, 9)]
     table = pd.DataFrame(rows)
     table.to_csv(folder / "trace.csv", index=False)
-    (folder / "trace.csv.gz").write_bytes(gzip.compress((folder / "trace.csv").read_bytes(), mtime=0))
     table.to_parquet(folder / "trace.parquet", index=False)
     for file in sorted(folder.glob("trace.*")):
         experiment = folder / f"{file.name}.toml"

@@ -11,13 +11,12 @@ of seed, position and place in the joint batch alone, so ranks laid end to end r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from fleetbench.digests import reading
 from fleetbench.errors import ConfigError, EnvironmentLacks
@@ -28,8 +27,6 @@ from fleetbench.workloads.models.registry import SUBSAMPLE, data_source, model_o
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-BLOCK_BYTES = 2**24
-"""Text that is taken apart at a time."""
 _PARAGRAPH = -1
 """In the place of a word: a paragraph ends."""
 _TOKEN = re.compile(rb"[a-z]+|\n[ \t\r]*\n")
@@ -54,7 +51,7 @@ def read_pairs(workload: Workload, seed: int) -> Read:
     size, cap = sizes(workload, "pairs"), model_option(workload, "vocab")
     if data_source(workload) == "synthetic":
         return _synthetic(generator, size["samples"], cap)
-    text, vocabulary = numbered(_blocks(workload), size["min_count"], cap)
+    text, vocabulary = numbered(_text(workload), size["min_count"], cap)
     kept = subsample(text, vocabulary.counts, float(workload.data_options.get("subsample", SUBSAMPLE)), generator)
     pairs = neighbours(kept, size["window"], generator)
     if not len(pairs):
@@ -63,27 +60,17 @@ def read_pairs(workload: Workload, seed: int) -> Read:
     return _paired(pairs, vocabulary)
 
 
-def numbered(blocks: Iterable[bytes], min_count: int, cap: int) -> tuple[Integers, Vocabulary]:
+def numbered(text: bytes, min_count: int, cap: int) -> tuple[Integers, Vocabulary]:
     """The text as word numbers, without rare words, and at most ``cap`` words that occur ``min_count`` times or more.
 
     Words alike in frequency are in alphabetical order. -1 stands for a paragraph's end.
     """
-    found: dict[bytes, int] = {}
-    coded: list[Integers] = []
-    for block in blocks:
-        codes, words = pd.factorize(np.array(_TOKEN.findall(block.lower()), dtype=object))
-        numbers = [_PARAGRAPH if word.startswith(b"\n") else found.setdefault(word, len(found)) for word in words]
-        coded.append(np.array(numbers, dtype=np.int64)[codes])
-    text = np.concatenate(coded) if coded else np.zeros(0, dtype=np.int64)
-    counts = np.bincount(text[text >= 0], minlength=len(found))
-    words = np.array(list(found), dtype=object)
-    order = np.lexsort((pd.factorize(words, sort=True)[0], -counts))  # by count, then by alphabet
-    order = order[counts[order] >= min_count][:cap]
-    renumbered = np.full(len(found) + 1, -2, dtype=np.int64)
-    renumbered[order] = np.arange(len(order))
-    renumbered[_PARAGRAPH] = _PARAGRAPH
-    text = renumbered[text]
-    return text[text > -2], Vocabulary(tuple(word.decode() for word in words[order]), counts[order])
+    tokens = [b"\n" if token.startswith(b"\n") else token for token in _TOKEN.findall(text.lower())]
+    counts = Counter(token for token in tokens if token != b"\n")
+    words = sorted((word for word, count in counts.items() if count >= min_count), key=lambda word: (-counts[word], word))[:cap]
+    places = {word: place for place, word in enumerate(words)} | {b"\n": _PARAGRAPH}
+    numbers = np.array([places[token] for token in tokens if token in places], dtype=np.int64)
+    return numbers, Vocabulary(tuple(map(bytes.decode, words)), np.array([counts[word] for word in words], dtype=np.int64))
 
 
 def kept_share(counts: Integers, threshold: float) -> Floats:
@@ -130,17 +117,15 @@ def _paired(pairs: npt.NDArray[np.int32], vocabulary: Vocabulary) -> Read:
     return Read(pairs, np.zeros(len(pairs), dtype=np.int64), vocabulary)
 
 
-def _blocks(workload: Workload) -> Iterator[bytes]:
+def _text(workload: Workload) -> bytes:
     if data_source(workload) == "text":
         path = workload.data.partition(":")[2]
-        with reading(f"workload.data: {path}", "text:FILE names a file"), Path(path).open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                yield block + file.readline()  # cut between lines
-        return
+        with reading(f"workload.data: {path}", "text:FILE names a file"):
+            return Path(path).read_bytes()
     topics_file()
     from pydoc_data.topics import topics
 
-    yield "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 def topics_file() -> Path:
@@ -152,12 +137,13 @@ def topics_file() -> Path:
 
 
 class Negatives:
-    """Draws words with probability counts^0.75 / sum(counts^0.75), each in constant time (Vose 1991, alias method)."""
+    """Draws words with probability counts^0.75 / sum(counts^0.75)."""
 
     def __init__(self, counts: Integers, num_negatives: int, seed: int) -> None:
         self._num = num_negatives
         self._key = np.array([seed % 2**64, _PURPOSE], dtype=np.uint64)
-        self._keep, self._alias = _alias_table(counts.astype(np.float64) ** EXPONENT)
+        weights = np.cumsum(counts.astype(np.float64) ** EXPONENT)
+        self._below = weights / weights[-1]
 
     def drawn(self, position: int, first: int, number: int) -> Integers:
         """Negatives of ``number`` samples from place ``first`` of the joint batch on: ``(number, negatives)``."""
@@ -165,22 +151,5 @@ class Negatives:
         skipped, rest = divmod(begin, _WORDS_A_COUNT)
         draws = np.random.Philox(key=self._key, counter=np.array([skipped, 0, position, 0], dtype=np.uint64))
         words = draws.random_raw(rest + number * self._num)[rest:]
-        place = (words >> np.uint64(11)) * 2.0**-53 * len(self._keep)
-        word = place.astype(np.int64)
-        chosen = np.where(place - word < self._keep[word], word, self._alias[word])
-        return chosen.reshape(number, self._num)
-
-
-def _alias_table(weights: Floats) -> tuple[Floats, Integers]:
-    """Of each equal cell, which share is its own word's, and whose the rest is."""
-    share = weights * (len(weights) / weights.sum())
-    keep, alias = np.ones(len(weights)), np.arange(len(weights))
-    poor, rich = [list(np.flatnonzero(share < 1.0)), list(np.flatnonzero(share >= 1.0))]
-    left = share.copy()
-    while poor and rich:
-        small, large = poor.pop(), rich[-1]
-        keep[small], alias[small] = left[small], large
-        left[large] -= 1.0 - left[small]
-        if left[large] < 1.0:
-            poor.append(rich.pop())
-    return keep, alias
+        chosen = np.searchsorted(self._below, (words >> np.uint64(11)) * 2.0**-53, side="right")
+        return chosen.astype(np.int64).reshape(number, self._num)
