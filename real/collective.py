@@ -172,13 +172,13 @@ class Collective:
         """Meet all trainers."""
         self.communicators.barrier()
 
-    def save(self, path: Path, *, extra: object, per_rank: bool) -> None:
+    def save(self, path: Path, *, extra: object) -> None:
         """Save all that training goes on from."""
         if self.driven is not None:  # what is trained in a tuning is of no use, and must not take the place of what is
             return
         from real.checkpoints.saving import save  # which training without a checkpoint need not pay for
 
-        save(self._trained("fleet.save_persistables"), self.meeting, path, extra=extra, per_rank=per_rank)
+        save(self._trained("fleet.save_persistables"), self.meeting, path, extra=extra)
 
     def load(self, path: Path, *, predicate: Callable[[str], bool] | None, resynchronize: bool) -> Loaded:
         """Go on from what was saved."""

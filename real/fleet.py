@@ -198,17 +198,16 @@ class Fleet:
         """Meet all trainers."""
         self._joined("fleet.barrier_worker").barrier()
 
-    def save_persistables(self, path: str | Path, *, extra: Any = None, per_rank: bool = False) -> None:
+    def save_persistables(self, path: str | Path, *, extra: Any = None) -> None:
         """Save all that training goes on from into the folder ``path``; every trainer calls it, after the same step.
 
         Parameters, buffers, the optimizer's state, torch's random numbers and how far the strategy has
         come: also within a round of Local SGD or a gradient merge, neither of which it disturbs. ``extra``
         is the script's own plain data and tensors, such as ``scheduler.state_dict()``. The save
-        before stays in force until this one is complete. One copy, in a folder that all trainers see;
-        ``per_rank``: each trainer's in a folder of its own below. See docs/checkpoints.md.
+        before stays in force until this one is complete. All trainers must see the folder. See docs/checkpoints.md.
         With parameter servers every server writes its part on its own host, for ``fleet.init_server(path)``.
         """
-        self._joined("fleet.save_persistables").save(Path(path), extra=extra, per_rank=per_rank)
+        self._joined("fleet.save_persistables").save(Path(path), extra=extra)
 
     def load_persistables(self, path: str | Path, *, predicate: Callable[[str], bool] | None = None, resynchronize: bool = False) -> Loaded:
         """Go on from what ``save_persistables`` wrote, bit for bit; every trainer calls it, after ``distributed_optimizer``.

@@ -107,7 +107,7 @@ class Draft:
         """Make the save whole: ``parts`` have digests. Raises ``EnvironmentLacks`` where a part of another trainer is not here."""
         for path in map(self.folder.joinpath, parts):
             if not path.is_file():
-                hint = "name a folder on a file system that all trainers share, or save with per_rank=True"
+                hint = "name a folder on a file system that all trainers share"
                 raise EnvironmentLacks("another trainer wrote this part, and it is not here", str(path), hint=hint)
         described = {name: {"sha256": digest} for name, digest in parts.items()}
         _write_json(self.folder / MANIFEST, {**manifest, "parts": described})
@@ -151,32 +151,13 @@ def open_save(root: Path, number: int) -> Save:
     return Save(folder, number, manifest)
 
 
-def folder_of(root: Path, rank: int) -> Path:
-    """Where a trainer's checkpoint is, if each has a folder of its own."""
-    return root / f"rank-{rank:05d}"
-
-
-def holder(root: Path, rank: int) -> Path:
-    """The folder whose save in force a trainer goes on from: all trainers', or, where these are saved apart, its own."""
-    own = folder_of(root, rank)
-    return own if own.is_dir() and last_save(root) == 0 else root
-
-
-def refuse_another_kind(root: Path, rank: int, *, per_rank: bool) -> None:
-    """Raise ``ConfigError`` where a save would lie beside one of the other kind: it would not be known which is the later."""
-    if last_save(root if per_rank else folder_of(root, rank)):
-        holds = "one checkpoint of all trainers" if per_rank else "a checkpoint of each trainer's own"
-        raise ConfigError(f"holds {holds} already", str(root), f"per_rank={per_rank}", "name another folder, or remove that checkpoint")
-
-
 def model_file(root: Path) -> Path:
-    """Where a folder's model is: in the save in force, by rank 0 where trainers were saved apart, or in the folder itself.
+    """Where a folder's model is: in the save in force, or in the folder itself.
 
     Raises ``ConfigError`` as ``open_save`` and ``Save.file`` do.
     """
-    saved = holder(root, 0)
-    number = last_save(saved)
-    return open_save(saved, number).file(MODEL) if number else root / MODEL
+    number = last_save(root)
+    return open_save(root, number).file(MODEL) if number else root / MODEL
 
 
 def _pointer(root: Path) -> dict[str, Any]:

@@ -21,12 +21,9 @@ from real.checkpoints.checkpoint import (
     MODEL,
     Draft,
     Save,
-    folder_of,
-    holder,
     last_save,
     open_save,
     read_part,
-    refuse_another_kind,
 )
 from real.checkpoints.meeting import Meeting
 from real.checkpoints.persistables import (
@@ -54,7 +51,7 @@ SAVE = "fleet.save_persistables"
 LOAD = "fleet.load_persistables"
 
 _ANOTHER = "take another checkpoint"
-_SEVERAL_FOLDERS = "give every trainer the same folder; with per_rank=True each has one of its own below it"
+_SEVERAL_FOLDERS = "give every trainer the same folder"
 
 
 class SumsDropped(UserWarning):
@@ -79,31 +76,28 @@ class Loaded:
     """What the script saved beside it."""
 
 
-def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any, per_rank: bool) -> None:
+def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
     """Save a training between two steps. Every trainer calls it.
 
-    Into ``path``, one copy, which all trainers must see; or ``per_rank``, each into a folder of its
-    own below it. Raises ``ConfigError`` in the middle of a step and where trainers do not save the same,
+    Into ``path``, which all trainers must see. Raises ``ConfigError`` in the middle of a step and where trainers do not save the same,
     ``EnvironmentLacks`` where nothing can be written; the save before is then still in force.
     """
     progress = engine.progress(SAVE)
     tensors: Tensors = {}
     packed = pack(extra, tensors, "extra", "fleet.save_persistables(extra=...)"), tensors
     meeting.meet(SAVE)
-    meeting.same(f"{per_rank} {path}", "saves elsewhere", SAVE, _SEVERAL_FOLDERS)
+    meeting.same(str(path), "saves elsewhere", SAVE, _SEVERAL_FOLDERS)
     meeting.same(
         json.dumps(progress.state.to_dict(), sort_keys=True), "is at another step", SAVE, "save after the same step on every trainer"
     )
-    root = folder_of(path, meeting.rank) if per_rank else path
-    keeps = per_rank or meeting.rank == 0
+    keeps = meeting.rank == 0
     has_parted = any(parted for (parted,) in meeting.gather([int(engine.executor.has_parted)]))
     shared, own_tensors, told = capture(engine, progress, packed, has_parted=has_parted)
     last = 0
     with meeting.together(SAVE):
         if keeps:
-            refuse_another_kind(path, meeting.rank, per_rank=per_rank)
-            last = last_save(root)
-    draft = Draft(root, 1 + max(number for (number,) in meeting.gather([last])))
+            last = last_save(path)
+    draft = Draft(path, 1 + max(number for (number,) in meeting.gather([last])))
     try:
         with meeting.together(SAVE):
             if keeps:
@@ -112,11 +106,10 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any, per_rank: 
             written = {name: draft.write(name, part) for name, part in shared.items()} if keeps else {}
             own = draft.write(own_part(meeting.rank), own_tensors)
         owns = meeting.texts(own)
-        ranks = (meeting.rank,) if per_rank else range(meeting.trainers)
         with meeting.together(SAVE):
             if keeps:
-                manifest = {**told, "ranks": list(ranks), "versions": {"torch": str(torch.__version__)}}
-                draft.seal(manifest, written | {own_part(rank): owns[rank] for rank in ranks})
+                manifest = {**told, "versions": {"torch": str(torch.__version__)}}
+                draft.seal(manifest, written | {own_part(rank): digest for rank, digest in enumerate(owns)})
     except Exception:
         if keeps:
             draft.discard()
@@ -142,11 +135,11 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
     meeting.same(str(path), "loads from elsewhere", LOAD, _SEVERAL_FOLDERS)
     if predicate is not None:
         return _load_some(engine, meeting, path, predicate)
-    root, number = _in_force(meeting, path, 0 if resynchronize else meeting.rank)
+    number = _in_force(meeting, path)
     with meeting.together(LOAD):
         if number == 0:
             raise ConfigError("there is no checkpoint", str(path), hint="fleet.save_persistables writes one")
-        save = open_save(root, number)
+        save = open_save(path, number)
         with reading(save.folder, _ANOTHER):
             found = _read_anew(engine, meeting, save) if resynchronize else _read(engine, meeting, save)
     restore(engine, found, str(save.folder))
@@ -159,12 +152,11 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
     )
 
 
-def _in_force(meeting: Meeting, path: Path, rank: int) -> tuple[Path, int]:
-    """The folder of ``rank``'s saves, and the last that some trainer has in force; 0 where none has, and for a file."""
+def _in_force(meeting: Meeting, path: Path) -> int:
+    """The last save that some trainer sees in force; 0 where none does, and for a file."""
     with meeting.together(LOAD):
-        root = holder(path, rank)
-        last = 0 if path.is_file() else last_save(root)
-    return root, max(number for (number,) in meeting.gather([last]))  # once one trainer's is in force, all trainers' are complete
+        last = 0 if path.is_file() else last_save(path)
+    return max(number for (number,) in meeting.gather([last]))
 
 
 def _read(engine: Engine, meeting: Meeting, save: Save) -> Restored:
@@ -174,9 +166,6 @@ def _read(engine: Engine, meeting: Meeting, save: Save) -> Restored:
         what = "was saved by another number of trainers"
         hint = f"start {manifest['trainers']}, or begin again from the averaged model: fleet.load_persistables(..., resynchronize=True)"
         raise ConfigError(what, where, f"saved by {manifest['trainers']}, here {meeting.trainers}", hint)
-    if meeting.rank not in manifest["ranks"]:
-        hint = "name the folder above, whose folders belong to one trainer each"
-        raise ConfigError(f"holds nothing of rank {meeting.rank}", where, f"ranks {manifest['ranks']}", hint)
     refuse_another_strategy(manifest, engine.strategy, where)
     return read(engine, save, meeting.rank)
 
@@ -184,8 +173,7 @@ def _read(engine: Engine, meeting: Meeting, save: Save) -> Restored:
 def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
     """What all trainers go on with where their number, or the strategy, has changed: rank 0's, and the averaged model."""
     manifest, where = save.manifest, str(save.folder)
-    first = manifest["ranks"][0]
-    model, own = save.read(MODEL), save.read(own_part(first))
+    model, own = save.read(MODEL), save.read(own_part(0))
     refuse_another_model(engine.model, model.tensors, None, where)
     optimizer = read_optimizer(engine, save)
     saved = decode_progress(manifest["progress"]).state
@@ -207,13 +195,13 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
 
 def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable[[str], bool]) -> Loaded:
     """Replace the model's tensors that the checkpoint has and ``predicate`` wants."""
-    root, number = _in_force(meeting, path, 0)
+    number = _in_force(meeting, path)
     with meeting.together(LOAD):
         is_file = path.is_file()
         if not is_file and number == 0:
             hint = "fleet.save_persistables writes one; a .safetensors file will do as well"
-            raise ConfigError("there is no checkpoint", str(root), hint=hint)
-        file = path if is_file else open_save(root, number).file(MODEL)
+            raise ConfigError("there is no checkpoint", str(path), hint=hint)
+        file = path if is_file else open_save(path, number).file(MODEL)
         saved, digest, where = read_part(file).tensors, file_digest(file), str(path if is_file else file.parent)
         own = model_tensors(engine.model)
         chosen = {name: saved[name] for name in own if name in saved and predicate(name)}

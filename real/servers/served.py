@@ -175,11 +175,11 @@ class Served:
                 copy = served_copy(training.model, {})
             export(copy, tuple(example_inputs), path, dynamic_shapes)
 
-    def save(self, path: Path, *, extra: object, per_rank: bool) -> None:
+    def save(self, path: Path, *, extra: object) -> None:
         """Every trainer calls it: what they have made so far is pushed, and rank 0 lets the servers write their shards."""
         where = "fleet.save_persistables"
-        if extra is not None or per_rank:
-            raise ConfigError("servers save parameters and their optimizer's state alone", where, "extra or per_rank", "leave these out")
+        if extra is not None:
+            raise ConfigError("servers save parameters and their optimizer's state alone", where, "extra", "leave it out")
         training = self.trained(where)
         training.flush()
         training.barrier()

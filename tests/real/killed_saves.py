@@ -1,6 +1,6 @@
 """A training of several ranks that is killed in its saves, over and over, at every place where a save touches the disk.
 
-``killed_saves.py RANKS PER_RANK FOLDER OUTPUT PLACE...``. This process imports torch once and forks the ranks, which is why there can be
+``killed_saves.py RANKS FOLDER OUTPUT PLACE...``. This process imports torch once and forks the ranks, which is why there can be
 so many trainings. Each one loads the last save, compares itself with the training that nobody disturbed, trains on,
 and saves after every step; in its second save one rank kills itself before the call of some number of
 some function. OUTPUT: a JSON list, an object for each training.
@@ -114,7 +114,7 @@ def undisturbed(ranks: int, folder: Path) -> None:
     assert forked(ranks, run, folder) == [0] * ranks
 
 
-def struck(folder: Path, path: Path, ranks: int, *, per_rank: bool, victim: int, place: str, number: int) -> dict[str, Any]:
+def struck(folder: Path, path: Path, ranks: int, *, victim: int, place: str, number: int) -> dict[str, Any]:
     """One training from the last save on, killed in its second save; what came of it."""
     found: dict[str, Any] = {"victim": victim, "place": place, "number": number}
 
@@ -133,7 +133,7 @@ def struck(folder: Path, path: Path, ranks: int, *, per_rank: bool, victim: int,
             _compare(trainee, history, step, "trained")
             if step == done + 2 and rank == victim:
                 _arm(place, number)
-            save(trainee.engine, trainee.meeting, path, extra=None, per_rank=per_rank)
+            save(trainee.engine, trainee.meeting, path, extra=None)
             (folder / f"saved-{rank}.txt").write_text(str(step), encoding="utf-8")
 
     found["ended"] = forked(ranks, run, folder)
@@ -166,13 +166,13 @@ def _arm(place: str, number: int) -> None:
     setattr(owner, name, strike)
 
 
-def strikes(ranks: int, folder: Path, path: Path, places: Sequence[str], *, per_rank: bool) -> Iterator[dict[str, Any]]:
+def strikes(ranks: int, folder: Path, path: Path, places: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every rank, every one of the places, every call, until a save has no more of them."""
     for victim in range(ranks):
         for place in places:
             number = 1
             while True:
-                found = struck(folder, path, ranks, per_rank=per_rank, victim=victim, place=place, number=number)
+                found = struck(folder, path, ranks, victim=victim, place=place, number=number)
                 yield found
                 if found["ended"][victim] != -signal.SIGKILL:
                     break
@@ -181,10 +181,10 @@ def strikes(ranks: int, folder: Path, path: Path, places: Sequence[str], *, per_
 
 def main() -> None:
     """See the module."""
-    ranks, per_rank, folder, output = int(sys.argv[1]), sys.argv[2] == "True", Path(sys.argv[3]), Path(sys.argv[4])
+    ranks, folder, output = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     gc.freeze()  # a fork's collections leave what was imported alone
     undisturbed(ranks, folder)
-    found = list(strikes(ranks, folder, folder / "checkpoint", sys.argv[5:], per_rank=per_rank))
+    found = list(strikes(ranks, folder, folder / "checkpoint", sys.argv[4:]))
     output.write_text(json.dumps(found), encoding="utf-8")
 
 

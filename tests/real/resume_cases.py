@@ -119,8 +119,6 @@ _BY_THREE = (
     "loss scale, Local SGD",
 )
 """What three trainers try: there sums depend on the order of addition, and so on the plan."""
-APART = ("synchronous", "merge of 4, two of them in the sum", "Local SGD")
-"""What is saved into folders of the ranks' own as well."""
 
 
 def cases(ranks: int) -> tuple[Case, ...]:

@@ -8,7 +8,6 @@ and with one, below FOLDER. ``... resume FOLDER`` loads every case into another 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 import warnings
 from datetime import timedelta
@@ -19,13 +18,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import training_problem as problem
-from resume_cases import APART, CASES, DECAY, EPOCH, OVERFLOW, STEPS, Case, cases
+from resume_cases import CASES, DECAY, EPOCH, OVERFLOW, STEPS, Case, cases
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fleetbench.errors import FleetbenchError
 from fleetbench.strategy import DistributedStrategy
-from real.checkpoints.checkpoint import Part, folder_of, last_save, write_part
+from real.checkpoints.checkpoint import Part, write_part
 from real.checkpoints.meeting import Meeting
 from real.checkpoints.persistables import own_part
 from real.checkpoints.saving import SumsDropped, load, save
@@ -134,32 +133,27 @@ def train(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[
         found |= undisturbed.end()  # what is in flight must have gone before another engine's collectives
         disturbed = Trainee(case, communicators, 1)
         disturbed.train(1, case.saved - 1)
-        save(disturbed.engine, meeting, folder / case.name, extra=None, per_rank=False)
+        save(disturbed.engine, meeting, folder / case.name, extra=None)
         disturbed.train(case.saved, case.saved)
-        save(disturbed.engine, meeting, folder / case.name, extra=disturbed.extra, per_rank=False)
-        if case.name in APART:
-            save(disturbed.engine, meeting, folder / "apart" / case.name, extra=disturbed.extra, per_rank=True)
+        save(disturbed.engine, meeting, folder / case.name, extra=disturbed.extra)
         disturbed.train(case.saved + 1, STEPS)
         found |= {f"disturbed {name}": value for name, value in disturbed.end().items()}
     return found
 
 
 def resume(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:
-    """Every case from its save, in one copy and in folders of the ranks' own."""
+    """Every case from its save."""
     found = {}
     for case in cases(communicators.trainers):
-        apart = [("apart ", folder / "apart" / case.name)] if case.name in APART else []
-        for prefix, path in [("", folder / case.name), *apart]:
-            other = Trainee(case, communicators, 2)
-            if not prefix:
-                other.train(1, 3)  # what it has learnt by itself must not show
-            loaded = load(other.engine, meeting, path, predicate=None, resynchronize=False)
-            assert loaded.step == case.saved - case.skips
-            assert not loaded.missing
-            other.take(loaded.extra)
-            other.history.clear()
-            other.train(case.saved + 1, STEPS)
-            found |= {f"{prefix}{name}": value for name, value in other.end().items()}
+        other = Trainee(case, communicators, 2)
+        other.train(1, 3)  # what it has learnt by itself must not show
+        loaded = load(other.engine, meeting, folder / case.name, predicate=None, resynchronize=False)
+        assert loaded.step == case.saved - case.skips
+        assert not loaded.missing
+        other.take(loaded.extra)
+        other.history.clear()
+        other.train(case.saved + 1, STEPS)
+        found |= other.end()
     return found
 
 
@@ -175,9 +169,8 @@ def anew(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[s
         "adaptive",
         "fragment in flight",
         "outer optimizer",
-        "apart/Local SGD",
     ):
-        trainee = Trainee(by_name[name.removeprefix("apart/")], communicators, 2)
+        trainee = Trainee(by_name[name], communicators, 2)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", SumsDropped)
             loaded = load(trainee.engine, meeting, folder / name, predicate=None, resynchronize=True)
@@ -189,7 +182,7 @@ def anew(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[s
         found[f"{name}/end"] = problem.flat(trainee.model).numpy().copy()
     by_two = Trainee(case, communicators, 1)
     by_two.train(1, case.saved)
-    save(by_two.engine, meeting, folder / "by two", extra=by_two.extra, per_rank=False)
+    save(by_two.engine, meeting, folder / "by two", extra=by_two.extra)
     by_two.end()
     other = Trainee(case, communicators, 2, gradient_merge=True, gradient_merge_configs={"k_steps": 2})
     found["another strategy refused"] = np.array([_refused(other, meeting, folder / "by two")])
@@ -208,13 +201,13 @@ def _misuses(case: Case, folder: Path, communicators: Communicators, meeting: Me
     trainee.train(1, 3)
     found = {}
     own = folder / f"elsewhere {communicators.rank}"
-    found["elsewhere"] = _message(lambda: save(trainee.engine, meeting, own, extra=None, per_rank=False))
+    found["elsewhere"] = _message(lambda: save(trainee.engine, meeting, own, extra=None))
     blocked = folder / "blocked"
     if communicators.rank == 0:
         blocked.write_text("a file, where a folder is to be")
-    found["blocked"] = _message(lambda: save(trainee.engine, meeting, blocked, extra=None, per_rank=False))
+    found["blocked"] = _message(lambda: save(trainee.engine, meeting, blocked, extra=None))
     damaged = folder / "damaged"
-    save(trainee.engine, meeting, damaged, extra=None, per_rank=False)
+    save(trainee.engine, meeting, damaged, extra=None)
     if communicators.rank == 0:
         (part,) = damaged.glob(f"save-*/{own_part(1)}")
         data = bytearray(part.read_bytes())
@@ -229,26 +222,14 @@ def _misuses(case: Case, folder: Path, communicators: Communicators, meeting: Me
 
 
 def _partly(case: Case, folder: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:
-    """A save of each rank's own of which only rank 0's came into force; and files of the ranks' own that differ."""
+    """Some of a model, from one checkpoint and from files of the ranks' own that differ."""
     rank = communicators.rank
     trainee = Trainee(case, communicators, 1)
     trainee.train(1, 6)
-    save(trainee.engine, meeting, folder / "apart", extra=None, per_rank=True)
-    own = folder_of(folder / "apart", rank)
-    if rank == 1:
-        shutil.copytree(own, folder / "before")
-    trainee.train(7, 7)
-    save(trainee.engine, meeting, folder / "apart", extra=None, per_rank=True)
-    if rank == 1:
-        shutil.copytree(folder / "before", own, dirs_exist_ok=True)
-    meeting.gather([0])
-    found = {"beside": _message(lambda: save(trainee.engine, meeting, folder / "apart", extra=None, per_rank=False))}
-    found["partly in force"] = np.array(last_save(own))
+    save(trainee.engine, meeting, folder, extra=None)
     other = Trainee(case, communicators, 2)
-    loaded = load(other.engine, meeting, folder / "apart", predicate=None, resynchronize=False)
-    found["partly"] = np.array([loaded.step, np.array_equal(other.everything(), trainee.everything())])
-    load(other.engine, meeting, folder / "apart", predicate=lambda _: True, resynchronize=False)
-    found["partly, some"] = torch.cat([tensor.reshape(-1).double() for tensor in other.model.state_dict().values()]).numpy().copy()
+    load(other.engine, meeting, folder, predicate=lambda _: True, resynchronize=False)
+    found = {"partly, some": torch.cat([tensor.reshape(-1).double() for tensor in other.model.state_dict().values()]).numpy().copy()}
     here = folder / f"disk of {rank}"
     here.mkdir()
     write_part(here / "trunk.safetensors", Part({"0.bias": torch.full_like(other.model.get_parameter("0.bias"), float(rank))}))

@@ -44,7 +44,7 @@ def trained(model: nn.Module, path: Path, steps: int = 3, **fields: object) -> d
     with Training(model, **fields) as training:
         for _ in range(steps):
             training.step(torch.randn(5, 3))
-        save(training.engine, ALONE, path, extra={"epoch": 2}, per_rank=False)
+        save(training.engine, ALONE, path, extra={"epoch": 2})
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -293,7 +293,7 @@ class TestDraft:
         there = Draft(tmp_path / "of another host", 1).write("b.safetensors", Part({"x": torch.ones(3)}))
         with pytest.raises(EnvironmentLacks, match="it is not here") as caught:
             draft.seal({}, {"b.safetensors": there})
-        assert "per_rank=True" in str(caught.value.hint)
+        assert "share" in str(caught.value.hint)
         assert last_save(tmp_path) == 0
 
 
@@ -371,28 +371,14 @@ class TestTampering:
         assert json.loads((tmp_path / POINTER).read_text()) == {"model": "theirs"}
 
 
-class TestKinds:
-    """One folder holds a copy for all trainers, or a copy of each."""
+class TestModelFile:
+    """Where the model of a checkpoint is."""
 
-    @pytest.mark.parametrize("per_rank", [False, True])
-    def test_a_save_beside_the_other_kind_is_refused(self, tmp_path: Path, per_rank: bool) -> None:
-        """Loading takes one of them, and it might be the older; the first stays what it is."""
-        with Training(mlp()) as training:
-            training.step(torch.randn(5, 3))
-            save(training.engine, ALONE, tmp_path, extra=None, per_rank=per_rank)
-            training.step(torch.randn(5, 3))
-            with pytest.raises(ConfigError, match="already") as caught:
-                save(training.engine, ALONE, tmp_path, extra=None, per_rank=not per_rank)
-            assert "another folder" in str(caught.value.hint)
-            save(training.engine, ALONE, tmp_path, extra=None, per_rank=per_rank)
-        assert go_on(mlp(), tmp_path).step == 2
-
-    @pytest.mark.parametrize("per_rank", [False, True])
-    def test_the_file_of_the_model_is_looked_through(self, tmp_path: Path, per_rank: bool) -> None:
-        """Of either kind, it is found; with a bit changed it is refused, though it is still a file of weights."""
+    def test_the_file_of_the_model_is_looked_through(self, tmp_path: Path) -> None:
+        """It is found; with a bit changed it is refused, though it is still a file of weights."""
         model = mlp()
         with Training(model) as training:
-            save(training.engine, ALONE, tmp_path, extra=None, per_rank=per_rank)
+            save(training.engine, ALONE, tmp_path, extra=None)
         file = model_file(tmp_path)
         assert load_file(file).keys() == model.state_dict().keys()
         data = bytearray(file.read_bytes())
@@ -472,7 +458,7 @@ class TestMisfits:
         with Training(mlp()) as training:
             training.model(torch.randn(5, 3)).sum().backward()
             with pytest.raises(ConfigError, match="in the middle of a step"):
-                save(training.engine, ALONE, tmp_path, extra=None, per_rank=False)
+                save(training.engine, ALONE, tmp_path, extra=None)
 
     def test_a_damaged_disk_leaves_the_training_alone(self, tmp_path: Path) -> None:
         """A folder that takes no file is the environment's fault; training goes on."""
@@ -480,7 +466,7 @@ class TestMisfits:
         with Training(mlp()) as training:
             training.step(torch.randn(5, 3))
             with pytest.raises(EnvironmentLacks, match="cannot be written"):
-                save(training.engine, ALONE, tmp_path / "file" / "below", extra=None, per_rank=False)
+                save(training.engine, ALONE, tmp_path / "file" / "below", extra=None)
             training.step(torch.randn(5, 3))
 
 
@@ -548,7 +534,7 @@ def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     first, second = tied(), tied()
     with Training(first) as training:
         training.step(torch.randn(5, 3))
-        save(training.engine, ALONE, tmp_path, extra=None, per_rank=False)
+        save(training.engine, ALONE, tmp_path, extra=None)
     assert set(load_file(model_file(tmp_path))) == {"0.weight", "0.bias", "1.bias"}
     go_on(second, tmp_path)
     assert torch.equal(second[1].weight, first[0].weight)

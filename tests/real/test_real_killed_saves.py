@@ -21,30 +21,29 @@ ALONE = {"fsync": 1, "torn": 1, "replace": 0, "rmtree": 0, "mkdir": 1}
 FEW = ("torn", "replace")
 
 
-def trainings(tmp_path: Path, ranks: int, places: Sequence[str], *, per_rank: bool) -> list[dict[str, Any]]:
+def trainings(tmp_path: Path, ranks: int, places: Sequence[str]) -> list[dict[str, Any]]:
     """What came of every training, in order."""
     output = tmp_path / "found.json"
-    run_scripts([SCRIPT, str(ranks), str(per_rank), tmp_path, output, *places], tmp_path, {}, timeout_s=580)
+    run_scripts([SCRIPT, str(ranks), tmp_path, output, *places], tmp_path, {}, timeout_s=580)
     found: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
     return found
 
 
 @pytest.mark.parametrize(
-    ("ranks", "per_rank", "places"),
+    ("ranks", "places"),
     [
-        pytest.param(2, False, FEW, id="2 ranks, one copy, torn files"),
-        pytest.param(2, False, tuple(WHOLE), id="2 ranks, one copy", marks=pytest.mark.whole),
-        pytest.param(2, True, tuple(WHOLE), id="2 ranks, a copy each", marks=pytest.mark.slow),
-        pytest.param(3, False, tuple(WHOLE), id="3 ranks, one copy", marks=pytest.mark.slow),
+        pytest.param(2, FEW, id="2 ranks, torn files"),
+        pytest.param(2, tuple(WHOLE), id="2 ranks", marks=pytest.mark.whole),
+        pytest.param(3, tuple(WHOLE), id="3 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path, ranks: int, per_rank: bool, places: Sequence[str]) -> None:
+def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path, ranks: int, places: Sequence[str]) -> None:
     """Every training goes on, bit for bit, after the step of the last save, or of that in which a rank was killed.
 
     The one kills itself where it was told; the others end with an error that says so, or have done their part. Where
     a save returned on any rank, that save, or a later one, is what is loaded.
     """
-    found = trainings(tmp_path, ranks, places, per_rank=per_rank)
+    found = trainings(tmp_path, ranks, places)
     killed: dict[int, dict[str, int]] = {}
     for before, after in itertools.pairwise(found):
         (loaded,), saved = set(map(int, after["loaded"])), max(map(int, before["saved"]))
@@ -62,9 +61,6 @@ def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path, ranks: int, per
             assert code in (-signal.SIGKILL, 0, 1), place
             assert code != 1 or "CollectiveFailed" in training["rank"][rank] or "not every trainer came" in training["rank"][rank], place
     for victim in range(ranks):
-        least = WHOLE if per_rank or victim == 0 else ALONE
+        least = WHOLE if victim == 0 else ALONE
         assert all(killed[victim][place] >= least[place] for place in places), killed
-    path = tmp_path / "checkpoint"
-    folders = [path / f"rank-{rank:05d}" for rank in range(ranks)] if per_rank else [path]
-    for folder in folders:
-        assert len(list(folder.glob("save-*"))) == 1, "the last save was not struck, and has cleared up"
+    assert len(list((tmp_path / "checkpoint").glob("save-*"))) == 1, "the last save was not struck, and has cleared up"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import training_problem as problem
 from processes import Arrays, run_ranks
-from resume_cases import APART, STEPS, Case, cases
+from resume_cases import STEPS, Case, cases
 
 RANK = Path(__file__).with_name("resume_rank.py")
 TRIED = [(ranks, case) for ranks in (2, 3) for case in cases(ranks)]
@@ -64,13 +64,6 @@ def test_resumed_is_uninterrupted(runs: Callable[[int], Runs], ranks: int, case:
         _equal(resumed, "", whole, "disturbed ", case)
 
 
-@_every(tried=[(ranks, case) for ranks, case in TRIED if case.name in APART])
-def test_a_folder_of_each_rank_does_as_well(runs: Callable[[int], Runs], ranks: int, case: Case) -> None:
-    """With ``per_rank`` every trainer goes on from its own folder, to the same bits."""
-    for whole, resumed in zip(runs(ranks).whole, runs(ranks).resumed, strict=True):
-        _equal(resumed, "apart ", whole, "disturbed ", case)
-
-
 @_every(tried=[(ranks, case) for ranks, case in TRIED if not case.measures])
 def test_a_save_does_not_disturb(runs: Callable[[int], Runs], ranks: int, case: Case) -> None:
     """Whoever saves again and again, within a round or a merge, trains on to the same bits as whoever never does."""
@@ -103,8 +96,7 @@ def test_a_round_that_is_open_is_saved_as_its_average(runs: Callable[[int], Runs
     within = f"Local SGD/step {STEPS - 7}"
     mean = np.mean([whole[within][:PARAMETERS] for whole in runs(3).whole], axis=0)
     for found in anew:
-        for name in ("Local SGD", "apart/Local SGD"):
-            np.testing.assert_allclose(found[f"{name}/parameters"], mean, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(found["Local SGD/parameters"], mean, rtol=0, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -117,9 +109,7 @@ def test_another_number_of_trainers_is_refused(anew: list[Arrays]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["Local SGD", "merge of 4, two of them in the sum", "adaptive", "fragment in flight", "outer optimizer", "apart/Local SGD"]
-)
+@pytest.mark.parametrize("name", ["Local SGD", "merge of 4, two of them in the sum", "adaptive", "fragment in flight", "outer optimizer"])
 def test_other_trainers_begin_anew_alike(anew: list[Arrays], name: str) -> None:
     """They hold the same bits at the beginning, statistics and momentum included, train on, and agree at the end."""
     first, second = anew
@@ -168,26 +158,10 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(anew: list[Arrays]) -> None:
 
 
 @pytest.mark.slow
-def test_a_save_that_came_into_force_on_one_rank_is_everybodys(anew: list[Arrays]) -> None:
-    """Each rank has a folder of its own, and the job died between two of them: all take the new one, which was whole before."""
-    assert [int(found["partly in force"]) for found in anew] == [2, 1]
-    for found in anew:
-        assert found["partly"].tolist() == [7, True]
-
-
-@pytest.mark.slow
 def test_some_of_a_model_is_the_same_on_every_rank(anew: list[Arrays]) -> None:
-    """Of trainers that were saved apart, rank 0's is taken, buffers and all; files that differ are refused, and change nothing."""
+    """Rank 0's is taken, buffers and all; files that differ are refused, and change nothing."""
     first, second = anew
     np.testing.assert_array_equal(first["partly, some"], second["partly, some"])
     for found in anew:
         assert "rank 1 loads other tensors" in str(found["other files"])
         assert not found["other files changed"]
-
-
-@pytest.mark.slow
-def test_no_save_lies_beside_one_of_the_other_kind(anew: list[Arrays]) -> None:
-    """In one folder nobody could tell which of a copy for all and a copy each is the later."""
-    first, second = anew
-    assert "holds a checkpoint of each trainer's own already" in str(first["beside"])
-    assert "rank 0 could not do its part" in str(second["beside"])

@@ -248,10 +248,10 @@ def test_a_checkpoint_that_cannot_be_written_keeps_nobody_waiting(monkeypatch: p
             served.training = running.trainer(served.role.rank, model, optimizer, SERVED)
             if served.role.rank == 0:
                 with pytest.raises(WorkerFailed, match=r"(?s)file: the checkpoint could not be written: server.*File exists"):
-                    served.save(no_folder, extra=None, per_rank=False)
+                    served.save(no_folder, extra=None)
                 assert is_past.wait(10)  # whose leave would let rank 1 go, too
             else:
-                served.save(no_folder, extra=None, per_rank=False)
+                served.save(no_folder, extra=None)
                 is_past.set()
             add_gradients(model, 1.0)
             optimizer.step()
