@@ -127,19 +127,13 @@ def read_vectors(path: Path) -> Vectors:
 
 
 def _read_parquet(path: Path) -> tuple[list[str], Values]:
-    with pq.ParquetFile(path) as file:
-        schema = file.schema_arrow
-        for name in (ID, VECTOR):
-            if name not in schema.names:
-                raise ConfigError(f"has no column {name}", str(path), ", ".join(schema.names), f"columns {ID} and {VECTOR}")
-        ids, vectors = schema.field(ID).type, schema.field(VECTOR).type
-        if not (pa.types.is_string(ids) or pa.types.is_large_string(ids) or pa.types.is_integer(ids)):
-            raise ConfigError("ids are text or whole numbers", f"{path}: {ID}", str(ids), "write the ids that the evaluation has")
-        lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-        if not any(matches(vectors) for matches in lists) or vectors.value_type != pa.float32():
-            hint = "cast them to lists of float32 where they are written, so that it is known what is compared"
-            raise ConfigError("vectors are lists of float32", f"{path}: {VECTOR}", str(vectors), hint)
-        table = file.read(columns=[ID, VECTOR])
+    table = pq.read_table(path)
+    ids, vectors = ((table.schema.field(name).type if name in table.schema.names else None) for name in (ID, VECTOR))
+    is_named = ids is not None and (pa.types.is_string(ids) or pa.types.is_large_string(ids) or pa.types.is_integer(ids))
+    if not is_named or vectors is None or getattr(vectors, "value_type", None) != pa.float32():  # nothing is cast in silence
+        hint = "write the ids that the evaluation has, and vectors as float32"
+        found = ", ".join(f"{field.name}: {field.type}" for field in table.schema)
+        raise ConfigError(f"needs {ID}, text or whole numbers, and {VECTOR}, lists of float32", str(path), found, hint)
     numbers = pc.list_flatten(table.column(VECTOR))
     lengths = pc.unique(pc.list_value_length(table.column(VECTOR))).to_pylist()
     if table.column(ID).null_count or numbers.null_count or None in lengths:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def register(commands: Commands) -> None:
     """Declare the command."""
-    parser = add_command(commands, "doctor", "look at this machine: versions, cores, devices, network, limits", run)
+    parser = add_command(commands, "doctor", "look at this machine: versions, cores, devices, network", run)
     add_json(parser, "the findings")
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import shutil
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,10 +13,8 @@ import psutil
 from fleetbench.environment import RECORDED
 from fleetbench.store import machine, versions
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _GIB = 2**30
-_FEW_PROCESSES = 1024
-"""A trainer has some 30 threads, which count here, and three more for each of gloo's groups."""
 
 
 @dataclass(slots=True)
@@ -36,7 +32,6 @@ def examine() -> Findings:
     look_at_host(findings)
     _look_at_torch(findings)
     look_at_network(findings, os.environ)
-    _look_at_limits(findings)
     return findings
 
 
@@ -52,7 +47,7 @@ def look_at_host(findings: Findings) -> None:
         "load": f"{load:.1f} processes over the last minute",
         "memory": f"{memory.available / _GIB:.1f} GiB free of {memory.total / _GIB:.1f} GiB",
     }
-    cores = quota(_CGROUP / "cpu.max")
+    cores = quota(_CPU_MAX)
     if cores is not None and cores < usable:
         findings.warnings.append(f"the container may use {cores:g} of {usable} cores: processes will be throttled")
     if load > usable / 2:
@@ -64,10 +59,10 @@ def look_at_host(findings: Findings) -> None:
 
 
 def quota(path: Path) -> float | None:
-    """What the control group allows, cores (``cpu.max``) or processes (``pids.max``); none where there is no limit."""
+    """The cores that the control group allows; none where there is no limit."""
     try:
-        limit, *period = path.read_text(encoding="ascii").split()
-        return int(limit) / int(*period or "1")
+        limit, period = path.read_text(encoding="ascii").split()
+        return int(limit) / int(period)
     except (OSError, ValueError):
         return None
 
@@ -128,31 +123,3 @@ def _addresses(host: str) -> list[str]:
         return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except OSError:
         return []
-
-
-def _look_at_limits(findings: Findings) -> None:
-    kinds = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC}
-    soft = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
-    facts = {name: "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}" for name, value in soft.items()}
-    shared, shared_free = Path("/dev/shm"), None  # noqa: S108  # where processes share memory, looked at and not written
-    if shared.is_dir():
-        usage = shutil.disk_usage(shared)
-        shared_free = usage.free
-        facts["shared memory"] = f"{usage.free / _GIB:.2f} GiB free of {usage.total / _GIB:.2f} GiB"
-    findings.sections["limits"] = facts
-    findings.warnings += limit_warnings(soft, quota(_CGROUP / "pids.max"), shared_free=shared_free)
-
-
-def limit_warnings(soft: dict[str, int], processes: float | None, *, shared_free: int | None) -> list[str]:
-    """What these limits will stop: ``soft`` by name, -1 for none; ``processes`` of the control group; ``shared_free`` in bytes."""
-    few = _FEW_PROCESSES
-    warnings = []
-    if shared_free is not None and shared_free < _GIB // 16:
-        warnings.append("less than 64 MiB of shared memory are free: NCCL and data loaders need it")
-    if 0 <= soft["open files"] < 1024:
-        warnings.append(f"{soft['open files']} open files are allowed: raise it (ulimit -n 4096)")
-    if 0 <= soft["processes"] < few:
-        warnings.append(f"{soft['processes']} processes and threads are allowed: raise it (ulimit -u {4 * few})")
-    if processes is not None and processes < few:
-        warnings.append(f"the container may have {processes:g} processes and threads: a few trainers with data loaders take as many")
-    return warnings

@@ -26,14 +26,13 @@ def findings() -> dict[str, object]:
 
 
 def test_every_section_is_there(findings: dict[str, dict[str, dict[str, str]]]) -> None:
-    """Versions, machine, torch, network and limits, with the facts that a report of a problem needs."""
+    """Versions, machine, torch and network, with the facts that a report of a problem needs."""
     sections = findings["sections"]
-    assert {"versions", "host", "torch", "network", "limits"} <= set(sections)
+    assert {"versions", "host", "torch", "network"} <= set(sections)
     assert sections["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"CUDA", "NCCL", "gloo"} <= set(sections["torch"])
     assert set(psutil.net_if_addrs()) <= set(sections["network"])
     assert "gloo would take" in sections["network"]
-    assert {"open files", "processes"} <= set(sections["limits"])
 
 
 def test_a_missing_gpu_is_skipped_by_name(findings: dict[str, Any]) -> None:
@@ -71,33 +70,3 @@ def test_a_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
         findings = Findings()
         examination.look_at_host(findings)
         assert any("busy" in text for text in findings.warnings) == warned
-
-
-ENOUGH = {"open files": 65536, "processes": -1}
-
-
-@pytest.mark.parametrize(
-    ("soft", "quota", "shared", "warned"),
-    [
-        ({}, None, 2**30, None),
-        ({"open files": 256}, None, 2**30, "open files"),
-        ({"processes": 512}, None, 2**30, "ulimit -u"),
-        ({}, 100, 2**30, "container"),
-        ({}, None, 2**20, "shared memory"),
-        ({}, None, None, None),
-    ],
-)
-def test_limits_that_will_stop_a_job_are_warned_of(soft: dict[str, int], quota: int | None, shared: int | None, warned: str | None) -> None:
-    """One limit too low gives one warning that names it; enough of everything gives none."""
-    found = examination.limit_warnings({**ENOUGH, **soft}, quota, shared_free=shared)
-    assert len(found) == (warned is not None)
-    assert all(str(warned) in text for text in found)
-
-
-@pytest.mark.parametrize(("text", "num"), [("4194304\n", 4194304), ("max\n", None)])
-def test_a_containers_processes_are_counted(text: str, num: int | None, tmp_path: Path) -> None:
-    """pids.max is a number, or max."""
-    path = tmp_path / "pids.max"
-    path.write_text(text)
-    assert examination.quota(path) == num
-    assert examination.quota(tmp_path / "absent") is None
