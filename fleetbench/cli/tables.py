@@ -39,11 +39,6 @@ _COUNTS: tuple[tuple[str, Callable[[Summary], Any], Callable[[Any], str]], ...] 
     ("final loss", lambda s: s.final_loss, units.number),
 )
 
-_HARDLY = (
-    "no more than one exchange of a trainer fell into the counted steps, the one after its last: samples per second says little of "
-    "what exchanges cost; take more steps, or a smaller k_steps"
-)
-
 
 def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
     """Print summaries side by side: one, or the simulated and the real one with the simulator's error."""
@@ -57,8 +52,6 @@ def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
             emit(f"emulated compute ({label}): {_lateness(summary.lateness_s)}")
         if summary.server_load:
             emit(f"parameter servers ({label}): {_servers(summary.server_load, summary.staleness)}")
-            if _hardly_exchanges(summary, experiment):
-                emit(f"note ({label}): {_HARDLY}")
         if target is not None and summary.time_to_target_s is None and summary.final_loss is not None:
             needs = ", of which three evaluations in a row are needed" if summary.final_loss <= target else ""
             emit(f"target not reached ({label}): loss {summary.final_loss:.4g}, target {target:g}{needs}")
@@ -74,12 +67,6 @@ def emit_node_bandwidth(cluster: Cluster) -> None:
     declared, whole, share = (f"{rate / 1e9:.4g} Gbit/s" for rate in (cluster.inter.bandwidth, total, total / each))
     nics = counted(cluster.nics_per_node, "network interface")
     emit(f"between nodes: {whole} a node, {share} for each of its {counted(each, 'trainer')} (declared: {nics} of {declared} a node)")
-
-
-def _hardly_exchanges(summary: Summary, experiment: Experiment) -> bool:
-    """Whether each trainer told each server once or never, of several steps; what synchronous training does not do."""
-    counted = sum((summary.server_load or {}).get("staleness_histogram", {}).values())
-    return experiment.strategy.a_sync and summary.steps > 1 and counted <= summary.trainers * summary.servers
 
 
 def _lateness(found: Mapping[str, float]) -> str:

@@ -265,20 +265,6 @@ def test_throughput_is_never_above_what_links_carry(steps: int) -> None:
     assert summary.wall_s > steps * 0.030 + 0.320  # all push and pull after the last step, and never before
 
 
-def test_a_run_that_hardly_exchanges_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """GeoSGD with K above the number of steps exchanges at its end alone; below it, and in the other modes, nothing is said."""
-    never_idle = {"send_wait_times": NEVER_IDLE}
-    for strategy, says in (
-        ({"a_sync_configs": {"k_steps": 1000} | never_idle}, True),
-        ({"a_sync_configs": {"k_steps": 5} | never_idle}, False),
-        ({}, False),
-        ({"a_sync": False, "a_sync_configs": {}}, False),
-    ):
-        made = experiment(strategy=strategy)
-        print_runs({"simulated": simulate(made).summary}, made)
-        assert ("note (simulated): no more than one exchange" in capsys.readouterr().out) is says
-
-
 @pytest.mark.parametrize(
     ("configs", "says"), [({"k_steps": 0}, False), ({"k_steps": 0, "max_merge_var_num": 2}, True), ({"k_steps": 4}, True)]
 )
