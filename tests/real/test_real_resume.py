@@ -135,11 +135,11 @@ def test_a_round_of_an_outer_optimizer_that_is_dropped_is_said(anew: list[Arrays
 
 @pytest.mark.slow
 def test_another_strategy_is_refused_or_begins_anew(anew: list[Arrays]) -> None:
-    """The error names the fields; begun again, the new strategy counts the updates: 7 steps were 3 merges of 2, and 9 steps are 4 more."""
+    """The error names the fields; begun again, the new strategy counts the updates: 7 steps were 3 merges of 2; then those of the rest."""
     for found in anew:
         (text,) = found["another strategy refused"]
         assert "localsgd: saved True, here False" in text
-        assert found["updates"] == 3 + 4
+        assert found["updates"] == 3 + (STEPS - 7) // 2
     np.testing.assert_array_equal(anew[0]["another strategy"], anew[1]["another strategy"])
 
 
