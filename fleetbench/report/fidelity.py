@@ -136,7 +136,7 @@ def compare_fidelity(a: RunResult, b: RunResult, repeats: Sequence[RunResult] = 
     return {
         "comparable": comparable,
         "differences": differences,
-        "notes": [*_notes(real), *void],
+        "notes": [*_notes(simulated, real), *void],
         "errors": errors,
         "noise": noise,
         "within_noise": _within_noise(errors, noise) if errors and noise else {},
@@ -238,7 +238,7 @@ def _check_repeat(repeat: RunResult, real: RunResult, others: Sequence[RunResult
         raise ConfigError("is no repeat of B, whose experiment is another", where, difference_text(differences[0]), hint)
 
 
-def _notes(real: RunResult) -> Iterator[str]:
+def _notes(simulated: RunResult, real: RunResult) -> Iterator[str]:
     stragglers = real.experiment.cluster.stragglers
     left_out = [entry for entry in real.summary.skipped if entry["what"].startswith("cluster.stragglers")]
     if not stragglers:
@@ -250,3 +250,16 @@ def _notes(real: RunResult) -> Iterator[str]:
     for entry in real.summary.skipped:
         if entry not in left_out:
             yield f"the real run did not realise {entry['what']}: {entry['why']}"
+    other = _other_rounds(simulated, real)
+    if other:
+        yield f"{other} steps end a round in one run and not in the other, or one of another length"
+
+
+def _other_rounds(simulated: RunResult, real: RunResult) -> int:
+    """Steps of rank 0 at which rounds of other lengths close, among those that both runs have."""
+    left, right = (
+        run.steps[(run.steps["step"] >= 1) & (run.steps["rank"] == 0)].set_index("step")["local_steps"].astype("Float64").fillna(0)
+        for run in (simulated, real)
+    )
+    both = left.index.intersection(right.index)
+    return int((left[both].to_numpy() != right[both].to_numpy()).sum())
