@@ -100,11 +100,11 @@ class RealRuns:
         Raises ``BudgetSpent`` before a leg that would exceed the budget, and what the runner raises.
         """
         leg = self._leg(strategy, steps, start, evaluate=evaluate, window=window)
-        if not self._affords(leg):
+        if not self._has_room(leg):
             raise BudgetSpent
         result = self._once(leg)
         for _ in range(TRIES - 1):
-            if not result.summary.busy or not self._affords(leg):
+            if not result.summary.busy or not self._has_room(leg):
                 break
             result = min(result, self._once(leg), key=lambda run: run.summary.foreign_cores or 0.0)
         summary = result.summary
@@ -115,8 +115,12 @@ class RealRuns:
             self.void.setdefault(arm, []).append(stored.path.name)
         return stored
 
-    def _affords(self, leg: Leg) -> bool:
-        """Whether the budget has room for the leg."""
+    def affords(self, number: int) -> bool:
+        """Whether the budget has room for so many legs of ``tune.leg_steps``."""
+        steps = number * (self.experiment.tune.leg_steps + self.experiment.run.warmup_steps)
+        return self._has_room(Leg(steps=steps, warmup_steps=0))
+
+    def _has_room(self, leg: Leg) -> bool:
         budget_s, _ = budget_of(self.experiment)
         if math.isinf(budget_s):
             return True

@@ -66,20 +66,28 @@ class Search:
         """Fleet's advice; none where the only trial was the default's."""
         return next((tried for tried in self.tried if tried.arm == "advice"), None)
 
-    def best(self, count: int) -> tuple[Tried, ...]:
-        """The best different strategies besides the default and the advice, fastest first.
+    @property
+    def ranked(self) -> tuple[Tried, ...]:
+        """Different strategies besides the default and the advice, fastest first.
 
-        The best of each family (local steps, wire) goes before the second best of any, and one of the default's own
-        is always among them: a target that local steps miss is missed by all strategies that take as many. Candidates of
-        a family that simulate equally share one place, which the first of them takes.
+        Candidates of a family that simulate equally share one place, which the first of them takes.
         """
         seen: set[object] = {tried.key for tried in self.tried if tried.arm is not None}
-        ranked = []
+        found = []
         for tried in sorted(self.tried, key=_rank):
             equal = _family(tried), tried.trial.simulated_s
             if tried.key not in seen and equal not in seen:
                 seen |= {tried.key, equal}
-                ranked.append(tried)
+                found.append(tried)
+        return tuple(found)
+
+    def best(self, count: int) -> tuple[Tried, ...]:
+        """The best of ``ranked``, fastest first.
+
+        The best of each family (local steps, wire) goes before the second best of any, and one of the default's own
+        is always among them: a target that local steps miss is missed by all strategies that take as many.
+        """
+        ranked = self.ranked
         leaders = {_family(tried): tried for tried in reversed(ranked)}
         safe = leaders.get(_family(self.default)) if count > 1 else None
         first = [tried for tried in ranked if leaders[_family(tried)] is tried and tried is not safe]

@@ -97,7 +97,14 @@ def tune(
             spent_s=spent_s() if spent_s is not None else 0.0 if resumption is None else resumption.held_s(),
             on_spent=spending(experiment, progress, resumption),
         )
-        recommendation = verify(experiment, arms, legs, progress)
+        recommendation = verify(
+            experiment,
+            arms,
+            legs,
+            progress,
+            others={tried.strategy: tried.trial.simulated_s for tried in found.ranked},
+            prepare=lambda arm: _simulated(arm, experiment, simulate, runs),
+        )
     cost_s = max(time.monotonic() - began, legs.spent_s / experiment.cluster.trainers)  # a resumed tuning has spent more than it took now
     profile = profile_of(experiment)
     busy = () if profile is None or profile.busy is None else (profile.busy,)

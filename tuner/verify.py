@@ -1,6 +1,7 @@
 """Verify: real runs choose a finalist, price its local steps, and measure its gain.
 
-Three rounds in one launch: every arm twice, forward then backward (A B C C B A), which ranks them; where the workload has a
+Three rounds in one launch: every arm twice, forward then backward (A B C C B A), which ranks them, and as many more arms as there
+are finalists, each named by what the legs before it say of the simulator's errors (``tuner.bias``); where the workload has a
 target, a run to it from the initial parameters, which may reject an arm; then fresh pairs of the default and the fastest arm in
 alternating order, until the verdict is known. Where that arm is rejected, fails or gains nothing, the next that ran faster than
 the default takes its place. Only the pairs speak in the verdict: the runs that chose a winner flatter it.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
 from real.processes.diagnosis import LegFailed, LegLost
+from tuner.bias import named
 from tuner.real_runs import BudgetSpent, RealRuns, budget_of, step_s_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
@@ -32,6 +34,8 @@ FIRST_SHARE = 0.95
 """Of the error that is left, what a finalist takes where others may follow."""
 _ROUNDS = 2
 """In which the arms are ranked."""
+_KEPT_LEGS = 20
+"""For which a budget must have room where another arm is to run: four of that, and eight pairs."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -57,12 +61,22 @@ def measure_pairs(experiment: Experiment, legs: RealRuns, finalist: str, strateg
             default_first = not default_first
 
 
-def verify(experiment: Experiment, arms: Sequence[Arm], legs: RealRuns, progress: Progress | None = None) -> Recommendation:
-    """Run the arms, the first of which is the default; see the module. Raises what the runner raises.
+def verify(
+    experiment: Experiment,
+    arms: Sequence[Arm],
+    legs: RealRuns,
+    progress: Progress | None = None,
+    *,
+    others: Mapping[DistributedStrategy, float] | None = None,
+    prepare: Callable[[Arm], Arm] = lambda arm: arm,
+) -> Recommendation:
+    """Run the arms, the first of which is the default, and some of the ``others``; see the module. Raises what the runner raises.
 
+    ``others``: simulated seconds of a step of strategies that may become arms; ``prepare`` hears of each that does.
     The recommendation knows nothing of the search yet.
     """
-    return _Verifier(experiment, {arm.name: arm for arm in arms}, legs, progress or (lambda *_: None)).run()
+    named = {arm.name: arm for arm in arms}
+    return _Verifier(experiment, named, legs, progress or (lambda *_: None), others or {}, prepare).run()
 
 
 @dataclass(slots=True)
@@ -71,6 +85,10 @@ class _Verifier:
     arms: dict[str, Arm]
     legs: RealRuns
     progress: Progress
+    others: Mapping[DistributedStrategy, float]
+    prepare: Callable[[Arm], Arm]
+    ratios: dict[str, float] = field(default_factory=dict)
+    """Of the legs that ranked an arm: its mean time over the default's in the same round."""
     notes: list[str] = field(default_factory=list)
     finalist: str | None = None
     """The arm that is compared with the default."""
@@ -99,9 +117,9 @@ class _Verifier:
     def _compare(self) -> str:
         """Compare finalists with the default until one is faster, or may be; why none is."""
         others = [arm for arm in self.arms.values() if arm.name != DEFAULT and arm.rejected is None]
-        ranked, left, ruled_out = sorted(others, key=_real_s), ERROR, []
+        ranked, left, ruled_out = sorted(others, key=lambda arm: self.ratios[arm.name]), ERROR, []
         for number, arm in enumerate(ranked):
-            if number and _real_s(arm) >= _real_s(self.arms[DEFAULT]):
+            if number and self.ratios[arm.name] >= 1:
                 break
             self.error = error_of(left, is_last=number == len(ranked) - 1)
             if self._reaches_target(arm.name):
@@ -113,10 +131,45 @@ class _Verifier:
         return f"{found}: {'; '.join(ruled_out)}" if ruled_out else "no other strategy ran"
 
     def _choose(self) -> None:
+        """Rank the arms; then others, as long as one promises a gain by what the simulator has erred by so far."""
+        self._rank([*self.arms], "real runs of every arm")
+        for _ in range(self.experiment.tune.finalists):
+            if not self.legs.affords(_KEPT_LEGS) or (arm := self._following()) is None:
+                break
+            self.arms[arm.name] = arm
+            self._rank([DEFAULT, arm.name], f"real runs of {arm.name}")
+        if (erred := self._erred()) and self.others:
+            self.notes.append(f"beside the default, real runs take longer than simulated ones by: {erred}")
+
+    def _following(self) -> Arm | None:
+        default = self.arms[DEFAULT]
+        ran = {arm.strategy: arm for arm in self.arms.values() if arm.name != DEFAULT}
+        simulated = {strategy: math.log(time_s / default.simulated_s) for strategy, time_s in self.others.items() if strategy not in ran}
+        simulated |= {strategy: math.log(arm.simulated_s / default.simulated_s) for strategy, arm in ran.items() if arm.name in self.ratios}
+        measured = {strategy: math.log(self.ratios[arm.name]) for strategy, arm in ran.items() if arm.name in self.ratios}
+        has_target = self.experiment.workload.target_loss is not None
+        strategy = named(default.strategy, measured, simulated, _learns_as if has_target else lambda _: None)
+        if strategy is None:
+            return None
+        number = sum(name.startswith("candidate") for name in self.arms) + 1
+        return self.prepare(Arm(name=f"candidate {number}", strategy=strategy, simulated_s=self.others[strategy]))
+
+    def _erred(self) -> str:
+        """By how much, for each family that ran."""
+        default, errors = self.arms[DEFAULT], dict[str, list[float]]()
+        for name, ratio in self.ratios.items():
+            arm = self.arms[name]
+            if name != DEFAULT:
+                error = math.log(ratio * default.simulated_s / arm.simulated_s)
+                errors.setdefault(_family(arm.strategy, default.strategy), []).append(error)
+        return ", ".join(f"{family} {100 * math.expm1(statistics.fmean(found)):+.2g} %" for family, found in errors.items())
+
+    def _rank(self, names: Sequence[str], stage: str) -> None:
         """Every arm twice, in an order in which a drift of the machine favours none."""
-        order = [*self.arms, *reversed(self.arms)]
+        order = [*names, *reversed(names)]
+        took: dict[str, list[float]] = {}
         for done, name in enumerate(order):
-            self.progress("real runs of every arm", done, len(order))
+            self.progress(stage, done, len(order))
             if self.arms[name].rejected is not None:
                 continue
             with self._rejecting(name):
@@ -124,8 +177,12 @@ class _Verifier:
                 result = self.legs.run(name, self.arms[name].strategy, steps=self.experiment.tune.leg_steps, window=window)
                 arm = self.arms[name]
                 peaks = [*result.peak_bytes, *([] if arm.peak_bytes is None else [arm.peak_bytes])]  # of all ranks and legs
-                self._update(name, measured_s=(*arm.measured_s, step_s_of(result)), peak_bytes=max(peaks, default=None))
-        self.progress("real runs of every arm", len(order), len(order))
+                took.setdefault(name, []).append(step_s_of(result))
+                self._update(name, measured_s=(*arm.measured_s, took[name][-1]), peak_bytes=max(peaks, default=None))
+        self.progress(stage, len(order), len(order))
+        for name, times in took.items():
+            if self.arms[name].rejected is None:
+                self.ratios[name] = statistics.fmean(times) / statistics.fmean(took[DEFAULT])
 
     @contextmanager
     def _rejecting(self, name: str) -> Iterator[None]:
@@ -266,9 +323,11 @@ def _learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:
     return strategy.localsgd, strategy.localsgd_configs, strategy.adaptive_localsgd, strategy.amp, strategy.amp_configs, wire
 
 
-def _real_s(arm: Arm) -> float:
-    assert arm.real_s is not None, "an arm that is not rejected has run"
-    return arm.real_s
+def _family(strategy: DistributedStrategy, default: DistributedStrategy) -> str:
+    """How its arithmetic differs from the default's, in words."""
+    own, base = parameters_of(strategy), parameters_of(default)
+    changes = (("other local steps", own["local_steps"] != base["local_steps"]), ("another wire", own["wire"] != base["wire"]))
+    return " and ".join(name for name, changed in changes if changed) or "same arithmetic"
 
 
 def _needed(judged: Judgement | None) -> str:

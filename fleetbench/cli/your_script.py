@@ -185,8 +185,8 @@ def refuse_workdir(arguments: argparse.Namespace) -> None:
 def what_runs(experiment: Experiment) -> str:
     """Said of a tuning before anything is started."""
     tune = experiment.tune
-    arms = 2 * (tune.finalists + 1)
-    legs = f"about {arms} real runs of {tune.leg_steps} steps to choose, and at most {2 * tune.pairs} for the verdict"
+    least, most = 2 * (tune.finalists + 1), 2 * (3 * tune.finalists + 2)
+    legs = f"{least} to {most} real runs of {tune.leg_steps} steps to choose, and at most {2 * tune.pairs} for the verdict"
     return f"to come: a profile, unless it is known; simulated trials; {legs}"
 
 

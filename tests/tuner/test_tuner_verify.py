@@ -194,6 +194,29 @@ def test_a_finalist_that_fails_in_the_comparison_makes_room_for_the_next(tmp_pat
     assert alone.reason == "what is faster was rejected: one in the comparison failed on rank 1: out of memory"
 
 
+@pytest.mark.parametrize(("minutes", "used"), [(None, "candidate 1"), (30 / 60, "default")])
+def test_what_the_legs_teach_of_the_simulator_names_another_arm(tmp_path: Path, minutes: float | None, used: str) -> None:
+    """16-bit wires are simulated a third too fast: what ran tells so, and the best of the rest runs and wins; not on a small budget."""
+    experiment = layers_experiment(pairs=48, budget_minutes=minutes, finalists=1)
+    best, wide = DistributedStrategy(nccl_comm_num=2, sync_nccl_allreduce=False), DistributedStrategy(bf16_allreduce=True)
+    rounded = DistributedStrategy(fp16_allreduce=True)
+    tried = [Arm(name="default", strategy=DEFAULT, simulated_s=0.012), Arm(name="one", strategy=rounded, simulated_s=0.009)]
+    runner = FakeRunner(experiment, lambda strategy: 0.010 if strategy == best else 0.0121)
+    legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01, clock=lambda: len(runner.legs))
+    prepared: list[str] = []
+
+    def prepare(arm: Arm) -> Arm:
+        prepared.append(arm.name)
+        return arm
+
+    found = verify(experiment, tried, legs, others={rounded: 0.009, wide: 0.0091, best: 0.0095}, prepare=prepare)
+    assert (found.finalist if found.verdict == "USE" else "default") == used
+    assert prepared == ([used] if minutes is None else [])
+    if minutes is None:
+        assert [leg.strategy for leg in runner.legs[4:8]] == [DEFAULT, best, best, DEFAULT]
+        assert any("another wire +34 %, same arithmetic +4." in note for note in found.notes)
+
+
 def test_a_gain_below_the_threshold_keeps_the_default(tmp_path: Path) -> None:
     """A gain of 0.5 %, however certain, is not worth a change when 2 % are asked for; it is when none is."""
     step_s = lambda s: 0.010 if s == FUSED else 0.01005  # noqa: E731  # one line, used twice
