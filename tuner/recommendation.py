@@ -118,6 +118,9 @@ class Recommendation(Config):
     low: float | None = None
     """Lower end of a 90 % interval of the mean paired log ratio that holds whenever the pairs stop."""
     high: float | None = None
+    to_target: float | None = None
+    """How many times as soon as the default the finalist reached the target, in one run each; none where it trains like the default."""
+    target_loss: float | None = None
     pairs: tuple[Pair, ...] = ()
     arms: tuple[Arm, ...] = ()
     trials: tuple[Trial, ...] = ()
@@ -134,7 +137,18 @@ class Recommendation(Config):
             return f"KEEP DEFAULT{' (UNDECIDED)' if self.undecided else ''}: {self.reason}"
         changed = ((key, str(value).lower() if isinstance(value, bool) else value) for key, value in flat(self.strategy.changes()))
         changes = ", ".join(f"{key} = {value}" for key, value in changed) or "Fleet's defaults"
-        return f"USE {changes}: {self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}], n = {len(self.pairs)} pairs"
+        return f"USE {changes}: {self._gain(f'{self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}]', f'n = {len(self.pairs)} pairs')}"
+
+    def _gain(self, step: str, count: str) -> str:
+        """The gain under its objective: time to the target, which is updates times seconds an update, or of a step alone."""
+        if self.target_loss is None:
+            return f"{step}, {count}"
+        if self.to_target is not None:
+            return f"{self.to_target:.2f}x to loss {self.target_loss:g}, one run each ({step} a step, {count})"
+        default = next((arm.target for arm in self.arms if arm.name == "default"), None)
+        if default is not None and not default.reached:
+            return f"reaches loss {self.target_loss:g}, which the default does not ({step} a step, {count})"
+        return f"{step} to loss {self.target_loss:g} and a step, {count}"
 
     def save(self, folder: Path) -> None:
         """Write ``recommended.toml``, then ``recommendation.json``, each whole or not at all."""

@@ -29,6 +29,8 @@ PROBED = 20
 """Trials after which it is known how long all of them take."""
 RECORDED = 10
 """Of strategies that were all simulated, so many of the best stand in the study, beside default and advice."""
+_TRIES_ALL = "all different strategies are simulated"
+"""Attribute of a study: what was decided by the time that a simulation took; a search that goes on does not decide otherwise."""
 WARMUP_STEPS = 2
 STEADY_STEPS = 3
 
@@ -119,16 +121,34 @@ def search(
     tell, same = progress or (lambda *_: None), Equivalence(experiment)
     arms = {"default": experiment.strategy, "advice": advised}
     with open_study(experiment, out) as study:
-        found = enumerated(experiment, space, arms, same, step_s, tell)
+        tries_all = study.user_attrs.get(_TRIES_ALL)
+        found = None if tries_all is False else enumerated(experiment, space, arms, same, step_s, tell, whatever_it_takes=tries_all is True)
+        study.set_user_attr(_TRIES_ALL, found is not None)
         if found is None:
-            searcher = _Proposing(experiment, space, arms, same, study)
-            while searcher.run_next(step_s, tell):
-                pass
-            found = searcher.result()
+            found = proposed(experiment, space, arms, same, step_s, tell, study)
         else:
             _keep(study, space, found)
     tell(len(found.tried), len(found.tried))
     return found
+
+
+def proposed(
+    experiment: Experiment,
+    space: Space,
+    arms: dict[str, DistributedStrategy],
+    same: Equivalence,
+    step_s: StepS,
+    progress: Callable[[int, int], None],
+    study: optuna.Study,
+) -> Search:
+    """The arms, and as many strategies of the space that Optuna proposes as ``tune.trials`` allows."""
+    searcher = _Proposing(experiment, space, arms, same, study)
+    while searcher.run_next(step_s, progress):
+        pass
+    found = searcher.result()
+    why = "all are too many, or take more than tune.search_seconds"
+    note = f"of {space.size:,} combinations Optuna proposed {len(found.tried)} (tune.trials): {why}"
+    return dataclasses.replace(found, notes=(*found.notes, note))
 
 
 def shortened(experiment: Experiment) -> Experiment:
@@ -174,14 +194,18 @@ def enumerated(
     same: Equivalence,
     step_s: StepS,
     progress: Callable[[int, int], None],
+    *,
+    whatever_it_takes: bool = False,
 ) -> Search | None:
     """All different strategies; none where they are too many, or would take too long and are more than ``tune.trials``."""
     tune = experiment.tune
     if space.size > MOST_PLANS:
         return None
+    began = time.monotonic()
     candidates = different(space, same, [*arms.values()])
-    total, began, values = len(arms) + len(candidates), time.monotonic(), dict[str, float]()
-    if total > tune.trials and tune.search_seconds == 0:
+    total, planned, values = len(arms) + len(candidates), time.monotonic(), dict[str, float]()
+    limit_s = math.inf if whatever_it_takes or total <= tune.trials else tune.search_seconds
+    if limit_s == 0:
         return None
     tried: list[Tried] = []
     notes: list[str] = []
@@ -198,8 +222,10 @@ def enumerated(
                 continue
         trial = Trial(number=len(tried), parameters=parameters_of(strategy), simulated_s=values[key], repeated=is_known)
         tried.append(Tried(trial, strategy, key, arm))
-        if len(tried) == PROBED and total > tune.trials and (time.monotonic() - began) / PROBED * total > tune.search_seconds:
+        if len(tried) == PROBED and planned - began + (time.monotonic() - planned) / PROBED * total > limit_s:
             return None
+    alike = f"all {len(candidates):,} different strategies of {space.size:,} combinations were simulated"
+    notes.append(f"{alike}; the others exclude each other's values, or are one of these to the simulator")
     return Search(tuple(tried), tuple(dict.fromkeys(notes)))
 
 

