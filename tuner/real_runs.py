@@ -115,9 +115,11 @@ class RealRuns:
             self.void.setdefault(arm, []).append(stored.path.name)
         return stored
 
-    def affords(self, number: int) -> bool:
-        """Whether the budget has room for so many legs of ``tune.leg_steps``."""
+    def affords(self, number: int, *, num_targets: int = 0) -> bool:
+        """Whether the budget has room for so many legs of ``tune.leg_steps``, and runs to the target, if there is one."""
+        workload = self.experiment.workload
         steps = number * (self.experiment.tune.leg_steps + self.experiment.run.warmup_steps)
+        steps += 0 if workload.target_loss is None else num_targets * workload.steps
         return self._has_room(Leg(steps=steps, warmup_steps=0))
 
     def _has_room(self, leg: Leg) -> bool:

@@ -22,6 +22,8 @@ class TargetCheck(Config):
     time_s: float | None = None
     """Seconds to the first of three hits in a row."""
     final_loss: float | None = None
+    from_arm: str | None = None
+    """Whose run it was, where it was another's that trains alike: ``time_s`` is scaled by their own step times."""
     steps: int | None = None
     """Up to which it trained; fewer than the workload's where the script's data end earlier."""
 
@@ -29,7 +31,8 @@ class TargetCheck(Config):
         """In a few words."""
         if not self.reached:
             return "not reached" + (f" (loss {self.final_loss:.3g})" if self.final_loss is not None else "")
-        return "reached" + (f" after {self.time_s:.3g} s" if self.time_s is not None else "")
+        after = f" after {self.time_s:.3g} s" if self.time_s is not None else ""
+        return f"reached{after}{'' if self.from_arm is None else f' (run of {self.from_arm})'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +147,9 @@ class Recommendation(Config):
         if self.target_loss is None:
             return f"{step}, {count}"
         if self.to_target is not None:
-            return f"{self.to_target:.2f}x to loss {self.target_loss:g}, one run each ({step} a step, {count})"
+            own = next((arm.target for arm in self.arms if arm.strategy == self.strategy), None)
+            by = "one run each" if own is None or own.from_arm is None else f"one run each, that of {own.from_arm}"
+            return f"{self.to_target:.2f}x to loss {self.target_loss:g}, {by} ({step} a step, {count})"
         default = next((arm.target for arm in self.arms if arm.name == "default"), None)
         if default is not None and not default.reached:
             return f"reaches loss {self.target_loss:g}, which the default does not ({step} a step, {count})"

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,13 +47,25 @@ class Journal:
     folder: Path
     on_leg: Callable[[], object] = lambda: None
     """Called after every leg that was run, however it ended."""
+    timer: Callable[[], float] = time.perf_counter
     num_asked: int = 0
     num_replayed: int = 0
+    replayed_s: float = 0.0
+    """What the replayed legs took when they were run."""
 
     @property
     def startup_s(self) -> float:
         """See ``Runner``."""
         return self.runner.startup_s
+
+    @property
+    def kept_s(self) -> float:
+        """What the legs on disk took."""
+        return sum(_took_s(entry) for entry in self.folder.glob("[0-9]*"))
+
+    def clock(self) -> float:
+        """Seconds, on which a replayed leg takes what it took when it was run: a budget decides as it did then."""
+        return self.timer() + self.replayed_s
 
     def run(self, leg: Leg) -> RunResult:
         """See ``Runner``."""
@@ -63,6 +76,7 @@ class Journal:
             self._forget_from(number)
             return self._record(number, leg)
         self.num_replayed += 1
+        self.replayed_s += _took_s(self._entry(number))
         if isinstance(known, LegFailed):
             raise known
         return known
@@ -94,27 +108,39 @@ class Journal:
 
     def _record(self, number: int, leg: Leg) -> RunResult:
         self._entry(number).mkdir(parents=True)
+        began = self.timer()
         try:
             result = self.runner.run(leg)
         except LegFailed as failure:
-            self._complete(number, leg, failure)
+            self._complete(number, leg, self.timer() - began, failure)
             raise
         finally:
             self.on_leg()
+        took_s = self.timer() - began
         save_run(result, self._entry(number))
-        self._complete(number, leg)
+        self._complete(number, leg, took_s)
         return result
 
-    def _complete(self, number: int, leg: Leg, failure: LegFailed | None = None) -> None:
+    def _complete(self, number: int, leg: Leg, took_s: float, failure: LegFailed | None = None) -> None:
         """From now on the leg gives the run that is stored in its entry, or this failure."""
-        data = {"leg": encode(leg), "failure": [] if failure is None else failure.args, "lost": isinstance(failure, LegLost)}
+        failed, lost = [] if failure is None else failure.args, isinstance(failure, LegLost)
+        data = {"leg": encode(leg), "took_s": took_s, "failure": failed, "lost": lost}
         write_whole(self._entry(number) / _LEG, sealed_json(data))
 
     def _forget_from(self, number: int) -> None:
         """What follows was asked for by a tuning that went another way, or was not finished."""
         for entry in self.folder.glob("[0-9]*"):
             if int(entry.name) >= number:
+                self.replayed_s += _took_s(entry)  # it was spent all the same
                 shutil.rmtree(entry)
+
+
+def _took_s(entry: Path) -> float:
+    """What the leg of an entry took; 0 of one that cannot be read, which is not replayed."""
+    try:
+        return float(read_json((entry / _LEG).read_text(encoding="utf-8"))["took_s"])
+    except (OSError, ValueError, TypeError, LookupError, ConfigError):
+        return 0.0
 
 
 class Resumption:

@@ -77,7 +77,7 @@ class Search:
         seen: set[object] = {tried.key for tried in self.tried if tried.arm is not None}
         found = []
         for tried in sorted(self.tried, key=_rank):
-            equal = _family(tried), tried.trial.simulated_s
+            equal = _family(tried), parameters_of(tried.strategy)["wire"], tried.trial.simulated_s
             if tried.key not in seen and equal not in seen:
                 seen |= {tried.key, equal}
                 found.append(tried)
@@ -224,7 +224,7 @@ def enumerated(
         tried.append(Tried(trial, strategy, key, arm))
         if len(tried) == PROBED and planned - began + (time.monotonic() - planned) / PROBED * total > limit_s:
             return None
-    alike = f"all {len(candidates):,} different strategies of {space.size:,} combinations were simulated"
+    alike = f"all {sum(one.arm is None for one in tried):,} different strategies of {space.size:,} combinations were simulated"
     notes.append(f"{alike}; the others exclude each other's values, or are one of these to the simulator")
     return Search(tuple(tried), tuple(dict.fromkeys(notes)))
 

@@ -16,6 +16,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import profile_of, table_for
+from fleetbench.quantities import counted
 from fleetbench.recommended import folder_of, keep, key_of_profiled
 from fleetbench.result import RunResult
 from fleetbench.store import new_run_id, save_run
@@ -89,12 +90,16 @@ def tune(
     arms, notes = _arms(found, experiment.tune.finalists)
     arms = [_simulated(arm, experiment, simulate, runs) for arm in arms]
     with Session(experiment) if runner is None else nullcontext(runner) as launched:
+        measured_by = launched if resumption is None else Journal(launched, resumption.legs)
+        journal = measured_by if isinstance(measured_by, Journal) else None
+        gone_s = spent_s() if spent_s is not None else 0.0 if resumption is None else resumption.held_s()
         legs = RealRuns(
             experiment=experiment,
-            runner=launched if resumption is None else Journal(launched, resumption.legs),
+            runner=measured_by,
             folder=runs,
             step_s=arms[0].simulated_s,
-            spent_s=spent_s() if spent_s is not None else 0.0 if resumption is None else resumption.held_s(),
+            clock=time.perf_counter if journal is None else journal.clock,
+            spent_s=gone_s if journal is None else max(0.0, gone_s - experiment.cluster.trainers * journal.kept_s),
             on_spent=spending(experiment, progress, resumption),
         )
         recommendation = verify(
@@ -102,10 +107,12 @@ def tune(
             arms,
             legs,
             progress,
-            others={tried.strategy: tried.trial.simulated_s for tried in found.ranked},
+            others=_searched(found),
             prepare=lambda arm: _simulated(arm, experiment, simulate, runs),
         )
     cost_s = max(time.monotonic() - began, legs.spent_s / experiment.cluster.trainers)  # a resumed tuning has spent more than it took now
+    if resumption is not None and journal is not None and journal.num_replayed:
+        notes.append(f"before an interruption it had run {counted(journal.num_replayed, 'leg')}")
     profile = profile_of(experiment)
     busy = () if profile is None or profile.busy is None else (profile.busy,)
     recommendation = dataclasses.replace(
@@ -173,6 +180,12 @@ def _stage(progress: Progress | None, stage: str) -> Callable[[int, int], None] 
 
 def _step_s_by(simulate: Simulate, short: Experiment) -> StepS:
     return lambda strategy: step_s_of(simulate(short.replace(strategy=strategy)))
+
+
+def _searched(found: Search) -> dict[DistributedStrategy, float]:
+    """Simulated time over the default's in the search, of different strategies, and of default and advice."""
+    first = [found.default, *([] if found.advice is None else [found.advice]), *found.ranked]
+    return {tried.strategy: tried.trial.simulated_s / found.default.trial.simulated_s for tried in first}
 
 
 def _arms(found: Search, finalists: int) -> tuple[list[Arm], list[str]]:

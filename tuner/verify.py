@@ -72,7 +72,8 @@ def verify(
 ) -> Recommendation:
     """Run the arms, the first of which is the default, and some of the ``others``; see the module. Raises what the runner raises.
 
-    ``others``: simulated seconds of a step of strategies that may become arms; ``prepare`` hears of each that does.
+    ``others``: simulated time over the default's, in one search, of strategies that may become arms, and of those that are;
+    ``prepare`` hears of each that becomes one.
     The recommendation knows nothing of the search yet.
     """
     named = {arm.name: arm for arm in arms}
@@ -134,25 +135,25 @@ class _Verifier:
         """Rank the arms; then others, as long as one promises a gain by what the simulator has erred by so far."""
         self._rank([*self.arms], "real runs of every arm")
         for _ in range(self.experiment.tune.finalists):
-            if not self.legs.affords(_KEPT_LEGS) or (arm := self._following()) is None:
+            if not self.legs.affords(_KEPT_LEGS, num_targets=2) or (arm := self._following()) is None:
                 break
             self.arms[arm.name] = arm
             self._rank([DEFAULT, arm.name], f"real runs of {arm.name}")
         if (erred := self._erred()) and self.others:
-            self.notes.append(f"beside the default, real runs take longer than simulated ones by: {erred}")
+            self.notes.append(f"real over simulated time, beside the default's: {erred}")
 
     def _following(self) -> Arm | None:
         default = self.arms[DEFAULT]
-        ran = {arm.strategy: arm for arm in self.arms.values() if arm.name != DEFAULT}
-        simulated = {strategy: math.log(time_s / default.simulated_s) for strategy, time_s in self.others.items() if strategy not in ran}
-        simulated |= {strategy: math.log(arm.simulated_s / default.simulated_s) for strategy, arm in ran.items() if arm.name in self.ratios}
-        measured = {strategy: math.log(self.ratios[arm.name]) for strategy, arm in ran.items() if arm.name in self.ratios}
+        ran = {arm.strategy: self.ratios.get(arm.name) for arm in self.arms.values() if arm.name != DEFAULT and arm.strategy in self.others}
+        measured = {strategy: math.log(ratio) for strategy, ratio in ran.items() if ratio is not None}
+        failed = ran.keys() - measured.keys()
+        simulated = {strategy: math.log(ratio) for strategy, ratio in self.others.items() if strategy not in failed}
         has_target = self.experiment.workload.target_loss is not None
         strategy = named(default.strategy, measured, simulated, _learns_as if has_target else lambda _: None)
         if strategy is None:
             return None
         number = sum(name.startswith("candidate") for name in self.arms) + 1
-        return self.prepare(Arm(name=f"candidate {number}", strategy=strategy, simulated_s=self.others[strategy]))
+        return self.prepare(Arm(name=f"candidate {number}", strategy=strategy, simulated_s=self.others[strategy] * default.simulated_s))
 
     def _erred(self) -> str:
         """By how much, for each family that ran."""
@@ -162,7 +163,7 @@ class _Verifier:
             if name != DEFAULT:
                 error = math.log(ratio * default.simulated_s / arm.simulated_s)
                 errors.setdefault(_family(arm.strategy, default.strategy), []).append(error)
-        return ", ".join(f"{family} {100 * math.expm1(statistics.fmean(found)):+.2g} %" for family, found in errors.items())
+        return ", ".join(f"{family} {100 * math.expm1(statistics.fmean(found)):+.0f} %" for family, found in errors.items())
 
     def _rank(self, names: Sequence[str], stage: str) -> None:
         """Every arm twice, in an order in which a drift of the machine favours none."""
@@ -211,7 +212,8 @@ class _Verifier:
         if alike is not None:
             assert alike.target is not None
             time_s, faster = alike.target.time_s, self.ratios[name] / self.ratios[alike.name]
-            self._update(name, target=dataclasses.replace(alike.target, time_s=None if time_s is None else time_s * faster))
+            scaled_s = None if time_s is None else time_s * faster
+            self._update(name, target=dataclasses.replace(alike.target, time_s=scaled_s, from_arm=alike.name))
             if alike.name != DEFAULT:
                 self.notes.append(f"{name} trains step for step like {alike.name}, whose run to the target stands for it")
             return

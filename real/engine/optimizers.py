@@ -310,6 +310,8 @@ def reset_state(optimizer: Optimizer, slots: Sequence[str]) -> None:
 
 def refuse_arguments(arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` for what ``optimizer.step`` is given, such as a closure: updates outside of it would not know of that."""
-    if any(item is not None for item in (*arguments[1:], *named.values())):
+    given = [item for item in (*arguments[1:], *named.values()) if item is not None]
+    if given:
         hint = "call loss.backward() and then optimizer.step(); set what else it needs on the optimizer or its groups"
-        raise ConfigError("takes no closure, and nothing else", "optimizer.step(...)", hint=hint)
+        shown = "a closure" if callable(given[0]) else type(given[0]).__name__
+        raise ConfigError("must be called without arguments", "optimizer.step()", shown, hint)

@@ -36,7 +36,8 @@ def refuse_scaler(what: Combination) -> None:
     """Raise ``ConfigError`` where a GradScaler of the script's own calls ``optimizer.step()``, and would not do what it does under DDP."""
     if what.leaves_averages or not _is_stepped_by_scaler():
         return
-    why = "the strategy merges, scales or uses gradients before it, or lets a trainer update alone, which would skip an overflow alone"
+    fields = "gradient_merge, amp, Local SGD or enable_backward_optimizer_op_deps = false"
+    why = f"with {fields} it would not leave out the update that it leaves out under DDP"
     hint = "take the GradScaler out of the script: with amp = true the strategy scales, and all trainers skip an overflow together"
     raise ConfigError(f"is called by a GradScaler of the script's own, and {why}", "optimizer.step()", hint=hint)
 
@@ -54,7 +55,8 @@ def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None
     if not is_attached:
         why, hint = "fleet does not know the optimizer", "call fleet.distributed_optimizer before training"
     elif what.merges or what.updates_by_bucket or what.scales:
-        why, hint = "the strategy has merged, used or unscaled the first one's gradients already", accumulate
+        fields = "gradient_merge, enable_backward_optimizer_op_deps = false or amp"
+        why, hint = f"{fields} has merged, used or unscaled the first one's gradients already", accumulate
     elif what.is_local and dropped:
         why = "the first one's gradients were thrown away, and this trainer would count fewer updates than the others"
         hint = "skip a batch before its backward, and on every trainer; amp = true skips overflows by itself, without a GradScaler"

@@ -38,7 +38,7 @@ _WIDENED = 3
 
 _UNALIGNED = 1.5
 """FLOPs counted for one of a matrix product whose rows do not all begin at 16 bytes, such as one with 50,257 words: it has slower kernels,
-which take half the rate on an H200 and four fifths on an A100 (``reports/estimate``)."""
+which take half the rate in TF32 on an H200 (``reports/estimate``)."""
 _NARROW_NORM = 4
 """Bytes moved for one by a batch norm of bfloat16 with channels first, which cuDNN does not compute (the same report)."""
 

@@ -72,7 +72,7 @@ FITTED = Efficiencies(
 )
 """``reports/estimate/fit.py`` fits them, to all runs of its table."""
 HALF_WIDTH = 0.3
-"""Of a step's interval: it holds 60 of 65 runs whose model and GPU were left out of the fit, and 9 of 10 that were estimated blind."""
+"""Of a step's interval: it holds 60 of 65 runs whose model and GPU were left out of the fit. See ``reports/estimate``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Roofline:
         if operation.kind == "memory":
             return max(own.launch_s, moving_s)
         fused, convolution = operation.kind == "fused_attention", operation.kind == "convolution"
-        narrowed = "tf32" in self.gpu.flops_s and not fused and (self.tf32 or convolution)  # convolutions by torch's default
+        narrowed = "tf32" in self.gpu.flops_s and not fused and (self.tf32 or (convolution and torch.backends.cudnn.allow_tf32))
         precision = _PRECISIONS.get(operation.dtype, "tf32" if narrowed else "fp32")
         peak = self.gpu.flops_s[precision]
         if precision in ("fp32", "fp64"):

@@ -139,7 +139,7 @@ def _endpoints(text: str) -> tuple[str, ...]:
     found: list[str] = []
     for part, _, port in _parts(text, "--servers"):
         if port is None or not 1 <= int(port) <= 65535:
-            raise ConfigError("is no host:port", "--servers", part, "for example 10.0.0.1:7164")
+            raise ConfigError("is no host:port", "--servers", part, "for example 10.0.0.1:7164; addresses are IPv4")
         if part in found:
             raise ConfigError("is listed twice", "--servers", part, "servers of one host need a port each: 10.0.0.1:7164,10.0.0.1:7165")
         found.append(part)

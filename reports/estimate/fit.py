@@ -41,7 +41,7 @@ BELIEVED = {
     "launch_s": (12e-6, 1.0),
     "balance": (0.3, 0.6),
 }
-"""What is believed before a run is seen, and the standard deviation of its logarithm: 56 runs alone do not tell eight numbers apart."""
+"""What is believed before a run is seen, and the standard deviation of its logarithm: 65 runs alone do not tell nine numbers apart."""
 RUN_SD = 0.12
 """Of the logarithm of a run's error, where a pair had one run."""
 

@@ -423,7 +423,7 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
         lambda case: bool(case.scaler) and (case.merge > 1 or case.is_local or case.by_bucket),
     ),
     "a closure (docs/loops.md)": (
-        "takes no closure",
+        "must be called without arguments",
         lambda case: case.closure,
     ),
     "a part checkpointed with use_reentrant=True that runs twice in a backward, as DDP refuses it (docs/loops.md)": (

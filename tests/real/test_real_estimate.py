@@ -124,6 +124,21 @@ def test_rows_that_begin_anywhere_make_a_product_slower() -> None:
         assert _flops(odd, inputs, backward=False) == round(1.5 * 2 * 16 * 8 * 50_257)
 
 
+def test_a_batch_norm_of_bfloat16_moves_four_times_its_bytes() -> None:
+    """Channels first; with channels last, or in float16, cuDNN computes it."""
+
+    def moved(dtype: torch.dtype, memory_format: torch.memory_format) -> int:
+        with nothing_computed():
+            norm, inputs = nn.BatchNorm2d(8, dtype=dtype), torch.zeros(2, 8, 4, 4, dtype=dtype).to(memory_format=memory_format)
+            recorder = Recorder(lambda _: 0.0)
+            with recorder:
+                norm(inputs)
+        return max(operation.nbytes for operation in recorder.operations)
+
+    assert moved(torch.bfloat16, torch.contiguous_format) == 4 * moved(torch.float16, torch.contiguous_format)
+    assert moved(torch.bfloat16, torch.channels_last) == moved(torch.float16, torch.channels_last)
+
+
 def test_float32_attention_takes_the_vector_units_and_convolutions_take_tf32() -> None:
     """Fused attention at a fifth of an A100's 19.5 TFLOP/s; a convolution at a quarter of its 156, as torch's default is."""
     roofline = Roofline(gpu=GPUS["A100"], efficiencies=dataclasses.replace(OWN, balance=0.0))

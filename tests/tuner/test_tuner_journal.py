@@ -22,7 +22,7 @@ from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.place import Place, start_ticks
 from tuner import script
-from tuner.real_runs import SPENT, RealRuns
+from tuner.real_runs import SPENT, BudgetSpent, RealRuns
 from tuner.recommendation import Recommendation
 from tuner.resumption import Journal, Resumption
 from tuner.script import _stored, refuse_beyond_budget
@@ -222,16 +222,53 @@ def test_an_interrupted_tuning_of_an_experiment_goes_on_after_its_last_leg(tmp_p
         tune(experiment, out=tmp_path / "broken", simulate=FakeSimulate(formula))
     (left,) = (tmp_path / "broken").glob("resume-planted-*")
     held_s = float((left / "held_s").read_text())
-    assert held_s > 0
+    kept_s = Journal(sessions[-1], left / "legs").kept_s
+    assert 0 < experiment.cluster.trainers * kept_s < held_s
     monkeypatch.setattr("tuner.tune.RealRuns", partial(_kept_running, seen := list[float]()))
     found, folder = tune(experiment, out=tmp_path / "broken", simulate=FakeSimulate(formula))
-    assert seen == [held_s]
+    assert seen == [pytest.approx(held_s - experiment.cluster.trainers * kept_s)]
     assert (found.line, found.pairs) == (whole.line, whole.pairs)
     assert [(arm.name, arm.measured_s) for arm in found.arms] == [(arm.name, arm.measured_s) for arm in whole.arms]
     undisturbed, broken, again = (len(one.legs) for one in sessions)
     assert broken + again == undisturbed + 1  # half of the second pair
     assert sorted(path.name for path in (tmp_path / "broken").iterdir()) == sorted([folder.name, "recommended", "studies"])
     assert Recommendation.load(folder) == found
+
+
+def test_a_budget_decides_about_kept_legs_as_it_did_when_they_ran(tmp_path: Path) -> None:
+    """Of 20 s three legs of 5 s are gone: they are given again, a fourth fits, and a fifth does not. Legs that are forgotten stay spent."""
+    experiment = layers_experiment(budget_minutes=21 / 60)
+    now = [0.0]
+
+    class Slow(FakeRunner):
+        def run(self, leg: Leg) -> RunResult:
+            now[0] += 5.0
+            return super().run(leg)
+
+    def runs(folder: str) -> tuple[RealRuns, Journal]:
+        journal = Journal(Slow(experiment, formula), tmp_path / "legs", timer=lambda: now[0])
+        kept_s = experiment.cluster.trainers * journal.kept_s
+        spent_s = experiment.cluster.trainers * 15.0 if folder == "again" else 0.0
+        fields = {"experiment": experiment, "runner": journal, "folder": tmp_path / folder, "step_s": 0.0, "clock": journal.clock}
+        return RealRuns(**fields, spent_s=spent_s - kept_s), journal
+
+    first, _ = runs("first")
+    for window in range(3):
+        first.run("default", DEFAULT, steps=10, window=window)
+    assert first.spent_s == 15.0 * experiment.cluster.trainers
+    again, journal = runs("again")
+    assert again.spent_s == 0.0
+    for window in range(3):
+        again.run("default", DEFAULT, steps=10, window=window)
+    assert (journal.num_replayed, again.spent_s) == (3, 15.0 * experiment.cluster.trainers)
+    again.step_s = 0.5 / 10
+    again.run("default", DEFAULT, steps=10, window=3)
+    with pytest.raises(BudgetSpent):
+        again.run("default", DEFAULT, steps=200, window=4)
+    other, journal = runs("other")
+    other.spent_s = 0.0
+    other.run("small", SMALL, steps=10)
+    assert (journal.num_replayed, other.spent_s) == (0, 25.0 * experiment.cluster.trainers)
 
 
 def _kept_running(seen: list[float], **fields: Any) -> RealRuns:
