@@ -214,7 +214,7 @@ def test_what_the_legs_teach_of_the_simulator_names_another_arm(tmp_path: Path, 
     assert prepared == ([used] if minutes is None else [])
     if minutes is None:
         assert [leg.strategy for leg in runner.legs[4:8]] == [DEFAULT, best, best, DEFAULT]
-        assert any("another wire +33 %, same arithmetic +4." in note for note in found.notes)
+        assert any("another wire +33 %, same arithmetic +4 %" in note for note in found.notes)
 
 
 def test_a_gain_below_the_threshold_keeps_the_default(tmp_path: Path) -> None:
