@@ -21,7 +21,14 @@ import pytest
 def test_an_interrupt_ends_the_workers(command: str, sent: signal.Signals, tmp_path: Path) -> None:
     """A signal after the profile, while workers run legs: 130, a message, no process of ours, no complete run, no verdict."""
     # Longer than the test waits, and short enough to be simulated in seconds.
-    settings = ["workload.steps=10000", "tune.trials=3", "tune.leg_steps=10000", "tune.pairs=2", "tune.budget_minutes=60"]
+    settings = [
+        "workload.steps=10000",
+        "tune.trials=3",
+        "tune.search_seconds=0",
+        "tune.leg_steps=10000",
+        "tune.pairs=2",
+        "tune.budget_minutes=60",
+    ]
     arguments = [part for setting in settings for part in ("--set", setting)]
     driver = subprocess.Popen(
         [sys.executable, "-m", "fleetbench", command, "--out", str(tmp_path / "runs"), *arguments],
