@@ -79,7 +79,8 @@ class Ground:
         except subprocess.TimeoutExpired as error:
             raise Failed(f"gave no answer within the {left_s:.0f} s that were left") from error
         if done.returncode != 0:
-            raise Failed(f"exit code {done.returncode}: {(done.stderr or done.stdout)[-1500:]}")
+            said = (done.stderr or done.stdout)[-1500:].replace(f"{ROOT}/", "")
+            raise Failed(f"exit code {done.returncode}: {said}")
         return done.stdout
 
     def fleetbench(self, name: str, *arguments: str, keys: Mapping[str, object] | None = None, command: Sequence[str] = ()) -> Any:
