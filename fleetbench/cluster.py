@@ -99,7 +99,7 @@ class Racks(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured(Config):
-    """What all-reduces took among so many trainers, by nccl-tests, a paper or ``fleetbench profile --collectives``."""
+    """What all-reduces took among so many trainers, by nccl-tests or a paper."""
 
     trainers: int
     points: tuple[CollectivePoint, ...]

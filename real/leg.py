@@ -7,7 +7,6 @@ from typing import Literal
 
 from fleetbench.config import Config
 from fleetbench.strategy import DistributedStrategy
-from real.communication.benchmark import Benchmark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,5 +35,3 @@ class Leg(Config):
     """``host:port`` of every parameter server; a session fills it in."""
     token: str = ""
     """The servers'."""
-    collectives: Benchmark | None = None
-    """Time these collectives instead, and train nothing; steps are then its cases."""

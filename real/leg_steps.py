@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from fleetbench.strategy import DistributedStrategy
-from real.communication.benchmark import run_benchmark
 from real.communication.communicators import Communicators
 from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
@@ -77,8 +76,6 @@ class Trained(ABC):
 
 def begin_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
     """What the driver has ordered."""
-    if leg.collectives is not None:
-        return timed_collectives(leg, trained, beat)
     return (profiled_leg if leg.profile else timed_leg)(leg, trained, beat)
 
 
@@ -145,14 +142,6 @@ def profiled_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
     engine.stopwatch.finish()
     found = not_finite(engine.stopwatch, trained.model, num_steps)
     return {"complete": measured is not None, "num_steps": num_steps, "layer_times": measured, "not_finite": found}
-
-
-def timed_collectives(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
-    """Collectives alone: no step of a training."""
-    assert leg.collectives is not None
-    yield from ()
-    times = run_benchmark(leg.collectives, trained.communicators, beat)
-    return {"complete": True, "num_steps": 0, "collectives": times, "not_finite": None}
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleetbench.cli import collectives, progress, your_script
+from fleetbench.cli import progress, your_script
 from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json, load_experiment, number
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
@@ -42,14 +42,12 @@ def register(commands: Commands) -> None:
     seconds = number("a number of seconds above zero", math.ulp(0.0))
     short = f"how long one of the short runs may take; default: {_SECONDS:g}"
     parser.add_argument("--seconds", type=seconds, default=_SECONDS, metavar="S", help=short)
-    parser.add_argument("--collectives", action="store_true", help="time the collectives themselves instead, in the columns of nccl-tests")
-    collectives.add_options(parser)
     source = (
         "measure nothing: fit stragglers to this run's folder, to its steps.parquet, or to a trace, and print [[cluster.stragglers]]; "
         "docs/stragglers.md has the formats"
     )
     parser.add_argument("--from", type=Path, metavar="RUN_OR_TRACE", dest="source", help=source)
-    add_json(parser, "the profile, the collectives' rows, or the stragglers' fit,")
+    add_json(parser, "the profile, or the stragglers' fit,")
     add_command_line(parser)
     parser.epilog = your_script.EPILOG
     parser.set_defaults(interrupted="the workers were stopped, and no profile was stored")
@@ -64,11 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
         return your_script.profile(arguments, show)
     your_script.refuse_workdir(arguments)
     experiment = load_experiment(arguments)
-    if arguments.collectives:
-        if experiment.strategy.mode == "ps":
-            hint = 'set strategy.mode = "collective" to time those that its trainers would have'
-            raise ConfigError('training with parameter servers (strategy.mode = "ps") has no collectives', "--collectives", hint=hint)
-        return collectives.run(arguments, experiment)
     if experiment.strategy.mode == "ps":
         say(f"note: {_NO_SERVERS}")
     from real.profile.measuring import measure_profile, searched_threads
@@ -102,7 +95,6 @@ def _fit_stragglers(arguments: argparse.Namespace) -> int:
     for given, name in (
         (arguments.experiment, "EXPERIMENT.toml"),
         (arguments.overrides, "--set"),
-        (arguments.collectives, "--collectives"),
         (arguments.command_line, "--"),
     ):
         if given:

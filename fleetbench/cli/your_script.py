@@ -32,7 +32,7 @@ REGISTRY_SCRIPT = "real.workloads.train"
 """The module that trains an experiment's own workload as a user's script would."""
 TAKE_A_COMMAND = ("profile", "tune", "estimate")
 _LAUNCHERS = ("torchrun", "python", "python3", "srun", "mpirun", "fleetbench")
-_FLAGS = ("--json", "--collectives")
+_FLAGS = ("--json",)
 """Options that take no value; the word after any other is one."""
 _OF_THE_WORKLOAD = ("target_loss", "eval_every", "steps")
 """What may be set of it; model, data and the rest are the script's."""
@@ -135,9 +135,6 @@ def _profile(
     command: tuple[str, ...],
     base: Experiment,
 ) -> int:
-    if arguments.collectives:
-        what, option = "does not go with a command: it is the script that is measured", "--collectives"
-        raise ConfigError(what, option, hint=f"drop {option}, or the command")
     from real.job.script_session import ScriptSession
     from real.profile.measuring import profile_script, searched_threads
 

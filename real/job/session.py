@@ -18,7 +18,6 @@ from fleetbench.staleness import counts_of, load_of, quantiles_of
 from fleetbench.support import changed_fields
 from fleetbench.workloads.data.data import prepare
 from fleetbench.workloads.models.registry import check_model
-from real.communication.benchmark import Benchmark, Measured
 from real.communication.device import require_cuda
 from real.emulated.model import refuse_table
 from real.emulated.pace import lateness_of
@@ -146,17 +145,8 @@ class Session(LegSession):
             server_load=load_of(loads) if loads else None,
             foreign_cores=self.foreign_cores,
         )
-        return dataclasses.replace(result, testbed=self._record(), peak_bytes=())  # which forks share in part
-
-    def run_collectives(self, benchmark: Benchmark, progress: Progress | None = None) -> Measured:
-        """Time collectives, and train nothing; ``foreign_cores`` is of that time."""
-        leg = Leg(steps=len(benchmark.cases(self._experiment.cluster.trainers)), warmup_steps=0, collectives=benchmark)
-        ranks = [part["collectives"] for part in self._parts(leg, progress)]
-        return Measured(ranks=ranks, skipped=self._skipped(leg), testbed=self._record())
-
-    def _record(self) -> dict[str, Any] | None:
-        """What a testbed's links and the machine's other load did during the last leg."""
-        return None if self._testbed is None else self._testbed.record()
+        record = None if self._testbed is None else self._testbed.record()
+        return dataclasses.replace(result, testbed=record, peak_bytes=())  # memory, which forks share in part
 
     def _start(self) -> None:
         experiment = self._experiment
@@ -188,10 +178,10 @@ class Session(LegSession):
 
     def _run(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
         refuse_unsupported(self._experiment, leg.strategy)
-        if is_emulated(self._experiment) and leg.collectives is None:
+        if is_emulated(self._experiment):
             refuse_table(self._experiment, leg.strategy)
         assert self._launch is not None
-        if leg.strategy.mode == "ps" and leg.collectives is None and not leg.profile:
+        if leg.strategy.mode == "ps" and not leg.profile:
             self._servers = servers = self._leg_servers(self._launch.num_orders, leg)
             servers.start()
             leg = dataclasses.replace(leg, endpoints=servers.endpoints, token=servers.token)

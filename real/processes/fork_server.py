@@ -31,7 +31,7 @@ from fleetbench.children import bound, end_with_parent, name_process
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.processes.place import process_state
 
-IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "real.fleet", "real.communication.benchmark", "real.emulated.emulated_training")
+IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "real.fleet", "real.emulated.emulated_training")
 """What ranks of an experiment import; torch's optimizers import its compiler."""
 _OF_TESTS = "PYTEST_CURRENT_TEST"  # changes with every test, and says nothing to a rank
 _POLL_S = 0.01

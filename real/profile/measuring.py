@@ -85,7 +85,7 @@ def measure_profile(
     Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank.
     """
     if is_emulated(experiment):
-        hint = "--set run.device=cpu measures the layer times that it sleeps by; `fleetbench profile --collectives` times its links"
+        hint = "--set run.device=cpu measures the layer times that it sleeps by"
         raise ConfigError("an emulated device computes nothing that could be measured", "run.device", "'emulated'", hint)
     quiet = _quiet(experiment)
     with Session(quiet) as session:

@@ -133,16 +133,6 @@ def profile_gpt(ground: Ground) -> Any:
     return _profile(ground, [*launch, str(HERE / "rank.py"), "gpt"])
 
 
-def collectives(ground: Ground) -> Any:
-    """Bus bandwidth and wrong elements of every collective."""
-    found = ground.fleetbench(
-        "profile", "--collectives", "--max-bytes", "256 MiB" if ground.device == "cuda" else "1 MiB", "--factor", "16"
-    )
-    return [
-        {name: row[name] for name in ("collective", "size_bytes", "time_us", "busbw_gb_per_s", "cv", "num_wrong")} for row in found["rows"]
-    ]
-
-
 def tune(ground: Ground) -> Any:
     """One search with its verdict."""
     keys = {**SMALL, "tune.trials": 10, "tune.finalists": 1, "tune.leg_steps": 20, "tune.local_steps": "[1, 2]", "tune.thread_num": "[1]"}
@@ -202,7 +192,6 @@ SECTIONS: dict[str, Section] = {
     "delays": Section(lambda ground: ground.ranks("delays", 1, "gloo")),
     "compile": Section(lambda ground: ground.ranks("compile", 1, "nccl" if ground.device == "cuda" else "gloo")),
     "graphs": Section(lambda ground: ground.ranks("graphs", 1, "nccl"), needs_cuda=True),
-    "collectives": Section(collectives),
     "profile_resnet50": Section(profile_resnet50),
     "profile_gpt": Section(profile_gpt),
     "sim_against_real": Section(sim_against_real),

@@ -3,7 +3,8 @@
     python reports/network/all_reduces.py measure    # about two minutes; appends to all_reduces_raw.jsonl
     python reports/network/all_reduces.py tables
 
-Each pair of hosts and link is one run of ``fleetbench profile --collectives``: all-reduces one after the other, nothing beside them.
+Each pair of hosts and link was one run of ``fleetbench profile --collectives``: all-reduces one after the other, nothing beside them.
+Later versions have no such command: ``measure`` needs a checkout of the commit that the raw rows name.
 """
 
 from __future__ import annotations

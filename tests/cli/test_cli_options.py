@@ -8,19 +8,11 @@ from fleetbench.cli.main import build_parser
 from fleetbench.cli.your_script import TAKE_A_COMMAND
 
 EXPERIMENT = ["--help", "--json", "--out", "--seed", "--set", "-h", "EXPERIMENT.toml"]
-COLLECTIVES = [
-    "--factor",
-    "--iterations",
-    "--kinds",
-    "--max-bytes",
-    "--min-bytes",
-    "--warmup",
-]
 OPTIONS = {
     "sim": sorted([*EXPERIMENT, "--engine", "--loss", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": EXPERIMENT,
     "tune": sorted([*EXPERIMENT, "--simulate-only", "--sweep", "--workdir"]),
-    "profile": sorted([*EXPERIMENT, "--seconds", "--workdir", "--from", "--collectives", *COLLECTIVES]),
+    "profile": sorted([*EXPERIMENT, "--seconds", "--workdir", "--from"]),
     "report": ["--help", "--json", "-h", "FOLDER"],
     "compare": ["--fail-over", "--help", "--json", "-h", "A", "B", "REPEAT"],
     "launch": [

@@ -81,7 +81,6 @@ def test_a_profile_is_what_sim_runs_with(command: Callable, place: Path, monkeyp
             "computes nothing",
         ),
         (["--set", "workload.model=resnet5"], "not a model that can be executed"),
-        ([*SERVED, "--collectives"], "has no collectives"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused_before_a_launch(command: Callable, place: Path, arguments: list[str], said: str) -> None:

@@ -54,7 +54,7 @@ def test_json_is_the_fit(command: Callable, run_folder: Path) -> None:
     assert json.loads(command("profile", "--from", run_folder / "steps.parquet", "--json").out)["entries"] == data["entries"]
 
 
-@pytest.mark.parametrize("more", [("--set", "run.seed=1"), ("--collectives",), ("--", "python", "train.py")])
+@pytest.mark.parametrize("more", [("--set", "run.seed=1"), ("--", "python", "train.py")])
 def test_nothing_runs_beside_a_fit(more: tuple[str, ...], command: Callable, tmp_path: Path) -> None:
     """What would measure is refused by name."""
     ended = command("profile", "--from", tmp_path, *more)

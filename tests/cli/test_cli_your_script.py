@@ -38,7 +38,6 @@ def test_a_command_stands_behind_two_dashes(argv: list[str], own: list[str], com
     ("arguments", "says"),
     [
         (("tune", "--"), "no command follows it"),
-        (("profile", "--collectives", "--", "python", "train.py"), "--collectives"),
         (("tune", "--", "no-such-program"), "no-such-program"),
         (("tune", "--set", "strategy.nccl_comm_num=2", "--", "no-such-program"), "strategy"),
         (("profile", "--set", "workload.batch_size=3", "--", "no-such-program"), "workload.batch_size: is the script's own (got 3)"),

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,9 +19,8 @@ import pytest
 from fleetbench.cluster import Cluster, Link, NodeOverride, Racks
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.experiment import Experiment
-from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
+from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.store import load_run, save_run
-from real.communication.benchmark import Benchmark, row_of
 from real.job.session import Session
 from real.leg import Leg
 from real.testbed import link_shaping, relay, traffic
@@ -97,18 +95,21 @@ def test_gloo_takes_as_long_as_its_bytes() -> None:
     A busy machine may make them slower; reports/testbed says by how much they are off on a quiet one.
     """
     assert wire_s(500_000, 3, RATE) == pytest.approx(2 * (2 / 3) * 8 * 500_000 / PAYLOAD_BPS)
-    cluster = {"nodes": 3, "inter": {"bandwidth": "40 Mbit/s"}}
-    experiment = Experiment.from_dict({"name": "box", "workload": {"steps": 1}, "cluster": cluster, "run": {"launcher": "testbed"}})
-    benchmark = Benchmark(kinds=("all_reduce",), min_bytes=Bytes(125_000), max_bytes=Bytes(1_000_000), warmup=8, iterations=15)
-    with Session(experiment) as session:
-        measured = session.run_collectives(benchmark)
-    for case, parts in zip(benchmark.cases(3), zip(*measured.ranks, strict=True), strict=True):
-        row, wire = row_of(case, parts), wire_s(case.size_bytes, 3, RATE)
-        assert row["num_wrong"] == 0
-        assert 0.97 * wire < 1e-6 * statistics.median(row["samples_us"]) < 1.5 * wire
-    assert measured.testbed is not None
-    reorders = sum(block["noise"]["reorders"] for block in measured.testbed["blocks"])
-    assert reorders == 0 or any(entry["what"] == link_shaping.STEERED for entry in measured.testbed["refused"])
+    layer = {"name": "block", "params": 125_000, "forward": "1 ms", "backward": "1 ms"}
+    data = {
+        "name": "box",
+        "workload": {"model": "layers", "layers": [layer]},
+        "cluster": {"nodes": 3, "inter": {"bandwidth": "40 Mbit/s"}},
+        "run": {"launcher": "testbed", "device": "emulated"},
+    }
+    with Session(Experiment.from_dict(data)) as session:
+        result = session.run(Leg(steps=15, warmup_steps=8))
+    counted = result.steps[result.steps["step"] >= 1]
+    took_s = counted.groupby("step")["exposed_comm_s"].max().median()
+    assert 0.97 * wire_s(500_000, 3, RATE) < took_s < 1.5 * wire_s(500_000, 3, RATE)
+    assert result.testbed is not None
+    reorders = sum(block["noise"]["reorders"] for block in result.testbed["blocks"])
+    assert reorders == 0 or any(entry["what"] == link_shaping.STEERED for entry in result.testbed["refused"])
 
 
 @pytest.mark.slow
