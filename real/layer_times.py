@@ -182,11 +182,11 @@ class Measured:
     backward: list[int] = field(default_factory=list)
     update: list[int] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
-    """The loop's own work: the batch, where no process makes it ahead, the loss, the gradients unscaled."""
+    """The loop's own work: the batch, where no thread makes it ahead, the loss, the gradients unscaled."""
     load: list[int] = field(default_factory=list)
-    """What making a batch took in its process; nothing where the loop makes it."""
+    """What making a batch took in its thread; nothing where the loop makes it."""
     loaders: int = 0
-    """Processes that make batches."""
+    """Threads that make batches."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes, by the fields of ``Memory``."""
     touched: dict[str, list[int]] = field(default_factory=dict)
@@ -240,7 +240,7 @@ class ProfileLeg:
         clock: Clock | None = None,
         reads_ahead: ReadsAhead | None = None,
     ) -> None:
-        """``reads_ahead`` is where batches come from, one a step, where processes make them."""
+        """``reads_ahead`` is where batches come from, one a step, where threads make them ahead."""
         self._model = model
         self._reads_ahead = reads_ahead if reads_ahead is not None and reads_ahead.loaders else None
         self._optimizer = optimizer
@@ -332,7 +332,7 @@ class ProfileLeg:
     def _next_batches(self, num_steps: int) -> list[BatchTime]:
         """Of each of the last steps but one, the batch that was taken after it: a step ends with the next one's forward.
 
-        Nothing where no process makes batches, or the model takes none of them.
+        Nothing where no thread makes batches, or the model takes none of them.
         """
         times = () if self._reads_ahead is None else tuple(self._reads_ahead.times)
         return [] if len(times) < num_steps else list(times[-num_steps:][1:])

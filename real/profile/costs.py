@@ -259,7 +259,7 @@ def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
 def settled(table: LayerTable, whole: RunResult) -> LayerTable:
     """The table with the forward, backward, update and loop of a run in which all gradients travel beside compute.
 
-    The copying of gradients that ends its backward is no layer's. Where processes make batches, the loop also waits for
+    The copying of gradients that ends its backward is no layer's. Where threads make batches, the loop also waits for
     them, by how much depends on the step; its own work is then what it was between the layers' steps.
     """
     start_s = sum(typical(times) for times in start_times(whole).values())

@@ -1,19 +1,13 @@
-"""The ImageNet folder: lists, pictures, decoding processes, and equal data for every rank; on JPEGs made here."""
+"""The ImageNet folder: lists, pictures, decoding threads, and equal data for every rank; on JPEGs made here."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from PIL import Image
@@ -25,7 +19,6 @@ from fleetbench.workloads.data.images import ImageBatches, evaluation_pixels, re
 from fleetbench.workloads.data.reader import Sampler
 
 NUM_TRAIN, NUM_VAL, CLASSES, SIZE = 23, 9, 5, 32
-SCRIPT = Path(__file__).with_name("image_rank.py")
 MEAN, DEVIATION = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 
 
@@ -77,7 +70,7 @@ def _sampler(*, batch_size: int = 2, trainers: int = 3, rank: int = 0, uneven: s
 
 
 def _reader(prepared: Path, images: Path, sampler: Sampler) -> ImageBatches:
-    """One that decodes in this process."""
+    """One that decodes when it is asked."""
     return ImageBatches(prepared, images, sampler, SIZE, 0, torch.float64)
 
 
@@ -284,38 +277,18 @@ def test_a_folder_that_is_not_there_is_refused() -> None:
         prepare(_workload(Path("/nowhere")), 0, Path())
 
 
-def test_decoding_processes_read_the_same_and_end_with_the_reader(prepared: Path, images: Path) -> None:
-    """Two processes give, also after a jump, what one gives; closing ends them and their server; the death of one is an error."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(prepared), str(images)]
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    read, closed = (json.loads(line) for line in done.stdout.decode().splitlines())
-    assert read["same"] == [True] * 8
-    assert read["untouched"]
-    assert len(read["decoding"]) == 4  # two that decode, their server, and Python's tracker of resources, which ends with the rank
-    assert [line for line in closed["left"] if "resource_tracker" not in line] == []
-    assert "a process that decodes pictures has died" in closed["failure"]
-    assert _living(read["decoding"]) == []
-
-
-@pytest.mark.alone
-def test_a_killed_rank_leaves_no_decoding_process(prepared: Path, images: Path) -> None:
-    """A rank that cannot clean up takes its processes with it."""
-    command = [sys.executable, str(SCRIPT), str(prepared), str(images), "wait"]
-    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as rank:
-        assert rank.stdout is not None
-        decoding = json.loads(rank.stdout.readline())["decoding"]
-        assert len(_living(decoding, patience_s=0)) == 4
-        rank.send_signal(signal.SIGKILL)
-    assert _living(decoding) == []
-
-
-def _living(pids: list[int], patience_s: float = 3.0) -> list[int]:
-    """Which of the processes still live when patience is over; torch's own watch of its workers takes 5 s."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-        if not left or time.monotonic() >= deadline:
-            return left
-        time.sleep(0.05)
+def test_decoding_threads_read_the_same_and_end_with_the_reader(prepared: Path, images: Path) -> None:
+    """Two threads give, also after a jump, what one reader without gives; global random numbers stay; closing ends them."""
+    state = torch.get_rng_state()
+    sampler = _sampler(batch_size=4, trainers=1, uneven="pad")
+    reader, plain = (ImageBatches(prepared, images, sampler, SIZE, workers, torch.float32) for workers in (2, 0))
+    for number, position in enumerate([0, 1, 2, 3, 7, 2, 0, 1], start=1):
+        (inputs, labels), (expected, right) = reader.batch(position), plain.batch(position)
+        assert torch.equal(inputs, expected)
+        assert torch.equal(labels, right)
+        assert len(reader.times) == number
+    assert torch.equal(state, torch.get_rng_state())
+    assert any(thread.name.startswith("fleetbench-decode") for thread in threading.enumerate())
+    reader.close()
+    reader.close()
+    assert not any(thread.name.startswith("fleetbench-decode") for thread in threading.enumerate())

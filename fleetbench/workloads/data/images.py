@@ -2,39 +2,26 @@
 
 The folder has ``train/``, ``val/`` and the lists ``train.txt`` and ``val.txt`` of ``path label`` lines.
 The draws of a training picture are a function of (seed, epoch, sample), so that they depend neither on which rank or
-process decodes it, nor on what was decoded before.
-
-Pictures are decoded ahead of time by processes of torch's DataLoader. They come from a fork server, which a rank's threads, its device
-and its sockets have never been part of. (A plain fork copies locks that other threads hold, and sockets that then stay open when the
-rank dies, so that its peers would not hear of it.) A decoding process ends with its rank at once, however that ends; the fork server
-notices, too, and needs a moment to go.
+thread decodes it, nor on what was decoded before.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import multiprocessing
-import os
-import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data import Sampler as Positions
 
 from fleetbench.digests import read_text
-from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.errors import ConfigError
 from fleetbench.workloads.data.reader import BatchTime, Sampler, normalise
 
 Pixels = npt.NDArray[np.uint8]
@@ -183,111 +170,58 @@ def evaluation_picture(root: Path, val: ImageList, index: int, size: int) -> Pix
         raise ConfigError(f"cannot be decoded: {error}", where, repr(val.paths[index]), hint) from None
 
 
-Decoded = tuple[torch.Tensor, torch.Tensor, str, int]
-"""Pixels ``(batch, 3, size, size)`` of 0..255, labels ``(batch,)``, what could not be decoded (path and reason), and ns taken."""
 _KEPT = 10_000
 """Batches whose times are remembered."""
+_PREFETCH = 2
+"""Batches of each thread that are under way or wait to be asked for."""
 
 
 class ImageBatches:
     """A ``Reader`` of pictures below ``root``, in the order of ``folder/paths_train.npy``.
 
-    Life cycle: the first batches are decoded from the start; a position that is not the next one
-    throws away what was decoded ahead. ``close`` ends the processes.
+    So many ``workers`` decode ahead of time, each a batch after another; with none, a batch is decoded when it is asked for. They are
+    threads: Pillow decodes and resizes without Python's lock. A position that is not among the next ones throws away what was decoded.
     """
 
     def __init__(self, folder: Path, root: Path, sampler: Sampler, size: int, workers: int, dtype: torch.dtype) -> None:
         self.loaders = workers
         self.times: deque[BatchTime] = deque(maxlen=_KEPT)
-        self._dtype = dtype
-        self._next = 0
-        self._from = _From()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        self._loader: DataLoader[Decoded] | None = DataLoader(
-            _Decoding(folder, root, sampler, size),
-            batch_size=None,  # an item is a batch already
-            sampler=self._from,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            multiprocessing_context=context if workers > 0 else None,
-            worker_init_fn=_end_with_rank if workers > 0 else None,
-            generator=torch.Generator(),  # the loader's own draws leave the global generator alone
-        )
-        self._batches: Iterator[Decoded] | None = iter(self._loader)
+        self._paths, self._labels = (np.load(folder / name, mmap_mode="r") for name in ("paths_train.npy", "y_train.npy"))
+        self._root, self._sampler, self._size, self._dtype = root, sampler, size, dtype
+        self._threads = ThreadPoolExecutor(max(1, workers), "fleetbench-decode")
+        self._ahead: dict[int, Future[tuple[Pixels, int]]] = {}
 
     def batch(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs ``(batch, 3, size, size)`` and labels ``(batch,)``.
-
-        Raises ``ConfigError`` naming a file that is no picture, ``WorkerFailed`` for a decoding process that died.
-        """
-        assert self._loader is not None, "the reader is closed"
-        if position != self._next or self._batches is None:
-            self._from.position = position
-            self._batches = iter(self._loader)
+        """Inputs ``(batch, 3, size, size)`` and labels ``(batch,)``. Raises ``ConfigError`` naming a file that is no picture."""
         asked_ns = time.perf_counter_ns()
-        try:
-            pixels, labels, failure, load_ns = next(self._batches)
-        except (RuntimeError, OSError, EOFError) as error:  # the loader's own word, or a pipe that broke first
-            hint = "it may have run out of memory: fewer workload.data_options.workers; its output is in the rank's log"
-            raise WorkerFailed(f"a process that decodes pictures has died: {error}", hint=hint) from error
+        pixels, load_ns = self._taken(position) if self.loaders else self._decoded(position)
         self.times.append(BatchTime(load_ns, time.perf_counter_ns() - asked_ns))
-        self._next = position + 1
-        if failure:
-            raise ConfigError("cannot be decoded", "workload.data", failure, "mend the file, or drop its line from train.txt")
-        return normalise(pixels, self._dtype), labels
+        return normalise(torch.from_numpy(pixels), self._dtype), torch.from_numpy(self._labels[self._sampler.indices(position)])
 
     def close(self) -> None:
-        """End the decoding processes, and their server with the last of them."""
-        self._batches = self._loader = None  # the loader's iterator joins its processes when it is dropped
-        if not multiprocessing.active_children():  # by itself the server outlives the rank by half a second
-            forkserver._forkserver._stop()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public way
+        """End the threads."""
+        self._threads.shutdown(cancel_futures=True)
 
+    def _taken(self, position: int) -> tuple[Pixels, int]:
+        """What the threads make of a batch; they go on to those after it."""
+        wanted = range(position, position + _PREFETCH * self.loaders)
+        for other in self._ahead.keys() - set(wanted):
+            self._ahead.pop(other).cancel()
+        for place in wanted:
+            if place not in self._ahead:
+                self._ahead[place] = self._threads.submit(self._decoded, place)
+        return self._ahead.pop(position).result()
 
-class _From(Positions[int]):
-    """All positions from one on."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count(self.position)
-
-
-class _Decoding(Dataset[Decoded]):
-    """Batches by their position; opens its arrays in the process that reads them."""
-
-    def __init__(self, folder: Path, root: Path, sampler: Sampler, size: int) -> None:
-        self._folder = folder
-        self._root = root
-        self._sampler = sampler
-        self._size = size
-        self._arrays: tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64]] | None = None
-
-    def __getitem__(self, position: int) -> Decoded:
+    def _decoded(self, position: int) -> tuple[Pixels, int]:
+        """Pixels ``(batch, 3, size, size)`` of 0..255, and the nanoseconds that they took."""
         begin_ns = time.perf_counter_ns()
-        if self._arrays is None:
-            self._arrays = (np.load(self._folder / "paths_train.npy", mmap_mode="r"), np.load(self._folder / "y_train.npy", mmap_mode="r"))
-        paths, labels = self._arrays
         chosen, epoch = self._sampler.indices(position), self._sampler.epoch(position)
-        pixels = np.zeros((len(chosen), 3, self._size, self._size), np.uint8)
-        failure = ""
+        pixels = np.empty((len(chosen), 3, self._size, self._size), np.uint8)
         for place, sample in enumerate(chosen):
-            path = self._root / bytes(paths[sample]).decode()
+            path = self._root / bytes(self._paths[sample]).decode()
             try:
                 pixels[place] = training_pixels(path, self._size, self._sampler.seed, epoch, int(sample))
             except OSError as error:
-                failure = f"{path}: {error}"
-        return torch.from_numpy(pixels), torch.from_numpy(labels[chosen]), failure, time.perf_counter_ns() - begin_ns
-
-
-def _end_with_rank(_worker: int) -> None:
-    """Watch the rank from a daemon thread; the loader's own watch takes seconds."""
-    rank = multiprocessing.parent_process()
-    assert rank is not None
-
-    def watch() -> None:
-        rank.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="end-with-rank", daemon=True).start()
+                hint = "mend the file, or drop its line from train.txt"
+                raise ConfigError("cannot be decoded", "workload.data", f"{path}: {error}", hint) from None
+        return pixels, time.perf_counter_ns() - begin_ns

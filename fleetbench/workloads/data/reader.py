@@ -109,22 +109,22 @@ class Reader(Protocol):
         ...
 
     def close(self) -> None:
-        """End the reader's processes, if it has any."""
+        """End the reader's threads, if it has any."""
         ...
 
 
 class BatchTime(NamedTuple):
-    """What one batch took that processes make ahead."""
+    """What one batch took that threads make ahead."""
 
     load_ns: int
-    """To make it, in its process."""
+    """To make it, in its thread."""
     waited_ns: int
     """Until it was there, from when it was asked for."""
 
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """A ``Reader`` whose batches are made by ``loaders`` processes; 0: in this one."""
+    """A ``Reader`` whose batches ``loaders`` threads make ahead; 0: the one that asks for them makes them."""
 
     loaders: int
     times: deque[BatchTime]

@@ -221,7 +221,7 @@ def sizes(workload: Workload, inputs: str) -> dict[str, int]:
     """The data's numbers, as given or by default, for a model that is fed with ``inputs``.
 
     ``samples``: of synthetic data, a fifth of them held out. ``image_size``: pixels a side.
-    ``length``: tokens of a sample. ``workers``: processes that decode, for every trainer.
+    ``length``: tokens of a sample. ``workers``: threads that decode, for every trainer.
     ``held_out``: samples at most in the held-out loss, where the data are larger.
     ``min_count``: how often a word occurs at least. ``window``: words at most between neighbours, and one.
     ``negatives``: words drawn beside every neighbour. ``categories``: values of each synthetic column. ``teacher``: hidden units of what
