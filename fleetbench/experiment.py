@@ -62,7 +62,7 @@ class Tune(Config):
     min_gain: float = 0.02
     """USE needs the interval's lower end above 1 + ``min_gain``."""
     storage: str | None = None
-    """Optuna storage; default: an SQLite file beside the runs."""
+    """Optuna storage; such as sqlite:////tmp/study.db; default: a journal beside the runs."""
     budget_gpu_hours: float | None = None
     """Bound on the trainers' time in real runs, summed over them."""
     budget_minutes: float | None = None

@@ -20,12 +20,13 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from optuna.trial import TrialState
 
 from fleetbench.cli.main import main
 from fleetbench.cluster import Link
@@ -45,7 +46,7 @@ from real.processes.diagnosis import LegFailed
 from sim.run import simulate
 from tuner.recommendation import Recommendation
 from tuner.resumption import Journal
-from tuner.study import ask, complete, open_study, trials
+from tuner.study import ask, complete, open_study
 
 HERE = Path(__file__).resolve().parent
 FLIPS = 500
@@ -194,8 +195,10 @@ def _studies(folder: Path) -> Iterator[Case]:
             trial.suggest_categorical("thread_num", [1, 2])
             trial.set_user_attr("key", f"key {number}")
             complete(study, trial, 0.1 + number / 7)
-    (database,) = (folder / "studies").iterdir()
-    yield Case("study.db", database, lambda: _trials(experiment, folder))
+    (journal,) = (folder / "studies").iterdir()
+    written = _trials(experiment, folder)
+    assert len(written) == 4
+    yield Case("study.journal", journal, lambda: _trials(experiment, folder, written))
 
 
 @dataclasses.dataclass
@@ -225,13 +228,16 @@ def _replayed(folder: Path, leg: Leg) -> object:
             return failure.args
 
 
-def _trials(experiment: Experiment, folder: Path) -> list[tuple[Any, ...]]:
-    """What the search reads of a study; in a copy, because it is written to."""
+def _trials(experiment: Experiment, folder: Path, written: Sequence[tuple[Any, ...]] = ()) -> list[tuple[Any, ...]]:
+    """Complete trials of a study, as the search reads them; in a copy, because it is written to. A trial that is gone is tried again."""
     with tempfile.TemporaryDirectory() as name:
         shutil.copytree(folder / "studies", Path(name) / "studies")
         with open_study(experiment, Path(name)) as study:
-            found = trials(study)
-            return [(trial.number, trial.state, trial.params, trial.value, trial.user_attrs) for trial in found]
+            complete = study.get_trials(states=(TrialState.COMPLETE,))
+            found = [(trial.number, trial.params, trial.value, trial.user_attrs) for trial in complete]
+    if len(found) < len(written) and all(trial in written for trial in found):
+        raise Anew
+    return found
 
 
 def _foreign(folder: Path) -> Iterator[Case]:

@@ -5,8 +5,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-import optuna
 import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from tuner_fakes import FakeSimulate, layers_experiment, profiled_experiment, target_experiment
 
@@ -32,13 +33,10 @@ def searched(experiment: Experiment, out: Path, simulate: FakeSimulate) -> Searc
 
 def states(out: Path) -> list[TrialState]:
     """States of all trials in the one study below ``out``."""
-    (database,) = (out / "studies").glob("*.db")
-    storage = optuna.storages.RDBStorage(f"sqlite:///{database}")
-    try:
-        (study,) = storage.get_all_studies()
-        return [trial.state for trial in storage.get_all_trials(study._study_id)]
-    finally:
-        storage.engine.dispose()
+    (journal,) = (out / "studies").iterdir()
+    storage = JournalStorage(JournalFileBackend(str(journal)))
+    (study,) = storage.get_all_studies()
+    return [trial.state for trial in storage.get_all_trials(study._study_id)]
 
 
 def test_the_default_is_first_and_the_advice_second(tmp_path: Path) -> None:
@@ -169,7 +167,7 @@ def test_a_finished_study_simulates_nothing(tmp_path: Path) -> None:
     assert searched(experiment, tmp_path, fake) == first
     assert fake.asked == []
     searched(layers_experiment(trials=3), tmp_path, fake)
-    assert len(list((tmp_path / "studies").glob("*.db"))) == 2
+    assert len(list((tmp_path / "studies").glob("*.journal"))) == 2
 
 
 def test_a_trial_that_raises_fails_and_is_tried_again(tmp_path: Path) -> None:
@@ -190,6 +188,15 @@ def test_a_storage_that_cannot_be_opened_is_a_configuration_error(tmp_path: Path
     for url in ("nonsense", f"sqlite:///{tmp_path}/no/such/folder/study.db"):
         with pytest.raises(ConfigError, match="storage"):
             searched(layers_experiment(storage=url), tmp_path, FakeSimulate(formula))
+
+
+def test_a_journal_that_was_cut_is_an_error(tmp_path: Path) -> None:
+    """A line that is not whole would swallow the next one: the file is named, with what to do."""
+    searched(layers_experiment(trials=2), tmp_path, FakeSimulate(formula))
+    (journal,) = (tmp_path / "studies").iterdir()
+    journal.write_bytes(journal.read_bytes()[:-3])
+    with pytest.raises(ConfigError, match="last line is not whole"):
+        searched(layers_experiment(trials=2), tmp_path, FakeSimulate(formula))
 
 
 def test_a_named_storage_holds_the_study(tmp_path: Path) -> None:

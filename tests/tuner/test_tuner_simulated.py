@@ -238,7 +238,7 @@ def test_a_space_that_takes_too_long_is_searched_by_optuna(tmp_path: Path) -> No
     ranking = ranked(_experiment(tune={"trials": 2, "search_seconds": 0}), out=tmp_path)
     assert _experiment().strategy in ranking.step_s
     assert ranking.num_trials == 2
-    assert list(tmp_path.glob("studies/*.db"))
+    assert list(tmp_path.glob("studies/*.journal"))
 
 
 def test_servers_modes_are_compared(tmp_path: Path) -> None:
