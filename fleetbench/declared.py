@@ -7,12 +7,12 @@ the file says. Every executor reads the same, so that a strategy that follows th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.target import Crossing, crossing
 from fleetbench.workload import LossCurve, Workload
 
 LOSSES = frozenset({"workload.loss_curve"})
@@ -20,8 +20,6 @@ LOSSES = frozenset({"workload.loss_curve"})
 
 UNFOLLOWED = "stale gradients do not follow a declared curve"
 """Why training with parameter servers, which trains nothing, reaches no target."""
-HITS_IN_A_ROW = 3
-"""So many evaluations at or below the target count as reached, at the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +56,12 @@ def curve_loss(curve: LossCurve, step: int) -> float:
     return float(curve.floor + (curve.start - curve.floor) * 2.0 ** (-max(step, 0) / curve.half_life))
 
 
-def target_step(workload: Workload) -> int | None:
-    """The step at the first of three evaluations in a row whose declared loss reaches the target; none where none does."""
-    if workload.target_loss is None or workload.loss_curve is None:
+def declared_crossing(workload: Workload) -> Crossing | None:
+    """Where the declared loss reaches the target; none where it does not."""
+    if workload.loss_curve is None:
         return None
     evaluated = range(workload.eval_every, workload.steps + 1, workload.eval_every)
-    hits = [curve_loss(workload.loss_curve, step) <= workload.target_loss for step in evaluated]
-    hit = first_hit(hits)
-    return None if hit is None else evaluated[hit]
-
-
-def first_hit(hits: Sequence[bool]) -> int | None:
-    """Index of the first of ``HITS_IN_A_ROW`` hits in a row."""
-    return next((index for index in range(len(hits) - HITS_IN_A_ROW + 1) if all(hits[index : index + HITS_IN_A_ROW])), None)
+    return crossing([(step, curve_loss(workload.loss_curve, step)) for step in evaluated], workload.target_loss)
 
 
 def refuse_undeclared(experiment: Experiment, strategy: DistributedStrategy, executor: str) -> None:

@@ -59,6 +59,9 @@ class Tune(Config):
     """Counted steps of one real leg."""
     pairs: int = 48
     """Most fresh pairs of finalist and default; they stop at a look before, where the verdict is known."""
+    target_seeds: int | None = None
+    """Most runs to ``workload.target_loss`` of each way of training, paired by their seeds, as far as a budget has room. Default: 3; 1 of a
+    script, which must take its seed from ``FLEETBENCH_SEED``; 1 where compute is emulated."""
     min_gain: float = 0.02
     """USE needs the interval's lower end above 1 + ``min_gain``."""
     storage: str | None = None
@@ -87,6 +90,8 @@ class Tune(Config):
 
     def _validate(self) -> None:
         at_least(self, 1, "trials", "simulated_steps", "finalists", "leg_steps", "pairs")
+        if self.target_seeds is not None:
+            at_least(self, 1, "target_seeds")
         if self.pairs < 2:
             raise ConfigError("an interval needs at least 2 pairs", "pairs", repr(self.pairs), "48 pairs find 5 % in noise of 6 %")
         if self.min_gain < 0:

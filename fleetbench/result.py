@@ -111,6 +111,8 @@ class Summary:
     """Held-out loss after the last step. None where it is not known, and where training diverged to infinity."""
     time_to_target_s: float | None = None
     """From the start of step 1 to the step at the first of three evaluations in a row that reach the workload's target; or none."""
+    steps_to_target: float | None = None
+    """Steps of a trainer until then, on the line between that evaluation and the one before it."""
     skipped: tuple[dict[str, str], ...] = ()
     """Lines of the experiment that this run did not realise: ``what``, and ``why``."""
     lateness_s: dict[str, float] | None = None

@@ -21,6 +21,9 @@ class Leg(Config):
     start: Literal["continue", "initial", "as_is"] = "continue"
     """From where training is (for step times), or from the initial parameters, optimizer and data order; ``as_is``: a user's script under
     the strategy of its own, whatever ``strategy`` says, which also tells what the script is."""
+    seed: int | None = None
+    """Of a leg from the initial parameters: of these and of the order of the data, which are split as ever; the experiment's, if none.
+    A user's script finds it in ``FLEETBENCH_SEED``."""
     evaluate: bool = False
     """Snapshot the parameters every ``workload.eval_every`` steps and look for the target."""
     window: int = 0

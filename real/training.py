@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from abc import abstractmethod
@@ -190,11 +191,9 @@ class ComputedTraining(Training):
     def __init__(self, experiment: Experiment, data: Path, communicators: Communicators) -> None:
         """``data`` were prepared there."""
         super().__init__(experiment, communicators)
-        self._data = data
+        self._data, self._seed = data, experiment.run.seed
         workload = experiment.workload
-        sampler = sampler_of(experiment, data, communicators.trainers, communicators.rank)
-        self._batches = open_batches(workload, data, sampler)
-        self.steps_per_epoch = sampler.steps_per_epoch
+        self._open_batches()
         self.model = self._fresh_model()
         if experiment.strategy.mode == "collective":
             refuse_dense_optimizer(self.model, workload)
@@ -237,12 +236,23 @@ class ComputedTraining(Training):
         self._batches.close()
 
     def _fresh_model(self) -> torch.nn.Module:
-        workload, seed = self._experiment.workload, self._experiment.run.seed
-        return build_model(workload.model, workload.model_options, workload.dtype, seed).to(self.device)
+        workload = self._experiment.workload
+        return build_model(workload.model, workload.model_options, workload.dtype, self._seed).to(self.device)
+
+    def _open_batches(self) -> None:
+        own = self._experiment.replace(run=dataclasses.replace(self._experiment.run, seed=self._seed))
+        sampler = sampler_of(own, self._data, self.communicators.trainers, self.communicators.rank)
+        self._batches = open_batches(own.workload, self._data, sampler)
+        self.steps_per_epoch = sampler.steps_per_epoch
 
     def _start(self, leg: Leg) -> None:
         super()._start(leg)
         if leg.start == "initial":
+            seed = self._experiment.run.seed if leg.seed is None else leg.seed
+            if seed != self._seed:
+                self._batches.close()
+                self._seed = seed
+                self._open_batches()
             self.model.load_state_dict(self._fresh_model().state_dict())
             self._position = 0
         # Momentum that Local SGD left different on every rank would let a synchronous leg drift apart.

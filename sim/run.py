@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import pandas as pd
 
-from fleetbench.declared import curve_loss, target_step
+from fleetbench.declared import curve_loss, declared_crossing
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import MOST_ROWS, STEPS_FILE, RunResult, no_steps, skip, summarise, summary_of, takes_no_time
@@ -95,7 +95,7 @@ def simulate(
         "run_id": new_run_id(),
         "final_loss": final_loss,
         "loss_from": loss_from,
-        "time_to_target_s": None if is_served and learnt is None else _time_to_target_s(experiment, execution, learnt),
+        **({} if is_served and learnt is None else _to_target(experiment, execution, learnt)),
         "skipped": skipped,
         "staleness": execution.staleness,
         "server_load": execution.server_load,
@@ -170,8 +170,11 @@ def _final_loss(experiment: Experiment, learnt: Trajectory | None) -> tuple[floa
     return (None, None) if curve is None else (curve_loss(curve, experiment.workload.steps), "a declared curve")
 
 
-def _time_to_target_s(experiment: Experiment, execution: Execution, learnt: Trajectory | None) -> float | None:
-    """Seconds from the first counted start to the end, on the last rank, of the step that reaches the target; none where none does."""
+def _to_target(experiment: Experiment, execution: Execution, learnt: Trajectory | None) -> dict[str, float]:
+    """When the target is reached, by ``Summary``'s names: seconds end on the last rank. Nothing where it is not."""
     workload = experiment.workload
-    reached = target_step(workload) if learnt is None else learnt.target_step(workload.target_loss)
-    return None if reached is None else (execution.step_ends_ns[reached] - execution.begin_ns) / 10**9
+    reached = declared_crossing(workload) if learnt is None else learnt.crossing(workload.target_loss)
+    if reached is None:
+        return {}
+    seconds = (execution.step_ends_ns[reached.step] - execution.begin_ns) / 10**9
+    return {"time_to_target_s": seconds, "steps_to_target": reached.smooth}

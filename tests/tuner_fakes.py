@@ -84,11 +84,11 @@ def profiled_experiment(folder: Path, threads: tuple[int, ...] = (1, 2), **tune:
 
 
 def made_result(
-    experiment: Experiment, step_s: float, *, executor: str, time_to_target_s: float | None = None, final_loss: float | None = None
+    experiment: Experiment, step_s: float, *, executor: str, steps_to_target: float | None = None, final_loss: float | None = None
 ) -> RunResult:
     """A run of two ranks in which every step takes ``step_s``, all of it forward."""
     table = _table(round(step_s * 1e9), experiment.workload.steps)
-    known = {"executor": executor, "run_id": new_run_id(), "final_loss": final_loss, "time_to_target_s": time_to_target_s}
+    known = {"executor": executor, "run_id": new_run_id(), "final_loss": final_loss, "steps_to_target": steps_to_target}
     plan = build_plan(experiment.strategy, table_for(experiment).by_readiness(), Setting(trainers=2))
     return RunResult(experiment=experiment, summary=summarise(experiment, table, **known), steps=table, plan=plan)
 
@@ -139,18 +139,19 @@ class FakeRunner:
     """Processes by formula that keep the legs they were asked for.
 
     ``noise`` gives a factor for the n-th leg, ``void`` whether a testbed calls it void; ``time_to_target_s``
-    is asked in legs that evaluate.
+    is asked in legs that evaluate, or ``updates``, where runs differ by their seeds; without both, all ways take 80 updates.
     """
 
     experiment: Experiment
     step_s: StepS
-    time_to_target_s: StepS | Callable[[DistributedStrategy], float | None] = lambda _: 1.0
+    time_to_target_s: StepS | Callable[[DistributedStrategy], float | None] | None = None
     noise: Callable[[int], float] = lambda _: 1.0
     void: Callable[[int], bool] = lambda _: False
     legs: list[Leg] = field(default_factory=list)
     rows: list[list[Leg]] = field(default_factory=list)
     """What was to be together."""
     startup_s: float = 0.0
+    updates: Callable[[Leg], float | None] | None = None
 
     def together(self, legs: Sequence[Leg]) -> None:
         """See ``Runner``."""
@@ -163,9 +164,17 @@ class FakeRunner:
         step_s = self.step_s(leg.strategy) * self.noise(len(self.legs))
         self.legs.append(leg)
         experiment = self.experiment.replace(strategy=leg.strategy, workload=replace(self.experiment.workload, steps=leg.steps))
-        reached_s = self.time_to_target_s(leg.strategy) if leg.evaluate else None
-        final_loss = None if not leg.evaluate else 0.4 if reached_s is not None else 0.9
-        result = made_result(experiment, step_s, executor="real", time_to_target_s=reached_s, final_loss=final_loss)
+        steps = self._steps_to_target(leg) if leg.evaluate else None
+        final_loss = None if not leg.evaluate else 0.4 if steps is not None else 0.9
+        result = made_result(experiment, step_s, executor="real", steps_to_target=steps, final_loss=final_loss)
         if self.void(len(self.legs) - 1):
             result = replace(result, summary=replace(result.summary, testbed={"counts": False}))
         return result
+
+    def _steps_to_target(self, leg: Leg) -> float | None:
+        if self.updates is not None:
+            return self.updates(leg)
+        if self.time_to_target_s is None:
+            return 80.0
+        reached_s = self.time_to_target_s(leg.strategy)
+        return None if reached_s is None else reached_s / self.step_s(leg.strategy)

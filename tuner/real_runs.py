@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -92,14 +93,15 @@ class RealRuns:
         *,
         steps: int,
         start: Literal["continue", "initial"] = "continue",
+        seed: int | None = None,
         evaluate: bool = False,
         window: int = 0,
     ) -> RunResult:
-        """Run one leg of an arm, again where the machine was busy. ``window``: see ``Leg``.
+        """Run one leg of an arm, again where the machine was busy. ``seed`` and ``window``: see ``Leg``.
 
         Raises ``BudgetSpent`` before a leg that would exceed the budget, and what the runner raises.
         """
-        leg = self._leg(strategy, steps, start, evaluate=evaluate, window=window)
+        leg = dataclasses.replace(self._leg(strategy, steps, start, evaluate=evaluate, window=window), seed=seed)
         if not self._has_room(leg):
             raise BudgetSpent
         result = self._once(leg)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -16,23 +17,38 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetCheck(Config):
-    """One run from the initial parameters to the workload's target."""
+    """Runs from the initial parameters to the workload's target, one a seed."""
 
     reached: bool
+    """By any run."""
+    updates: tuple[float | None, ...] = ()
+    """Steps of a trainer to the target, by seed; none of a run that was over before it arrived."""
     time_s: float | None = None
-    """Seconds to the first of three hits in a row."""
+    """The arm's own seconds for the median of these; none where fewer than half arrived."""
     final_loss: float | None = None
+    """Of the first run."""
     from_arm: str | None = None
-    """Whose run it was, where it was another's that trains alike: ``time_s`` is scaled by their own step times."""
+    """Whose runs they were, where they were another's that trains alike."""
     steps: int | None = None
     """Up to which it trained; fewer than the workload's where the script's data end earlier."""
+
+    @property
+    def num_reached(self) -> int:
+        """Runs that arrived."""
+        return sum(one is not None for one in self.updates)
+
+    def with_run(self, updates: float | None, final_loss: float | None, steps: int) -> TargetCheck:
+        """With another run."""
+        known = dataclasses.replace(self, updates=(*self.updates, updates), reached=self.reached or updates is not None)
+        return known if self.updates else dataclasses.replace(known, final_loss=final_loss, steps=steps)
 
     def __str__(self) -> str:
         """In a few words."""
         if not self.reached:
             return "not reached" + (f" (loss {self.final_loss:.3g})" if self.final_loss is not None else "")
+        some = "" if self.num_reached == len(self.updates) else f" in {self.num_reached} of {len(self.updates)} runs"
         after = f" after {self.time_s:.3g} s" if self.time_s is not None else ""
-        return f"reached{after}{'' if self.from_arm is None else f' (run of {self.from_arm})'}"
+        return f"reached{some}{after}{'' if self.from_arm is None else f' (runs of {self.from_arm})'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +138,12 @@ class Recommendation(Config):
     """Lower end of a 90 % interval of the mean paired log ratio that holds whenever the pairs stop."""
     high: float | None = None
     to_target: float | None = None
-    """How many times as soon as the default the finalist reached the target, in one run each; none where it trains like the default."""
+    """How many times as soon as the default the finalist reaches the target; none where it trains like the default."""
+    to_target_low: float | None = None
+    """Lower end of its 90 % interval (``tuner.sequential``); none where one seed was run, or too few runs arrived."""
+    to_target_high: float | None = None
+    seeds: int | None = None
+    """Seeds of these runs."""
     target_loss: float | None = None
     pairs: tuple[Pair, ...] = ()
     arms: tuple[Arm, ...] = ()
@@ -147,13 +168,21 @@ class Recommendation(Config):
         if self.target_loss is None:
             return f"{step}, {count}"
         if self.to_target is not None:
-            own = next((arm.target for arm in self.arms if arm.strategy == self.strategy), None)
-            by = "one run each" if own is None or own.from_arm is None else f"one run each, that of {own.from_arm}"
-            return f"{self.to_target:.2f}x to loss {self.target_loss:g}, {by} ({step} a step, {count})"
-        default = next((arm.target for arm in self.arms if arm.name == "default"), None)
+            own, default = (self._target_of(strategy) for strategy in (self.strategy, self.arms[0].strategy))
+            whose = "" if own is None or own.from_arm is None else f", of {own.from_arm}"
+            by = "one run each"
+            if self.to_target_low is not None and own is not None and default is not None:
+                missed = "" if (num := min(own.num_reached, default.num_reached)) == self.seeds else f" ({num} arrived)"
+                by = f"n = {self.seeds} seeds{missed}"
+            ends = "" if self.to_target_low is None else f" [{self.to_target_low:.2f}, {self.to_target_high:.2f}]"
+            return f"{self.to_target:.2f}x{ends} to loss {self.target_loss:g}, {by}{whose} ({step} a step, {count})"
+        default = self._target_of(self.arms[0].strategy) if self.arms else None
         if default is not None and not default.reached:
             return f"reaches loss {self.target_loss:g}, which the default does not ({step} a step, {count})"
         return f"{step} to loss {self.target_loss:g} and a step, {count}"
+
+    def _target_of(self, strategy: DistributedStrategy) -> TargetCheck | None:
+        return next((arm.target for arm in self.arms if arm.strategy == strategy), None)
 
     def save(self, folder: Path) -> None:
         """Write ``recommended.toml``, then ``recommendation.json``, each whole or not at all."""

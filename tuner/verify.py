@@ -2,9 +2,12 @@
 
 Three rounds in one launch: every arm twice, forward then backward (A B C C B A), which ranks them, and as many more arms as there
 are finalists, each named by what the legs before it say of the simulator's errors (``tuner.bias``); where the workload has a
-target, a run to it from the initial parameters, which may reject an arm; then fresh pairs of the default and the fastest arm in
+target, runs to it from the initial parameters, which may reject an arm; then fresh pairs of the default and the fastest arm in
 alternating order, until the verdict is known. Where that arm is rejected, fails or gains nothing, the next that ran faster than
 the default takes its place. Only the pairs speak in the verdict: the runs that chose a winner flatter it.
+
+Time to the target is updates to the target times seconds an update. Updates depend on the way of training alone, and on the seed: their
+runs are shared by all arms that train alike, and each finalist's are paired with the default's of the same seeds (``tuner.to_target``).
 
 Wherever several finalists are compared, the chance of a USE without the gain is that of one: the first has ``FIRST_SHARE`` of
 it, the next that share of what is left, the last all of it. One whose legs fail leaves what its looks had not spent.
@@ -18,16 +21,20 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.target import median_arrival
 from real.processes.diagnosis import LegFailed, LegLost
+from real.processes.roles import SEED
 from tuner.bias import named
 from tuner.real_runs import BudgetSpent, RealRuns, budget_of, step_s_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
 from tuner.space import parameters_of
+from tuner.to_target import Updates
 
 DEFAULT = "default"
 FIRST_SHARE = 0.95
@@ -100,6 +107,15 @@ class _Verifier:
     judged: Judgement | None = None
     undecided: bool = False
     """Measuring ended before a verdict."""
+    ways: dict[tuple[object, ...], TargetCheck] = field(default_factory=dict)
+    """Runs to the target of each way of training."""
+    whose: dict[tuple[object, ...], str] = field(default_factory=dict)
+    """The arm that they were of."""
+    seeds: range = range(1)
+    """Of these runs: as many as may be."""
+
+    def __post_init__(self) -> None:
+        self.seeds = range(self.experiment.run.seed, self.experiment.run.seed + num_seeds(self.experiment))
 
     def run(self) -> Recommendation:
         try:
@@ -204,52 +220,110 @@ class _Verifier:
         return self.arms[name].rejected is None
 
     def _check_target(self, name: str) -> None:
-        """The arm's run to the target; timing knobs do not change what is learnt, so one run stands for all that train alike."""
-        workload, way = self.experiment.workload, _learns_as(self.arms[name].strategy)
-        if workload.target_loss is None:
+        """Run to the target, and, where the arm trains otherwise than the default, with several seeds."""
+        if (target := self.experiment.workload.target_loss) is None:
             return
-        alike = next((arm for arm in self.arms.values() if arm.target is not None and _learns_as(arm.strategy) == way), None)
-        if alike is not None:
-            assert alike.target is not None
-            time_s, faster = alike.target.time_s, self.ratios[name] / self.ratios[alike.name]
-            scaled_s = None if time_s is None else time_s * faster
-            self._update(name, target=dataclasses.replace(alike.target, time_s=scaled_s, from_arm=alike.name))
-            if alike.name != DEFAULT:
-                self.notes.append(f"{name} trains step for step like {alike.name}, whose run to the target stands for it")
+        way = self._way(name)
+        is_new = way not in self.ways
+        self._run_to_target(name, 0)
+        if way != self._way(DEFAULT):
+            self._run_other_seeds(name)
+        for shown in (DEFAULT, name):
+            self._show_target(shown)
+        if not is_new and self.whose[way] not in (name, DEFAULT):
+            self.notes.append(f"{name} trains step for step like {self.whose[way]}, whose runs to the target stand for it")
+        if name == DEFAULT and not self.ways[way].reached:
+            missed = f"the default does not reach the target loss {target:g} in {self.ways[way].steps} steps"
+            self.notes.append(f"{missed}: only a strategy that does can be recommended")
+
+    def _run_other_seeds(self, name: str) -> None:
+        """The default and the arm to the target with every further seed, as far as the budget has room, and as long as the arm may pass."""
+        for number in range(1, len(self.seeds)):
+            if self._misses_more(name):
+                return
+            if not self.legs.affords(2 * looks(MANY)[0], num_targets=2):
+                self.notes.append(f"the budget has no room for more than {counted(number, 'seed')} of {name}'s runs to the target")
+                return
+            try:
+                self._run_to_target(DEFAULT, number)
+            except LegFailed as failure:
+                self.notes.append(f"the default, with seed {self.seeds[number]}, {_says(failure)}: no further seed was run")
+                return
+            if len(self.seeds) == 1:
+                return
+            self._run_to_target(name, number)
+
+    def _run_to_target(self, name: str, number: int) -> None:
+        """The arm's run with the n-th seed, if none of its way has it."""
+        way, steps = self._way(name), self.experiment.workload.steps
+        check = self.ways.get(way, TargetCheck(reached=False))
+        if number < len(check.updates):
             return
-        self.progress(f"target of {name}", 0, 1)
-        result = self.legs.run(name, self.arms[name].strategy, steps=workload.steps, start="initial", evaluate=True)
-        time_s = result.summary.time_to_target_s
-        steps = int(result.steps["step"].max()) if len(result.steps) else workload.steps
-        check = TargetCheck(reached=time_s is not None, time_s=time_s, final_loss=result.summary.final_loss, steps=steps)
-        self._update(name, target=check)
-        if name == DEFAULT and time_s is None:
-            self.notes.append(
-                f"the default does not reach the target loss {workload.target_loss:g} in {steps} steps: "
-                "only a strategy that does can be recommended"
-            )
-        self.progress(f"target of {name}", 1, 1)
+        self.whose.setdefault(way, name)
+        seed = self.seeds[number]
+        stage = f"target of {name}" + (f", seed {seed}" if number else "")
+        self.progress(stage, 0, 1)
+        result = self.legs.run(name, self.arms[name].strategy, steps=steps, start="initial", seed=seed, evaluate=True)
+        trained = int(result.steps["step"].max()) if len(result.steps) else steps
+        self.progress(stage, 1, 1)
+        updates, final_loss = result.summary.steps_to_target, result.summary.final_loss
+        if number and (updates, final_loss) == (check.updates[0], check.final_loss):
+            self.seeds = self.seeds[:1]
+            self.notes.append(f"the runs of {name} with two seeds are equal, and count as one: a script takes its seed from {SEED}")
+            return
+        self.ways[way] = check.with_run(updates, final_loss, trained)
+
+    def _show_target(self, name: str) -> None:
+        """Let the arm have what is known of its way, in seconds of its own steps."""
+        way = self._way(name)
+        check, whose = self.ways[way], self.whose[way]
+        assert check.steps is not None
+        median, step_s = median_arrival(check.updates, [float(check.steps)] * len(check.updates)), self.arms[name].real_s
+        time_s = None if median is None or step_s is None else median * step_s
+        self._update(name, target=dataclasses.replace(check, time_s=time_s, from_arm=None if whose == name else whose))
+
+    def _misses_more(self, name: str) -> str | None:
+        """Says so where the arm arrived less often than the default, with the same seeds."""
+        own = self.ways[self._way(name)]
+        num = sum(one is not None for one in self.ways[self._way(DEFAULT)].updates[: len(own.updates)])
+        target = self.experiment.workload.target_loss
+        if own.num_reached >= num:
+            return None
+        return f"reaches the target loss {target:g} in {own.num_reached} of {counted(len(own.updates), 'run')}, the default in {num}"
+
+    def _updates(self, name: str) -> Updates | None:
+        """What the finalist's runs say of its updates; none where they are the default's, or it never arrives."""
+        way, base = self._way(name), self._way(DEFAULT)
+        if way == base or way not in self.ways or not self.ways[base].reached:
+            return None
+        steps = self.ways[base].steps
+        assert steps is not None
+        return Updates.of_runs(self.ways[base].updates, self.ways[way].updates, steps)
+
+    def _way(self, name: str) -> tuple[object, ...]:
+        return _learns_as(self.arms[name].strategy)
 
     def _rejection(self, name: str) -> str | None:
-        """Why an arm's target run rules it out. Without a target nothing does."""
-        arm, default = self.arms[name], self.arms[DEFAULT]
+        """Why an arm's runs to the target rule it out. Without a target nothing does."""
+        arm, default, target = self.arms[name], self.arms[DEFAULT], self.experiment.workload.target_loss
         if arm.target is None or default.target is None:
             return None
+        runs = len(arm.target.updates)
         if not arm.target.reached:
             final = "" if arm.target.final_loss is None else f" (final loss {arm.target.final_loss:.3g})"
-            target = self.experiment.workload.target_loss
-            return f"does not reach the target loss {target:g} in {arm.target.steps} steps{final}"
-        assert arm.target.time_s is not None
-        if _learns_as(arm.strategy) == _learns_as(default.strategy):
+            return f"does not reach the target loss {target:g} in {arm.target.steps} steps{'' if runs == 1 else f' of {runs} runs'}{final}"
+        if self._way(name) == self._way(DEFAULT):
             self.notes.append(f"{name} trains step for step like the default: its gain to the target is that of its steps")
             return None
-        if default.target.time_s is not None and arm.target.time_s > default.target.time_s:
-            return f"reaches the target in {arm.target.time_s:.3g} s, later than the default ({default.target.time_s:.3g} s)"
-        others = "the default does not" if default.target.time_s is None else f"the default in {default.target.time_s:.3g} s"
+        if (missed := self._misses_more(name)) is not None:
+            return missed
+        updates, took = self._updates(name), "" if arm.target.time_s is None else f" in {arm.target.time_s:.3g} s"
+        if updates is not None and updates.mean - math.log(self.ratios[name]) < 0:
+            return f"reaches the target{took}, later than the default ({default.target})"
+        others = "the default does not" if updates is None else f"the default {default.target}"
         self.notes.append(
             f"{name}, with {counted(arm.strategy.local_steps, 'local step')} and gradients in {parameters_of(arm.strategy)['wire']}, still "
-            f"reaches the target in {arm.target.time_s:.3g} s, {others}; "
-            "one run each, from the initial parameters"
+            f"reaches the target{took}, {others}; {'one run' if runs == 1 else f'{runs} runs'} each, from the initial parameters"
         )
         return None
 
@@ -279,12 +353,14 @@ class _Verifier:
 
     def _judge(self, *, final: bool = False) -> None:
         ratios = [math.log(pair.speedup) for pair in self.pairs]
-        self.judged = judge(ratios, self.experiment.tune.min_gain, self.experiment.tune.pairs, error=self.error, final=final)
+        tune, updates = self.experiment.tune, None if self.finalist is None else self._updates(self.finalist)
+        self.judged = judge(ratios, tune.min_gain, tune.pairs, error=self.error, final=final, updates=updates)
 
     def _measured(self) -> str:
         if self.judged is None:
             return f"has {counted(len(self.pairs), 'pair')}, and an interval needs {LEAST_PAIRS}"
-        return f"measured {self.judged.speedup} in {self.judged.pairs} pairs"
+        what = "" if self.judged.speedup == self.judged.step else " to the target"
+        return f"measured {self.judged.speedup}{what} in {self.judged.pairs} pairs"
 
     def _recommend(self, reason: str) -> Recommendation:
         judged = self.judged
@@ -308,22 +384,24 @@ class _Verifier:
             reason=reason,
             strategy=self.arms[used or DEFAULT].strategy,
             finalist=self.finalist,
-            speedup=None if judged is None else judged.speedup.mean,
-            low=None if judged is None else judged.speedup.low,
-            high=None if judged is None else judged.speedup.high,
-            to_target=self._to_target(),
+            speedup=None if judged is None else judged.step.mean,
+            low=None if judged is None else judged.step.low,
+            high=None if judged is None else judged.step.high,
+            **self._to_target(),
             target_loss=self.experiment.workload.target_loss,
             pairs=tuple(self.pairs),
             arms=tuple(self._with_runs(arm) for arm in self.arms.values()),
             notes=tuple(self.notes),
         )
 
-    def _to_target(self) -> float | None:
-        if self.finalist is None:
-            return None
-        own, default = self.arms[self.finalist], self.arms[DEFAULT]
-        times = [arm.target.time_s for arm in (default, own) if arm.target is not None and arm.target.time_s is not None]
-        return times[0] / times[1] if len(times) == 2 and _learns_as(own.strategy) != _learns_as(default.strategy) else None
+    def _to_target(self) -> dict[str, Any]:
+        """Of the recommendation, where the finalist trains otherwise than the default."""
+        updates = None if self.finalist is None else self._updates(self.finalist)
+        if updates is None or self.judged is None:
+            return {}
+        found, seeds = self.judged.speedup, len(updates.ratios)
+        ends = {"to_target_low": found.low, "to_target_high": found.high} if seeds > 1 and math.isfinite(found.high) else {}
+        return {"to_target": found.mean, "seeds": seeds, **ends}
 
     def _with_runs(self, arm: Arm) -> Arm:
         runs, void = (tuple(names.get(arm.name, ())) for names in (self.legs.runs, self.legs.void))
@@ -335,6 +413,13 @@ class _Verifier:
 
 def _says(failure: LegFailed) -> str:
     return f"failed on {failure.where}: {failure.what}"
+
+
+def num_seeds(experiment: Experiment) -> int:
+    """Runs to the target of each way of training, at most; a declared loss has no seed."""
+    if experiment.run.device == "emulated":
+        return 1
+    return experiment.tune.target_seeds or (1 if experiment.run.launcher == "command" else 3)
 
 
 def _learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:
@@ -353,6 +438,8 @@ def _family(strategy: DistributedStrategy, default: DistributedStrategy) -> str:
 def _needed(judged: Judgement | None) -> str:
     if judged is None:
         return ""
+    if judged.pairs_needed is None:
+        return "no number of pairs would decide: updates to the target differ too much between seeds (tune.target_seeds)"
     number = f"more than {MANY:,}" if judged.pairs_needed >= MANY else f"about {judged.pairs_needed:,}"
     return f"{number} would decide, if mean and spread stay (tune.pairs)"
 

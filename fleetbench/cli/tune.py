@@ -78,6 +78,8 @@ def _arms_table(recommendation: Recommendation) -> Table:
     table = new_table(f"{recommendation.name}: step times, simulated and real", *columns, left=("target", "strategy"))
     for arm in recommendation.arms:
         target = "" if arm.target is None else "reached" if arm.target.reached else "not reached"
+        if arm.target is not None and len(arm.target.updates) > 1:
+            target = f"{target} ({arm.target.num_reached} of {len(arm.target.updates)})"
         table.add_row(
             arm.name,
             units.milliseconds(arm.simulated_s),

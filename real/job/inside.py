@@ -26,13 +26,15 @@ from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.job.driver_watch import Watch
 from real.job.folder import DriverSide, RankSide
 from real.processes.place import PREFIX, make_folder
-from real.processes.roles import STORE, TUNING, Role, role_of
+from real.processes.roles import SEED, STORE, TUNING, Role, role_of
 from real.processes.started import end, start, uninterrupted
 
 SHARED = "FLEETBENCH_INSIDE"
 """Environment variable of a driver inside: the folder that all processes of the job see."""
 
 _MEET = timedelta(minutes=5)
+_SEED = "seed"
+"""File of a launch's folder, older than ``driver.json``, at which other ranks know the launch."""
 _POLL_S = 0.1
 
 
@@ -103,13 +105,20 @@ def _launches(board: RankSide) -> list[Path]:
     return []
 
 
+def set_seed(folder: Path, seed: int) -> None:
+    """The trainers of the launch with this folder, which is not made yet, will find ``seed`` in ``FLEETBENCH_SEED``."""
+    folder.mkdir(parents=True)
+    (folder / _SEED).write_text(str(seed), encoding="ascii")
+
+
 def trainer_environment(folder: Path, role: Role | None = None) -> dict[str, str]:
-    """What a trainer of the launch with this folder is told of its role, this process's by default; nothing where the driver is outside."""
+    """What a trainer of the launch with this folder is told: its seed, and, by a driver inside, its role, this process's by default."""
+    seed = {SEED: (folder / _SEED).read_text(encoding="ascii")} if (folder / _SEED).exists() else {}
     if role is None:
         if SHARED not in os.environ:
-            return {}
+            return seed
         role = role_of(os.environ)
-    return {
+    return seed | {
         "RANK": str(role.rank),
         "WORLD_SIZE": str(role.trainers),
         "LOCAL_RANK": str(role.local_rank),

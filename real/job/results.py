@@ -17,13 +17,13 @@ from typing import Any
 
 import pandas as pd
 
-from fleetbench.declared import first_hit
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.exchange import INT8_BLOCK, INT8_SCALE_BYTES
 from fleetbench.plan.replay import Recording, in_order
 from fleetbench.result import RunResult, StepRecord, skip, slower_wire, steps_table, summarise
 from fleetbench.store import new_run_id
+from fleetbench.target import crossing
 from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
 from fleetbench.workload import LINEAR_OPTIMIZERS
 from real.engine.stopwatch import TimedSpan, TimedStep
@@ -59,7 +59,8 @@ class Collected:
 
     records: list[StepRecord]
     spans: tuple[Span, ...]
-    time_to_target_s: float | None
+    to_target: tuple[float, float] | None
+    """Seconds and steps."""
     host_s: float
 
 
@@ -77,7 +78,7 @@ def collect(parts: Sequence[RankPart], target_loss: float | None) -> Collected:
     several = any(span.communicator for part in parts for span in part.spans)
     spans = [_span(rank, span, several=several) for rank, part in enumerate(shifted) for span in part.spans]
     last = max(timed.record.end_ns for part in parts for timed in part.steps)
-    return Collected(records, tuple(spans), _time_to_target(parts[0].held_out, target_loss, records), (last - origin) * 1e-9)
+    return Collected(records, tuple(spans), _to_target(parts[0].held_out, target_loss, records), (last - origin) * 1e-9)
 
 
 def _wire_notes(spans: Sequence[Span]) -> list[dict[str, str]]:
@@ -101,16 +102,12 @@ def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
     return Span(rank, stream, span.name, span.start_ns, span.end_ns - span.start_ns)
 
 
-def _time_to_target(held_out: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> float | None:
-    """Seconds from the first counted start to the end, on the last rank, of the step that first hit the target."""
-    if target is None:
+def _to_target(held_out: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> tuple[float, float] | None:
+    """Seconds from the first counted start to the end, on the last rank, of the step that reached the target; and steps until then."""
+    if (reached := crossing(held_out, target)) is None:
         return None
-    step = first_hit([loss <= target for _, loss in held_out])
-    if step is None:
-        return None
-    reached = held_out[step][0]
     begin = min(record.start_ns for record in records if record.step >= 1)
-    return (max(record.end_ns for record in records if record.step == reached) - begin) * 1e-9
+    return (max(record.end_ns for record in records if record.step == reached.step) - begin) * 1e-9, reached.smooth
 
 
 def run_of(
@@ -130,11 +127,11 @@ def run_of(
     collected = collect(ranks, experiment.workload.target_loss)
     table = steps_table(collected.records)
     if "held_out" in parts[0]:
-        final_loss, time_to_target_s = parts[0]["final_loss"], collected.time_to_target_s
+        final_loss, to_target = parts[0]["final_loss"], collected.to_target
     elif leg.evaluate:
-        final_loss, time_to_target_s = _losses(table, experiment, leg.steps)
+        final_loss, to_target = _losses(table, experiment, leg.steps)
     else:
-        final_loss = time_to_target_s = None
+        final_loss = to_target = None
     experiment = experiment_of_leg(experiment, leg, int(table.loc[table["step"] >= 1, "step"].nunique()))
     if experiment.workload.target_loss is not None and not leg.evaluate:
         skipped = [*skipped, skip("workload.target_loss", "not evaluated in this leg")]
@@ -142,7 +139,8 @@ def run_of(
         skipped = [*skipped, skip("strategy.localsgd_configs.outer_on_host", "the trainers' memory is the host's")]
     if experiment.strategy.quantises:
         skipped = [*skipped, *_wire_notes(collected.spans)]
-    known |= {"final_loss": final_loss, "time_to_target_s": time_to_target_s, "skipped": skipped}
+    time_to_target_s, steps_to_target = to_target or (None, None)
+    known |= {"final_loss": final_loss, "time_to_target_s": time_to_target_s, "steps_to_target": steps_to_target, "skipped": skipped}
     return RunResult(
         experiment=experiment,
         summary=summarise(experiment, table, executor="real", run_id=new_run_id(), **known),
@@ -221,8 +219,8 @@ def _next_exchange(part: RankPart, steps: set[int], evaluated: int) -> int:
     return min((step for step in meets if step > evaluated), default=max(steps))
 
 
-def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tuple[float | None, float | None]:
-    """Final loss, and seconds to the target: of the loss that the script reports, its mean over all ranks and ``eval_every`` steps.
+def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tuple[float | None, tuple[float, float] | None]:
+    """Final loss, and seconds and steps to the target: of the reported loss, its mean over all ranks and ``eval_every`` steps.
 
     A window counts once it is over, by ``last_step``; steps that were cut out of it, and those without a report, are no part of its mean.
     """
@@ -232,13 +230,12 @@ def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tupl
     windows = windows[(windows.index + 1) * workload.eval_every <= last_step]
     if windows.empty:
         return None, None
-    hit = None if workload.target_loss is None else first_hit([loss <= workload.target_loss for loss in windows])
-    if hit is None:
-        return float(windows.iloc[-1]), None
-    reached = (int(windows.index[hit]) + 1) * workload.eval_every
-    kept = table.loc[table["step"].between(1, reached), "step"]
+    ended = [((window + 1) * workload.eval_every, loss) for window, loss in zip(windows.index.tolist(), windows.tolist(), strict=True)]
+    if (reached := crossing(ended, workload.target_loss)) is None:
+        return ended[-1][1], None
+    kept = table.loc[table["step"].between(1, reached.step), "step"]
     parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
     until = table[table["step"] == kept.max()]
     begin_s = float(table.loc[table["step"] >= 1, "start_s"].min())
     took_s = float((until["start_s"] + until[parts].sum(axis=1)).max()) - begin_s
-    return float(windows.iloc[-1]), took_s * reached / kept.nunique()  # a step that was cut out took what the others did
+    return ended[-1][1], (took_s * reached.step / kept.nunique(), reached.smooth)  # a step that was cut out took what the others did

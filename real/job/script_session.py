@@ -23,7 +23,7 @@ from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 from real.job.facts import Facts, experiment_of
-from real.job.inside import SHARED
+from real.job.inside import SHARED, set_seed
 from real.job.launch import CommandLaunch, Progress
 from real.job.results import LEAST_STEPS, run_of
 from real.job.session import LegSession
@@ -181,17 +181,20 @@ class ScriptSession(LegSession):
             if launch.code is not None or is_short or is_other or leg.start == "initial":
                 self._end()
         if self._launch is None:
-            self._launch = self._started()
+            self._launch = self._started(leg.seed)
             self._restart_part = None
         self._restart_part = self._restart_part or part
         return self._launch
 
-    def _started(self) -> CommandLaunch:
+    def _started(self, seed: int | None) -> CommandLaunch:
         run = self._base.run
         self._num_launches += 1
+        folder = self._folder / str(self._num_launches)
+        if seed is not None:
+            set_seed(folder, seed)
         launch = CommandLaunch(
             self._command,
-            self._folder / str(self._num_launches),
+            folder,
             startup_timeout_s=run.startup_timeout * 1e-9,
             timeout_s=run.timeout * 1e-9,
         )

@@ -37,6 +37,9 @@ STARTUP = "FLEETBENCH_STARTUP_TIMEOUT"
 TUNING = "FLEETBENCH_TUNING"
 """Environment variable with a job's folder, in a user's script that ``fleetbench profile -- COMMAND`` or ``tune -- COMMAND`` drives."""
 
+SEED = "FLEETBENCH_SEED"
+"""Environment variable with the seed of a tuning's run to the target, for a user's script that takes it."""
+
 ENVIRONMENT = "env://"
 """``init_method`` that reads MASTER_ADDR and MASTER_PORT."""
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fleetbench.cluster import Cluster
 from fleetbench.config import decode, encode
-from fleetbench.declared import HITS_IN_A_ROW, first_hit, learning_rate
+from fleetbench.declared import learning_rate
 from fleetbench.digests import digest_of, json_digest
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Run
@@ -26,6 +26,7 @@ from fleetbench.plan.servers.rules import SERVED
 from fleetbench.store import versions
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import WORKLOAD, refuse_unexecuted
+from fleetbench.target import HITS_IN_A_ROW, Crossing, crossing
 from fleetbench.workload import LAYERS, Workload
 from sim.servers.actor import Order
 
@@ -138,10 +139,9 @@ class Trajectory:
         """The trainers' mean at a step."""
         return float(self.losses[step - self.first_step].mean())
 
-    def target_step(self, target: float | None) -> int | None:
-        """The step at the first of three evaluations in a row that reach the target; none where none does."""
-        hit = None if target is None else first_hit([loss <= target for _, loss in self.held_out])
-        return None if hit is None else self.held_out[hit][0]
+    def crossing(self, target: float | None) -> Crossing | None:
+        """Where it reaches the target; none where it does not."""
+        return crossing(self.held_out, target)
 
     @property
     def lowest(self) -> float | None:

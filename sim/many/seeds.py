@@ -17,6 +17,7 @@ from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import Summary
+from fleetbench.target import median_arrival
 from sim.learning.trajectory import Learn
 from sim.many.pool import Job, summaries
 from sim.run import Engine
@@ -74,12 +75,9 @@ class OverSeeds:
     def median_to_target_s(self) -> float | None:
         """The time after which half of the runs have reached the target; none where fewer have.
 
-        Runs that end before they reach it count as later than any that did: no run is dropped. With runs of one length that is the
-        median of Kaplan and Meier (1958).
+        Runs that end before they reach it are censored: no run is dropped.
         """
-        times = sorted(math.inf if summary.time_to_target_s is None else summary.time_to_target_s for summary in self.summaries)
-        middle = times[(len(times) - 1) // 2]
-        return None if middle == math.inf else middle
+        return median_arrival([summary.time_to_target_s for summary in self.summaries], [math.inf] * len(self.summaries))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: the intervals, and every run's summary."""

@@ -120,7 +120,7 @@ def _indistinct(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
     if not key.endswith("k_steps") or len(best) < 2 or None in best:
         return None
     target = max(loss for loss in best if loss is not None)
-    steps = {value: one.target_step(target) or math.inf for value, one in learnt.items()}
+    steps = {value: found.step if (found := one.crossing(target)) else math.inf for value, one in learnt.items()}
     fewest, most = min(steps.values()), max(steps.values())
     if most > _NOTICED * fewest:
         return None

@@ -52,6 +52,7 @@ PUBLISHED_KEYS = [  # by hand, from the documented example of summary.json
     "staleness",
     "final_loss",
     "time_to_target_s",
+    "steps_to_target",
     "skipped",
     "lateness_s",
     "testbed",

@@ -94,7 +94,7 @@ def part(rank: int, leg: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 with notes.open("a") as file:
-    file.write("legs")
+    file.write(f"legs{' seed' + os.environ['FLEETBENCH_SEED'] if 'FLEETBENCH_SEED' in os.environ else ''}")
 for rank in range(2):
     place = {"host": f"host{rank}", "boot": "elsewhere", "namespace": "", "pid": 1}
     write(tuning / "ranks" / f"rank{rank}.json", {"rank": rank, "trainers": 2, "trainers_per_node": 2, "place": place})

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from fleetbench.declared import first_hit
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.result import StepRecord
@@ -292,10 +291,4 @@ def test_pauses_stop_rank_0s_clock() -> None:
         (200, 300),
         (300, 400),
     ]
-    assert collected.time_to_target_s == pytest.approx(200e-9)
-
-
-@pytest.mark.parametrize(("hits", "index"), [("0111", 1), ("1101", None), ("110111", 3), ("11", None), ("", None), ("111", 0)])
-def test_three_hits_in_a_row_count_from_the_first(hits: str, index: int | None) -> None:
-    """Two hits and a miss are none."""
-    assert first_hit([hit == "1" for hit in hits]) == index
+    assert collected.to_target == pytest.approx((200e-9, 2.0))

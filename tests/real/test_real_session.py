@@ -16,6 +16,9 @@ from fleetbench.plan.training import family
 from fleetbench.profile import Profile, compute_key, table_for
 from fleetbench.result import step_times
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.workloads.data.data import open_batches, prepare
+from fleetbench.workloads.models.registry import build_model, loss_of
+from fleetbench.workloads.training import sampler_of
 from real.job.session import Session
 from real.leg import Leg
 from real.profile.measuring import take_profile
@@ -143,6 +146,23 @@ def test_a_leg_from_the_initial_parameters_repeats_itself(session: Session, expe
     assert one.summary.final_loss == other.summary.final_loss
     later = session.run(dataclasses.replace(leg, start="continue"))
     assert later.steps["loss"].mean() < one.steps["loss"].mean()
+
+
+def test_a_leg_with_a_seed_has_its_initial_parameters_and_its_order_of_the_same_data(
+    session: Session, experiment: Experiment, tmp_path: Path
+) -> None:
+    """The first step's loss is that of a model and a batch made here, of data that are split as ever; without a seed all is as before."""
+    leg = Leg(strategy=experiment.strategy, steps=3, warmup_steps=0, start="initial", evaluate=True)
+    plain, other, again = (session.run(dataclasses.replace(leg, seed=seed)) for seed in (None, 5, experiment.run.seed))
+    assert plain.steps["loss"].tolist() == again.steps["loss"].tolist()
+    prepare(experiment.workload, experiment.run.seed, tmp_path)
+    seeded = experiment.replace(run=dataclasses.replace(experiment.run, seed=5))
+    workload = experiment.workload
+    model = build_model(workload.model, workload.model_options, workload.dtype, 5)
+    for rank in range(2):
+        inputs, labels = open_batches(workload, tmp_path, sampler_of(seeded, tmp_path, 2, rank)).batch(0)
+        found = other.steps[(other.steps["rank"] == rank) & (other.steps["step"] == 1)]["loss"].item()
+        assert found == pytest.approx(loss_of(workload.model)(model(inputs), labels).item(), rel=1e-5)
 
 
 def test_the_target_is_reached_at_the_first_of_three_hits(experiment: Experiment, session: Session) -> None:

@@ -328,12 +328,12 @@ def test_the_clock_decides_what_is_learnt(workload: dict[str, Any], strategy: di
     steps = result.steps
     for rank in range(3):
         np.testing.assert_array_equal(steps[steps["rank"] == rank].sort_values("step")["loss"], found.losses[:, rank])
-    reached = found.target_step(target)
+    reached = found.crossing(target)
     begin = steps["start_s"].min()
     if reached is None:
         assert result.summary.time_to_target_s is None
     else:
-        own = steps[steps["step"] == reached]
+        own = steps[steps["step"] == reached.step]
         parts = ["read_s", "forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
         ends = own["start_s"] - begin + own[[name for name in parts if name in own]].sum(axis=1)
         assert result.summary.time_to_target_s == pytest.approx(ends.max(), rel=1e-3)

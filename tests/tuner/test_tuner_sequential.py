@@ -113,7 +113,7 @@ def test_an_undecided_verdict_says_how_many_pairs_it_would_take() -> None:
 
 def test_a_gain_without_any_noise_is_known_at_the_first_look() -> None:
     """Runs by formula do not differ; neither does what is exactly at the threshold, which nothing decides."""
-    assert judged([0.2] * 48) == Judgement("USE", judged([0.2] * 48).speedup, 4, 4)
+    assert judged([0.2] * 48) == Judgement("USE", judged([0.2] * 48).speedup, judged([0.2] * 48).step, 4, 4)
     assert (judged([0.0] * 48).verdict, judged([0.0] * 48).pairs) == ("NO GAIN", 4)
 
 

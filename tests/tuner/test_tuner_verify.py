@@ -1,8 +1,10 @@
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from scipy import stats
 from tuner_fakes import FakeRunner, StepS, layers_experiment, target_experiment
 
 from fleetbench.experiment import Experiment
@@ -39,7 +41,7 @@ def verified(
     tried: list[Arm],
     folder: Path,
     step_s: StepS,
-    time_to_target_s: Callable[[DistributedStrategy], float | None] = lambda _: 1.0,
+    time_to_target_s: Callable[[DistributedStrategy], float | None] | None = None,
     noise: Callable[[int], float] = lambda _: 1.0,
 ) -> tuple[Recommendation, FakeRunner]:
     """A verification over a fake runner."""
@@ -463,3 +465,67 @@ def test_minutes_end_the_pairs_with_a_last_look(tmp_path: Path, minutes: float, 
     legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=1.0, clock=lambda: next(now))
     found = verify(experiment, arms(one=FUSED), legs)
     assert (found.verdict, found.undecided, len(found.pairs)) == (verdict, verdict != "USE", num_pairs)
+
+
+def seeded(updates: Callable[[int, bool], float | None], folder: Path, **tune: object) -> tuple[Recommendation, FakeRunner]:
+    """K = 16, in half of a step's time, against the default, on trainers whose updates to the target depend on the seed and on K."""
+    experiment = target_experiment(**tune)
+    experiment = experiment.replace(run=replace(experiment.run, device="cpu"))
+    runner = FakeRunner(experiment, by_local_steps, updates=lambda leg: updates(leg.seed or 0, leg.strategy.localsgd))
+    return verify(experiment, arms(fast=local(16)), legs_of(runner, folder)), runner
+
+
+def test_runs_to_the_target_are_paired_over_seeds(tmp_path: Path) -> None:
+    """Three seeds of both, a tenth more updates of K = 16 in half of a step's time: the interval is Student's of the three log ratios."""
+    more = (1.0, 1.1, 1.21)
+    found, runner = seeded(lambda seed, is_local: 80.0 * (1 + seed) * (more[seed] if is_local else 1.0), tmp_path)
+    seeds = [(leg.strategy.localsgd, leg.seed) for leg in runner.legs if leg.evaluate]
+    assert seeds == [(way, seed) for seed in range(3) for way in (False, True)]
+    assert (found.verdict, found.seeds) == ("USE", 3)
+    ends = stats.ttest_1samp([math.log(2 / one) for one in more], 0).confidence_interval(0.90)
+    assert (found.to_target, found.to_target_low, found.to_target_high) == pytest.approx((2 / 1.1, *map(math.exp, ends)), rel=1e-3)
+    assert (found.speedup, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+    assert found.line.endswith(": 1.82x [1.55, 2.14] to loss 0.5, n = 3 seeds (2.00x [2.00, 2.00] a step, n = 4 pairs)")
+
+
+def test_updates_that_cost_what_steps_gain_keep_the_default(tmp_path: Path) -> None:
+    """Twice the updates at half of a step's time: later than the default. At 1.7 times, with a spread between seeds, undecided."""
+    later, _ = seeded(lambda seed, is_local: (80.0 + seed) * (2.02 if is_local else 1.0), tmp_path / "later")
+    assert (later.verdict, later.undecided) == ("KEEP DEFAULT", False)
+    assert "later than the default (reached after" in (later.arms[1].rejected or "")
+    spread, _ = seeded(lambda seed, is_local: 80.0 * ((1.2, 1.7, 2.4)[seed] if is_local else 1.0 + seed / 100), tmp_path / "spread")
+    assert (spread.verdict, spread.undecided, len(spread.pairs)) == ("KEEP DEFAULT", True, 4)
+    assert "no number of pairs would decide: updates to the target differ too much between seeds (tune.target_seeds)" in spread.line
+
+
+def test_runs_that_never_arrive_are_counted(tmp_path: Path) -> None:
+    """Where the finalist misses a seed of the default's, it is rejected, and no further seed is run; the default's misses are bounds."""
+    missed, runner = seeded(lambda seed, is_local: None if is_local and seed == 1 else 80.0 + seed, tmp_path / "missed")
+    assert missed.arms[1].rejected == "reaches the target loss 0.5 in 1 of 2 runs, the default in 2"
+    assert [leg.seed for leg in runner.legs if leg.evaluate] == [0, 0, 1, 1]
+    misses = lambda seed, is_local: None if seed == 1 and not is_local else (30.0 if is_local else 36.0) + seed  # noqa: E731  # one line
+    wide, _ = seeded(misses, tmp_path / "wide", target_seeds=5)
+    assert (wide.verdict, wide.seeds) == ("USE", 5)
+    assert "n = 5 seeds (4 arrived)" in wide.line
+    assert str(wide.arms[0].target) == "reached in 4 of 5 runs after 0.468 s"
+
+
+def test_seeds_that_change_nothing_count_as_one(tmp_path: Path) -> None:
+    """A script that does not look at its seed: the second run equals the first, and no interval is made of them."""
+    found, runner = seeded(lambda _, is_local: 100.0 if is_local else 80.0, tmp_path)
+    assert [leg.seed for leg in runner.legs if leg.evaluate] == [0, 0, 1]
+    assert "1.60x to loss 0.5, one run each (2.00x" in found.line
+    assert any("FLEETBENCH_SEED" in note for note in found.notes)
+
+
+def test_a_budget_has_fewer_seeds(tmp_path: Path) -> None:
+    """Room for one more pair of runs and none after it: two seeds of five."""
+    experiment = target_experiment(target_seeds=5, budget_minutes=280 / 120)
+    experiment = experiment.replace(run=replace(experiment.run, device="cpu"))
+    runner = FakeRunner(experiment, by_local_steps, updates=lambda leg: 80.0 + (leg.seed or 0) * (2 if leg.strategy.localsgd else 1))
+    legs = RealRuns(
+        experiment=experiment, runner=runner, folder=tmp_path, step_s=0.5, clock=lambda: sum(one.steps for one in runner.legs) / 2
+    )
+    found = verify(experiment, arms(fast=local(16)), legs)
+    assert found.seeds == 2
+    assert any("no room for more than 2 seeds of fast's runs" in note for note in found.notes)

@@ -1,0 +1,48 @@
+"""Target: when a training has reached its loss, and what several runs say of it of which some never do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+HITS_IN_A_ROW = 3
+"""So many evaluations at or below the target count as reached, at the first of them."""
+
+
+class Crossing(NamedTuple):
+    """Where a training reaches its target."""
+
+    place: int
+    """Of the first of ``HITS_IN_A_ROW`` evaluations in a row at or below the target."""
+    step: int
+    """Of that evaluation."""
+    smooth: float
+    """Where the line from the evaluation before it crosses the target: not only multiples of ``workload.eval_every``."""
+
+
+def crossing(evaluated: Sequence[tuple[int, float]], target: float | None) -> Crossing | None:
+    """The target's crossing by successive ``(step, loss)``; none where it is not confirmed, or there is no target."""
+    if target is None:
+        return None
+    hits = [loss <= target for _, loss in evaluated]
+    place = next((first for first in range(len(hits) - HITS_IN_A_ROW + 1) if all(hits[first : first + HITS_IN_A_ROW])), None)
+    if place is None:
+        return None
+    step, loss = evaluated[place]
+    before, higher = evaluated[place - 1] if place else (step, loss)
+    share = (higher - target) / (higher - loss) if target < higher < float("inf") else 1.0
+    return Crossing(place, step, before + share * (step - before))
+
+
+def median_arrival(times: Sequence[float | None], ends: Sequence[float]) -> float | None:
+    """The time by which half of the runs have arrived, by Kaplan and Meier (1958, JASA 53); none where too few have.
+
+    ``times``: of arrivals, none of a run that was over before, at its time in ``ends``; it is censored then, and not dropped.
+    """
+    left, survival = len(times), 1.0
+    for time, is_censored in sorted((end if time is None else time, time is None) for time, end in zip(times, ends, strict=True)):
+        survival *= 1.0 if is_censored else 1.0 - 1.0 / left
+        left -= 1
+        if survival <= 0.5 + 1e-12:  # products of fractions
+            return time
+    return None

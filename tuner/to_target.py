@@ -1,0 +1,100 @@
+"""Updates to the target: how many fewer of them one way of training takes than another, from runs that share seeds.
+
+Runs of one seed have initial parameters and the order of the data in common, so their log ratio has less spread than a run. It is taken
+for normal. A run that ends before it arrives is censored: of the ratio a bound is known, which counts as the chance of lying beyond it
+(Tobin 1958, Econometrica 26). The interval is that of the profile likelihood (Meeker and Escobar 1998, Statistical Methods for Reliability
+Data, chapter 8), cut where a complete sample's is Student's t, which it then equals; degrees of freedom are those of the ratios that are
+known.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import optimize, special, stats
+
+_FARTHEST = 20.0
+"""Of an interval's end, in logarithms: no way of training takes e^20 times as many updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """Log ratios of updates to the target, default over finalist, one a seed; above 0 the finalist takes fewer."""
+
+    ratios: tuple[float, ...]
+    known: tuple[int, ...]
+    """Of each ratio: 0, it is that; 1, at least that, as the default did not arrive; -1, at most that, as the finalist did not."""
+
+    @classmethod
+    def of_runs(cls, default: Sequence[float | None], own: Sequence[float | None], steps: float) -> Updates:
+        """Of runs by seed, none of one that did not arrive in so many ``steps``; seeds in which neither did tell nothing."""
+        pairs = [pair for pair in zip(default, own, strict=False) if pair != (None, None)]
+        ratios = tuple(math.log((one or steps) / (other or steps)) for one, other in pairs)
+        return cls(ratios, tuple((one is None) - (other is None) for one, other in pairs))
+
+    @property
+    def num_known(self) -> int:
+        """Seeds in which both arrived."""
+        return self.known.count(0)
+
+    @property
+    def mean(self) -> float:
+        """Of the log ratios: the likeliest one."""
+        return _likeliest(self)[0]
+
+    def half(self, error: float, side: int) -> float:
+        """Distance from the mean to the end of the interval that the truth lies beyond with a chance of ``error``.
+
+        ``side``: -1 of the lower, 1 of the upper end. 0 of one seed, which has no interval; infinite where too few arrived for one.
+        """
+        return 0.0 if len(self.ratios) == 1 and self.num_known == 1 else _half(self, error, side)
+
+
+@functools.lru_cache(maxsize=64)
+def _half(updates: Updates, error: float, side: int) -> float:
+    if updates.num_known < 2:
+        return math.inf
+    t, free = float(stats.t.ppf(1 - error, updates.num_known - 1)), updates.num_known - 1
+    if updates.num_known == len(updates.ratios):
+        return t * float(stats.sem(updates.ratios))
+    mean, highest = _likeliest(updates)
+    wanted = highest - updates.num_known / 2 * math.log1p(t * t / free)
+
+    def above(distance: float) -> float:
+        return _profile(updates, mean + side * distance) - wanted
+
+    return float(optimize.brentq(above, 0.0, _FARTHEST, xtol=1e-4)) if above(_FARTHEST) < 0 else math.inf
+
+
+@functools.lru_cache(maxsize=64)
+def _likeliest(updates: Updates) -> tuple[float, float]:
+    """Mean of the largest likelihood, and that likelihood's logarithm; the plain mean of ratios that are all known."""
+    ratios = np.array(updates.ratios)
+    if updates.num_known in (0, len(ratios)):
+        return float(ratios.mean()), math.nan
+    span = 3 * float(np.ptp(ratios)) + 1.0
+    found = optimize.minimize_scalar(
+        lambda mean: -_profile(updates, mean), bounds=(ratios.min() - span, ratios.max() + span), method="bounded"
+    )
+    return float(found.x), -float(found.fun)
+
+
+def _profile(updates: Updates, mean: float) -> float:
+    """Log likelihood of a mean, at the deviation that is likeliest beside it."""
+    ratios, known = np.array(updates.ratios), np.array(updates.known)
+    off, num = ratios - mean, updates.num_known
+    away = math.sqrt(float(np.square(off[known == 0]).mean())) + 1e-6  # the likeliest of the ratios that are known
+
+    def lost(log_deviation: float) -> float:
+        z: npt.NDArray[np.float64] = off / math.exp(log_deviation)
+        within = special.log_ndtr(-known[known != 0] * z[known != 0]).sum()
+        return float(num * log_deviation + np.square(z[known == 0]).sum() / 2 - within)
+
+    widest = math.log(away + float(np.abs(off).max()) * math.sqrt(len(ratios))) + 1.0
+    found = optimize.minimize_scalar(lost, bounds=(math.log(away) - 1.0, widest), method="bounded", options={"xatol": 1e-4})
+    return -float(found.fun)
