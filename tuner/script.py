@@ -78,8 +78,8 @@ def tune_script(
     notes = _notes(base, experiment, session, journal.num_replayed)
     recommendation = dataclasses.replace(recommendation, notes=(*recommendation.notes, *notes))
     recommendation.save(folder)
-    store(experiment, recommendation, out)
     folder = folder.rename(out / folder.name)
+    store(experiment, recommendation, out)
     resumption.close()
     return recommendation, folder
 

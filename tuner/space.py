@@ -130,10 +130,10 @@ def search_space(experiment: Experiment) -> Space:
         reason = _not_searched(name, experiment)
         if reason is not None:
             if wanted != (stays,):
-                notes.append(f"{name} stays {_text(stays)}: {reason}")
+                notes.append(f"{_key(name, stays)} stays {_text(stays)}: {reason}")
             continue
         refused = {value: _refusal(experiment, name, value) for value in wanted}
-        notes += [f"{name} = {_text(value)} is not searched: {why}" for value, why in refused.items() if why is not None]
+        notes += [f"{_key(name, value)} = {_text(value)} is not searched: {why}" for value, why in refused.items() if why is not None]
         values = tuple(value for value in wanted if refused[value] is None)
         if len(values) == 1:
             fixed.append((name, values[0]))
@@ -262,9 +262,15 @@ _CHANGES: Mapping[str, Callable[[DistributedStrategy, Any], dict[str, Any]]] = {
 }
 
 
+def _key(name: str, value: Value) -> str:
+    """The key of the experiment file that has such values of a parameter."""
+    return f"tune.{'fuse_grad_size_in_MB' if name == 'fusion' and not isinstance(value, str) else name}"
+
+
 def _text(value: Value) -> str:
+    """As the file has it."""
     if isinstance(value, str):
-        return value
+        return f'"{value}"'
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"
 
 

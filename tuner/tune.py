@@ -7,7 +7,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -24,10 +24,11 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate as in_simulator
-from tuner.real_runs import SPENT, RealRuns, Runner, budget_of, step_s_of
+from tuner.real_runs import SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_of, step_s_of
 from tuner.recommendation import Arm, Recommendation
 from tuner.resumption import Journal, Resumption
 from tuner.search import Search, StepS, search, shortened
+from tuner.sequential import LEAST_PAIRS
 from tuner.space import search_space
 from tuner.verify import DEFAULT, Progress, verify
 
@@ -79,6 +80,10 @@ def tune(
     simulate = simulate or in_simulator
     found = search(experiment, space, advised, out=out, step_s=step_s, progress=_stage(progress, "simulated trials"))
 
+    arms, notes = _arms(found, experiment.tune.finalists)
+    kept = resumption.legs if resumption is not None else runner.folder if isinstance(runner, Journal) else None
+    if len(arms) > 1 and not (kept is not None and kept.exists()):
+        refuse_small_budget(experiment, arms, 0.0 if spent_s is None else spent_s())
     name = f"{experiment.name}-tune-{experiment.digest()}-{new_run_id()}"
     at = draft if resumption is None else resumption.draft
     if at is not None:
@@ -87,7 +92,6 @@ def tune(
     runs = folder / RUNS
     runs.mkdir(parents=True)
     experiment.save(folder / "experiment.toml")
-    arms, notes = _arms(found, experiment.tune.finalists)
     arms = [_simulated(arm, experiment, simulate, runs) for arm in arms]
     with Session(experiment) if runner is None else nullcontext(runner) as launched:
         measured_by = launched if resumption is None else Journal(launched, resumption.legs)
@@ -124,8 +128,8 @@ def tune(
     )
     recommendation.save(folder)
     if draft is None:
-        store(experiment, recommendation, out)
         folder = folder.rename(out / name)
+        store(experiment, recommendation, out)
     if resumption is not None:
         resumption.close()
     return recommendation, folder
@@ -161,6 +165,25 @@ def spending(experiment: Experiment, progress: Progress | None, resumption: Resu
             progress(SPENT, round(spent_s), round(budget_s))
 
     return hear
+
+
+def refuse_small_budget(experiment: Experiment, arms: Sequence[Arm], spent_s: float) -> None:
+    """Raise ``ConfigError`` where the budget, of which so many seconds are gone, has no room for the pairs that an interval needs.
+
+    By simulated times: of runs that choose among the arms, one to the target, if any, and the pairs; without starts.
+    """
+    (budget_s, setting), tune, trainers = budget_of(experiment), experiment.tune, experiment.cluster.trainers
+    leg = tune.leg_steps + experiment.run.warmup_steps
+    times, to_target = [arm.simulated_s for arm in arms], experiment.workload.steps if experiment.workload.target_loss is not None else 0
+    of_target = f", a run of {to_target} steps to the target" if to_target else ""
+    steps_s = 2 * leg * sum(times) + to_target * times[0] + LEAST_PAIRS * leg * (times[0] + min(times[1:]))
+    least_s = spent_s + trainers * steps_s
+    if least_s > budget_s:
+        what = f"{2 * len(arms)} runs of {tune.leg_steps} steps to choose among {len(arms)} strategies{of_target}"
+        in_minutes, in_hours = least_s / trainers / 60, least_s / SECONDS_PER_HOUR
+        wanted = f"budget_minutes = {in_minutes * 2:.2g}" if "minutes" in setting else f"budget_gpu_hours = {in_hours * 2:.2g}"
+        value = f"{what} and {LEAST_PAIRS} pairs would take {in_minutes:.2g} minutes, or {in_hours:.2g} GPU hours"
+        raise ConfigError("has no room for a verdict", setting, value, f"set tune.{wanted}, or fewer tune.finalists or tune.leg_steps")
 
 
 def cost_note(recommendation: Recommendation, cost_s: float) -> str:

@@ -226,7 +226,7 @@ def test_local_steps_are_searched_only_where_a_target_prices_them(tmp_path: Path
     """As in a tuning that measures."""
     plain = ranked(_experiment(), out=tmp_path)
     assert {strategy.local_steps for strategy in plain.strategies} == {1}
-    assert any(note.startswith("local_steps stays 1") for note in plain.notes)
+    assert any(note.startswith("tune.local_steps stays 1") for note in plain.notes)
     curve = {"target_loss": 0.5, "loss_curve": {"start": 2.0, "floor": 0.1, "half_life": "20 steps"}}
     found, _ = tune_simulated(_experiment(workload=curve, tune={"local_steps": [1, 4], "fuse_grad_size_in_MB": [1.0]}), out=tmp_path)
     assert found.strategy.local_steps == 4

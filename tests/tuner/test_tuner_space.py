@@ -1,4 +1,6 @@
 import dataclasses
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ def test_local_steps_are_not_searched_without_a_target() -> None:
     space = search_space(layers_experiment())
     assert "local_steps" not in dict(space.choices)
     assert all(space.strategy(point).local_steps == 1 for point in space.points())
-    assert any(note.startswith("local_steps stays 1") and "target_loss" in note for note in space.notes)
+    assert any(note.startswith("tune.local_steps stays 1") and "target_loss" in note for note in space.notes)
 
 
 def test_local_steps_are_searched_where_a_target_prices_them() -> None:
@@ -108,7 +110,7 @@ def test_a_thread_count_without_a_table_is_left_out(tmp_path: Path) -> None:
     """The profile knows one and two threads; four are not searched, and a note says so."""
     space = search_space(profiled_experiment(tmp_path, thread_num=(1, 2, 4)))
     assert dict(space.choices)["thread_num"] == (1, 2)
-    assert any(note.startswith("thread_num = 4 is not searched") for note in space.notes)
+    assert any(note.startswith("tune.thread_num = 4 is not searched") for note in space.notes)
 
 
 def test_every_rule_of_fusion_is_tried_whatever_the_own_one_is() -> None:
@@ -132,7 +134,7 @@ def test_many_gradients_are_not_sent_each_alone() -> None:
     many = layers_with({"layers": [{"name": "block", "params": 1_000, "forward": "1 ms", "backward": "2 ms", "repeat": 65}]}, fusion=RULES)
     space = search_space(many)
     assert "off" not in dict(space.choices)["fusion"]
-    assert any(note.startswith("fusion = off is not searched: an all-reduce for each of 65 gradients") for note in space.notes)
+    assert any(note.startswith('tune.fusion = "off" is not searched: an all-reduce for each of 65 gradients') for note in space.notes)
     assert "off" in dict(search_space(with_strategy(many, fuse_all_reduce_ops=False)).choices)["fusion"]
     assert "off" in dict(search_space(layers_experiment(fusion=RULES)).choices)["fusion"]
 
@@ -143,7 +145,7 @@ def test_a_hierarchy_is_tried_where_there_are_nodes_of_several_trainers() -> Non
     assert dict(space.choices)["hierarchy"] == ("off", "leader", "reduce_scatter")
     shapes = {(strategy.use_hierarchical_allreduce, strategy.hierarchical_variant) for strategy in map(space.strategy, space.points())}
     assert shapes == {(False, "leader"), (True, "leader"), (True, "reduce_scatter")}
-    assert any(note.startswith("hierarchy stays off") for note in search_space(layers_experiment()).notes)
+    assert any(note.startswith('tune.hierarchy stays "off"') for note in search_space(layers_experiment()).notes)
 
 
 def test_rounding_needs_leave_or_a_target() -> None:
@@ -199,3 +201,14 @@ def test_a_single_trainer_has_one_plan() -> None:
     """Nothing travels, so fusion decides nothing but buckets, and communicators nothing at all."""
     same = Equivalence(layers_with({}, {"nodes": 1}))
     assert same.key(DistributedStrategy()) == same.key(DistributedStrategy(nccl_comm_num=2, sync_nccl_allreduce=False))
+
+
+def test_keys_of_notes_can_be_typed_back() -> None:
+    """What a note says of a value is an override that sets a list of it, and the file has that key."""
+    experiment = layers_experiment(thread_num=(1, 4096), hierarchy=("off", "leader"), fusion=("off",), fuse_grad_size_in_MB=())
+    notes = search_space(experiment.replace(run=replace(experiment.run, device="cpu"))).notes
+    found = [re.match(r"(tune\.\w+)(?: stays| =) (\S+?)(?::| is)", note) for note in notes]
+    assert len(found) > 2
+    for one in found:
+        assert one is not None
+        Experiment.load(overrides=[f"{one[1]}=[{one[2]}]"])

@@ -1,4 +1,5 @@
 import json
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_local_steps_need_a_target(tmp_path: Path) -> None:
     found, _ = tune(experiment, out=tmp_path, runner=runner, simulate=simulate)
     assert {strategy.local_steps for strategy in simulate.asked} == {1}
     assert {leg.strategy.local_steps for leg in runner.legs} == {1}
-    assert any("local_steps stays 1" in note for note in found.notes)
+    assert any("tune.local_steps stays 1" in note for note in found.notes)
 
 
 def test_a_planted_k_that_misses_the_target_loses_to_what_reaches_it(tmp_path: Path) -> None:
@@ -208,3 +209,34 @@ def test_trials_are_as_short_as_asked_and_share_their_draws(tmp_path: Path) -> N
         tune(experiment, out=tmp_path, runner=FakeRunner(experiment, formula), simulate=watched)
         assert {asked.workload.steps for asked in seen} == {expected, experiment.tune.leg_steps}
         assert all((asked.run.seed, asked.cluster) == (experiment.run.seed, experiment.cluster) for asked in seen)
+
+
+def test_a_budget_without_room_for_a_verdict_is_refused_before_any_run(tmp_path: Path) -> None:
+    """Ten legs of ten steps of 10 ms and more on two trainers: 0.01 minutes are refused with the figures, 1 minute is enough."""
+    small, enough = (layers_experiment(budget_minutes=minutes) for minutes in (0.01, 1.0))
+    runner = FakeRunner(small, formula)
+    with pytest.raises(ConfigError, match=r"tune\.budget_minutes = 0\.01") as caught:
+        tune(small, out=tmp_path / "small", runner=runner, simulate=FakeSimulate(formula))
+    assert runner.legs == []
+    assert [path.name for path in (tmp_path / "small").iterdir()] == ["studies"]
+    assert re.fullmatch(
+        r"\d+ runs of 5 steps to choose among \d strategies and 2 pairs would take [\d.]+ minutes, .*", caught.value.value or ""
+    )
+    wanted = float(re.findall(r"set tune\.budget_minutes = ([\d.]+)", caught.value.hint or "")[0])
+    assert tune(layers_experiment(budget_minutes=wanted), out=tmp_path, runner=runner, simulate=FakeSimulate(formula))[0].pairs
+    assert tune(enough, out=tmp_path, runner=FakeRunner(enough, formula), simulate=FakeSimulate(formula))[0].verdict == "USE"
+
+
+def test_a_strategy_is_stored_after_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tuning that is killed before it stores the strategy has left the complete folder, and none that is stored is without one."""
+    experiment = layers_experiment()
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tuner.tune.keep", killed)
+    with pytest.raises(KeyboardInterrupt):
+        tune(experiment, out=tmp_path, runner=FakeRunner(experiment, formula), simulate=FakeSimulate(formula))
+    (folder,) = tmp_path.glob("planted-tune-*")
+    assert Recommendation.load(folder).verdict == "USE"
+    assert not (tmp_path / "recommended").exists()
