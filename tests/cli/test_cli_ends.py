@@ -11,6 +11,8 @@ from processes import fork_command
 FOUR_LINES = Path(__file__).parents[1] / "real" / "four_lines.py"
 SAMPLE = cells()[::17]
 """Every seventeenth: all commands, victims, moments and signals are among them. All: ``python reports/kill_matrix/measure.py``."""
+FEW = SAMPLE[::4]
+"""What ``make test-all`` strikes; ``make test SLOW=--whole`` strikes the sample."""
 ODD = "a#b?c%20d e\nf"
 """A name of a folder that a URL would cut short."""
 
@@ -41,7 +43,7 @@ def test_the_kernel_ends_children_with_their_parents(cell: Cell, monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("cell", SAMPLE, ids=str)
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=() if cell in FEW else pytest.mark.whole) for cell in SAMPLE])
 def test_a_struck_command_ends_in_time_and_leaves_nothing(cell: Cell) -> None:
     """With the exit code and the name that belong to it."""
     outcome = run_cell(cell)

@@ -16,7 +16,13 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("command", "sent"), [("real", signal.SIGINT), ("tune", signal.SIGINT), ("real", signal.SIGTERM), ("tune", signal.SIGTERM)]
+    ("command", "sent"),
+    [
+        ("real", signal.SIGINT),
+        pytest.param("tune", signal.SIGINT, marks=pytest.mark.whole),
+        pytest.param("real", signal.SIGTERM, marks=pytest.mark.whole),
+        ("tune", signal.SIGTERM),
+    ],
 )
 def test_an_interrupt_ends_the_workers(command: str, sent: signal.Signals, tmp_path: Path) -> None:
     """A signal after the profile, while workers run legs: 130, a message, no process of ours, no complete run, no verdict."""

@@ -26,7 +26,7 @@ SAYS = {
     ("agent", "torchrun"): "the command was killed by SIGKILL",
     ("agent", "launch"): "the command was killed by SIGKILL",
 }
-SAMPLE = (("worker", "torchrun"), ("agent", "launch"))
+SAMPLE = (("worker", "torchrun"),)
 
 
 def _processes(marks: Path) -> list[psutil.Process]:
@@ -88,7 +88,7 @@ def test_a_killed_worker_or_agent_costs_a_leg_each_time(victim: str, by: str, tm
     assert [note.partition(": ")[2].startswith(SAYS[victim, by]) for note in broken] == [True] * len(PLACES), broken
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.timeout(900)
 def test_a_killed_driver_goes_on_where_it_was(tmp_path: Path) -> None:
     """Killed at the same places, one attempt after another: each goes on with what the one before has kept, and the last has it all."""

@@ -139,6 +139,7 @@ def test_click_loss_is_the_logistic_one() -> None:
         assert table.weight.grad.coalesce().indices()[0].tolist() == list(range(26))
 
 
+@pytest.mark.slow
 def test_training_reaches_the_planted_auc(tmp_path: Path) -> None:
     """Two epochs over 80,000 clicks bring the held-out AUC within 0.01 of the best there is, from 0.5."""
     workload = Workload(model="wide_deep", data="synthetic", model_options={"hidden": 64}, batch_size=100, lr=0.3)

@@ -90,7 +90,13 @@ def test_one_file_is_simulated_run_and_compared(mode: str, file: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "placement"), [("synchronous", "own"), ("synchronous", "shared"), ("asynchronous", "own"), ("geo_sgd", "shared")]
+    ("mode", "placement"),
+    [
+        ("synchronous", "own"),
+        pytest.param("synchronous", "shared", marks=pytest.mark.whole),
+        pytest.param("asynchronous", "own", marks=pytest.mark.whole),
+        pytest.param("geo_sgd", "shared", marks=pytest.mark.whole),
+    ],
 )
 def test_servers_of_emulated_trainers_are_hosts(mode: str, placement: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the testbed: a synchronous step takes its compute, and its bytes there and back over the trainer's own link.

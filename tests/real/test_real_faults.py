@@ -209,7 +209,8 @@ def test_what_only_a_worker_finds_out_is_still_a_configuration_error() -> None:
         session.run(LEG)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_driver_killed_while_it_starts_leaves_nothing(tmp_path: Path, how: signal.Signals) -> None:
     """The fork server takes seconds to import torch; a driver that dies in the meantime must not leave it after."""
     script = tmp_path / "driver.py"

@@ -110,7 +110,7 @@ class TestMutationsOnTwoRanks(Mutations):
             assert bool(reads) == (bool(observes) or case.name in READERS), reads[:1]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 class TestMutationsOnFourRanks(Mutations):
     """Two hierarchies of two nodes."""
 

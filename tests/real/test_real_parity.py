@@ -273,7 +273,7 @@ class TestTwoRanks(OverGloo):
     ranks = 2
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 class TestTwoRanksInSinglePrecision(OverGloo):
     """The same in FP32; mixed precision is tried with every class."""
 

@@ -66,7 +66,7 @@ def test_a_job_under_plain_torchrun_runs_legs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["driver", "server", "agent", "job"])
+@pytest.mark.parametrize("victim", ["driver", *(pytest.param(other, marks=pytest.mark.whole) for other in ("server", "agent", "job"))])
 def test_a_job_that_is_struck_leaves_nothing(victim: str, tmp_path: Path) -> None:
     """Whoever is killed, or the whole job told to end: all end, the folder goes, and torchrun names rank and signal."""
     command = [*TORCHRUN, "-m", "fleetbench", "profile", "--out", str(tmp_path / "runs"), "--"]

@@ -184,6 +184,7 @@ def test_a_killed_trainer_ends_synchronous_training_on_every_host(ground: Ground
             assert "was killed by SIGKILL" in running.err(host)
 
 
+@pytest.mark.whole
 def test_asynchronous_training_goes_on_without_a_host_that_has_lost_its_trainer(ground: Ground, tmp_path: Path) -> None:
     """Rank 1 kills itself at half time: its own launch and the others say so, wait for rank 0's end, and all is well."""
     saved = tmp_path / "saved"
@@ -198,7 +199,11 @@ def test_asynchronous_training_goes_on_without_a_host_that_has_lost_its_trainer(
 
 @pytest.mark.parametrize(
     ("servers", "k_steps"),
-    [("host0:7164", 0), pytest.param("host0:7164,host1:7164", 0, marks=pytest.mark.whole), ("host0:7164,host1:7164", -2)],
+    [
+        ("host0:7164", 0),
+        pytest.param("host0:7164,host1:7164", 0, marks=pytest.mark.whole),
+        pytest.param("host0:7164,host1:7164", -2, marks=pytest.mark.whole),
+    ],
 )
 def test_a_killed_server_is_named_on_every_host(servers: str, k_steps: int, ground: Ground, tmp_path: Path) -> None:
     """Where another server lives, at once; where none does, once it has been silent for a quarter of the timeout."""
@@ -211,6 +216,7 @@ def test_a_killed_server_is_named_on_every_host(servers: str, k_steps: int, grou
             assert f"error: server 0 on {ground.topology.address('host0')}: " in running.err(host), running.err(host)
 
 
+@pytest.mark.whole
 def test_a_server_of_another_host_begins_again(ground: Ground, tmp_path: Path) -> None:
     """Its own host starts it again from its checkpoint; trainers elsewhere go on, and everything ends well."""
     saved = tmp_path / "saved"
@@ -283,7 +289,7 @@ server_placement = "{placement}"
 """
 
 
-@pytest.mark.parametrize(("nodes", "servers", "placement"), [(2, 1, "own"), (3, 2, "shared")])
+@pytest.mark.parametrize(("nodes", "servers", "placement"), [pytest.param(2, 1, "own", marks=pytest.mark.whole), (3, 2, "shared")])
 def test_slurms_batch_script_trains(nodes: int, servers: int, placement: str, ground: Ground, tmp_path: Path) -> None:
     """With stand-ins for its two programs, one of which starts the command on every host: all pushes arrive, under a token of its own."""
     experiment = tmp_path / "apart.toml"

@@ -220,7 +220,9 @@ with Testbed(Cluster(nodes=2, inter=Link(bandwidth=40_000_000))) as ground:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, *(pytest.param(other, marks=pytest.mark.whole) for other in (signal.SIGTERM, signal.SIGINT))]
+)
 def test_a_driver_that_is_gone_leaves_no_process_and_no_namespace(how: signal.Signals, tmp_path: Path) -> None:
     """Killed in the middle of traffic: workers end, and with them and the driver the namespaces."""
     before = _networks()

@@ -123,7 +123,11 @@ def test_a_profile_is_taken_without_servers() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "strategy"),
-    [("own", {}), ("own", {"a_sync": True, "a_sync_configs": {"k_steps": 3}}), ("shared", {"a_sync": True})],
+    [
+        pytest.param("own", {}, marks=pytest.mark.whole),
+        ("own", {"a_sync": True, "a_sync_configs": {"k_steps": 3}}),
+        ("shared", {"a_sync": True}),
+    ],
     ids=["own", "own, GeoSGD", "shared"],
 )
 @pytest.mark.usefixtures("namespaces")
@@ -205,7 +209,9 @@ run = { launcher = "testbed" }
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGINT, *(pytest.param(other, marks=pytest.mark.whole) for other in (signal.SIGTERM, signal.SIGKILL))]
+)
 @pytest.mark.usefixtures("namespaces")
 def test_a_struck_driver_leaves_no_server_and_no_namespace(sent: signal.Signals, tmp_path: Path) -> None:
     """``fleetbench real`` in the middle of training: interrupted it ends with 130; killed, the next start sweeps what it left."""

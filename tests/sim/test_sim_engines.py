@@ -26,7 +26,11 @@ from fleetbench.workload import HostWork
 from sim.run import simulate
 
 
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 200), marks=pytest.mark.whole)], ids=str)
+@pytest.mark.parametrize(
+    "seeds",
+    [range(20), pytest.param(range(20, 60), marks=pytest.mark.slow), pytest.param(range(60, 200), marks=pytest.mark.whole)],
+    ids=str,
+)
 def test_engines_agree_on_whole_strategies(seeds: range) -> None:
     """Random strategies, clusters and workloads: each rank, step, span and figure is equal to the nanosecond, or both refuse alike."""
     ways: Counter[str] = Counter()

@@ -224,7 +224,7 @@ def test_only_what_is_learnt_from_is_in_the_key() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["loop", "graph"])
+@pytest.mark.parametrize("way", [pytest.param("loop", marks=pytest.mark.whole), "graph"])
 @pytest.mark.parametrize("name", [name for name in cases(4) if "batch norm" not in name])
 def test_four_trainers_learn_as_four_processes(name: str, way: str, real: Real, tmp_path: Path) -> None:
     """The same of four trainers on two nodes, among them the hierarchies, over 500 steps.
