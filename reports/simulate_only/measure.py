@@ -47,6 +47,8 @@ def main() -> None:
         for name, files in FIDELITY.items():
             errors = log_ratio_errors(*(ROOT / "reports" / "fidelity" / file for file in files))
             print(f"{name}: {len(errors)} pairs, mean {errors.mean():.4f}, 90 % within {np.quantile(errors, 0.9):.4f}")
+        errors = declared_errors()
+        print(f"declared, not calibrated: {len(errors)} pairs, mean {errors.mean():.4f}, 90 % within {np.quantile(errors, 0.9):.4f}")
         return
     for name in CASES:
         line = measured(name)
@@ -89,6 +91,19 @@ def log_ratio_errors(predictions: Path, raw: Path) -> np.ndarray:
                 bias.append(math.log(cell["sim"]["wall_s"] / cell["steps"] / np.mean(own)))
         errors += [abs(one - other) for one, other in itertools.combinations(bias, 2)]
     return np.array(errors)
+
+
+def declared_errors() -> np.ndarray:
+    """The same of the clusters of ``reports/network``, of which nothing is calibrated."""
+    folder = ROOT / "reports" / "network"
+    legs = map(json.loads, (folder / "declared_raw.jsonl").read_text(encoding="utf-8").splitlines())
+    measured_s = {(leg["cluster"], leg["strategy"]): leg["step_s"] for leg in legs if leg["kind"] == "leg" and leg["counts"]}
+    bias: dict[str, list[float]] = {}
+    for cell in json.loads((folder / "declared_predictions.json").read_text(encoding="utf-8"))["cells"]:
+        cluster = cell["declared"]["name"]
+        if (cluster, cell["strategy"]) in measured_s:
+            bias.setdefault(cluster, []).append(math.log(cell["predicted_s"]["simulator"] / measured_s[cluster, cell["strategy"]]))
+    return np.array([abs(one - other) for own in bias.values() for one, other in itertools.combinations(own, 2)])
 
 
 if __name__ == "__main__":
