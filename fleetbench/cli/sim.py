@@ -1,16 +1,32 @@
-"""``fleetbench sim``: how long will it take?"""
+"""``fleetbench sim``: how long will it take? And with ``--seeds``, ``--what-if`` or ``--sweep``: what several simulations say together."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import json
+from math import isnan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fleetbench.cli import progress, sim_many
-from fleetbench.cli.options import add_command, add_experiment, add_json, load_experiment
-from fleetbench.cli.output import emit, say
+from fleetbench.cli import progress
+from fleetbench.cli.options import add_command, add_experiment, add_json, check_writable, load_experiment, load_with_notes, with_profile
+from fleetbench.cli.output import emit, emit_table, new_table, say
+from fleetbench.errors import ConfigError
+from fleetbench.report import units
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
     from fleetbench.cli.options import Commands
+    from fleetbench.experiment import Experiment
+    from sim.learning.virtual_training import Trajectories
+    from sim.many.seeds import OverSeeds
+    from sim.many.sweep import Sweep
+    from sim.many.what_if import Case
+
+_COLUMNS = (("trainers", "trainers"), ("samples_per_s", "samples/s"), ("step_s", "step"), ("wait_s", "wait"), ("exposed_comm_s", "exposed"))
 
 
 def register(commands: Commands) -> None:
@@ -27,20 +43,34 @@ def register(commands: Commands) -> None:
     loss = "train virtual trainers first: final loss, time to workload.target_loss, and the K of adaptive steps"
     parser.add_argument("--loss", action="store_true", help=loss)
     parser.add_argument("--table", action="store_true", help="write steps.parquet also above five million rows")
-    sim_many.add_options(parser)
+    several = parser.add_mutually_exclusive_group()
+    seeds = "simulate under N seeds, and print means with 95 %% intervals"
+    several.add_argument("--seeds", type=int, metavar="N", help=seeds)
+    several.add_argument(
+        "--what-if",
+        action="store_true",
+        help="also simulate without stragglers, the slowest rank or node, and with infinite bandwidth",
+    )
+    several.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2,...",
+        help="simulate at each value of a key, such as cluster.nodes=1,2,4,8 or 1..8; twice for two keys; writes a table",
+    )
     parser.set_defaults(interrupted="the simulation was stopped, and no run was stored")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, store the run, print its summary; or simulate several, and print what they say together."""
-    if sim_many.wanted(arguments):
-        return sim_many.run(arguments)
-    experiment = sim_many.with_times(load_experiment(arguments), arguments)
+    if _asks_for_several(arguments):
+        return _run_several(arguments)
+    experiment = _with_times(load_experiment(arguments), arguments)
     from fleetbench.store import save_run
     from sim.run import simulate
 
     learnt = None
-    if (known := sim_many.trajectories(arguments)) is not None:
+    if (known := _trajectories(arguments)) is not None:
         with progress.steps("train virtually") as advance:
             learnt = known.of(experiment, advance)
     with progress.steps("simulate") as advance:
@@ -57,3 +87,154 @@ def run(arguments: argparse.Namespace) -> int:
         emit(f"engine: {result.summary.engine}")
     emit(f"run: {result.path}")
     return 0
+
+
+def _trajectories(arguments: argparse.Namespace) -> Trajectories | None:
+    """What trains virtual trainers, where the command line asks for losses."""
+    if not arguments.loss:
+        return None
+    from sim.learning.virtual_training import Trajectories
+
+    return Trajectories(arguments.out, say)
+
+
+def _with_times(experiment: Experiment, arguments: argparse.Namespace) -> Experiment:
+    """The experiment with its layer times. What virtual trainers do not execute is refused before anything is measured."""
+    if arguments.loss:
+        from sim.learning.trajectory import learnt_from
+
+        learnt_from(experiment)
+    return with_profile(experiment, arguments.out)
+
+
+def _asks_for_several(arguments: argparse.Namespace) -> bool:
+    """Whether the command line asks for several simulations."""
+    return arguments.seeds is not None or arguments.what_if or bool(arguments.sweep)
+
+
+def _run_several(arguments: argparse.Namespace) -> int:
+    """Simulate, and print what came out; ``--json`` as data."""
+    if arguments.table:
+        asked = "--sweep" if arguments.sweep else "--what-if" if arguments.what_if else "--seeds"
+        raise ConfigError(f"no run of {asked} is stored, so none has a steps.parquet", "--table", hint="drop it, or simulate one run")
+    if arguments.sweep:
+        return _sweep(arguments)
+    if arguments.what_if and arguments.loss:
+        raise ConfigError("compares times, which losses do not change", "--what-if", hint="leave --loss out, or --what-if")
+    experiment = _with_times(load_experiment(arguments), arguments)
+    if arguments.what_if:
+        return _what_if(experiment, arguments)
+    from sim.many.seeds import over_seeds
+
+    learn = None if (known := _trajectories(arguments)) is None else known.of
+    with progress.steps("simulate seeds") as advance:
+        found = over_seeds(experiment, arguments.seeds, engine=arguments.engine, progress=advance, learn=learn)
+    if arguments.json:
+        emit(json.dumps(found.to_dict(), indent=1, allow_nan=False))
+    else:
+        emit_table(_seeds_table(found))
+    return 0
+
+
+def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
+    from sim.many.what_if import what_if
+
+    with progress.steps("simulate what if") as advance:
+        cases = what_if(experiment, engine=arguments.engine, progress=advance)
+    if arguments.json:
+        emit(json.dumps({"name": experiment.name, "cases": [case.to_dict() for case in cases]}, indent=1))
+    else:
+        emit_table(_what_if_table(experiment, cases))
+        from fleetbench.cli.tables import emit_node_bandwidth
+
+        emit_node_bandwidth(experiment.cluster)
+    return 0
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from sim.many.sweep import Axis, sweep
+
+    axes = [Axis.parse(text) for text in arguments.sweep]
+    check_writable(arguments.out)
+    said: set[str] = set()
+
+    def load(more: Sequence[str]) -> Experiment:
+        experiment, notes = load_with_notes(arguments, more)
+        for text in notes:
+            if text not in said:  # once, and not at every point
+                say(f"note: {text}")
+        said.update(notes)
+        return _with_times(experiment, arguments)
+
+    learn = None if (known := _trajectories(arguments)) is None else known.of
+    with progress.steps("simulate points") as advance:
+        found = sweep(load, axes, engine=arguments.engine, progress=advance, learn=learn)
+    table = _write(found, arguments.out)
+    if arguments.json:
+        points = json.loads(found.table.to_json(orient="records", double_precision=15))
+        emit(json.dumps({"name": found.name, "points": points, "note": found.note, "table": str(table)}, indent=1))
+        return 0
+    emit_table(_sweep_table(found))
+    if found.note is not None:
+        emit(f"note: {found.note}")
+    emit(f"table: {table}")
+    return 0
+
+
+def _write(found: Sweep, root: Path) -> Path:
+    """The table as Parquet, in a folder of its own below ``root``."""
+    from fleetbench.store import new_run_id
+
+    table = root / f"{found.name}-sweep-{new_run_id()}" / "sweep.parquet"
+    table.parent.mkdir(parents=True)
+    found.table.to_parquet(table, index=False)
+    return table
+
+
+def _seeds_table(found: OverSeeds) -> Table:
+    """Every figure with its interval."""
+    from fleetbench.cli.tables import TIMES
+
+    first = found.summaries[0]
+    table = new_table(
+        f"{first.name}: {first.trainers} trainers, {first.steps} steps, {len(found.seeds)} seeds", "", "mean", "95 % interval"
+    )
+    intervals = found.intervals
+    for name, label in TIMES:
+        if (interval := intervals.get(name)) is not None:
+            mean, low, high = (units.seconds(round(value, 12) + 0.0) for value in (interval.mean, interval.low, interval.high))
+            table.add_row(label, mean, f"{low} to {high}")
+    rate = intervals["samples_per_s"]
+    table.add_row("samples per second", f"{rate.mean:,.0f}", f"{rate.low:,.0f} to {rate.high:,.0f}")
+    if first.loss_from is not None:
+        loss = intervals.get("final_loss")  # of a training that diverged there is none
+        table.add_row("final loss", *((f"{loss.mean:.4g}", f"{loss.low:.4g} to {loss.high:.4g}") if loss else (units.NONE, "")))
+        median = units.seconds(found.median_to_target_s)
+        table.add_row("time to target, median", median, f"reached by {found.num_reached} of {len(found.seeds)}")
+        table.caption = f"losses: from {first.loss_from}"
+    return table
+
+
+def _what_if_table(experiment: Experiment, cases: Sequence[Case]) -> Table:
+    """Every case with its run time, its step, and its gain."""
+    cluster, steps = experiment.cluster, experiment.workload.steps
+    table = new_table(f"{experiment.name}: {cluster.trainers} trainers, {steps} steps", "", "whole run", "step, mean", "gain")
+    for case in cases:
+        table.add_row(case.name, units.seconds(case.summary.wall_s), units.seconds(case.summary.step_s["mean"]), units.ratio(case.gain))
+    return table
+
+
+def _sweep_table(found: Sweep) -> Table:
+    """The points, with what a reader looks for first."""
+    losses = ("final loss", "to target") if "final_loss" in found.table and found.table["final_loss"].notna().any() else ()
+    titles = (*(axis.key for axis in found.axes), *(title for _, title in _COLUMNS), *losses)
+    table = new_table(f"{found.name}: {len(found.table)} points", *titles)
+    for row in found.table.to_dict(orient="records"):
+        cells: list[Any] = [units.number(row[axis.key]) for axis in found.axes]
+        cells += [f"{row['trainers']:,}", f"{row['samples_per_s']:,.0f}"]
+        cells += [units.seconds(row[name]) for name, _ in _COLUMNS[2:]]
+        if losses:
+            known = {name: row[name] for name in ("final_loss", "time_to_target_s") if row[name] is not None and not isnan(row[name])}
+            cells += [f"{known['final_loss']:.4g}" if "final_loss" in known else units.NONE, units.seconds(known.get("time_to_target_s"))]
+        table.add_row(*cells)
+    return table

@@ -1,4 +1,4 @@
-"""``fleetbench tune``: what should I use?"""
+"""``fleetbench tune``: what should I use? With ``--simulate-only``: and on a cluster that I do not have?"""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleetbench.cli import progress, tune_simulated, your_script
-from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json, load_experiment
+from fleetbench.cli import progress, your_script
+from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json, load_experiment, load_with_notes
 from fleetbench.cli.output import emit, emit_table, new_table, say
+from fleetbench.errors import ConfigError
 from fleetbench.report import units
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.table import Table
 
     from fleetbench.cli.options import Commands
+    from fleetbench.strategy import DistributedStrategy
     from tuner.recommendation import Recommendation
+    from tuner.simulated.answer import SimulatedRecommendation
+    from tuner.simulated.sizes import Sizes
 
 
 def register(commands: Commands) -> None:
@@ -24,7 +30,9 @@ def register(commands: Commands) -> None:
     parser = add_command(commands, "tune", "search the simulator, check with real runs, recommend: what should I use?", run)
     add_experiment(parser)
     add_json(parser, "the recommendation")
-    tune_simulated.add_options(parser)
+    parser.add_argument("--simulate-only", action="store_true", help="run nothing: the answer for a cluster that one does not have")
+    sweep = "with --simulate-only: the best strategy at each value of a key, such as cluster.nodes=1,2,4 or 1..8; a table and a picture"
+    parser.add_argument("--sweep", metavar="KEY=V1,V2,...", help=sweep)
     add_command_line(parser)
     parser.epilog = your_script.EPILOG
     parser.set_defaults(interrupted="the workers were stopped; the same command goes on after the last leg that is complete")
@@ -32,8 +40,8 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Tune, write the report, print the verdict and where everything is. KEEP DEFAULT is success."""
-    if tune_simulated.wanted(arguments):
-        return tune_simulated.run(arguments)
+    if _asks_for_simulations(arguments):
+        return _run_simulated(arguments)
     arguments.command_line = arguments.command_line or your_script.command_of_job(arguments)
     if arguments.command_line:
         return your_script.tune(arguments, show)
@@ -91,3 +99,144 @@ def _arms_table(recommendation: Recommendation) -> Table:
             units.changes(arm.strategy.changes()),
         )
     return table
+
+
+def _asks_for_simulations(arguments: argparse.Namespace) -> bool:
+    """Whether nothing is to run. Raises ``ConfigError`` for what does not go with that, or goes with nothing else."""
+    if not arguments.simulate_only:
+        if arguments.sweep is not None:
+            raise ConfigError("asks for simulations alone", "--sweep", repr(arguments.sweep), "add --simulate-only")
+        return False
+    if arguments.command_line:
+        hint = "profile the script, and name its workload.profile in an experiment file"
+        raise ConfigError("does not go with a command, which would not be started", "--simulate-only", hint=hint)
+    your_script.refuse_workdir(arguments)
+    return True
+
+
+def _run_simulated(arguments: argparse.Namespace) -> int:
+    """Simulate, write the folder, print what came out and where it is."""
+    arguments.interrupted = "nothing was running but this command"
+    if arguments.sweep is not None:
+        return _sweep(arguments)
+    from tuner.simulated.answer import tune_simulated
+
+    experiment = load_experiment(arguments)
+    with progress.stages(lines=True) as advance:
+        found, folder = tune_simulated(experiment, out=arguments.out, progress=advance)
+    if arguments.json:
+        from fleetbench.config import encode
+
+        emit(json.dumps(encode(found), indent=1))
+        say(f"recommendation: {folder / 'recommended.toml'}")
+        return 0
+    emit_table(_strategies(found))
+    for knob in found.knobs:
+        emit(f"worth of {knob.name}: {units.ratio(knob.worth)}")
+    emit_table(_cases(found))
+    emit(_made_of(found))
+    emit(f"fits in memory: {_spelled(found.fits_in_memory)}")
+    _emit_notes(found.notes)
+    emit(found.line)
+    emit(f"recommendation: {folder / 'recommended.toml'}")
+    return 0
+
+
+def _strategies(found: SimulatedRecommendation) -> Table:
+    title = f"{found.name}: {found.trainers} trainers, SIMULATED, {found.compute}, {found.num_trials} strategies tried"
+    table = new_table(title, "", "step", "speed-up", "strategy", left=("strategy",))
+    rows = [("the experiment's own", found.default_s, None), ("recommended", found.step_s, found.strategy)]
+    rows += [(f"runner-up {number}", rival.step_s, rival.strategy) for number, rival in enumerate(found.runners_up, start=1)]
+    for name, step_s, strategy in rows:
+        changes = "" if strategy is None else units.changes(strategy.changes())
+        table.add_row(name, units.seconds(step_s), units.ratio(found.default_s / step_s), changes)
+    return table
+
+
+def _cases(found: SimulatedRecommendation) -> Table:
+    title = f"what the answer hangs on ({found.num_reranked} strategies simulated again)"
+    table = new_table(title, "if", "own", "recommended", "changes the answer", "keeping it costs", "then best", left=("then best",))
+    for case in found.cases:
+        best = units.changes(case.best.changes()) if case.changes_answer else ""
+        answer = ("yes" if case.changes_answer else "no", units.percent(case.cost), best)
+        table.add_row(case.assumption, units.seconds(case.default_s), units.seconds(case.recommended_s), *answer)
+    return table
+
+
+def _made_of(found: SimulatedRecommendation) -> str:
+    rate = f"{found.samples_per_s:,.0f} samples/s" + (f", {found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else "")
+    if found.speedup == 1.0:
+        return rate
+    spread = found.spread
+    parts = [f"stragglers' draws {units.percent(spread.seeds)} ({found.seeds} seeds)", f"the simulator {units.percent(spread.model)}"]
+    if spread.estimate_low or spread.estimate_high:
+        parts.append(f"estimated compute -{units.percent(spread.estimate_low)} +{units.percent(spread.estimate_high)}")
+    outside = f"; outside of what was compared with real runs: {', '.join(found.outside)}" if found.outside else ""
+    return f"{rate}; the 90 % interval of the speed-up: {', '.join(parts)}{outside}"
+
+
+def _emit_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        emit(f"note: {note}")
+
+
+def _spelled(fits: bool | None) -> str:
+    return {True: "yes", False: "no", None: "unknown"}[fits]
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from fleetbench.report import figures
+    from sim.many.sweep import Axis
+    from tuner.simulated.sizes import tune_sizes
+
+    axis = Axis.parse(arguments.sweep)
+    load_experiment(arguments)  # says its notes
+    with progress.steps("sizes", lines=True) as advance:
+        found = tune_sizes(lambda more: load_with_notes(arguments, more)[0], axis, out=arguments.out, progress=advance)
+    folder = _write_sizes(found, arguments.out)
+    figures.save_png(figures.sizes(found), folder / "sizes.png")
+    if arguments.json:
+        emit((folder / "sizes.json").read_text(encoding="utf-8"))
+        return 0
+    emit_table(_sizes_table(found))
+    for strategy, letter in _letters(found).items():
+        emit(f"{letter}: {units.changes(strategy.changes())}")
+    if found.price_per_trainer_hour is not None:
+        emit(f"cost is of {found.priced_samples:.3g} samples at {found.price_per_trainer_hour:g} an hour and trainer")
+    _emit_notes(found.notes)
+    emit(f"table: {folder / 'sizes.json'}\npicture: {folder / 'sizes.png'}")
+    return 0
+
+
+def _write_sizes(found: Sizes, root: Path) -> Path:
+    from fleetbench.config import encode
+    from fleetbench.digests import sealed_json, write_whole
+    from fleetbench.store import new_run_id
+
+    folder = root / f"{found.name}-sizes-{new_run_id()}"
+    folder.mkdir(parents=True)
+    write_whole(folder / "sizes.json", sealed_json(encode(found)))
+    return folder
+
+
+def _sizes_table(found: Sizes) -> Table:
+    """A row a size."""
+    first = found.sizes[0]
+    columns = [found.key, "trainers", "step", "own step", "samples/s", *(["tokens/s"] if first.tokens_per_s else []), "efficiency"]
+    columns += ["days"] if first.days is not None else []
+    columns += ["cost"] if first.cost is not None else []
+    table = new_table(f"{found.name}: SIMULATED, {found.compute}", *columns, "fits", "strategy")
+    letters = _letters(found)
+    for size in found.sizes:
+        cells = [size.value, f"{size.trainers:,}", units.seconds(size.step_s), units.seconds(size.default_s), f"{size.samples_per_s:,.0f}"]
+        cells += [f"{size.tokens_per_s:.3g}"] if size.tokens_per_s is not None else []
+        cells += [units.percent(size.efficiency)]
+        cells += [f"{size.days:,.2f}"] if size.days is not None else []
+        cells += [f"{size.cost:,.2f}"] if size.cost is not None else []
+        table.add_row(*cells, _spelled(size.fits_in_memory), letters[size.strategy])
+    return table
+
+
+def _letters(found: Sizes) -> dict[DistributedStrategy, str]:
+    """A name for each strategy of the table, explained below it."""
+    return {strategy: f"S{number}" for number, strategy in enumerate(dict.fromkeys(size.strategy for size in found.sizes), start=1)}

@@ -17,14 +17,7 @@ from fleetbench.digests import file_digest, reading
 from fleetbench.errors import ConfigError
 from fleetbench.plan.training import begin_anew, family
 from fleetbench.strategy import DistributedStrategy
-from real.checkpoints.checkpoint import (
-    MODEL,
-    Draft,
-    Save,
-    last_save,
-    open_save,
-    read_part,
-)
+from real.checkpoints.checkpoint import MODEL, Draft, Save, last_save, open_save, read_part
 from real.checkpoints.meeting import Meeting
 from real.checkpoints.persistables import (
     Restored,

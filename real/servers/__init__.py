@@ -5,7 +5,7 @@ A job. ``real.job.served_launcher`` starts a user's script in every role (``real
 
 A push. ``served_training`` hands the gradients of ``optimizer.step()`` to the thread of ``sender``, which sums them, as
 ``fleetbench.plan.servers`` decides, cuts the sum into the servers' parts (``parameters``) and sends each over ``links``, numbered.
-``server`` reads it (``wire``, ``shard``), applies it once, and acknowledges it. Until then it is sent again over each new connection.
+``server`` reads it (``wire``, ``parameters``), applies it once, and acknowledges it. Until then it is sent again over each new connection.
 In GeoSGD a push is a delta (``geo_sgd``).
 
 A pull. The sender asks every server, and installs the dense parameters of the answers; rows of embeddings are looked up before a

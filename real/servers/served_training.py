@@ -37,16 +37,7 @@ from real.compute.compute import apply_device_settings
 from real.engine.optimizers import hide, refuse_arguments
 from real.engine.stopwatch import Stopwatch
 from real.servers.links import Answer, Links, TrainerOptions
-from real.servers.parameters import (
-    Parameters,
-    fixed_options,
-    join,
-    meet,
-    options_of,
-    rate_of,
-    read_values,
-    refuse_changes,
-)
+from real.servers.parameters import Parameters, fixed_options, join, meet, options_of, rate_of, read_values, refuse_changes
 from real.servers.sender import Sender
 from real.servers.spec import Spec
 

@@ -35,9 +35,9 @@ from fleetbench.workloads.served import Change
 from real.processes.diagnosis import how_it_ended
 from real.servers.board import Board, Entry
 from real.servers.checkpoints import Saved, Writer, load_shard
+from real.servers.parameters import Shard
 from real.servers.security import TOKEN, ServerSocket, new_session
 from real.servers.server_options import ServerOptions, ServerReport
-from real.servers.shard import Shard
 from real.servers.silence import Silence
 from real.servers.spec import Spec, differences
 from real.servers.wire import Head, Tensor, WireError, decode, reading

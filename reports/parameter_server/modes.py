@@ -22,7 +22,7 @@ from fleetbench.staleness import total_variation
 from fleetbench.workload import HostWork
 from real.job.session import Session
 from real.leg import Leg
-from real.testbed.verify import LinkOff
+from real.testbed.testbed import LinkOff
 from sim.servers.actor import Linear
 from sim.servers.server import load_summary, staleness_summary
 from sim.servers.simulate import execute, job_of

@@ -23,9 +23,9 @@ from real.testbed.link_shaping import PEAK
 from real.testbed.testbed import Testbed
 from real.testbed.topology import PAYLOAD_SHARE
 from sim.servers.actor import Job, Linear
+from sim.servers.ports import Hosts
 from sim.servers.simulate import execute
 from sim.servers.traffic import Traffic
-from sim.servers.wires import Hosts
 
 HERE = Path(__file__).parent
 SERVERS = 2

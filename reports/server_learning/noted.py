@@ -15,8 +15,8 @@ import train
 
 from fleetbench import fleet
 from fleetbench.workloads.served import Change
+from real.servers.parameters import Shard
 from real.servers.served_training import ServedTraining
-from real.servers.shard import Shard
 from real.servers.wire import Head
 
 

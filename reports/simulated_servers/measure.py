@@ -18,10 +18,10 @@ from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.store import machine, versions
 from sim.servers.actor import Job, Linear
+from sim.servers.ports import Hosts
 from sim.servers.server import load_summary, staleness_summary
 from sim.servers.simulate import execute
 from sim.servers.traffic import TouchedRows, Traffic
-from sim.servers.wires import Hosts
 
 THINK_NS = 1_000_000
 SERVICE_NS = 1_000

@@ -16,8 +16,8 @@ from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.states import Role
 from fleetbench.timeline import Span
 from sim.clock import Clock
+from sim.servers.ports import Hosts
 from sim.servers.traffic import Part, Traffic
-from sim.servers.wires import Hosts
 
 
 class Costs(Protocol):

@@ -28,9 +28,9 @@ from sim.clock import Clock
 from sim.execution import Execution, Wanted, too_many
 from sim.limits import MOST_EVENTS, at_most, refuse_large
 from sim.servers.actor import Carried, Costs, Job, Order, costs_of
+from sim.servers.ports import Hosts, Wires
 from sim.servers.server import Load, Server, load_summary, staleness_summary
 from sim.servers.traffic import Traffic, traffic_of
-from sim.servers.wires import Hosts, Wires
 from sim.servers.worker import Memory, Sender, Trainer
 
 SERVER_ENGINES = ("auto", "reference")

@@ -18,7 +18,7 @@ from fleetbench.plan.servers.rules import ServerRules, Table
 from fleetbench.plan.servers.states import ServerState
 from fleetbench.workloads.served import OPTIONS
 from real.servers.checkpoints import Saved, load_shard
-from real.servers.shard import Shard
+from real.servers.parameters import Shard
 from real.servers.spec import Spec
 
 FLIPS = 500

@@ -22,9 +22,9 @@ from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.workloads.served import OPTIONS, ROW, Updates, add_rows
 from real.servers.board import Entry
 from real.servers.checkpoints import Saved, load_shard, shard_path
+from real.servers.parameters import VERSION, Shard
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
-from real.servers.shard import VERSION, Shard
 from real.servers.spec import Spec
 from real.servers.wire import Head, WireError, decode, encode
 
@@ -163,7 +163,7 @@ def test_a_model_that_does_not_fit_into_memory_is_refused(monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("real.servers.shard.np.zeros", full)
+    monkeypatch.setattr("real.servers.parameters.np.zeros", full)
     with pytest.raises(WireError, match="server 0 has no memory"):
         Shard(spec(), 0)
 

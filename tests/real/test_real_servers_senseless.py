@@ -17,7 +17,7 @@ from server_job import dice
 
 from fleetbench.plan.servers.rules import Mode, ServerRules
 from fleetbench.workloads.served import ROW
-from real.servers.shard import VERSION
+from real.servers.parameters import VERSION
 from real.servers.wire import Head, Tensor, encode
 
 MODES: tuple[Mode, ...] = ("asynchronous", "synchronous", "geo_sgd")

@@ -15,9 +15,9 @@ from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from real.testbed import noise
 from real.testbed.noise import quietly
 from real.testbed.testbed import Testbed as Ground  # pytest would take a Test... for tests
+from real.testbed.testbed import verify, verify_latency
 from real.testbed.topology import topology_of, wire_s
 from real.testbed.traffic import Flow
-from real.testbed.verify import verify, verify_latency
 
 MBIT = 10**6
 TOPOLOGY = topology_of(Cluster(nodes=3, inter=Link(bandwidth=BitsPerSecond(100 * MBIT))))

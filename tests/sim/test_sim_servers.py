@@ -20,10 +20,10 @@ from fleetbench.plan.servers.states import Role
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.result import steps_table
 from sim.servers.actor import Costs, Job, Linear
+from sim.servers.ports import Hosts
 from sim.servers.server import load_summary, staleness_summary
 from sim.servers.simulate import Seen, execute
 from sim.servers.traffic import TouchedRows, Traffic, traffic_of
-from sim.servers.wires import Hosts
 
 MS = 1_000_000
 ONE = 2**24
