@@ -277,7 +277,8 @@ def _early_exchanges(experiment: Experiment, step_s: float) -> list[dict[str, st
     """The entry of ``skipped`` for trainers that exchange with servers sooner than the strategy says."""
     if experiment.strategy.mode != "ps":
         return []
-    rules = rules_of(experiment.strategy, experiment.cluster.trainers, experiment.cluster.servers, optimizer=experiment.workload.optimizer)
+    cluster, optimizer = experiment.cluster, experiment.workload.optimizer
+    rules = rules_of(experiment.strategy, cluster.trainers, cluster.servers, optimizer=optimizer, simulated=True)
     found = early_exchanges(rules, step_s)
     return [] if found is None else [skip(*found)]
 

@@ -314,6 +314,10 @@ class DistributedStrategy(Config):
 
     a_sync: bool = False
     a_sync_configs: ASyncConfigs = field(default_factory=ASyncConfigs)
+    overlap_push: bool = False
+    """Synchronous servers: push each bucket when its gradients are ready, beside the backward; off: all after it. In ``sim`` alone."""
+    reduce_in_node: bool = False
+    """Synchronous servers: the trainers of a node reduce among themselves, and one of them pushes and pulls. In ``sim`` alone."""
 
     def _validate(self) -> None:
         at_least(self, 0, "fuse_grad_size_in_MB", "fuse_grad_count", "hierarchical_inner_ranks", "last_comm_group_size_MB")
@@ -344,6 +348,8 @@ class DistributedStrategy(Config):
             ("amp_configs", "amp", True),
             ("recompute_configs", "recompute", True),
             ("a_sync_configs", "a_sync", True),
+            ("overlap_push", "mode", "ps"),
+            ("reduce_in_node", "mode", "ps"),
         )
         for name, switch, on in needs:
             value = getattr(self, name)
@@ -415,6 +421,8 @@ class DistributedStrategy(Config):
                 fp32,
                 "nothing is lost on the wire",
             ),
+            (self.a_sync and self.overlap_push, "overlap_push", "a_sync", "asynchronous pushes are beside the next steps"),
+            (self.a_sync and self.reduce_in_node, "reduce_in_node", "a_sync", "trainers of a node would wait for each other"),
         )
 
     @classmethod

@@ -49,6 +49,8 @@ _HINT = "leave it at its default, or choose another executor"
 _HINTS = {
     "cluster.servers": 'set strategy.mode = "ps", which is for servers, or leave them out',
     "cluster.server_placement": 'set strategy.mode = "ps", which is for servers, or leave it out',
+    "strategy.overlap_push": "leave it out: real trainers push after their backward; fleetbench sim alone has it",
+    "strategy.reduce_in_node": "leave it out: every real trainer pushes its own gradients; fleetbench sim alone has it",
 }
 """Of fields that another field makes sense of."""
 

@@ -22,7 +22,7 @@ from fleetbench.plan.steps import StepKind, StepOperations, agreement_of, averag
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import leaf_fields
 
-_NOT_PLANNED = ("mode", "auto", "a_sync", "a_sync_configs")
+_NOT_PLANNED = ("mode", "auto", "a_sync", "a_sync_configs", "overlap_push", "reduce_in_node")
 
 PLANNED: frozenset[str] = frozenset(
     name for name in leaf_fields(DistributedStrategy(), "strategy") if name.split(".")[1] not in _NOT_PLANNED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -59,12 +59,32 @@ class Linear:
         return {"merge": self.merge_ns, "install": self.install_ns}.get(kind, 0)
 
 
-def costs_of(table: LayerTable, gradient_bytes: int) -> Linear:
+def costs_of(table: LayerTable, gradient_bytes: int, pieces: int = 1) -> Linear:
     """What a layer table tells: an update over all parameters takes ``table.update``, and one over a part of them its share by bytes.
 
     ``gradient_bytes``: of one step's gradient over all servers together.
     """
-    return Linear(push_ns_per_byte=table.update / gradient_bytes if gradient_bytes else 0.0, update_ns=table.update, merge_ns=table.merge)
+    push_ns_per_byte = table.update / gradient_bytes if gradient_bytes else 0.0
+    return Linear(push_ns_per_byte=push_ns_per_byte, update_ns=table.update, merge_ns=table.merge // pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Parameters that a job serves by themselves: each role decides of every piece by the same rules, and nothing of the others."""
+
+    ready_ns: int
+    """From the beginning of the backward, at X = 0."""
+    traffic: Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCosts:
+    """What the trainers of a node take to reduce a piece to one of them, and to broadcast it after the pull, by piece."""
+
+    reduce_ns: tuple[int, ...]
+    broadcast_ns: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    """That a trainer sends, in the mean, in each of the two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +105,14 @@ class Job:
     """Steps between two moments at which results are read back from the device."""
     waits_each_step: bool = False
     """A trainer waits after every step for its own push, and the pull after it: the closed loop."""
+    pieces: tuple[Piece, ...] = ()
+    """What is pushed, updated and pulled by itself, in order of readiness; none: all parameters together, after the backward."""
+    node: NodeCosts | None = None
+    """Trainers that reduce among themselves first: ``rules`` and ``hosts`` then count nodes as trainers. None: each pushes its own."""
+
+    def traffic_of(self, piece: int) -> Traffic:
+        """Of one piece."""
+        return self.pieces[piece].traffic if self.pieces else self.traffic
 
 
 class Act(NamedTuple):
@@ -155,6 +183,8 @@ class Carried:
     """Of a push: the steps that it is of."""
     answer_nbytes: int = 0
     """Of a look-up: what its answer carries."""
+    piece: int = 0
+    """That it is about."""
 
 
 NOTHING = Carried()
@@ -169,8 +199,12 @@ class Actor:
     is decided on when the work on all before it has ended.
     """
 
-    def __init__(self, clock: Clock, decider: RoleDecider, job: Job) -> None:
-        self.decider = decider
+    def __init__(self, clock: Clock, deciders: Sequence[RoleDecider], job: Job) -> None:
+        """``deciders``: of every piece."""
+        self.decider = deciders[0]
+        self.deciders = deciders
+        self._piece = 0
+        """That is worked on."""
         self.spans: list[Span] = []
         self.order: Order | None = None
         """Where acts are noted."""
@@ -204,8 +238,9 @@ class Actor:
                 self._idle()
                 return
             event, carried, since_ns = self._inbox.popleft()
+            self._piece = carried.piece
             self._begin(event, carried, since_ns)
-            self._to_do.extend(self.decider.on(self._clock.now, event))
+            self._to_do.extend(self.deciders[carried.piece].on(self._clock.now, event))
 
     def _go_on(self) -> None:
         self._end(self._to_do.popleft())

@@ -26,12 +26,13 @@ _PUSHES = ("gradient", "delta")
 class Server(Actor):
     """One server. It works on one message at a time, in the order in which they arrive."""
 
-    def __init__(self, clock: Clock, decider: RoleDecider, job: Job, answer: Post) -> None:
-        super().__init__(clock, decider, job)
+    def __init__(self, clock: Clock, deciders: Sequence[RoleDecider], job: Job, answer: Post) -> None:
+        super().__init__(clock, deciders, job)
         self.load = Load()
         self._answer = answer
         self._pushed: deque[Carried] = deque()
-        self._arrived: dict[int, int] = {}
+        self._arrived = Counter[int]()
+        """Bytes of the gradients of a round, by piece."""
         self._changed: list[list[Part]] = [[] for _ in range(job.rules.trainers)]
         self._asked_nbytes = [0] * job.rules.trainers
         """What answers each trainer's look-up."""
@@ -41,8 +42,9 @@ class Server(Actor):
     @property
     def state(self) -> ServerState:
         """What it knows."""
-        assert isinstance(self.decider.state, ServerState)
-        return self.decider.state
+        state = self.deciders[self._piece].state
+        assert isinstance(state, ServerState)
+        return state
 
     def _count(self, more: int) -> None:
         self.load.count(more, self._clock.now)
@@ -55,7 +57,7 @@ class Server(Actor):
             for version in carried.versions:
                 self.load.staleness[self.state.version - version] += 1
             if self._job.rules.mode == "synchronous":
-                self._arrived[event.rank] = carried.nbytes
+                self._arrived[self._piece] += carried.nbytes
             else:
                 self._pushed.append(carried)
         elif isinstance(event, Message) and event.kind == "look_up":
@@ -72,10 +74,10 @@ class Server(Actor):
 
     def _nbytes(self, operation: Operation) -> int:
         if operation.kind in ("update", "accumulate"):
-            return sum(self._arrived.values()) if operation.rank is None else self._pushed[0].nbytes
+            return self._arrived[self._piece] if operation.rank is None else self._pushed[0].nbytes
         if operation.kind == "send" and operation.payload == "parameters":
             assert operation.rank is not None
-            return self._job.traffic.pushed(self.decider.rank, self._changed[operation.rank])
+            return self._job.traffic_of(self._piece).pushed(self.decider.rank, self._changed[operation.rank])
         if operation.kind == "send" and operation.payload == "rows":
             assert operation.rank is not None
             return self._asked_nbytes[operation.rank]
@@ -90,10 +92,10 @@ class Server(Actor):
                 self._changed[operation.rank] = []
             message = Message("server", self.decider.rank, operation.message, count=operation.count, version=self.state.version)
             role = "trainer" if operation.group == "trainer" else "sender"
-            self._answer(role, operation.rank, self.decider.rank, message, Carried(nbytes))
+            self._answer(role, operation.rank, self.decider.rank, message, Carried(nbytes, piece=self._piece))
         elif operation.kind in ("update", "accumulate"):
             if operation.rank is None:
-                self._arrived.clear()
+                del self._arrived[self._piece]
             else:
                 self._last = self._pushed.popleft().part  # steps whose rows are marked next
         elif operation.kind == "mark":
@@ -101,7 +103,7 @@ class Server(Actor):
                 if rank != operation.rank:
                     changed.append(self._last)
         if self._took_ns:
-            rank = self._job.rules.trainers + self.decider.rank
+            rank = len(self._job.draws) + self.decider.rank
             name = operation.kind if operation.message is None else operation.message
             self.spans.append(Span(rank, SERVER, name, self._clock.now - self._took_ns, self._took_ns))
 

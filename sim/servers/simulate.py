@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import count
 
 from fleetbench.cluster import Link
@@ -14,7 +16,9 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.events import Message
+from fleetbench.plan.fusion import fuse
 from fleetbench.plan.groups import world_of
+from fleetbench.plan.layers import Gradient
 from fleetbench.plan.replay import Recording, RoleDecider, in_order
 from fleetbench.plan.servers.rules import ServerRules, rules_of
 from fleetbench.plan.servers.states import Role
@@ -22,16 +26,20 @@ from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.profile import communication_of, table_for
 from fleetbench.result import StepRecord, skip, steps_table
 from fleetbench.stragglers import draws
+from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
 from fleetbench.timeline import Span
 from sim.clock import Clock
 from sim.execution import Execution, Wanted, too_many
 from sim.limits import MOST_EVENTS, at_most, refuse_large
-from sim.servers.actor import Carried, Costs, Job, Order, costs_of
+from sim.network.links import Links
+from sim.network.routes import Way, way
+from sim.servers.actor import Carried, Costs, Job, NodeCosts, Order, Piece, costs_of
+from sim.servers.node import Node
 from sim.servers.ports import Hosts, Wires
 from sim.servers.server import Load, Server, load_summary, staleness_summary
 from sim.servers.traffic import Traffic, traffic_of
-from sim.servers.worker import Memory, Sender, Trainer
+from sim.servers.worker import Local, Memory, Sender, Trainer
 
 SERVER_ENGINES = ("auto", "reference")
 WHO = "the simulator of parameter servers"
@@ -61,6 +69,8 @@ def simulate_servers(
         what = 'does not go with strategy.mode = "ps", whose servers and trainers are simulated event by event'
         raise ConfigError(what, "engine", repr(engine), f"one of {', '.join(SERVER_ENGINES)}")
     job = job or job_of(experiment)
+    if job.pieces and wanted.recordings:
+        raise ConfigError("has no recordings: each role decides of every piece", "strategy.overlap_push", "True", "leave record out")
     done = count(1)
     found = execute(job, record=wanted.recordings, step_done=lambda: step_done(next(done)), order=order)
     keeps = len(found.spans) <= wanted.most_spans
@@ -70,7 +80,7 @@ def simulate_servers(
     rows_alike = job.traffic.tables and (job.rules.mode == "geo_sgd" or job.rules.max_merge > 1)
     return Execution(
         engine="reference",
-        plan=Plan(trainers=job.rules.trainers, buckets=(), exchange=(), groups=(("world", world_of(job.rules.trainers)),)),
+        plan=Plan(trainers=len(job.draws), buckets=(), exchange=(), groups=(("world", world_of(len(job.draws))),)),
         begin_ns=min(record.start_ns for record in found.records if record.step >= 1),
         end_ns=max(record.end_ns for record in found.records),
         step_ends_ns=ends_ns,
@@ -93,21 +103,30 @@ def job_of(experiment: Experiment, *, costs: Costs | None = None, traffic: Traff
     refuse_large(experiment)
     rank_steps = experiment.cluster.trainers * (experiment.workload.steps + experiment.run.warmup_steps)
     at_most(rank_steps, MOST_EVENTS, "steps of ranks", "workload.steps", "fewer steps or trainers")
+    strategy = experiment.strategy
     for part, executed in (("workload", WORKLOAD | LOSSES), ("cluster", CLUSTER), ("run", RUN)):
         refuse_unexecuted(getattr(experiment, part), part, executed, WHO)
-    refuse_undeclared(experiment, experiment.strategy, WHO)
+    refuse_undeclared(experiment, strategy, WHO)
     measured = table_for(experiment)
     table = on_cores(experiment, measured)
     gradients = table.by_readiness()
     cluster, run = experiment.cluster, experiment.run
+    for name in ("overlap_push", "reduce_in_node"):
+        if getattr(strategy, name) and any(gradient.sparse for gradient in gradients):
+            what = f"is not simulated with sparse gradients, and this model has {sum(gradient.sparse for gradient in gradients)}"
+            raise ConfigError(what, f"strategy.{name}", "True", "leave it out, or use dense gradients")
+    inner = cluster.trainers_per_node if strategy.reduce_in_node else 1
     rules = rules_of(
-        experiment.strategy,
-        cluster.trainers,
+        strategy,
+        cluster.trainers // inner,
         cluster.servers,
         optimizer=experiment.workload.optimizer,
         parameter_bytes=sum(gradient.nbytes for gradient in gradients),
         has_dense=any(not gradient.sparse for gradient in gradients),
+        simulated=True,
     )
+    pieces = pieces_of(strategy, gradients, cluster.servers) if strategy.overlap_push else ()
+    at_most(rank_steps * len(pieces), MOST_EVENTS, "pieces of ranks", "workload.steps", "fewer steps, or larger buckets")
     traffic = traffic or traffic_of(gradients, cluster.servers)
     step_nbytes = sum(traffic.pushed(server, [(0, 0, 1)]) for server in range(cluster.servers))
     steps = range(1 - run.warmup_steps, experiment.workload.steps + 1)
@@ -116,12 +135,37 @@ def job_of(experiment: Experiment, *, costs: Costs | None = None, traffic: Traff
         rules=rules,
         table=table,
         traffic=traffic,
-        costs=costs or dataclasses.replace(costs_of(measured, step_nbytes), update_ns=table.update),
+        costs=costs or dataclasses.replace(costs_of(measured, step_nbytes, max(1, len(pieces))), update_ns=table.update),
         hosts=hosts_of(experiment),
         steps=steps,
         draws=tuple(map(tuple, delays.tolist())),
-        fetch_every=experiment.strategy.fetch_every_n_steps,
+        fetch_every=strategy.fetch_every_n_steps,
+        pieces=pieces,
+        node=_node_costs(experiment, [piece.traffic for piece in pieces] or [traffic]) if inner > 1 else None,
     )
+
+
+def pieces_of(strategy: DistributedStrategy, gradients: Sequence[Gradient], servers: int) -> tuple[Piece, ...]:
+    """The buckets of dense gradients, each ready with its last; a bucket is cut evenly over the servers."""
+    ready_ns = {gradient.name: gradient.ready for gradient in gradients}
+    return tuple(
+        Piece(max(ready_ns[name] for name in bucket.gradients), Traffic(servers=servers, dense_bytes=bucket.nbytes))
+        for bucket in fuse(gradients, strategy)
+    )
+
+
+def _node_costs(experiment: Experiment, traffics: Sequence[Traffic]) -> NodeCosts:
+    """By the network's model, of the first node: all are alike."""
+    ranks = tuple(range(experiment.cluster.trainers_per_node))
+    reduce, broadcast = (way(kind, ranks, Links.of(experiment)) for kind in ("reduce", "broadcast"))
+
+    def took_ns(found: Way) -> tuple[int, ...]:
+        costs = [found.route(traffic.dense_bytes).cost for traffic in traffics]
+        return tuple(cost.latency_ns + round(cost.transfer_ns) for cost in costs)
+
+    share = Fraction(len(ranks) - 1, len(ranks))
+    nbytes = tuple(int(share * traffic.dense_bytes) for traffic in traffics)
+    return NodeCosts(took_ns(reduce), took_ns(broadcast), nbytes)
 
 
 def hosts_of(experiment: Experiment) -> Hosts:
@@ -138,7 +182,7 @@ def hosts_of(experiment: Experiment) -> Hosts:
             raise ConfigError("trainers reach servers over this link, and it is neither declared nor measured", "cluster.inter", hint=hint)
         link = Link(bandwidth=1)  # type: ignore[arg-type]  # nothing crosses it: all are on one host
     return Hosts(
-        trainers=tuple(rank // cluster.trainers_per_node for rank in range(cluster.trainers)),
+        trainers=tuple(range(cluster.nodes) if experiment.strategy.reduce_in_node else cluster.node_by_rank),
         servers=tuple((cluster.nodes if own else 0) + server for server in range(cluster.servers)),
         link=link,
     )
@@ -192,28 +236,42 @@ class _Run:
         self._wires = Wires(clock, job.hosts)
         self._counts = False
         self.deciders: list[RoleDecider] = []
-        self.servers = [Server(clock, self._decider("server", number, record), job, self._answer) for number in range(rules.servers)]
+        self.servers = [Server(clock, self._roles("server", number, record), job, self._answer) for number in range(rules.servers)]
         _join(self.servers, rules)
-        memories = [Memory(versions=(0,) * rules.servers, computed_from=(0,) * rules.servers) for _ in range(rules.trainers)]
-        self.senders = [Sender(clock, self._decider("sender", rank, record), job, memory) for rank, memory in enumerate(memories)]
-        self.trainers = [Trainer(clock, self._decider("trainer", rank, record), job, memory) for rank, memory in enumerate(memories)]
-        for trainer, sender in zip(self.trainers, self.senders, strict=True):
-            trainer.post = sender.post = self._post
-            trainer.tell_sender = self._local(sender)
-            sender.tell_trainer = self._local(trainer)
+        inner = len(job.draws) // rules.trainers
+        memories = [Memory(versions=(0,) * rules.servers, computed_from=(0,) * rules.servers) for _ in job.draws]
+        self.senders = [Sender(clock, self._roles("sender", rank, record), job, memory) for rank, memory in enumerate(memories[::inner])]
+        self.trainers = [Trainer(clock, self._roles("trainer", rank, record), job, memory) for rank, memory in enumerate(memories)]
+        self._pushing = self.trainers[::inner]
+        """One for each sender, on whose host it is."""
+        for rank, trainer in enumerate(self.trainers):
+            trainer.post = self._post if rank % inner == 0 else _post_nothing
             trainer.step_begins = self._step_begins
+            memories[rank].queue = deque(maxlen=None if rank % inner == 0 else 0)
+        for rank, sender in enumerate(self.senders):
+            sender.post = self._post
+            if job.node is not None:
+                Node(clock, job.node, self.trainers[inner * rank : inner * (rank + 1)], sender)
+                continue
+            self.trainers[rank].tell_sender = self._local(sender)
+            sender.tell_trainer = self._local(self.trainers[rank])
 
-    def _decider(self, role: Role, rank: int, record: bool) -> RoleDecider:
-        decider = RoleDecider.start(ServerTraining(self._job.rules), rank, role, record=record)
-        self.deciders.append(decider)
-        return decider
+    def _roles(self, role: Role, rank: int, record: bool) -> list[RoleDecider]:
+        """One role of every piece."""
+        training = ServerTraining(self._job.rules)
+        found = [RoleDecider.start(training, rank, role, record=record) for _ in self._job.pieces or (None,)]
+        self.deciders += found
+        return found
 
-    def _local(self, to: Sender | Trainer) -> Callable[[Message], None]:
-        return lambda message: self._wires.at_once(lambda: to.hear(message))
+    def _local(self, to: Sender | Trainer) -> Local:
+        return lambda message, piece: self._wires.at_once(lambda: to.hear(message, Carried(piece=piece)))
 
     def _post(self, role: str, rank: int, server: int, message: Message, carried: Carried) -> None:
+        if role == "trainer" and self._job.node is not None:  # the servers know it as its node
+            rank //= len(self.trainers) // len(self.senders)
+            message = dataclasses.replace(message, rank=rank)
         source, target = self._job.hosts.trainers[rank], self._job.hosts.servers[server]
-        self.trainers[rank].sent(carried.nbytes)
+        self._pushing[rank].sent(carried.nbytes)
         self._wires.send((role, rank, server), source, target, carried.nbytes, lambda: self.servers[server].hear(message, carried))
 
     def _answer(self, role: str, rank: int, server: int, message: Message, carried: Carried) -> None:
@@ -230,7 +288,11 @@ class _Run:
 
 def _join(servers: Sequence[Server], rules: ServerRules) -> None:
     """All trainers are known, and the parameters are there, before the clock starts; what is answered to that takes no time."""
-    for server in servers:
+    for decider in (decider for server in servers for decider in server.deciders):
         for rank in range(rules.trainers):
-            server.decider.on(0, Message("sender", rank, "join"))
-        server.decider.on(0, Message("sender", 0, "initial"))
+            decider.on(0, Message("sender", rank, "join"))
+        decider.on(0, Message("sender", 0, "initial"))
+
+
+def _post_nothing(*_: object) -> None:
+    """Of a trainer whose node speaks with the servers through another one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, Message, StepBegin, TimerFired
 from fleetbench.plan.layers import StepHead
@@ -18,8 +19,8 @@ from sim.clock import Clock
 from sim.servers.actor import Act, Actor, Carried, Job, Post
 from sim.servers.traffic import Part
 
-Local = Callable[[Message], None]
-"""Carries a message between a trainer and its sender."""
+Local = Callable[[Message, int], None]
+"""Carries a message about a piece between a trainer and its sender."""
 
 Versions = tuple[int, ...]
 """How often each server had updated some parameters."""
@@ -42,13 +43,13 @@ class Memory:
 class Sender(Actor):
     """Merges, pushes and pulls in the background."""
 
-    def __init__(self, clock: Clock, decider: RoleDecider, job: Job, memory: Memory) -> None:
-        super().__init__(clock, decider, job)
+    def __init__(self, clock: Clock, deciders: Sequence[RoleDecider], job: Job, memory: Memory) -> None:
+        super().__init__(clock, deciders, job)
         self._memory = memory
         self._timers = 0
         self._received: dict[int, int] = {}
         self._staged: list[Versions] = [memory.versions]
-        self._staged_steps: Part = (decider.rank, 0, 0)
+        self._staged_steps: Part = (self.decider.rank, 0, 0)
         self.post: Post
         self.tell_trainer: Local
 
@@ -76,14 +77,14 @@ class Sender(Actor):
         assert operation.message is not None
         rank = self.decider.rank
         if operation.group == "trainer":
-            self.tell_trainer(Message("sender", rank, operation.message, count=operation.count))
+            self.tell_trainer(Message("sender", rank, operation.message, count=operation.count), self._piece)
             return
-        traffic = self._job.traffic
+        traffic = self._job.traffic_of(self._piece)
         for server in range(self._job.rules.servers):
-            carried = Carried(traffic.header_bytes)
+            carried = Carried(traffic.header_bytes, piece=self._piece)
             if operation.payload is not None:
                 versions = tuple(version[server] for version in self._staged)
-                carried = Carried(traffic.pushed(server, [self._staged_steps]), versions, self._staged_steps)
+                carried = Carried(traffic.pushed(server, [self._staged_steps]), versions, self._staged_steps, piece=self._piece)
             message = Message("sender", rank, operation.message, count=operation.count, version=min(carried.versions, default=0))
             self.post("sender", rank, server, message, carried)
 
@@ -98,8 +99,8 @@ class Trainer(Actor):
     Its last step ends when all that it has handed on is pushed, and pulled what others changed.
     """
 
-    def __init__(self, clock: Clock, decider: RoleDecider, job: Job, memory: Memory) -> None:
-        super().__init__(clock, decider, job)
+    def __init__(self, clock: Clock, deciders: Sequence[RoleDecider], job: Job, memory: Memory) -> None:
+        super().__init__(clock, deciders, job)
         self.records: list[StepRecord] = []
         self.ended_ns: int | None = None
         self._memory = memory
@@ -117,10 +118,9 @@ class Trainer(Actor):
         self.step_done: Callable[[], None] = lambda: None
 
     @property
-    def state(self) -> TrainerState:
-        """What it knows."""
-        assert isinstance(self.decider.state, TrainerState)
-        return self.decider.state
+    def _may_go_on(self) -> bool:
+        """Whether no piece waits."""
+        return all(isinstance(decider.state, TrainerState) and decider.state.waits is None for decider in self.deciders)
 
     @property
     def _index(self) -> int:
@@ -176,12 +176,23 @@ class Trainer(Actor):
         self._span("wait", self._start_ns + self._read_ns, begin_ns)
         self._span("forward", begin_ns, begin_ns + self._forward_ns)
         self._span("backward", begin_ns + self._forward_ns, begin_ns + self._forward_ns + self._backward_ns)
+        for number, piece in enumerate(self._job.pieces):
+            ready = self._clock.timeout(stretch(self._job.table.forward_ns + piece.ready_ns, x))
+            ready.callbacks.append(partial(self._end_piece, number))
         self._clock.timeout(self._forward_ns + self._backward_ns).callbacks.append(lambda _: self._end_backward())
+
+    def _end_piece(self, number: int, _ready: object) -> None:
+        self.hear(BackwardEnd(), Carried(piece=number))
 
     def _end_backward(self) -> None:
         self._idle_since_ns = self._arrival_ns = self._clock.now
         self._update_ns = 0
-        self._tell(BackwardEnd(), self._flush if self._job.waits_each_step else self._end_step)
+        then = self._flush if self._job.waits_each_step else self._end_step
+        if not self._job.pieces:
+            self._tell(BackwardEnd(), then)
+            return
+        self._next = then
+        self._idle()
 
     def _flush(self) -> None:
         self._tell(Flush(), self._end_step)
@@ -225,12 +236,15 @@ class Trainer(Actor):
         self.ended_ns = self._clock.now
 
     def _tell(self, event: Event, then: Callable[[], None]) -> None:
-        """Tell the strategy, and go on once it lets the trainer."""
+        """Tell the strategy, of every piece, and go on once it lets the trainer."""
+        last = len(self.deciders) - 1
+        for piece in range(last):
+            self.hear(event, Carried(piece=piece))
         self._next = then
-        self.hear(event)
+        self.hear(event, Carried(piece=last))
 
     def _idle(self) -> None:
-        if self._next is not None and self.state.waits is None:
+        if self._next is not None and self._may_go_on:
             then, self._next = self._next, None
             then()
 
@@ -251,7 +265,7 @@ class Trainer(Actor):
             assert operation.message is not None
             if operation.message in ("gradient", "step"):
                 self._memory.queue.append(self._memory.computed_from)
-            self.tell_sender(Message("trainer", self.decider.rank, operation.message, count=operation.count))
+            self.tell_sender(Message("trainer", self.decider.rank, operation.message, count=operation.count), self._piece)
         elif operation.kind == "send":
             assert operation.message is not None
             for server in range(self._job.rules.servers):
@@ -260,7 +274,7 @@ class Trainer(Actor):
 
     def _carried(self, operation: Operation, server: int) -> Carried:
         if operation.message != "look_up":
-            return Carried(self._job.traffic.header_bytes)
+            return Carried(self._job.traffic.header_bytes, piece=self._piece)
         asked, answered = self._job.traffic.looked_up(server, self.decider.rank, self._index, self._look_ups - 1)
         return Carried(asked, answer_nbytes=answered)
 

@@ -77,6 +77,8 @@ OWN_FIELDS = {  # ours, or Fleet's without a published default
     "conv_workspace_size_limit",
     "fraction_of_gpu_memory_to_use",
     "fetch_every_n_steps",
+    "overlap_push",
+    "reduce_in_node",
     "build_strategy.compile_split",
     "amp_configs.dtype",
     "localsgd_configs.warmup_epochs",

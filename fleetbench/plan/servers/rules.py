@@ -27,12 +27,15 @@ SERVED: frozenset[str] = frozenset(
     if name.split(".")[1] in ("mode", "a_sync", "a_sync_configs", "thread_num", "fetch_every_n_steps") and name != _WITHOUT_EFFECT
 )
 """Dotted names of the fields that trainers of parameter servers carry out; the others are refused when changed."""
+_SIMULATED = frozenset({"strategy.overlap_push", "strategy.reduce_in_node"})
+_BUCKETS = frozenset({"strategy.fuse_all_reduce_ops", "strategy.fuse_grad_size_in_MB", "strategy.fuse_grad_count"})
 
 
-def refuse_unserved(strategy: DistributedStrategy) -> None:
-    """Raise ``ConfigError`` for a changed field that has no meaning with servers."""
+def refuse_unserved(strategy: DistributedStrategy, *, simulated: bool = False) -> None:
+    """Raise ``ConfigError`` for a changed field that has no meaning with servers, or ``simulated`` ones alone have."""
     hint = f'leave it at its default, or set mode = "{DistributedStrategy().mode}": no executor has it with mode = "ps"'
-    refuse_unexecuted(strategy, "strategy", SERVED, "training with parameter servers", hint)
+    executed = SERVED | (_SIMULATED if simulated else set()) | (_BUCKETS if simulated and strategy.overlap_push else set())
+    refuse_unexecuted(strategy, "strategy", executed, "training with parameter servers", hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +104,7 @@ def rules_of(
     parameter_bytes: int = 0,
     memory_bytes: int | None = None,
     has_dense: bool = True,
+    simulated: bool = False,
 ) -> ServerRules:
     """The rules of a strategy with ``mode = "ps"``.
 
@@ -110,7 +114,7 @@ def rules_of(
     """
     if strategy.mode != "ps":
         raise ConfigError("is no strategy of parameter servers", "strategy.mode", repr(strategy.mode), 'set mode = "ps"')
-    refuse_unserved(strategy)
+    refuse_unserved(strategy, simulated=simulated)
     if servers < 1:
         raise ConfigError('mode = "ps" needs servers', "servers", str(servers), "fleetbench launch --servers 1 --workers 2 train.py")
     configs = strategy.a_sync_configs
