@@ -62,6 +62,11 @@ class Tune(Config):
     target_seeds: int | None = None
     """Most runs to ``workload.target_loss`` of each way of training, paired by their seeds, as far as a budget has room. Default: 3; 1 of a
     script, which must take its seed from ``FLEETBENCH_SEED``; 1 where compute is emulated."""
+    metric: str | None = None
+    """With a target: what must not fall. ``accuracy`` of the registry's classifiers, or the name of what a script reports beside its loss,
+    ``fleet.report(loss=loss, NAME=value)``; at the target, in the mean over seeds. More is better."""
+    metric_drop: float = 0.01
+    """By how much the finalist's ``metric`` may be less than the default's."""
     min_gain: float = 0.02
     """USE needs the interval's lower end above 1 + ``min_gain``."""
     storage: str | None = None
@@ -94,8 +99,9 @@ class Tune(Config):
             at_least(self, 1, "target_seeds")
         if self.pairs < 2:
             raise ConfigError("an interval needs at least 2 pairs", "pairs", repr(self.pairs), "48 pairs find 5 % in noise of 6 %")
-        if self.min_gain < 0:
-            raise ConfigError("cannot be negative", "min_gain", repr(self.min_gain), "0.02 asks for a gain of 2 %")
+        for name, example in (("min_gain", "0.02 asks for a gain of 2 %"), ("metric_drop", "0.01 lets an accuracy fall from 0.95 to 0.94")):
+            if getattr(self, name) < 0:
+                raise ConfigError("cannot be negative", name, repr(getattr(self, name)), example)
         for name in ("budget_gpu_hours", "budget_minutes"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigError("must be above zero", name, repr(value), "drop it for no bound")

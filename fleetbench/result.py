@@ -113,6 +113,8 @@ class Summary:
     """From the start of step 1 to the step at the first of three evaluations in a row that reach the workload's target; or none."""
     steps_to_target: float | None = None
     """Steps of a trainer until then, on the line between that evaluation and the one before it."""
+    metrics: dict[str, float] | None = None
+    """At the target: ``accuracy`` of the registry's classifiers; what a script reports beside its loss, in the mean of that window."""
     skipped: tuple[dict[str, str], ...] = ()
     """Lines of the experiment that this run did not realise: ``what``, and ``why``."""
     lateness_s: dict[str, float] | None = None

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -148,10 +148,10 @@ class Collective:
 
     pull_model = synchronize
 
-    def report(self, loss: torch.Tensor | float) -> None:
-        """Tell the step's loss."""
+    def report(self, loss: torch.Tensor | float, metrics: Mapping[str, torch.Tensor | float]) -> None:
+        """Tell the step's loss, and whatever else a tuning may look at."""
         engine = self._trained("fleet.report")
-        if self.driven is None or not self.driven.report(loss):
+        if self.driven is None or not self.driven.report(loss, metrics):
             engine.report(loss)
 
     def end_epoch(self) -> None:

@@ -150,9 +150,9 @@ class Fleet:
     def report(self, *, loss: torch.Tensor | float, **metrics: torch.Tensor | float) -> None:
         """Tell the step's loss, one number, before ``optimizer.step()``; adaptive steps follow it.
 
-        ``metrics`` (``acc1=``, ``acc5=``, ...) are for the training log alone, see ``fleet.init(log_every=...)``.
+        ``metrics`` (``acc1=``, ``acc5=``, ...) are for the training log, see ``fleet.init(log_every=...)``, and for ``tune.metric``.
         """
-        self._joined("fleet.report").report(loss)
+        self._joined("fleet.report").report(loss, metrics)
         if self._log is not None:
             self._log.report({"loss": loss, **metrics})
 

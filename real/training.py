@@ -219,10 +219,12 @@ class ComputedTraining(Training):
         if self._injector is not None:
             self._injector.detach()
             self._injector = None
+        measures = [(step, *self._evaluated_at(flat)) for step, flat in self._snapshots]
         return {
             **found,
-            "held_out": [[step, self._held_out_loss(flat)] for step, flat in self._snapshots],
-            "final_loss": self._held_out_loss(self._flat_parameters()) if leg.evaluate else None,
+            "held_out": [[step, loss] for step, loss, _ in measures],
+            "metrics": {"accuracy": [[step, accuracy] for step, _, accuracy in measures if accuracy is not None]},
+            "final_loss": self._evaluated_at(self._flat_parameters())[0] if leg.evaluate else None,
         }
 
     def measuring(self, leg: Leg) -> ProfileLeg:
@@ -299,11 +301,11 @@ class ComputedTraining(Training):
         """Parameters, and the batch-norm statistics that an evaluation needs, as one vector."""
         return torch.cat([tensor.detach().reshape(-1) for tensor in evaluated(self.model)])
 
-    def _held_out_loss(self, flat: torch.Tensor) -> float:
-        """Mean loss on the held-out split at the average of all trainers' parameters."""
+    def _evaluated_at(self, flat: torch.Tensor) -> tuple[float, float | None]:
+        """Mean loss and accuracy on the held-out split at the average of all trainers' parameters."""
         if self.communicators.trainers > 1:
             self.communicators.all_reduce(flat, "mean")
-        return self._held_out.loss(flat)
+        return self._held_out.loss_and_accuracy(flat)
 
 
 def checksum(model: torch.nn.Module) -> str:

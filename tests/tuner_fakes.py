@@ -84,11 +84,17 @@ def profiled_experiment(folder: Path, threads: tuple[int, ...] = (1, 2), **tune:
 
 
 def made_result(
-    experiment: Experiment, step_s: float, *, executor: str, steps_to_target: float | None = None, final_loss: float | None = None
+    experiment: Experiment,
+    step_s: float,
+    *,
+    executor: str,
+    steps_to_target: float | None = None,
+    final_loss: float | None = None,
+    metrics: dict[str, float] | None = None,
 ) -> RunResult:
     """A run of two ranks in which every step takes ``step_s``, all of it forward."""
     table = _table(round(step_s * 1e9), experiment.workload.steps)
-    known = {"executor": executor, "run_id": new_run_id(), "final_loss": final_loss, "steps_to_target": steps_to_target}
+    known = {"executor": executor, "run_id": new_run_id(), "final_loss": final_loss, "steps_to_target": steps_to_target, "metrics": metrics}
     plan = build_plan(experiment.strategy, table_for(experiment).by_readiness(), Setting(trainers=2))
     return RunResult(experiment=experiment, summary=summarise(experiment, table, **known), steps=table, plan=plan)
 
@@ -152,6 +158,8 @@ class FakeRunner:
     """What was to be together."""
     startup_s: float = 0.0
     updates: Callable[[Leg], float | None] | None = None
+    metrics: Callable[[Leg], dict[str, float] | None] = lambda _: None
+    """At the target."""
 
     def together(self, legs: Sequence[Leg]) -> None:
         """See ``Runner``."""
@@ -166,7 +174,7 @@ class FakeRunner:
         experiment = self.experiment.replace(strategy=leg.strategy, workload=replace(self.experiment.workload, steps=leg.steps))
         steps = self._steps_to_target(leg) if leg.evaluate else None
         final_loss = None if not leg.evaluate else 0.4 if steps is not None else 0.9
-        result = made_result(experiment, step_s, executor="real", steps_to_target=steps, final_loss=final_loss)
+        result = made_result(experiment, step_s, executor="real", steps_to_target=steps, final_loss=final_loss, metrics=self.metrics(leg))
         if self.void(len(self.legs) - 1):
             result = replace(result, summary=replace(result.summary, testbed={"counts": False}))
         return result

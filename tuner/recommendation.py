@@ -23,6 +23,8 @@ class TargetCheck(Config):
     """By any run."""
     updates: tuple[float | None, ...] = ()
     """Steps of a trainer to the target, by seed; none of a run that was over before it arrived."""
+    metrics: tuple[float | None, ...] = ()
+    """``tune.metric`` at the target, by seed."""
     time_s: float | None = None
     """The arm's own seconds for the median of these; none where fewer than half arrived."""
     final_loss: float | None = None
@@ -37,9 +39,10 @@ class TargetCheck(Config):
         """Runs that arrived."""
         return sum(one is not None for one in self.updates)
 
-    def with_run(self, updates: float | None, final_loss: float | None, steps: int) -> TargetCheck:
+    def with_run(self, updates: float | None, final_loss: float | None, steps: int, metric: float | None = None) -> TargetCheck:
         """With another run."""
-        known = dataclasses.replace(self, updates=(*self.updates, updates), reached=self.reached or updates is not None)
+        reached, metrics = self.reached or updates is not None, (*self.metrics, metric)
+        known = dataclasses.replace(self, updates=(*self.updates, updates), reached=reached, metrics=metrics)
         return known if self.updates else dataclasses.replace(known, final_loss=final_loss, steps=steps)
 
     def __str__(self) -> str:
@@ -62,6 +65,8 @@ class Arm(Config):
     """Simulated seconds of a step."""
     measured_s: tuple[float, ...] = ()
     """Mean seconds of a step, one a leg."""
+    ratio: float | None = None
+    """Of its time to the default's, in the legs that ranked it."""
     target: TargetCheck | None = None
     rejected: str | None = None
     """Why it cannot be recommended, if so."""
@@ -144,6 +149,8 @@ class Recommendation(Config):
     to_target_high: float | None = None
     seeds: int | None = None
     """Seeds of these runs."""
+    metric: str | None = None
+    """What the metric of ``tune.metric`` is at the target, for finalist and default, in words."""
     target_loss: float | None = None
     pairs: tuple[Pair, ...] = ()
     arms: tuple[Arm, ...] = ()
@@ -175,7 +182,8 @@ class Recommendation(Config):
                 missed = "" if (num := min(own.num_reached, default.num_reached)) == self.seeds else f" ({num} arrived)"
                 by = f"n = {self.seeds} seeds{missed}"
             ends = "" if self.to_target_low is None else f" [{self.to_target_low:.2f}, {self.to_target_high:.2f}]"
-            return f"{self.to_target:.2f}x{ends} to loss {self.target_loss:g}, {by}{whose} ({step} a step, {count})"
+            metric = "" if self.metric is None else f"; {self.metric}"
+            return f"{self.to_target:.2f}x{ends} to loss {self.target_loss:g}, {by}{whose} ({step} a step, {count}){metric}"
         default = self._target_of(self.arms[0].strategy) if self.arms else None
         if default is not None and not default.reached:
             return f"reaches loss {self.target_loss:g}, which the default does not ({step} a step, {count})"

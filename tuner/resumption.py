@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fleetbench.config import decode, encode
 from fleetbench.digests import read_json, sealed_json, write_whole
@@ -35,6 +36,8 @@ from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.place import Place
 from tuner.real_runs import Runner
 
+_SET_BY_LIBRARIES = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
+"""Variables that importing scikit-learn sets in this process."""
 _OWNER, _HELD = "owner.json", "held_s"
 _LEG = "leg.json"
 
@@ -214,15 +217,19 @@ class Resumption:
             raise ConfigError("another process is at this tuning", str(self.folder), f"process {owner.pid}", hint)
 
 
-def _key(command: Sequence[str], base: Experiment) -> str:
+def inputs_of(command: Sequence[str]) -> dict[str, Any]:
+    """What measurements depend on beside their experiment, as plain data: the command, its Python files, and where it runs."""
     scripts = [Path(word) for word in command if word.endswith(".py") and Path(word).is_file()]
     beside = sorted({path for script in scripts for path in script.parent.glob("*.py") if path.is_file()})
-    what = {
+    return {
         "command": list(command),
         "scripts": {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in beside},
-        "base": encode(base),
         "machine": machine(),
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(RECORDED)},
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(RECORDED) and name not in _SET_BY_LIBRARIES},
         "versions": versions(),
     }
+
+
+def _key(command: Sequence[str], base: Experiment) -> str:
+    what = inputs_of(command) | {"base": encode(base)}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from fleetbench.errors import ConfigError
@@ -15,9 +16,10 @@ from fleetbench.store import new_run_id
 from real.job.script_session import ScriptSession
 from real.processes.diagnosis import LegFailed, LegLost
 from real.profile.measuring import profile_script, searched_threads
+from tuner.earlier import Earlier, keep_inputs
 from tuner.real_runs import SECONDS_PER_HOUR, budget_of
 from tuner.recommendation import Recommendation
-from tuner.resumption import Journal, Resumption
+from tuner.resumption import Journal, Resumption, inputs_of
 from tuner.tune import spending, store, tune
 from tuner.verify import Progress
 
@@ -34,6 +36,7 @@ def tune_script(
     seconds: float = SECONDS,
     progress: Progress | None = None,
     kept: Callable[[], None] | None = None,
+    earlier: Path | None = None,
 ) -> tuple[Recommendation, Path]:
     """Recommend a strategy for the script that ``command`` starts in ``workdir``, or here, and return it with its folder below ``out``.
 
@@ -41,15 +44,19 @@ def tune_script(
 
     ``base`` says how to search and decide, and may name a target; what is trained, and on how many
     trainers, is found out. A tuning that was interrupted goes on with what it had; ``kept`` is called
-    when there is something, which is after the profile. Raises ``ConfigError``
+    when there is something, which is after the profile. ``earlier``: see ``tune``; a script that has not changed is not profiled again.
+    Raises ``ConfigError``
     for what cannot be executed or is being tuned by another process already, ``LegFailed`` where the script fails with its own strategy.
     """
+    before = None if earlier is None else Earlier.load(earlier)
     resumption = Resumption(command, base, out)
     resumption.claim()
     known = resumption.experiment()
+    inputs = inputs_of(command)
+    found = known or (None if before is None else before.script(base, inputs))
     try:
-        with ScriptSession(command, base, known=known, workdir=workdir) as session:
-            experiment = known or _profiled(session, out, seconds, progress)
+        with ScriptSession(command, base, known=found, workdir=workdir) as session:
+            experiment = found or _profiled(session, out, seconds, progress)
             if known is None:
                 resumption.keep(experiment, session.held_s)
             if kept is not None:
@@ -69,6 +76,7 @@ def tune_script(
                 progress=progress,
                 spent_s=held_s,
                 draft=resumption.draft,
+                earlier=None if before is None else partial(before.beside, inputs=inputs),
             )
     except LegLost:  # the machine may do better another time
         raise
@@ -78,6 +86,7 @@ def tune_script(
     notes = _notes(base, experiment, session, journal.num_replayed)
     recommendation = dataclasses.replace(recommendation, notes=(*recommendation.notes, *notes))
     recommendation.save(folder)
+    keep_inputs(folder, experiment, inputs)
     folder = folder.rename(out / folder.name)
     store(experiment, recommendation, out)
     resumption.close()

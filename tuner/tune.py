@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from fleetbench.advice import LOCAL_SGD, MIXED_PRECISION, OP_FUSION, Advice, advice
@@ -24,9 +25,10 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate as in_simulator
+from tuner.earlier import RUNS, Earlier, Held, keep_inputs
 from tuner.real_runs import SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_of, step_s_of
 from tuner.recommendation import Arm, Recommendation
-from tuner.resumption import Journal, Resumption
+from tuner.resumption import Journal, Resumption, inputs_of
 from tuner.search import Search, StepS, search, shortened
 from tuner.sequential import LEAST_PAIRS
 from tuner.space import search_space
@@ -34,8 +36,6 @@ from tuner.verify import DEFAULT, Progress, verify
 
 Simulate = Callable[[Experiment], RunResult]
 """The seam to the simulator; ``sim.run.simulate`` is the one in use."""
-RUNS = "runs"
-"""Folder of the stored runs, below a recommendation's."""
 _LOCAL_SGD_FIELDS = ("localsgd", "localsgd_configs")
 _COMPUTE = (("thread_num", ("thread_num",)), (OP_FUSION, ("build_strategy",)), (MIXED_PRECISION, ("amp", "amp_configs")))
 """Rules that change compute: their names, and the fields that they set."""
@@ -50,6 +50,7 @@ def tune(
     simulate: Simulate | None = None,
     spent_s: Callable[[], float] | None = None,
     draft: Path | None = None,
+    earlier: Callable[[Experiment], Held] | Path | None = None,
 ) -> tuple[Recommendation, Path]:
     """Recommend a strategy for the experiment, and return it with its folder below ``out``.
 
@@ -58,18 +59,23 @@ def tune(
     in for a launch of processes and for the simulator. ``spent_s`` says how many seconds of the
     budget, of all trainers together, are gone when real runs begin. Where ``draft`` is given the
     folder is made there, in place of what lies there, and stays: its caller moves it, and stores the strategy.
+    ``earlier``: the folder of a tuning, or what says what of one still holds, which is not measured again.
     Raises ``ConfigError`` for what cannot be executed and ``WorkerFailed`` for processes that die; a tuning that was interrupted
     goes on after its last complete leg when the same experiment is tuned again below the same ``out``.
     """
     if experiment.strategy.mode == "ps":
         hint = "compare runs of `fleetbench sim` or `real` with different a_sync_configs"
         raise ConfigError("strategies of parameter servers are not searched", "strategy.mode", "'ps'", hint)
+    if experiment.tune.metric is not None and experiment.workload.target_loss is None:
+        hint = "set workload.target_loss; a script also calls fleet.report(loss=loss) before optimizer.step()"
+        raise ConfigError("is looked at where a run reaches its target, and there is none", "tune.metric", experiment.tune.metric, hint)
     if runner is None:
         from real.job.session import Session
         from real.supported import refuse_unsupported
 
         refuse_unsupported(experiment, experiment.strategy)  # before the search, not after it
     began = time.monotonic()
+    beside = partial(Earlier.load(earlier).beside, inputs=inputs_of(())) if isinstance(earlier, Path) else earlier
     resumption = Resumption((), experiment, out) if runner is None else None
     if resumption is not None:
         resumption.claim()
@@ -78,20 +84,17 @@ def tune(
     advised, left_out = advice_for(experiment, table_for(experiment))
     step_s = StepTime(shortened(experiment)) if simulate is None else _step_s_by(simulate, shortened(experiment))
     simulate = simulate or in_simulator
+    held = None if beside is None else beside(experiment)
+    step_s = step_s if held is None else held.step_s(step_s, space)
     found = search(experiment, space, advised, out=out, step_s=step_s, progress=_stage(progress, "simulated trials"))
 
     arms, notes = _arms(found, experiment.tune.finalists)
     kept = resumption.legs if resumption is not None else runner.folder if isinstance(runner, Journal) else None
-    if len(arms) > 1 and not (kept is not None and kept.exists()):
+    if len(arms) > 1 and not (kept is not None and kept.exists()) and not (held is not None and held.legs):
         refuse_small_budget(experiment, arms, 0.0 if spent_s is None else spent_s())
-    name = f"{experiment.name}-tune-{experiment.digest()}-{new_run_id()}"
-    at = draft if resumption is None else resumption.draft
-    if at is not None:
-        shutil.rmtree(at, ignore_errors=True)
-    folder = (at or out) / name
+    folder = _new_folder(experiment, out, draft if resumption is None else resumption.draft)
     runs = folder / RUNS
-    runs.mkdir(parents=True)
-    experiment.save(folder / "experiment.toml")
+    notes += [] if held is None else [held.note]
     arms = [_simulated(arm, experiment, simulate, runs) for arm in arms]
     with Session(experiment) if runner is None else nullcontext(runner) as launched:
         measured_by = launched if resumption is None else Journal(launched, resumption.legs)
@@ -113,6 +116,7 @@ def tune(
             progress,
             others=_searched(found),
             prepare=lambda arm: _simulated(arm, experiment, simulate, runs),
+            held=held,
         )
     cost_s = max(time.monotonic() - began, legs.spent_s / experiment.cluster.trainers)  # a resumed tuning has spent more than it took now
     if resumption is not None and journal is not None and journal.num_replayed:
@@ -128,11 +132,22 @@ def tune(
     )
     recommendation.save(folder)
     if draft is None:
-        folder = folder.rename(out / name)
+        folder = folder.rename(out / folder.name)
         store(experiment, recommendation, out)
     if resumption is not None:
         resumption.close()
     return recommendation, folder
+
+
+def _new_folder(experiment: Experiment, out: Path, draft: Path | None) -> Path:
+    """A tuning's folder, in ``draft`` in place of what lies there, or below ``out``; with the experiment and what it was tuned with."""
+    if draft is not None:
+        shutil.rmtree(draft, ignore_errors=True)
+    folder = (draft or out) / f"{experiment.name}-tune-{experiment.digest()}-{new_run_id()}"
+    (folder / RUNS).mkdir(parents=True)
+    experiment.save(folder / "experiment.toml")
+    keep_inputs(folder, experiment, inputs_of(()))
+    return folder
 
 
 def store(experiment: Experiment, recommendation: Recommendation, out: Path) -> None:

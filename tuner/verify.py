@@ -16,6 +16,7 @@ it, the next that share of what is left, the last all of it. One whose legs fail
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +24,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
+from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import median_arrival
 from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.roles import SEED
 from tuner.bias import named
+from tuner.earlier import Held
 from tuner.real_runs import BudgetSpent, RealRuns, budget_of, step_s_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
@@ -51,15 +55,17 @@ def error_of(left: float, *, is_last: bool) -> float:
     return left if is_last else FIRST_SHARE * left
 
 
-def measure_pairs(experiment: Experiment, legs: RealRuns, finalist: str, strategy: DistributedStrategy) -> Iterator[Pair]:
-    """Run pairs of the experiment's own strategy and ``strategy``, ``tune.pairs`` at the most: A B, B A, A B, ....
+def measure_pairs(
+    experiment: Experiment, legs: RealRuns, finalist: str, strategy: DistributedStrategy, *, first: int = 0
+) -> Iterator[Pair]:
+    """Run pairs of the experiment's own strategy and ``strategy``, ``tune.pairs`` at the most, from the ``first``: A B, B A, A B, ....
 
     Each has a window of injected stragglers of its own, which its legs share. A pair of which a leg is void says nothing, and is
     left out. Raises what the legs raise.
     """
     arms = [(DEFAULT, experiment.strategy), (finalist, strategy)]
-    default_first, steps = True, experiment.tune.leg_steps
-    for window in range(_ROUNDS, _ROUNDS + experiment.tune.pairs):
+    default_first, steps = first % 2 == 0, experiment.tune.leg_steps
+    for window in range(_ROUNDS + first, _ROUNDS + experiment.tune.pairs):
         ordered, void = arms if default_first else arms[::-1], legs.num_void
         legs.together((arm for _, arm in ordered), steps=steps, window=window)
         step_s = {name: step_s_of(legs.run(name, arm, steps=steps, window=window)) for name, arm in ordered}
@@ -76,15 +82,16 @@ def verify(
     *,
     others: Mapping[DistributedStrategy, float] | None = None,
     prepare: Callable[[Arm], Arm] = lambda arm: arm,
+    held: Held | None = None,
 ) -> Recommendation:
     """Run the arms, the first of which is the default, and some of the ``others``; see the module. Raises what the runner raises.
 
     ``others``: simulated time over the default's, in one search, of strategies that may become arms, and of those that are;
-    ``prepare`` hears of each that becomes one.
+    ``prepare`` hears of each that becomes one. ``held``: of an earlier tuning, whose legs, runs to the target and pairs are not run again.
     The recommendation knows nothing of the search yet.
     """
     named = {arm.name: arm for arm in arms}
-    return _Verifier(experiment, named, legs, progress or (lambda *_: None), others or {}, prepare).run()
+    return _Verifier(experiment, named, legs, progress or (lambda *_: None), others or {}, prepare, held).run()
 
 
 @dataclass(slots=True)
@@ -95,6 +102,7 @@ class _Verifier:
     progress: Progress
     others: Mapping[DistributedStrategy, float]
     prepare: Callable[[Arm], Arm]
+    held: Held | None
     ratios: dict[str, float] = field(default_factory=dict)
     """Of the legs that ranked an arm: its mean time over the default's in the same round."""
     notes: list[str] = field(default_factory=list)
@@ -182,7 +190,10 @@ class _Verifier:
         return ", ".join(f"{family} {100 * math.expm1(statistics.fmean(found)):+.0f} %" for family, found in errors.items())
 
     def _rank(self, names: Sequence[str], stage: str) -> None:
-        """Every arm twice, in an order in which a drift of the machine favours none."""
+        """Every arm twice, in an order in which a drift of the machine favours none; but for those that an earlier tuning has ranked."""
+        if not (names := [name for name in names if not self._recall(name)]):
+            return
+        names = [DEFAULT, *(name for name in names if name != DEFAULT)]
         order = [*names, *reversed(names)]
         took: dict[str, list[float]] = {}
         for done, name in enumerate(order):
@@ -200,6 +211,21 @@ class _Verifier:
         for name, times in took.items():
             if self.arms[name].rejected is None:
                 self.ratios[name] = statistics.fmean(times) / statistics.fmean(took[DEFAULT])
+
+    def _recall(self, name: str) -> bool:
+        """Take what an earlier tuning has of the arm; whether it has."""
+        earlier = None if self.held is None else self.held.arm(self.arms[name].strategy)
+        if self.held is None or earlier is None or earlier.ratio is None:
+            return False
+        if name not in self.ratios:
+            self.ratios[name] = earlier.ratio
+            self._update(name, measured_s=earlier.measured_s, peak_bytes=earlier.peak_bytes)
+            self.legs.runs[name], self.legs.void[name] = [*earlier.measured_runs], [*earlier.void_runs]
+            self.held.copy_runs(earlier, self.legs.folder)
+            if earlier.target is not None and earlier.target.updates:
+                self.ways.setdefault(self._way(name), earlier.target)
+                self.whose.setdefault(self._way(name), name)
+        return True
 
     @contextmanager
     def _rejecting(self, name: str) -> Iterator[None]:
@@ -271,7 +297,30 @@ class _Verifier:
             self.seeds = self.seeds[:1]
             self.notes.append(f"the runs of {name} with two seeds are equal, and count as one: a script takes its seed from {SEED}")
             return
-        self.ways[way] = check.with_run(updates, final_loss, trained)
+        self.ways[way] = check.with_run(updates, final_loss, trained, self._metric_of(result))
+
+    def _metric_of(self, result: RunResult) -> float | None:
+        """``tune.metric`` at the target; none where there is none, or the run did not arrive."""
+        wanted, reported = self.experiment.tune.metric, result.summary.metrics or {}
+        if wanted is None or result.summary.steps_to_target is None:
+            return None
+        if wanted not in reported:
+            hint = f"known here: {', '.join(reported) or 'none'}; a script calls fleet.report(loss=loss, {wanted}=value)"
+            raise ConfigError("is nothing that a run reports", "tune.metric", repr(wanted), hint)
+        return reported[wanted]
+
+    def _metrics(self, name: str) -> tuple[float, float] | None:
+        """The arm's and the default's metric, in the mean over seeds of which both are known; none where none are."""
+        found = zip(self.ways[self._way(name)].metrics, self.ways[self._way(DEFAULT)].metrics, strict=False)
+        known = [(own, default) for own, default in found if own is not None and default is not None]
+        return None if not known else (statistics.fmean(own for own, _ in known), statistics.fmean(default for _, default in known))
+
+    def _falls(self, name: str) -> str | None:
+        tune, metrics = self.experiment.tune, self._metrics(name)
+        if metrics is None or metrics[1] - metrics[0] <= tune.metric_drop:
+            return None
+        fallen = f"{tune.metric} is {metrics[0]:.4g} at the target, and the default's {metrics[1]:.4g}"
+        return f"{fallen}: it may fall by tune.metric_drop = {tune.metric_drop:g}"
 
     def _show_target(self, name: str) -> None:
         """Let the arm have what is known of its way, in seconds of its own steps."""
@@ -315,8 +364,8 @@ class _Verifier:
         if self._way(name) == self._way(DEFAULT):
             self.notes.append(f"{name} trains step for step like the default: its gain to the target is that of its steps")
             return None
-        if (missed := self._misses_more(name)) is not None:
-            return missed
+        if (worse := self._misses_more(name) or self._falls(name)) is not None:
+            return worse
         updates, took = self._updates(name), "" if arm.target.time_s is None else f" in {arm.target.time_s:.3g} s"
         if updates is not None and updates.mean - math.log(self.ratios[name]) < 0:
             return f"reaches the target{took}, later than the default ({default.target})"
@@ -334,7 +383,9 @@ class _Verifier:
         self.finalist, self.pairs, self.judged = finalist.name, [], None
         limit = self.experiment.tune.pairs
         try:
-            for pair in measure_pairs(self.experiment, self.legs, finalist.name, finalist.strategy):
+            known = () if self.held is None else self.held.pairs(finalist.strategy)
+            fresh = measure_pairs(self.experiment, self.legs, finalist.name, finalist.strategy, first=len(known))
+            for pair in itertools.chain(known, fresh):
                 self.pairs.append(pair)
                 count = len(self.pairs)
                 self.progress(f"fresh pairs of {finalist.name}, to the next look", count, next(n for n in looks(limit) if n >= count))
@@ -401,11 +452,14 @@ class _Verifier:
             return {}
         found, seeds = self.judged.speedup, len(updates.ratios)
         ends = {"to_target_low": found.low, "to_target_high": found.high} if seeds > 1 and math.isfinite(found.high) else {}
-        return {"to_target": found.mean, "seeds": seeds, **ends}
+        assert self.finalist is not None
+        metrics, name = self._metrics(self.finalist), self.experiment.tune.metric
+        metric = None if metrics is None else f"{name} {metrics[0]:.4g}, the default's {metrics[1]:.4g}"
+        return {"to_target": found.mean, "seeds": seeds, "metric": metric, **ends}
 
     def _with_runs(self, arm: Arm) -> Arm:
         runs, void = (tuple(names.get(arm.name, ())) for names in (self.legs.runs, self.legs.void))
-        return dataclasses.replace(arm, measured_runs=runs, void_runs=void)
+        return dataclasses.replace(arm, measured_runs=runs, void_runs=void, ratio=self.ratios.get(arm.name))
 
     def _update(self, name: str, **changes: object) -> None:
         self.arms[name] = dataclasses.replace(self.arms[name], **changes)  # type: ignore[arg-type]  # fields of Arm, by name

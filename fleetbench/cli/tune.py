@@ -33,6 +33,8 @@ def register(commands: Commands) -> None:
     parser.add_argument("--simulate-only", action="store_true", help="run nothing: the answer for a cluster that one does not have")
     sweep = "with --simulate-only: the best strategy at each value of a key, such as cluster.nodes=1,2,4 or 1..8; a table and a picture"
     parser.add_argument("--sweep", metavar="KEY=V1,V2,...", help=sweep)
+    text = "go on from this earlier tuning's folder: say what has moved since, and measure only what that changes"
+    parser.add_argument("--from", dest="earlier", type=Path, metavar="FOLDER", help=text)
     add_command_line(parser)
     parser.epilog = your_script.EPILOG
     parser.set_defaults(interrupted="the workers were stopped; the same command goes on after the last leg that is complete")
@@ -41,6 +43,8 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Tune, write the report, print the verdict and where everything is. KEEP DEFAULT is success."""
     if _asks_for_simulations(arguments):
+        if arguments.earlier is not None:
+            raise ConfigError("does not go with --simulate-only, which measures nothing", "--from", str(arguments.earlier), "drop it")
         return _run_simulated(arguments)
     arguments.command_line = arguments.command_line or your_script.command_of_job(arguments)
     if arguments.command_line:
@@ -51,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tuner.tune import tune
 
     with progress.stages(lines=True) as advance:
-        recommendation, folder = tune(experiment, out=arguments.out, progress=advance)
+        recommendation, folder = tune(experiment, out=arguments.out, progress=advance, earlier=arguments.earlier)
     return show(recommendation, folder, arguments)
 
 

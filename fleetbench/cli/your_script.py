@@ -164,7 +164,8 @@ def _tune(
     say(_budget(base.tune))
     say(what_runs(base))
     with _told(arguments), progress.stages(lines=True) as advance:
-        recommendation, folder = tune_script(command, base, out=arguments.out, workdir=arguments.workdir, progress=advance, kept=kept)
+        known = {"out": arguments.out, "workdir": arguments.workdir, "earlier": arguments.earlier}
+        recommendation, folder = tune_script(command, base, **known, progress=advance, kept=kept)
     return show(recommendation, folder, arguments)
 
 

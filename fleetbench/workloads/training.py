@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from fleetbench.declared import learning_rate
 from fleetbench.errors import ConfigError
@@ -27,17 +28,23 @@ class HeldOut:
         self._compare = compare
         self._data = data
 
-    @torch.no_grad()
     def loss(self, flat: torch.Tensor) -> float:
         """Mean loss at ``flat``: what ``evaluated`` lists, as one vector."""
+        return self.loss_and_accuracy(flat)[0]
+
+    @torch.no_grad()
+    def loss_and_accuracy(self, flat: torch.Tensor) -> tuple[float, float | None]:
+        """Mean loss, and the share of samples whose class is right, where the loss is cross-entropy."""
         tensors = evaluated(self._model)
         for tensor, piece in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(piece.view_as(tensor))
         inputs, labels = held_out(self._data)
-        total = 0.0
+        total, right = 0.0, 0
         for some, their in zip(torch.split(inputs, _EVALUATED), torch.split(labels, _EVALUATED), strict=True):
-            total += float(self._compare(self._model(some.to(flat.device)), their.to(flat.device), reduction="sum"))
-        return total / len(labels)
+            outputs, wanted = self._model(some.to(flat.device)), their.to(flat.device)
+            total += float(self._compare(outputs, wanted, reduction="sum"))
+            right += int((outputs.argmax(-1) == wanted).sum()) if self._compare is cross_entropy else 0
+        return total / len(labels), right / len(labels) if self._compare is cross_entropy else None
 
 
 def evaluated(model: nn.Module) -> list[torch.Tensor]:

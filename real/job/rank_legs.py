@@ -17,7 +17,7 @@ import sys
 import time
 import types
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from statistics import median
@@ -223,6 +223,8 @@ class RankLegs:
         """Of the leg of a script that is under way."""
         self._num_steps = 0
         """Of a script's process."""
+        self._evaluates, self._metrics = False, dict[str, list[tuple[int, torch.Tensor | float]]]()
+        """Of the leg under way: what the script reports beside the loss, by its process's steps."""
 
     @classmethod
     def join(cls, communicators: Communicators, trainers_per_node: int) -> RankLegs:
@@ -243,10 +245,13 @@ class RankLegs:
         follow_steps(switch.optimizer, self.step_done)
         self._advance(None)
 
-    def report(self, loss: torch.Tensor | float) -> bool:
-        """The script tells a loss; whether a leg heard it."""
+    def report(self, loss: torch.Tensor | float, metrics: Mapping[str, torch.Tensor | float] | None = None) -> bool:
+        """The script tells a loss and metrics; whether a leg heard it."""
         if self._engine is None:
             return False
+        for name, value in (metrics or {}).items() if self._evaluates else ():
+            kept = value.detach().clone() if isinstance(value, torch.Tensor) else value  # read when the leg is over
+            self._metrics.setdefault(name, []).append((self._num_steps, kept))
         self._engine.report(loss)
         self._engine.stopwatch.loss(loss)
         return True
@@ -284,12 +289,15 @@ class RankLegs:
         while (leg := self.folder.wait_for(number)) is not None:
             self._beats.beat(number, self._num_steps or -leg.warmup_steps)
             offsets_ns = [self._compared_clocks()]
+            first, self._evaluates, self._metrics = 1 - leg.warmup_steps - self._num_steps, leg.evaluate, {}
             part = yield from self._begin_leg(leg, trained, partial(beat, number))
             if not part["complete"]:
                 self.folder.finish(number, self._rank, part)
                 return False
             if leg.start == "as_is":
                 part["facts"] = encode(facts_of(trained, reports_loss=any(step["record"]["loss"] is not None for step in part["steps"])))
+            if self._metrics:
+                part["metrics"] = {name: [[first + at, float(value)] for at, value in told] for name, told in self._metrics.items()}
             offsets_ns.append(self._compared_clocks())  # all ranks are here, and the clocks have drifted since the leg began
             self.folder.finish(number, self._rank, part | {"clock_offsets_ns": offsets_ns})
             number += 1

@@ -11,6 +11,7 @@ steps are followed by one, it belongs to the loop.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from fleetbench.plan.exchange import INT8_BLOCK, INT8_SCALE_BYTES
 from fleetbench.plan.replay import Recording, in_order
 from fleetbench.result import RunResult, StepRecord, skip, slower_wire, steps_table, summarise
 from fleetbench.store import new_run_id
-from fleetbench.target import crossing
+from fleetbench.target import Crossing, crossing
 from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
 from fleetbench.workload import LINEAR_OPTIMIZERS
 from real.engine.stopwatch import TimedSpan, TimedStep
@@ -59,8 +60,8 @@ class Collected:
 
     records: list[StepRecord]
     spans: tuple[Span, ...]
-    to_target: tuple[float, float] | None
-    """Seconds and steps."""
+    to_target: tuple[float, Crossing] | None
+    """Seconds until then."""
     host_s: float
 
 
@@ -102,12 +103,12 @@ def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
     return Span(rank, stream, span.name, span.start_ns, span.end_ns - span.start_ns)
 
 
-def _to_target(held_out: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> tuple[float, float] | None:
-    """Seconds from the first counted start to the end, on the last rank, of the step that reached the target; and steps until then."""
+def _to_target(held_out: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> tuple[float, Crossing] | None:
+    """Seconds from the first counted start to the end, on the last rank, of the step that reached the target."""
     if (reached := crossing(held_out, target)) is None:
         return None
     begin = min(record.start_ns for record in records if record.step >= 1)
-    return (max(record.end_ns for record in records if record.step == reached.step) - begin) * 1e-9, reached.smooth
+    return (max(record.end_ns for record in records if record.step == reached.step) - begin) * 1e-9, reached
 
 
 def run_of(
@@ -139,8 +140,11 @@ def run_of(
         skipped = [*skipped, skip("strategy.localsgd_configs.outer_on_host", "the trainers' memory is the host's")]
     if experiment.strategy.quantises:
         skipped = [*skipped, *_wire_notes(collected.spans)]
-    time_to_target_s, steps_to_target = to_target or (None, None)
-    known |= {"final_loss": final_loss, "time_to_target_s": time_to_target_s, "steps_to_target": steps_to_target, "skipped": skipped}
+    known |= {"final_loss": final_loss, "skipped": skipped}
+    if to_target is not None:
+        time_to_target_s, reached = to_target
+        metrics = _metrics(parts, reached.step - experiment.workload.eval_every, reached.step)
+        known |= {"time_to_target_s": time_to_target_s, "steps_to_target": reached.smooth, "metrics": metrics}
     return RunResult(
         experiment=experiment,
         summary=summarise(experiment, table, executor="real", run_id=new_run_id(), **known),
@@ -156,6 +160,15 @@ def run_of(
         host_s=collected.host_s,
         peak_bytes=tuple(part["peak_bytes"] for part in parts),
     )
+
+
+def _metrics(parts: Sequence[Part], after: int, to: int) -> dict[str, float] | None:
+    """Means over the ranks, and over steps behind ``after`` and up to ``to``."""
+    values: dict[str, list[float]] = {}
+    for part in parts:
+        for name, told in part.get("metrics", {}).items():
+            values.setdefault(name, []).extend(value for step, value in told if after < step <= to)
+    return {name: statistics.fmean(found) for name, found in values.items() if found} or None
 
 
 def experiment_of_leg(experiment: Experiment, leg: Leg, steps: int) -> Experiment:
@@ -219,8 +232,8 @@ def _next_exchange(part: RankPart, steps: set[int], evaluated: int) -> int:
     return min((step for step in meets if step > evaluated), default=max(steps))
 
 
-def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tuple[float | None, tuple[float, float] | None]:
-    """Final loss, and seconds and steps to the target: of the reported loss, its mean over all ranks and ``eval_every`` steps.
+def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tuple[float | None, tuple[float, Crossing] | None]:
+    """Final loss, and seconds to the target: of the reported loss, its mean over all ranks and ``eval_every`` steps.
 
     A window counts once it is over, by ``last_step``; steps that were cut out of it, and those without a report, are no part of its mean.
     """
@@ -238,4 +251,4 @@ def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tupl
     until = table[table["step"] == kept.max()]
     begin_s = float(table.loc[table["step"] >= 1, "start_s"].min())
     took_s = float((until["start_s"] + until[parts].sum(axis=1)).max()) - begin_s
-    return ended[-1][1], (took_s * reached.step / kept.nunique(), reached.smooth)  # a step that was cut out took what the others did
+    return ended[-1][1], (took_s * reached.step / kept.nunique(), reached)  # a step that was cut out took what the others did

@@ -139,7 +139,7 @@ class Served:
         hint = "it is not needed: gradients go out at optimizer.step() alone, however many backwards came before it"
         raise ConfigError("trainers of parameter servers do not have this", "fleet.no_sync", hint=hint)
 
-    def report(self, loss: torch.Tensor | float) -> None:
+    def report(self, loss: torch.Tensor | float, _metrics: Mapping[str, torch.Tensor | float]) -> None:
         """Nothing follows it here."""
 
     def end_epoch(self) -> None:

@@ -11,7 +11,7 @@ EXPERIMENT = ["--help", "--json", "--out", "--seed", "--set", "-h", "EXPERIMENT.
 OPTIONS = {
     "sim": sorted([*EXPERIMENT, "--engine", "--loss", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": EXPERIMENT,
-    "tune": sorted([*EXPERIMENT, "--simulate-only", "--sweep", "--workdir"]),
+    "tune": sorted([*EXPERIMENT, "--from", "--simulate-only", "--sweep", "--workdir"]),
     "profile": sorted([*EXPERIMENT, "--seconds", "--workdir", "--from"]),
     "report": ["--help", "--json", "-h", "FOLDER"],
     "compare": ["--fail-over", "--help", "--json", "-h", "A", "B", "REPEAT"],

@@ -53,6 +53,7 @@ PUBLISHED_KEYS = [  # by hand, from the documented example of summary.json
     "final_loss",
     "time_to_target_s",
     "steps_to_target",
+    "metrics",
     "skipped",
     "lateness_s",
     "testbed",

@@ -15,6 +15,7 @@ from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.result import StepRecord
 from fleetbench.stragglers import ONE
+from fleetbench.target import Crossing
 from real.communication.lanes import Flight, ThreadLane
 from real.compute.injector import Injector
 from real.engine.buckets import DeltaBucket, GradientBucket, views_of
@@ -291,4 +292,4 @@ def test_pauses_stop_rank_0s_clock() -> None:
         (200, 300),
         (300, 400),
     ]
-    assert collected.to_target == pytest.approx((200e-9, 2.0))
+    assert collected.to_target == (pytest.approx(200e-9), Crossing(0, 2, 2.0))

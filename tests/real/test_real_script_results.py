@@ -170,11 +170,13 @@ def test_a_target_is_looked_for_in_what_evaluations_leave() -> None:
         steps = even(range(1, 13))
         for number, entry in enumerate(steps, start=1):
             entry["record"]["loss"] = 1 / number
-        ranks.append(part(rank, steps, evaluated=[4, 8, 12]))
+        reported = [[step, float(step + rank)] for step in range(2, 7)]  # of the window that is the hit, steps 2 to 4
+        ranks.append({**part(rank, steps, evaluated=[4, 8, 12]), "metrics": {"acc": [[-1, 9.0], *reported], "later": [[5, 1.0]]}})
     experiment = Experiment.from_dict({"cluster": {"trainers_per_node": 2}, "workload": {"target_loss": 1.0, "eval_every": 4}})
     found = run_of(experiment, Leg(steps=12, warmup_steps=0, start="initial", evaluate=True), ranks).summary
     assert found.final_loss == pytest.approx((1 / 10 + 1 / 11) / 2)
     assert found.time_to_target_s == pytest.approx(0.04)
+    assert found.metrics == {"acc": 3.5}
 
 
 def test_a_loss_that_is_seldom_reported_counts() -> None:

@@ -196,6 +196,24 @@ def test_losses_go_to_the_leg(stage: Stage) -> None:
     assert "loss of 0: 0.5" in stage.log
 
 
+def test_metrics_go_to_a_leg_that_looks_for_the_target(stage: Stage) -> None:
+    """By the leg's own steps, of which the first is 0 after one step of warm-up; other legs keep none."""
+    for number, evaluate in enumerate((False, True)):
+        stage.driver.order(number, Leg(steps=2, warmup_steps=1, evaluate=evaluate))
+    stage.driver.stop()
+    stage.begin()
+    for value in (0.5, 0.25):
+        assert stage.steps.report(1.0, {"acc": torch.tensor(value), "auc": value})
+        stage.step()
+    assert "metrics" not in stage.driver.parts(0)[0]
+    stage.steps.report(1.0, {"acc": torch.tensor(0.75)})
+    stage.step()
+    stage.steps.report(1.0, {"acc": 0.125})
+    with pytest.raises(LegsDone):
+        stage.step()
+    assert stage.driver.parts(1)[0]["metrics"] == {"acc": [[0, 0.75], [1, 0.125]]}
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_schedules_and_the_step_get_along(stage: Stage, *, before: bool) -> None:
     """A learning-rate schedule, made before or after, neither warns nor loses a step, and the step returns what it returns."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from sim_cases import with_profile
 
 from fleetbench.experiment import Experiment
@@ -16,9 +17,9 @@ from fleetbench.plan.training import family
 from fleetbench.profile import Profile, compute_key, table_for
 from fleetbench.result import step_times
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.workloads.data.data import open_batches, prepare
+from fleetbench.workloads.data.data import held_out, open_batches, prepare
 from fleetbench.workloads.models.registry import build_model, loss_of
-from fleetbench.workloads.training import sampler_of
+from fleetbench.workloads.training import HeldOut, sampler_of
 from real.job.session import Session
 from real.leg import Leg
 from real.profile.measuring import take_profile
@@ -159,6 +160,13 @@ def test_a_leg_with_a_seed_has_its_initial_parameters_and_its_order_of_the_same_
     seeded = experiment.replace(run=dataclasses.replace(experiment.run, seed=5))
     workload = experiment.workload
     model = build_model(workload.model, workload.model_options, workload.dtype, 5)
+    inputs, labels = held_out(tmp_path)
+    accuracy = HeldOut(build_model(workload.model, workload.model_options, workload.dtype, 0), tmp_path, loss_of(workload.model))
+    loss, share = accuracy.loss_and_accuracy(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+    assert (loss, share) == (
+        pytest.approx(loss_of(workload.model)(model(inputs), labels).item(), rel=1e-5),
+        (model(inputs).argmax(1) == labels).double().mean().item(),
+    )
     for rank in range(2):
         inputs, labels = open_batches(workload, tmp_path, sampler_of(seeded, tmp_path, 2, rank)).batch(0)
         found = other.steps[(other.steps["rank"] == rank) & (other.steps["step"] == 1)]["loss"].item()
@@ -172,6 +180,8 @@ def test_the_target_is_reached_at_the_first_of_three_hits(experiment: Experiment
     assert result.summary.final_loss < 1.0
     assert result.summary.time_to_target_s is not None
     assert 0 < result.summary.time_to_target_s <= result.summary.wall_s
+    assert result.summary.metrics is not None
+    assert 0.5 < result.summary.metrics["accuracy"] <= 1
     short = session.run(Leg(strategy=experiment.strategy, steps=8, start="initial", evaluate=True))
     assert short.summary.time_to_target_s is None
 

@@ -183,6 +183,13 @@ def _varied(recommendation: Recommendation) -> dict[str, set[object]]:
     return {name: {trial.parameters[name] for trial in recommendation.trials} for name in recommendation.trials[0].parameters}
 
 
+def test_a_metric_needs_a_target(tmp_path: Path) -> None:
+    """Refused before anything is done."""
+    with pytest.raises(ConfigError, match=r"tune\.metric"):
+        tune(layers_experiment(metric="accuracy"), out=tmp_path, simulate=FakeSimulate(formula))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_parameter_servers_are_refused_before_anything_is_done(tmp_path: Path) -> None:
     """Nothing searches their strategies; the error names the mode, and nothing is written."""
     experiment = layers_experiment()

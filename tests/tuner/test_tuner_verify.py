@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 from tuner_fakes import FakeRunner, StepS, layers_experiment, target_experiment
 
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from fleetbench.store import load_run
@@ -529,3 +530,29 @@ def test_a_budget_has_fewer_seeds(tmp_path: Path) -> None:
     found = verify(experiment, arms(fast=local(16)), legs)
     assert found.seeds == 2
     assert any("no room for more than 2 seeds of fast's runs" in note for note in found.notes)
+
+
+def test_a_metric_that_falls_at_the_target_rejects_a_finalist(tmp_path: Path) -> None:
+    """In the mean of three seeds by 0.02, where 0.01 is allowed; where 0.03 is, the verdict says both. What no run reports is an error."""
+    accuracy = {False: (0.95, 0.96, 0.94), True: (0.92, 0.95, 0.92)}
+
+    def found(folder: str, drop: float, metric: str = "accuracy") -> Recommendation:
+        experiment = target_experiment(metric=metric, metric_drop=drop)
+        experiment = experiment.replace(run=replace(experiment.run, device="cpu"))
+        runner = FakeRunner(
+            experiment,
+            by_local_steps,
+            updates=lambda leg: 80.0 + (leg.seed or 0),
+            metrics=lambda leg: {"accuracy": accuracy[leg.strategy.localsgd][leg.seed or 0]},
+        )
+        return verify(experiment, arms(fast=local(16)), legs_of(runner, tmp_path / folder))
+
+    fallen = found("fallen", 0.01)
+    assert fallen.verdict == "KEEP DEFAULT"
+    assert fallen.arms[1].rejected == "accuracy is 0.93 at the target, and the default's 0.95: it may fall by tune.metric_drop = 0.01"
+    allowed = found("allowed", 0.03)
+    assert allowed.verdict == "USE"
+    assert allowed.line.endswith("n = 4 pairs); accuracy 0.93, the default's 0.95")
+    with pytest.raises(ConfigError, match="is nothing that a run reports") as caught:
+        found("unknown", 0.01, "auc")
+    assert (caught.value.where, "known here: accuracy;" in (caught.value.hint or "")) == ("tune.metric", True)

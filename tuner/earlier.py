@@ -1,0 +1,157 @@
+"""An earlier tuning, from whose folder another one goes on: what has moved since, and what of it still holds.
+
+Simulated times hold while nothing that is simulated has moved; legs, while nothing has that the processes run; runs to the target, while
+the target, too, is what it was. A strategy that has run keeps its time over the default's, which was taken in one round, and a finalist
+its pairs. Links of machines that are as they are (launchers ``local`` and ``command``) move no legs, and layer times those alone whose
+compute is emulated or delayed by them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleetbench.config import encode, flat
+from fleetbench.digests import file_digest, read_json, reading, sealed_json, write_whole
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.profile import table_for
+from fleetbench.strategy import DistributedStrategy
+from tuner.recommendation import Arm, Pair, Recommendation
+from tuner.search import StepS, shortened
+from tuner.space import Space, parameters_of
+
+INPUTS, PROFILE, RUNS = "inputs.json", "profile.toml", "runs"
+_TARGET = ("target_loss", "eval_every", "steps")
+_LINKS = ("cluster.intra.", "cluster.inter.")
+_SHOWN = 8
+
+
+def keep_inputs(folder: Path, experiment: Experiment, inputs: Mapping[str, Any]) -> None:
+    """Leave in a tuning's folder what a later one compares itself with, its profile among it."""
+    write_whole(folder / INPUTS, sealed_json(dict(inputs)))
+    if experiment.workload.profile is not None:
+        shutil.copy(experiment.workload.profile, folder / PROFILE)
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A complete tuning. Raises ``ConfigError`` where the folder holds none."""
+
+    folder: Path
+    recommendation: Recommendation
+    experiment: Experiment
+    inputs: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, folder: Path) -> Earlier:
+        """Read what a tuning has left; ``experiment`` names the profile that it had then."""
+        if not (folder / INPUTS).is_file() or not (folder / "recommendation.json").is_file():
+            hint = "name a folder that fleetbench tune has printed as that of its recommendation: runs/NAME-tune-..."
+            raise ConfigError("is no folder of a complete tuning", "--from", str(folder), hint)
+        with reading(folder, "tune without --from"):
+            inputs, experiment = read_json((folder / INPUTS).read_text(encoding="utf-8")), Experiment.load(folder / "experiment.toml")
+        profile = str((folder / PROFILE).resolve()) if (folder / PROFILE).is_file() else None
+        experiment = experiment.replace(workload=dataclasses.replace(experiment.workload, profile=profile))
+        return cls(folder, Recommendation.load(folder), experiment, inputs)
+
+    def script(self, base: Experiment, inputs: Mapping[str, Any]) -> Experiment | None:
+        """What a user's script was, with its profile, under what ``base`` asks for; none where that is to be found out again."""
+        old, asks = self.experiment, base.workload.target_loss is not None
+        if self.inputs != inputs or old.run.launcher != "command" or (old.workload.target_loss is not None) != asks:
+            return None
+        asked = {name: getattr(base.workload, name) for name in _TARGET}
+        links = {name: getattr(base.cluster, name) for name in ("intra", "inter", "cores_per_node")}
+        return base.replace(
+            workload=dataclasses.replace(old.workload, **asked),
+            cluster=dataclasses.replace(old.cluster, **links),
+            strategy=old.strategy,
+            run=dataclasses.replace(base.run, device=old.run.device, backend=old.run.backend, launcher="command"),
+        )
+
+    def beside(self, experiment: Experiment, inputs: Mapping[str, Any]) -> Held:
+        """What of it holds for ``experiment``, measured where ``inputs`` say."""
+        before, now = (dict(flat(encode(one))) for one in (self.experiment, experiment))
+        moved = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in ("name", "workload.profile")]
+        lines = [f"{key} {_text(before.get(key))} -> {_text(now.get(key))}" for key in moved]
+        profiles = [None if (path := one.workload.profile) is None else file_digest(Path(path)) for one in (self.experiment, experiment)]
+        if other_times := profiles[0] != profiles[1]:
+            tables = [table_for(one) for one in (self.experiment, experiment)]
+            times = [f"{(table.forward_ns + table.backward_ns) * 1e-6:.4g}" for table in tables]
+            lines.append(f"layer times, of a step {times[0]} -> {times[1]} ms")
+        elsewhere = [name for name in inputs if self.inputs.get(name) != inputs[name]]
+        lines += [f"the {name}" for name in elsewhere]
+
+        run = experiment.run
+        by_times = run.device == "emulated" or bool(experiment.cluster.stragglers)
+        as_they_are = _LINKS if run.launcher in ("local", "command") and run.device != "emulated" else ()
+        target = {f"workload.{name}" for name in _TARGET} & {*moved}
+        rest = [key for key in moved if key not in target]
+        searched = [key for key in rest if not key.startswith("tune.")]
+        ran = [key for key in rest if key == "tune.leg_steps" or not key.startswith(("tune.", *as_they_are))]
+        steps = {shortened(one).workload.steps for one in (self.experiment, experiment)}
+        legs = not ran and not elsewhere and not (other_times and by_times)
+        return Held(
+            earlier=self,
+            moved=tuple(lines),
+            simulated=not searched and not other_times and len(steps) == 1,
+            legs=legs,
+            targets=legs and not target,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What of an earlier tuning holds, by kind."""
+
+    earlier: Earlier
+    moved: tuple[str, ...]
+    simulated: bool
+    legs: bool
+    targets: bool
+
+    @property
+    def note(self) -> str:
+        """What has moved, and what is not measured again."""
+        more = f" and {len(self.moved) - _SHOWN} more" if len(self.moved) > _SHOWN else ""
+        kinds = (("simulated times", self.simulated), ("legs", self.legs), ("runs to the target", self.targets))
+        held = ", ".join(name for name, holds in kinds if holds) or "nothing"
+        return f"since {self.earlier.folder.name} moved: {'; '.join(self.moved[:_SHOWN]) or 'nothing'}{more}. Taken from it: {held}"
+
+    def step_s(self, simulated: StepS, space: Space) -> StepS:
+        """What its search said of a step of a strategy of the space, or else ``simulated``."""
+        trials = self.earlier.recommendation.trials if self.simulated else ()
+        known = {json.dumps(one.parameters, sort_keys=True): one.simulated_s for one in trials if one.number != 1}  # but the advice's
+
+        def found(strategy: DistributedStrategy) -> float:
+            value = known.get(json.dumps(parameters_of(strategy), sort_keys=True))
+            return simulated(strategy) if value is None or space.point_of(strategy) is None else value
+
+        return found
+
+    def arm(self, strategy: DistributedStrategy) -> Arm | None:
+        """What ran under the strategy, to its ranking at least."""
+        arms = self.earlier.recommendation.arms if self.legs else ()
+        arm = next((arm for arm in arms if arm.strategy == strategy and arm.ratio is not None), None)
+        return arm if arm is None or self.targets else dataclasses.replace(arm, target=None)
+
+    def pairs(self, strategy: DistributedStrategy) -> tuple[Pair, ...]:
+        """Of the finalist, if it was this strategy."""
+        found = self.earlier.recommendation
+        is_finalist = any(arm.name == found.finalist and arm.strategy == strategy for arm in found.arms)
+        return found.pairs if self.legs and is_finalist else ()
+
+    def copy_runs(self, arm: Arm, runs: Path) -> None:
+        """Let the new tuning's folder have the runs of an arm."""
+        for name in arm.measured_runs:
+            if (self.earlier.folder / RUNS / name).is_dir():
+                shutil.copytree(self.earlier.folder / RUNS / name, runs / name, dirs_exist_ok=True)
+
+
+def _text(value: object) -> str:
+    return "none" if value is None else str(value)
