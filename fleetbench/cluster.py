@@ -9,7 +9,7 @@ from typing import Literal
 from fleetbench.config import Config, at_least
 from fleetbench.errors import ConfigError
 from fleetbench.framing import DEFAULT_MTU, Framing, default_framing, payload_share
-from fleetbench.hardware.gpus import gpu_named
+from fleetbench.hardware import gpu_named
 from fleetbench.measurements import CollectivePoint
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.stragglers import LARGEST, Straggler
@@ -162,7 +162,7 @@ class Cluster(Config):
     All-reduces in flight together do not slow each other's."""
     cores_per_node: int = 16
     gpu: str | None = None
-    """What a trainer computes on, by a name of ``fleetbench.hardware.gpus``: a simulated answer says whether its memory suffices."""
+    """What a trainer computes on, by a name of ``fleetbench.hardware``: a simulated answer says whether its memory suffices."""
     racks: Racks | None = None
     node_overrides: tuple[NodeOverride, ...] = ()
     stragglers: tuple[Straggler, ...] = ()

@@ -96,7 +96,7 @@ def _gpt(size: str) -> tuple[int, ...]:
 
 def said(experiment: Experiment, profile: Profile, gpu: str) -> str:
     """The step, its interval, and the memory, in lines."""
-    from fleetbench.hardware.gpus import gpu_named
+    from fleetbench.hardware import gpu_named
 
     table, half, memory = profile.tables[0], profile.estimated or 0.0, profile.memory
     step_s = (table.forward_ns + table.backward_ns + table.update) / 1e9

@@ -5,104 +5,28 @@ A preset names nodes (``8 x p5.48xlarge``, ``4 x DGX A100``), GPUs and a network
 NCCL (``run.backend = "nccl"``, or a simulated ``nccl-`` collective) uses NVLink and all interfaces by RDMA; gloo copies
 through the host's memory and uses TCP over one interface, where a cloud's limit of a flow applies.
 
-Latencies are those of NCCL's own cost model (``src/graph/tuning.cc`` of github.com/NVIDIA/nccl): a message of a Simple ring
-takes 3.4 us over NVLink and 14 us between nodes. Its InfiniBand transport adds nothing (``latency = 0`` in
-``src/transport/net_ib``); the EFA plugin adds what ``platform_data_map`` in ``src/platform-aws.cpp`` of
-github.com/aws/aws-ofi-nccl says. A simulated ``nccl-`` collective has NCCL's latencies already, so that only the addition
-is declared. No latency of TCP in these networks is published: ``TCP_US`` is an assumption, and is printed as one.
+NCCL's latencies are those of its own cost model (``catalogue.toml``): a simulated ``nccl-`` collective has them already, so that
+only what EFA adds is declared.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 import tomli_w
 
 from fleetbench.config import nearest
 from fleetbench.errors import ConfigError
-from fleetbench.hardware.gpus import GPUS, gpu_named
+from fleetbench.hardware import Fabric, Node, catalogue
 from fleetbench.quantities import BitsPerSecond, format_bandwidth, parse_bandwidth
-
-Fabric = Literal["infiniband", "roce", "efa", "ethernet"]
-
-NVLINK_US, RDMA_US = 3.4, 14.0
-TCP_US = 50.0
-"""Of a message over TCP between two hosts. Assumed."""
-GENERATIONS = {"FDR": "54.545 Gbit/s", "EDR": "100 Gbit/s", "HDR": "200 Gbit/s", "NDR": "400 Gbit/s", "XDR": "800 Gbit/s"}
-"""InfiniBand of four lanes after line coding (InfiniBand Trade Association's roadmap); FDR carries 64 of 66 bits of 4 x 14.0625 Gbit/s."""
-RATES = (10, 25, 40, 50, 100, 200, 400, 800)
-"""Gbit/s that a network interface has."""
-EC2_FLOW = "10 Gbit/s"
-"""Of a TCP flow in a cluster placement group, 5 outside of one (Amazon EC2 User Guide, "Instance network bandwidth")."""
-EC2_MTU = 9001
-"""Inside of a VPC (Amazon EC2 User Guide, "Network MTU for your EC2 instance")."""
-LOOPBACK = {"bandwidth": "5.48 Gbit/s", "latency": "388 us", "payload": True}
-"""Medians of three profiles of two trainers, gloo on the loopback interface of a machine of two cores (``reports/profile/raw.jsonl``)."""
-NCCL = {"V100": "nccl-volta", "A100-40GB": "nccl-ampere", "A100": "nccl-ampere", "H100": "nccl-hopper", "H200": "nccl-hopper"}
-"""The simulated collective of a GPU; later ones have ``nccl-hopper`` too, which is an assumption."""
-
-_EC2 = 'Amazon EC2 Instance Types, "Accelerated computing", network specifications'
-_EC2_OLD = 'Amazon EC2 Instance Types, "Previous generation instances", network specifications'
-_GOOGLE = 'Google Compute Engine, "Networking and GPU machines"'
-_GOOGLE_ROCE = _GOOGLE + "; RoCE: release notes 1.44.1 of GoogleCloudPlatform/cluster-toolkit"
-_AZURE = "Microsoft Azure virtual machines, GPU accelerated sizes, "
-_BASEPOD = 'NVIDIA DGX BasePOD reference architecture, "Core Components"'
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """One node."""
-
-    gpu: str
-    gpus: int = 8
-    nics: int
-    """As the trainers see them: where several cards are one GPU's, they are one of the sum of their rates."""
-    rate: str
-    """Of one of ``nics``."""
-    fabric: Fabric | None = None
-    source: str
-    card: str | None = None
-    """What TCP has, where that is less than ``rate``: one card."""
-    efa_us: float = 0.0
-    """What the EFA plugin tells NCCL that its network adds."""
-
-
-NODES = {
-    "DGX-1": Node(gpu="V100", nics=4, rate="100 Gbit/s", fabric="infiniband", source="NVIDIA DGX-1 white paper (WP-08437), section 3.3"),
-    "DGX A100": Node(
-        gpu="A100", nics=8, rate="200 Gbit/s", fabric="infiniband", source="NVIDIA DGX A100 User Guide (DU-09821), section 1.1.1"
-    ),
-    "DGX H100": Node(gpu="H100", nics=8, rate="400 Gbit/s", fabric="infiniband", source=_BASEPOD),
-    "DGX H200": Node(gpu="H200", nics=8, rate="400 Gbit/s", fabric="infiniband", source=_BASEPOD),
-    "DGX B200": Node(
-        gpu="B200", nics=8, rate="400 Gbit/s", fabric="infiniband", source="NVIDIA DGX B200 User Guide, component descriptions"
-    ),
-    "p3.16xlarge": Node(gpu="V100", nics=1, rate="25 Gbit/s", fabric="ethernet", source=_EC2_OLD),
-    "p3dn.24xlarge": Node(gpu="V100", nics=1, rate="100 Gbit/s", fabric="efa", efa_us=150, source=_EC2_OLD),
-    "p4d.24xlarge": Node(gpu="A100-40GB", nics=4, rate="100 Gbit/s", fabric="efa", efa_us=75, source=_EC2),
-    "p4de.24xlarge": Node(gpu="A100", nics=4, rate="100 Gbit/s", fabric="efa", efa_us=75, source=_EC2),
-    "p5.48xlarge": Node(gpu="H100", nics=8, rate="400 Gbit/s", card="100 Gbit/s", fabric="efa", efa_us=75, source=_EC2),
-    "p5e.48xlarge": Node(gpu="H200", nics=8, rate="400 Gbit/s", card="100 Gbit/s", fabric="efa", efa_us=75, source=_EC2),
-    "p5en.48xlarge": Node(gpu="H200", nics=8, rate="400 Gbit/s", card="200 Gbit/s", fabric="efa", efa_us=35, source=_EC2),
-    "p6-b200.48xlarge": Node(gpu="B200", nics=8, rate="400 Gbit/s", fabric="efa", efa_us=35, source=_EC2),
-    "a2-highgpu-8g": Node(gpu="A100-40GB", nics=1, rate="100 Gbit/s", fabric="ethernet", source=_GOOGLE),
-    "a2-ultragpu-8g": Node(gpu="A100", nics=1, rate="100 Gbit/s", fabric="ethernet", source=_GOOGLE),
-    "a3-ultragpu-8g": Node(gpu="H200", nics=8, rate="400 Gbit/s", fabric="roce", source=_GOOGLE_ROCE),
-    "a4-highgpu-8g": Node(gpu="B200", nics=8, rate="400 Gbit/s", fabric="roce", source=_GOOGLE_ROCE),
-    "ND40rs_v2": Node(gpu="V100", nics=1, rate="100 Gbit/s", fabric="infiniband", source=_AZURE + "NDv2"),
-    "ND96asr_v4": Node(gpu="A100-40GB", nics=8, rate="200 Gbit/s", fabric="infiniband", source=_AZURE + "ND A100 v4"),
-    "ND96isr_H100_v5": Node(gpu="H100", nics=8, rate="400 Gbit/s", fabric="infiniband", source=_AZURE + "ND H100 v5"),
-}
-"""By the name that a preset takes. NVLink is that of the GPU."""
 
 _COUNTED = re.compile(r"(?:(\d+)\s*x\s+)?(.+)", re.IGNORECASE)
 _GPUS = re.compile(r"(?:(\d+)\s+)?([a-z][\w.-]*)(?:\s*,\s*(.*))?", re.IGNORECASE)
 _NETWORK = re.compile(
-    rf"(?:(?P<nics>\d+)\s*x\s+)?(?P<fabric>ethernet|infiniband|roce)?\s*(?P<generation>{'|'.join(GENERATIONS)})?\s*"
+    r"(?:(?P<nics>\d+)\s*x\s+)?(?P<fabric>ethernet|infiniband|roce)?\s*(?P<generation>[FEHNX]DR)?\s*"
     r"(?P<rate>[\d.]+\s*[a-z/]+)?\s*(?:per\s+(?P<per>nic|node))?",
     re.IGNORECASE,
 )
@@ -181,10 +105,12 @@ def _expansion(data: Mapping[str, Any]) -> Expansion | None:
         if is_nccl:
             hint = 'name GPUs: preset = "1 x 8 H100"'
             raise ConfigError("loopback is gloo's: NCCL sends over NVLink inside a machine", "cluster.preset", repr(text), hint)
-        source = "links: medians of this project's own profiles on two cores (reports/profile)"
-        return {"nodes": 1, "trainers_per_node": nodes, "intra": dict(LOOPBACK)}, [source]
-    node = next((node for name, node in NODES.items() if _plain(name) == _plain(body)), None) or _gpus(text, nodes, body)
-    return _by_nccl(nodes, node, collective) if is_nccl else _by_gloo(nodes, node)
+        links = "links: medians of this project's own profiles on two cores (reports/profile)"
+        return {"nodes": 1, "trainers_per_node": nodes, "intra": catalogue().loopback}, [links]
+    node = next((node for name, node in catalogue().nodes.items() if _plain(name) == _plain(body)), None) or _gpus(text, nodes, body)
+    fields, notes = _by_nccl(node, collective) if is_nccl else _by_gloo(node)
+    source = [f"nodes: {node.source}"] if node.source else []
+    return {"nodes": nodes, "trainers_per_node": node.gpus, "gpu": node.gpu, **fields}, source + notes
 
 
 def _plain(name: str) -> str:
@@ -192,7 +118,7 @@ def _plain(name: str) -> str:
 
 
 def _unknown(text: str, name: str) -> ConfigError:
-    known = ["loopback", *NODES, *GPUS]
+    known = ["loopback", *catalogue().nodes, *catalogue().gpus]
     hint = nearest(name, known).removeprefix(". ") or f'such as "8 x p5.48xlarge" or "8 x 8 H100, 400G per NIC"; known: {", ".join(known)}'
     return ConfigError(f"no cluster, node or GPU is called {name!r}", "cluster.preset", repr(text), hint)
 
@@ -200,7 +126,7 @@ def _unknown(text: str, name: str) -> ConfigError:
 def _gpus(text: str, nodes: int, body: str) -> Node:
     """Nodes of GPUs and a network."""
     match = _GPUS.fullmatch(body)
-    gpu = None if match is None else next((name for name in GPUS if name.lower() == match[2].lower()), None)
+    gpu = None if match is None else next((name for name in catalogue().gpus if name.lower() == match[2].lower()), None)
     if match is None or gpu is None:
         raise _unknown(text, body if match is None else match[2])
     if match[1] is None:
@@ -212,9 +138,9 @@ def _gpus(text: str, nodes: int, body: str) -> Node:
             "a node has at least one GPU and one interface", "cluster.preset", repr(text), 'for example "8 x 8 H100, 8 x 400G"'
         )
     if not network:
-        return Node(gpu=gpu, gpus=gpus, nics=0, rate="", source="")
+        return Node(gpu=gpu, gpus=gpus)
     nics, rate, fabric = _network(text, gpus, network)
-    return Node(gpu=gpu, gpus=gpus, nics=nics, rate=rate, fabric=fabric, source="")
+    return Node(gpu=gpu, gpus=gpus, nics=nics, rate=rate, fabric=fabric)
 
 
 def _network(text: str, gpus: int, network: str) -> tuple[int, str, Fabric | None]:
@@ -224,9 +150,9 @@ def _network(text: str, gpus: int, network: str) -> tuple[int, str, Fabric | Non
     if match is None or not (match["rate"] or match["generation"]):
         raise ConfigError("not a network", "cluster.preset", repr(text), usage)
     generation, per = (match["generation"] or "").upper(), (match["per"] or "").lower()
-    rate = parse_bandwidth(GENERATIONS[generation]) if generation else _rate(text, match["rate"])
+    rate = catalogue().infiniband[generation] if generation else _rate(text, match["rate"])
     if generation and match["rate"] and abs(_rate(text, match["rate"]) - rate) > rate / 20:
-        raise ConfigError(f"{generation} has {GENERATIONS[generation]}", "cluster.preset", repr(text), f"write {generation} alone")
+        raise ConfigError(f"{generation} has {format_bandwidth(rate)}", "cluster.preset", repr(text), f"write {generation} alone")
     fabric: Any = "infiniband" if generation else match["fabric"] and match["fabric"].lower()
     if match["nics"]:
         return int(match["nics"]), format_bandwidth(rate), fabric
@@ -236,9 +162,10 @@ def _network(text: str, gpus: int, network: str) -> tuple[int, str, Fabric | Non
         raise ConfigError("the rate can be that of a NIC or that of a node", "cluster.preset", repr(text), hint)
     if per == "nic" or gpus == 1:
         return gpus, format_bandwidth(rate), fabric
-    if generation or Fraction(rate, 10**9) in RATES:
+    rates = catalogue().interface_gbps
+    if generation or Fraction(rate, 10**9) in rates:
         return 1, format_bandwidth(rate), fabric
-    if Fraction(rate, gpus * 10**9) in RATES:
+    if Fraction(rate, gpus * 10**9) in rates:
         return gpus, format_bandwidth(rate // gpus), fabric
     raise ConfigError(
         "no interface has this rate, and none has its part for each GPU", "cluster.preset", repr(text), f"say how many: {usage}"
@@ -255,38 +182,30 @@ def _rate(text: str, rate: str) -> BitsPerSecond:
         raise ConfigError("not a bandwidth", "cluster.preset", repr(text), 'for example "400G" or "400 Gbit/s"') from None
 
 
-def _base(nodes: int, node: Node) -> Expansion:
-    fields = {"nodes": nodes, "trainers_per_node": node.gpus, "gpu": node.gpu}
-    return fields, [f"nodes: {node.source}"] if node.source else []
-
-
-def _us(value: float) -> str:
-    return f"{value:g} us"
-
-
-def _by_nccl(nodes: int, node: Node, collective: Any) -> Expansion:
+def _by_nccl(node: Node, collective: Any) -> Expansion:
     """NVLink, and all interfaces of a node by RDMA where there is any."""
-    fields, notes = _base(nodes, node)
-    modelled = collective is None or str(collective).startswith("nccl-")
+    fields: dict[str, Any] = {}
+    notes, names, us = [], catalogue(), catalogue().latency_us
+    is_modelled = collective is None or str(collective).startswith("nccl-")
     if collective is None:
-        fields["collective"] = NCCL.get(node.gpu, "nccl-hopper")
-        if node.gpu not in NCCL:
+        fields["collective"] = names.nccl.get(node.gpu, "nccl-hopper")
+        if node.gpu not in names.nccl:
             notes.append("assumed: NCCL's constants of Hopper, which has none of this GPU here")
     if node.gpus > 1:
-        nvlink = gpu_named(node.gpu, "cluster.preset").nvlink
-        fields["intra"] = {"bandwidth": format_bandwidth(nvlink), "latency": _us(NVLINK_US)}
-        notes.append(f"intra: {GPUS[node.gpu].source}; latency of NCCL's Simple ring (src/graph/tuning.cc)")
+        gpu = names.gpus[node.gpu]
+        fields["intra"] = {"bandwidth": format_bandwidth(gpu.nvlink), "latency": f"{us['nvlink']:g} us"}
+        notes.append(f"intra: {gpu.source}; latency of NCCL's Simple ring (src/graph/tuning.cc)")
     if node.nics:
         is_tcp = node.fabric == "ethernet"
-        latency = TCP_US if is_tcp else node.efa_us + (0.0 if modelled else RDMA_US)
+        latency = us["tcp"] if is_tcp else node.efa_us + (0.0 if is_modelled else us["rdma"])
         framing = {"ethernet": {"framing": "tcp"}, "roce": {"framing": "roce"}, "efa": {"framing": "roce"}}.get(node.fabric or "", {})
         fields["nics_per_node"] = node.nics
-        fields["inter"] = {"bandwidth": node.rate, "latency": _us(latency), **framing}
+        fields["inter"] = {"bandwidth": node.rate, "latency": f"{latency:g} us", **framing}
         if is_tcp:
-            notes.append(f"assumed: {_us(TCP_US)} a message of TCP")
+            notes.append(f"assumed: {latency:g} us a message of TCP")
         else:
             network = "the EFA plugin (src/platform-aws.cpp)" if node.efa_us else "NCCL's InfiniBand transport (src/transport/net_ib)"
-            how = "added to those of the simulated collective" if modelled else "and 14 us of NCCL's Simple ring"
+            how = "added to those of the simulated collective" if is_modelled else f"and {us['rdma']:g} us of NCCL's Simple ring"
             notes.append(f"inter: latency of {network}, {how}")
         if node.fabric == "efa":
             notes.append("assumed: EFA's headers, which are not published, are as long as RoCE's")
@@ -295,22 +214,20 @@ def _by_nccl(nodes: int, node: Node, collective: Any) -> Expansion:
     return fields, notes
 
 
-def _by_gloo(nodes: int, node: Node) -> Expansion:
+def _by_gloo(node: Node) -> Expansion:
     """Host memory, and TCP over one interface."""
-    fields, notes = _base(nodes, node)
+    fields: dict[str, Any] = {}
+    notes, latency = [], f"{catalogue().latency_us['tcp']:g} us"
     if node.gpus > 1:
-        fields["intra"] = dict(LOOPBACK)
+        fields["intra"] = catalogue().loopback
         notes.append("assumed: inside a node gloo has the loopback interface that this project measured on two cores (reports/profile)")
     if node.nics:
-        is_ec2 = node.source in (_EC2, _EC2_OLD)
-        limits = {"mtu": EC2_MTU, "flow_limit": EC2_FLOW} if is_ec2 else {}
         fields["nics_per_node"] = 1
-        fields["inter"] = {"bandwidth": node.card or node.rate, "latency": _us(TCP_US), **limits}
-        if is_ec2:
-            notes.append(
-                'inter: MTU and limit of a flow inside a cluster placement group, Amazon EC2 User Guide, "Instance network bandwidth"'
-            )
-        notes.append(f"assumed: gloo uses one interface at its full rate, {_us(TCP_US)} a message of TCP")
+        fields["inter"] = {"bandwidth": node.rate, "latency": latency, **node.tcp}
+        if "flow_limit" in node.tcp:
+            flow = 'inside a cluster placement group, Amazon EC2 User Guide, "Instance network bandwidth"'
+            notes.append(f"inter: MTU and limit of a flow {flow}")
+        notes.append(f"assumed: gloo uses one interface at its full rate, {latency} a message of TCP")
         if node.fabric != "ethernet":
             notes.append('gloo sends by TCP; run.backend = "nccl" with run.device = "cuda" has the faster network')
     return fields, notes

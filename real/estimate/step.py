@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.hardware.gpus import Gpu, Precision, gpu_named
+from fleetbench.hardware import Gpu, Precision, gpu_named
 from fleetbench.measurements import Memory
 from fleetbench.profile import Profile, compute_key, name_profile
 from fleetbench.quantities import Bytes

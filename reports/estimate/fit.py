@@ -19,7 +19,7 @@ import torch
 from count import COUNTED, FOLDER, name_of
 from scipy.optimize import least_squares
 
-from fleetbench.hardware.gpus import GPUS
+from fleetbench.hardware import catalogue
 from real.estimate.operations import Operation
 from real.estimate.step import FITTED, HALF_WIDTH, Efficiencies, Roofline
 
@@ -61,7 +61,7 @@ class Run:
 
     def estimated_s(self, efficiencies: Efficiencies) -> float:
         """The same by the roofline."""
-        roofline = Roofline(gpu=GPUS[self.row["gpu"]], tf32=self.row["precision"] == "tf32", efficiencies=efficiencies)
+        roofline = Roofline(gpu=catalogue().gpus[self.row["gpu"]], tf32=self.row["precision"] == "tf32", efficiencies=efficiencies)
         batch_s = sum(roofline.seconds(operation) * number for operation, number in self.operations)
         unscaled = 2 if self.row["precision"] == "fp16" else 0
         return int(self.row["accumulation"]) * batch_s + roofline.update_s(

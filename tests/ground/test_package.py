@@ -62,7 +62,7 @@ def test_the_wheel_holds_the_four_packages_and_nothing_else(tmp_path: Path) -> N
     assert {name.split("/")[0] for name in names} == set(PACKAGES)
     tracked = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()}
     assert names == {name for name in tracked if "__pycache__" not in name}
-    assert "fleetbench/quickstart.toml" in names
+    assert {"fleetbench/quickstart.toml", "fleetbench/hardware/catalogue.toml"} <= names
 
 
 def test_constraints_pin_what_the_project_depends_on() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.hardware.presets import NODES, described
+from fleetbench.hardware import catalogue
+from fleetbench.hardware.presets import described
 from sim.network.algorithms import ring
 from sim.network.links import Links
 
@@ -39,7 +40,7 @@ PUBLISHED = {
     "ND96asr_v4": ("A100-40GB", 1600, 300),
     "ND96isr_H100_v5": ("H100", 3200, 450),
 }
-"""GPU, Gbit/s a node to other nodes, GB/s of NVLink a GPU each way, by the documents that ``presets.py`` names."""
+"""GPU, Gbit/s a node to other nodes, GB/s of NVLink a GPU each way, by the documents that ``catalogue.toml`` names."""
 
 
 def of(preset: str, run: dict[str, Any] | None = None, **cluster: Any) -> Experiment:
@@ -49,7 +50,7 @@ def of(preset: str, run: dict[str, Any] | None = None, **cluster: Any) -> Experi
 
 def test_nodes_have_what_their_documents_say() -> None:
     """The rates of all interfaces add up to the node's, by NCCL."""
-    assert PUBLISHED.keys() == NODES.keys()
+    assert PUBLISHED.keys() == catalogue().nodes.keys()
     for name, (gpu, node_gbps, nvlink_gbytes) in PUBLISHED.items():
         cluster = of(f"2 x {name}", NCCL).cluster
         assert cluster.intra is not None
@@ -181,5 +182,5 @@ def test_the_description_names_what_is_assumed_and_what_is_declared() -> None:
 def test_the_page_has_every_node() -> None:
     """docs/presets.md has a row a node, with its interfaces."""
     text = DOCS.read_text(encoding="utf-8")
-    for name, node in NODES.items():
+    for name, node in catalogue().nodes.items():
         assert f"| `{name}` | {node.gpus} {node.gpu} | {node.nics} x {node.rate.removesuffix(' Gbit/s')} |" in text

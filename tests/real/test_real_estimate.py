@@ -15,7 +15,7 @@ from torch import nn
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
-from fleetbench.hardware.gpus import GPUS
+from fleetbench.hardware import catalogue
 from fleetbench.profile import profile_of
 from fleetbench.workloads.models.registry import MODELS, build_model
 from real.estimate.operations import Operation, Recorder, nothing_computed
@@ -94,7 +94,7 @@ OWN = Efficiencies(
 
 def test_an_operation_computes_and_moves() -> None:
     """On an A100, half of 312 TFLOP/s and of 2039 GB/s; in float32, four fifths of 19.5; on an H100 in half as its balance is worse."""
-    a100, h100 = (Roofline(gpu=GPUS[name], efficiencies=OWN) for name in ("A100", "H100"))
+    a100, h100 = (Roofline(gpu=catalogue().gpus[name], efficiencies=OWN) for name in ("A100", "H100"))
     product = Operation("matmul", 10**12, 10**9, torch.float16)
     moving = 1e9 / (0.5 * 2039e9)
     assert a100.seconds(product) == pytest.approx(1e12 / (0.5 * 312e12) + moving)
@@ -141,12 +141,12 @@ def test_a_batch_norm_of_bfloat16_moves_four_times_its_bytes() -> None:
 
 def test_float32_attention_takes_the_vector_units_and_convolutions_take_tf32() -> None:
     """Fused attention at a fifth of an A100's 19.5 TFLOP/s; a convolution at a quarter of its 156, as torch's default is."""
-    roofline = Roofline(gpu=GPUS["A100"], efficiencies=dataclasses.replace(OWN, balance=0.0))
+    roofline = Roofline(gpu=catalogue().gpus["A100"], efficiencies=dataclasses.replace(OWN, balance=0.0))
     assert roofline.seconds(Operation("fused_attention", 10**12, 0, torch.float32)) == pytest.approx(1 / (0.2 * 19.5))
     assert roofline.seconds(Operation("convolution", 10**12, 0, torch.float32)) == pytest.approx(1 / (0.25 * 156))
-    assert Roofline(gpu=GPUS["V100"], efficiencies=OWN).seconds(Operation("convolution", 10**12, 0, torch.float32)) == pytest.approx(
-        1 / (0.9 * 15.7)
-    )
+    assert Roofline(gpu=catalogue().gpus["V100"], efficiencies=OWN).seconds(
+        Operation("convolution", 10**12, 0, torch.float32)
+    ) == pytest.approx(1 / (0.9 * 15.7))
 
 
 def test_a_table_holds_the_whole_step() -> None:
@@ -160,7 +160,7 @@ def test_a_table_holds_the_whole_step() -> None:
     assert memory.optimizer_state == pytest.approx(8 * parameters, rel=0.01)
     assert memory.activations > 2 * 30 * 64 * LENGTH * BATCH
     assert max(gradient.ready for layer in table.layers for gradient in layer.gradients) == table.backward_ns
-    efficiency = Roofline(gpu=GPUS["A100"]).efficiencies.memory
+    efficiency = Roofline(gpu=catalogue().gpus["A100"]).efficiencies.memory
     assert table.update == pytest.approx(28 * parameters / (efficiency * 2039), rel=0.02)
     assert profile.estimated is not None
     assert profile.estimated <= 0.3

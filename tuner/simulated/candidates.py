@@ -14,7 +14,7 @@ from typing import Any
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.hardware.gpus import gpu_named
+from fleetbench.hardware import gpu_named
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.servers.rules import WAIT_NS
 from fleetbench.profile import profile_of, table_for
