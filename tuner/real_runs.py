@@ -97,7 +97,9 @@ class RealRuns:
         evaluate: bool = False,
         window: int = 0,
     ) -> RunResult:
-        """Run one leg of an arm, again where the machine was busy. ``seed`` and ``window``: see ``Leg``.
+        """Run one leg of an arm, again where the machine was busy; of one that is evaluated updates count, and no times.
+
+        ``seed`` and ``window``: see ``Leg``.
 
         Raises ``BudgetSpent`` before a leg that would exceed the budget, and what the runner raises.
         """
@@ -106,14 +108,14 @@ class RealRuns:
             raise BudgetSpent
         result = self._once(leg)
         for _ in range(TRIES - 1):
-            if not result.summary.busy or not self._has_room(leg):
+            if evaluate or not result.summary.busy or not self._has_room(leg):
                 break
             result = min(result, self._once(leg), key=lambda run: run.summary.foreign_cores or 0.0)
         summary = result.summary
         stored = save_run(result, self.folder)
         assert stored.path is not None
         self.runs.setdefault(arm, []).append(stored.path.name)
-        if summary.busy is not None or (summary.testbed is not None and not summary.testbed["counts"]):
+        if not evaluate and (summary.busy is not None or (summary.testbed is not None and not summary.testbed["counts"])):
             self.void.setdefault(arm, []).append(stored.path.name)
         return stored
 

@@ -360,7 +360,8 @@ class _Verifier:
         runs = len(arm.target.updates)
         if not arm.target.reached:
             final = "" if arm.target.final_loss is None else f" (final loss {arm.target.final_loss:.3g})"
-            return f"does not reach the target loss {target:g} in {arm.target.steps} steps{'' if runs == 1 else f' of {runs} runs'}{final}"
+            of_all = "" if runs == 1 else f", in none of {runs} runs"
+            return f"does not reach the target loss {target:g} in {arm.target.steps} steps{of_all}{final}"
         if self._way(name) == self._way(DEFAULT):
             self.notes.append(f"{name} trains step for step like the default: its gain to the target is that of its steps")
             return None

@@ -511,6 +511,15 @@ def test_runs_that_never_arrive_are_counted(tmp_path: Path) -> None:
     assert str(wide.arms[0].target) == "reached in 4 of 5 runs after 0.468 s"
 
 
+def test_runs_to_the_target_are_not_void(tmp_path: Path) -> None:
+    """A busy machine changes their times alone, and those are not looked at."""
+    experiment = target_experiment()
+    runner = FakeRunner(experiment, by_local_steps)
+    runner.void = lambda number: runner.legs[number].evaluate
+    found = verify(experiment, arms(fast=local(16)), legs_of(runner, tmp_path))
+    assert (found.verdict, [arm.void_runs for arm in found.arms]) == ("USE", [(), ()])
+
+
 def test_seeds_that_change_nothing_count_as_one(tmp_path: Path) -> None:
     """A script that does not look at its seed: the second run equals the first, and no interval is made of them."""
     found, runner = seeded(lambda _, is_local: 100.0 if is_local else 80.0, tmp_path)
