@@ -12,10 +12,8 @@ HITS_IN_A_ROW = 3
 class Crossing(NamedTuple):
     """Where a training reaches its target."""
 
-    place: int
-    """Of the first of ``HITS_IN_A_ROW`` evaluations in a row at or below the target."""
     step: int
-    """Of that evaluation."""
+    """Of the first of ``HITS_IN_A_ROW`` evaluations in a row at or below the target."""
     smooth: float
     """Where the line from the evaluation before it crosses the target: not only multiples of ``workload.eval_every``."""
 
@@ -31,7 +29,7 @@ def crossing(evaluated: Sequence[tuple[int, float]], target: float | None) -> Cr
     step, loss = evaluated[place]
     before, higher = evaluated[place - 1] if place else (step, loss)
     share = (higher - target) / (higher - loss) if target < higher < float("inf") else 1.0
-    return Crossing(place, step, before + share * (step - before))
+    return Crossing(step, before + share * (step - before))
 
 
 def median_arrival(times: Sequence[float | None], ends: Sequence[float]) -> float | None:

@@ -185,7 +185,8 @@ def what_runs(experiment: Experiment) -> str:
     tune = experiment.tune
     least, most = 2 * (tune.finalists + 1), 2 * (3 * tune.finalists + 2)
     legs = f"{least} to {most} real runs of {tune.leg_steps} steps to choose, and at most {2 * tune.pairs} for the verdict"
-    return f"to come: a profile, unless it is known; simulated trials; {legs}"
+    target = "" if experiment.workload.target_loss is None else f", beside runs of {experiment.workload.steps} steps to the target"
+    return f"to come: a profile, unless it is known; simulated trials; {legs}{target}"
 
 
 def _budget(tune: Tune) -> str:

@@ -10,17 +10,16 @@ from fleetbench.target import crossing, median_arrival
 def test_three_hits_in_a_row_count_from_the_first(hits: str, index: int | None) -> None:
     """Two hits and a miss are none."""
     found = crossing([(10 * place, 0.5 if hit == "1" else 1.0) for place, hit in enumerate(hits, 1)], 0.5)
-    assert (None if found is None else found.place) == index
-    assert found is None or found.step == 10 * (found.place + 1)
+    assert (None if found is None else found.step) == (None if index is None else 10 * (index + 1))
 
 
 def test_the_crossing_lies_on_the_line_between_two_evaluations() -> None:
     """From 1.0 at step 10 to 0.4 at step 20, a target of 0.7 is crossed half way; the first evaluation has no line to it."""
     losses = [(10, 1.0), (20, 0.4), (30, 0.3), (40, 0.2)]
-    assert crossing(losses, 0.7) == (1, 20, 15.0)
-    assert crossing(losses, 0.4) == (1, 20, 20.0)
-    assert crossing(losses, 1.0) == (0, 10, 10.0)
-    assert crossing([(10, float("inf")), *losses[1:]], 0.7) == (1, 20, 20.0)
+    assert crossing(losses, 0.7) == (20, 15.0)
+    assert crossing(losses, 0.4) == (20, 20.0)
+    assert crossing(losses, 1.0) == (10, 10.0)
+    assert crossing([(10, float("inf")), *losses[1:]], 0.7) == (20, 20.0)
     assert crossing(losses, None) is None
 
 

@@ -292,4 +292,4 @@ def test_pauses_stop_rank_0s_clock() -> None:
         (200, 300),
         (300, 400),
     ]
-    assert collected.to_target == (pytest.approx(200e-9), Crossing(0, 2, 2.0))
+    assert collected.to_target == (pytest.approx(200e-9), Crossing(2, 2.0))
