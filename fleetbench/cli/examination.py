@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def examine() -> Findings:
     findings = Findings(sections={"versions": versions()})
     look_at_host(findings)
     _look_at_torch(findings)
-    look_at_network(findings, os.environ)
+    _look_at_network(findings)
     return findings
 
 
@@ -88,38 +87,12 @@ def _look_at_torch(findings: Findings) -> None:
         findings.warnings.append("torch has no gloo: nothing can run on CPUs")
 
 
-def look_at_network(findings: Findings, environment: Mapping[str, str]) -> None:
-    """Interfaces, the one that gloo would take, and what the environment sets."""
-    facts, status = {}, psutil.net_if_stats()
+def _look_at_network(findings: Findings) -> None:
+    """Interfaces, the host's name, and what the environment sets."""
+    facts, status = {"host name": socket.gethostname()}, psutil.net_if_stats()
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         found = [address.address for address in addresses if address.family in (socket.AF_INET, socket.AF_INET6)]
         state = "up" if name in status and status[name].isup else "down"
         speed = f", {status[name].speed} Mbit/s" if name in status and status[name].speed else ""
         facts[name] = f"{state}{speed}: {' '.join(found) or 'no address'}"
-    chosen, why = gloo_interface(environment)
-    facts["gloo would take"] = f"{chosen or 'nothing'} ({why})"
-    if chosen is None:
-        findings.warnings.append(f"gloo finds no interface ({why}): set GLOO_SOCKET_IFNAME")
-    findings.sections["network"] = facts | {name: value for name, value in sorted(environment.items()) if name.startswith(RECORDED)}
-
-
-def gloo_interface(environment: Mapping[str, str]) -> tuple[str | None, str]:
-    """The interface gloo would take, and why: the variable's, the host name's, or else the loopback."""
-    interfaces = psutil.net_if_addrs()
-    named = environment.get("GLOO_SOCKET_IFNAME")
-    if named:
-        first = named.split(",")[0]
-        return (first if first in interfaces else None), f"GLOO_SOCKET_IFNAME = {named}"
-    owner = {address.address.partition("%")[0]: name for name, addresses in interfaces.items() for address in addresses}
-    host = socket.gethostname()
-    for address in _addresses(host):
-        if address in owner:
-            return owner[address], f"the host name {host} is {address}"
-    return owner.get("127.0.0.1"), f"the host name {host} has no address of this machine"
-
-
-def _addresses(host: str) -> list[str]:
-    try:
-        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    except OSError:
-        return []
+    findings.sections["network"] = facts | {name: value for name, value in sorted(os.environ.items()) if name.startswith(RECORDED)}

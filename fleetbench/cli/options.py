@@ -15,6 +15,8 @@ from fleetbench.cli.output import say
 from fleetbench.errors import EnvironmentLacks
 
 if TYPE_CHECKING:
+    from fleetbench.experiment import Experiment
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  # argparse has no public name for it
 
 
@@ -75,10 +77,6 @@ def number(what: str, least: float) -> Callable[[str], float]:
         return value
 
     return read
-
-
-if TYPE_CHECKING:
-    from fleetbench.experiment import Experiment
 
 
 def load_experiment(arguments: argparse.Namespace) -> Experiment:

@@ -15,13 +15,13 @@ from fleetbench.errors import ConfigError
 from fleetbench.report import units
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.table import Table
 
     from fleetbench.cli.options import Commands
     from fleetbench.experiment import Experiment
-    from sim.learning.virtual_training import Trajectories
+    from sim.learning.trajectory import Trajectory
     from sim.many.seeds import OverSeeds
     from sim.many.sweep import Sweep
     from sim.many.what_if import Case
@@ -63,16 +63,16 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, store the run, print its summary; or simulate several, and print what they say together."""
-    if _asks_for_several(arguments):
+    if arguments.seeds is not None or arguments.what_if or arguments.sweep:
         return _run_several(arguments)
     experiment = _with_times(load_experiment(arguments), arguments)
     from fleetbench.store import save_run
     from sim.run import simulate
 
     learnt = None
-    if (known := _trajectories(arguments)) is not None:
+    if (learn := _learn(arguments)) is not None:
         with progress.steps("train virtually") as advance:
-            learnt = known.of(experiment, advance)
+            learnt = learn(experiment, advance)
     with progress.steps("simulate") as advance:
         result = simulate(experiment, progress=advance, engine=arguments.engine, table=arguments.table or None, learnt=learnt)
     result = save_run(result, arguments.out)
@@ -89,13 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _trajectories(arguments: argparse.Namespace) -> Trajectories | None:
+def _learn(arguments: argparse.Namespace) -> Callable[..., Trajectory] | None:
     """What trains virtual trainers, where the command line asks for losses."""
     if not arguments.loss:
         return None
     from sim.learning.virtual_training import Trajectories
 
-    return Trajectories(arguments.out, say)
+    return Trajectories(arguments.out, say).of
 
 
 def _with_times(experiment: Experiment, arguments: argparse.Namespace) -> Experiment:
@@ -105,11 +105,6 @@ def _with_times(experiment: Experiment, arguments: argparse.Namespace) -> Experi
 
         learnt_from(experiment)
     return with_profile(experiment, arguments.out)
-
-
-def _asks_for_several(arguments: argparse.Namespace) -> bool:
-    """Whether the command line asks for several simulations."""
-    return arguments.seeds is not None or arguments.what_if or bool(arguments.sweep)
 
 
 def _run_several(arguments: argparse.Namespace) -> int:
@@ -126,9 +121,8 @@ def _run_several(arguments: argparse.Namespace) -> int:
         return _what_if(experiment, arguments)
     from sim.many.seeds import over_seeds
 
-    learn = None if (known := _trajectories(arguments)) is None else known.of
     with progress.steps("simulate seeds") as advance:
-        found = over_seeds(experiment, arguments.seeds, engine=arguments.engine, progress=advance, learn=learn)
+        found = over_seeds(experiment, arguments.seeds, engine=arguments.engine, progress=advance, learn=_learn(arguments))
     if arguments.json:
         emit(json.dumps(found.to_dict(), indent=1, allow_nan=False))
     else:
@@ -166,9 +160,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
         said.update(notes)
         return _with_times(experiment, arguments)
 
-    learn = None if (known := _trajectories(arguments)) is None else known.of
     with progress.steps("simulate points") as advance:
-        found = sweep(load, axes, engine=arguments.engine, progress=advance, learn=learn)
+        found = sweep(load, axes, engine=arguments.engine, progress=advance, learn=_learn(arguments))
     table = _write(found, arguments.out)
     if arguments.json:
         points = json.loads(found.table.to_json(orient="records", double_precision=15))

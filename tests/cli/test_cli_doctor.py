@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from fleetbench.cli import examination
-from fleetbench.cli.examination import Findings, gloo_interface
+from fleetbench.cli.examination import Findings
 
 
 @pytest.fixture(scope="module")
@@ -32,26 +32,12 @@ def test_every_section_is_there(findings: dict[str, dict[str, dict[str, str]]]) 
     assert sections["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"CUDA", "NCCL", "gloo"} <= set(sections["torch"])
     assert set(psutil.net_if_addrs()) <= set(sections["network"])
-    assert "gloo would take" in sections["network"]
+    assert sections["network"]["host name"] == socket.gethostname()
 
 
 def test_a_missing_gpu_is_skipped_by_name(findings: dict[str, Any]) -> None:
     """Either CUDA is there with its devices, or their absence is listed."""
     assert (findings["sections"]["torch"]["CUDA"] == "not available") == ("no GPU" in findings["skipped"])
-
-
-def test_gloo_takes_the_interface_that_the_variable_names() -> None:
-    """The variable wins, and an interface that is not there is no interface."""
-    assert gloo_interface({"GLOO_SOCKET_IFNAME": "lo"})[0] == "lo"
-    assert gloo_interface({"GLOO_SOCKET_IFNAME": "absent0"})[0] is None
-
-
-def test_gloo_else_takes_the_host_names_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interface that owns the address the host name resolves to; loopback where it resolves to none of ours."""
-    monkeypatch.setattr(examination, "_addresses", lambda _: ["203.0.113.77", "127.0.0.1"])
-    assert gloo_interface({})[0] == "lo"
-    monkeypatch.setattr(examination, "_addresses", lambda _: ["203.0.113.77"])
-    assert gloo_interface({}) == ("lo", f"the host name {socket.gethostname()} has no address of this machine")
 
 
 @pytest.mark.parametrize(("text", "cores"), [("150000 100000\n", 1.5), ("max 100000\n", None), ("", None)])
