@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fleetbench.config import encode, flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import is_busy
@@ -21,7 +22,7 @@ from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
 from fleetbench.plan.servers.rules import early_exchanges, rules_of
 from fleetbench.quantities import LARGEST
-from fleetbench.timeline import Span
+from fleetbench.timeline import TIMELINE_FILE, Span, on_tracks, read_timeline, write_rank_traces
 
 SCHEMA = 1
 STEPS_FILE = "steps.parquet"
@@ -161,7 +162,7 @@ class RunResult:
     """A row a rank and step, warm-up included; none where the run kept no table."""
     plan: Plan
     spans: tuple[Span, ...] = ()
-    """What the timeline draws; not read back from a stored run."""
+    """What the timeline draws; ``timeline`` reads those of a stored run."""
     recordings: tuple[Recording, ...] = ()
     """Events and operations of every rank, or with parameter servers of every sender, server and trainer, where asked for."""
     host_s: float = 0.0
@@ -171,6 +172,38 @@ class RunResult:
     peak_bytes: tuple[int, ...] = ()
     """The most memory that each rank has taken, where that was looked at; kept in ``manifest.json``. See ``real.memory.peak_bytes``."""
     path: Path | None = None
+
+    @property
+    def timeline(self) -> pd.DataFrame:
+        """A row a span: ``rank``, ``stream``, ``row`` of collectives under way together, ``name``, ``start_s``, ``duration_s``."""
+        rows = [(*track, span.name, span.start_ns / 1e9, span.duration_ns / 1e9) for track, span in on_tracks(self._all_spans())]
+        return pd.DataFrame(rows, columns=["rank", "stream", "row", "name", "start_s", "duration_s"])
+
+    def save_rank_traces(self, folder: str | Path) -> None:
+        """Write the timeline as a trace a rank, for Holistic Trace Analysis; see ``write_rank_traces``. Raises ``ConfigError`` for none."""
+        spans = self._all_spans()
+        if not spans:
+            raise ConfigError(
+                "this run has no timeline", "save_rank_traces", hint="simulate with timeline=True and fewer steps or trainers"
+            )
+        counted = self.steps[self.steps["step"] >= 1]
+        ends = counted["start_s"] + counted[list(PARTS)].sum(axis=1)
+        steps = zip(counted["rank"], counted["step"], counted["start_s"] * 1e9, ends * 1e9, strict=True)
+        write_rank_traces(Path(folder), spans, [(int(rank), int(step), round(start), round(end)) for rank, step, start, end in steps])
+
+    def _all_spans(self) -> tuple[Span, ...]:
+        return self.spans or (() if self.path is None else read_timeline(self.path / TIMELINE_FILE))
+
+
+def runs_table(runs: Mapping[str, RunResult]) -> pd.DataFrame:
+    """A row a run, by its name: the figures of its summary that any run has, then the settings in which the runs' experiments differ."""
+    figures = pd.DataFrame([dict(flat(dataclasses.asdict(run.summary))) for run in runs.values()], list(runs)).dropna(
+        axis="columns", how="all"
+    )
+    figures = figures.drop(columns=[name for name in figures if name == "skipped" or "histogram" in str(name)])
+    settings = pd.DataFrame([dict(flat(encode(run.experiment))) for run in runs.values()], list(runs))
+    differing = [name for name in settings if name != "name" and len(set(settings[name].map(repr))) > 1]
+    return figures.join(settings[differing])
 
 
 def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:

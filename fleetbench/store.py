@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import glob
 import json
 import os
 import platform
@@ -26,7 +27,7 @@ from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
-from fleetbench.result import SCHEMA, STEPS_FILE, RunResult, Summary, no_steps
+from fleetbench.result import SCHEMA, STEPS_FILE, RunResult, Summary, no_steps, runs_table
 from fleetbench.timeline import TIMELINE_FILE, write_timeline
 
 _PACKAGES = ("fleetbench", "numpy", "optuna", "pandas", "pyarrow", "scikit-learn", "scipy", "simpy", "torch")
@@ -136,6 +137,18 @@ def load_run(path: str | Path) -> RunResult:
             peak_bytes=tuple(manifest.get("peak_bytes", ())),
             path=path,
         )
+
+
+def load_runs(pattern: str) -> pd.DataFrame:
+    """The summaries of all complete runs whose folders match, such as ``runs/*``; see ``runs_table``. Other folders are left out.
+
+    Raises ``ConfigError`` where no run matches, and for a run that has changed since it was written.
+    """
+    found = [Path(name) for name in sorted(glob.glob(pattern))]  # noqa: PTH207  # an absolute pattern, too
+    runs = {path.name: load_run(path) for path in found if (path / MANIFEST).is_file() and (path / "summary.json").is_file()}
+    if not runs:
+        raise ConfigError("no complete run matches", "load_runs", repr(pattern), "runs are below ./runs, or where --out said")
+    return runs_table(runs)
 
 
 def machine() -> dict[str, Any]:

@@ -60,6 +60,17 @@ def on_tracks(spans: Iterable[Span]) -> list[tuple[Track, Span]]:
     return placed
 
 
+def read_timeline(path: Path) -> tuple[Span, ...]:
+    """The spans that ``write_timeline`` wrote, rounded to nanoseconds."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    streams = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    return tuple(
+        Span(event["pid"], streams[event["pid"], event["tid"]], event["name"], round(event["ts"] * 1000), round(event["dur"] * 1000))
+        for event in events
+        if event["ph"] == "X"
+    )
+
+
 def write_timeline(path: Path, spans: Iterable[Span]) -> None:
     """Write a Chrome trace, compressed: a process a rank, a thread a track. Equal spans give equal bytes."""
     placed = on_tracks(spans)
@@ -78,3 +89,42 @@ def write_timeline(path: Path, spans: Iterable[Span]) -> None:
     ]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")).encode()
     path.write_bytes(gzip.compress(text, compresslevel=6, mtime=0))
+
+
+Step = tuple[int, int, int, int]
+"""A rank, its step, and when that begins and ends, in ns."""
+
+
+def write_rank_traces(folder: Path, spans: Iterable[Span], steps: Iterable[Step]) -> None:
+    """Write a trace a rank, ``rank_0.json.gz`` and so on, as torch's profiler does on GPUs: what Holistic Trace Analysis reads.
+
+    Compute, updates and collectives are kernels, each with its launch and its stream; collectives are called as NCCL's kernels are,
+    by which that library knows them; steps are annotations. Waiting is no kernel. ``folder`` is made where it is missing.
+    """
+    events: dict[int, list[dict[str, Any]]] = {}
+    for rank, step, start_ns, end_ns in steps:
+        span = Span(rank, HOST, f"ProfilerStep#{step}", start_ns, end_ns - start_ns)
+        events.setdefault(rank, []).append(_event(span, "user_annotation", thread=1))
+    streams: dict[tuple[str, int], int] = {}
+    for number, ((rank, stream, row), span) in enumerate(on_tracks(spans), start=1):
+        if span.name == "wait" or span.name.startswith("start "):
+            continue
+        kind, _, bucket = span.name.partition(" ")
+        name = f"ncclKernel_{kind}_{bucket}" if stream.startswith(COMMUNICATION) else span.name
+        place = streams.setdefault((stream, row), len(streams) + 1)
+        launch = Span(rank, HOST, "cudaLaunchKernel", span.start_ns, 0)
+        events.setdefault(rank, []).extend(
+            [
+                _event(launch, "cuda_runtime", thread=1, correlation=number),
+                _event(Span(rank, stream, name, span.start_ns, span.duration_ns), "kernel", thread=place, stream=place, correlation=number),
+            ]
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, own in events.items():
+        text = json.dumps({"schemaVersion": 1, "distributedInfo": {"rank": rank}, "traceEvents": own}).encode()
+        (folder / f"rank_{rank}.json.gz").write_bytes(gzip.compress(text, compresslevel=6, mtime=0))
+
+
+def _event(span: Span, category: str, *, thread: int, **arguments: int) -> dict[str, Any]:
+    where = {"ph": "X", "cat": category, "pid": span.rank, "tid": thread, "name": span.name}
+    return where | {"ts": span.start_ns / 1000, "dur": span.duration_ns / 1000, "args": arguments}

@@ -198,7 +198,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     with progress.steps("sizes", lines=True) as advance:
         found = tune_sizes(lambda more: load_with_notes(arguments, more)[0], axis, out=arguments.out, progress=advance)
     folder = _write_sizes(found, arguments.out)
-    figures.save_png(figures.sizes(found), folder / "sizes.png")
+    figures.save_png(figures.scaling(found), folder / "sizes.png")
     if arguments.json:
         emit((folder / "sizes.json").read_text(encoding="utf-8"))
         return 0

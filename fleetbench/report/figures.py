@@ -1,32 +1,72 @@
-"""Figures of a report. Each function takes data and returns a matplotlib ``Figure``; none shows or stores it."""
+"""Figures of reports and notebooks: each function takes runs, or a table, and returns one figure with one message.
+
+A figure is a matplotlib ``Figure`` whose ``data`` has what is drawn. No function shows or stores one. Lines differ in marker and style and
+bars in hatches, so that a print in black and white can be read.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
-from fleetbench.report.model import SPLIT, StepsView
-from tuner.recommendation import Arm
-from tuner.simulated.sizes import Sizes
+from fleetbench.report.model import SPLIT, run_view
+from fleetbench.result import PARTS, RunResult
+
+if TYPE_CHECKING:
+    from sim.learning.trajectory import Trajectory
+    from sim.many.what_if import Case
+    from tuner.recommendation import Arm
+    from tuner.simulated.answer import SimulatedRecommendation
+    from tuner.simulated.sizes import Sizes
 
 SIMULATED = "#9fb8d0"
 REAL = "#1f4e79"
-MONEY = "#2f8f5b"
 _PARTS = ("#1f4e79", "#e0a030", "#c44e35", "#5b9a68", "#b5b5b5")
-"""One colour for each of ``SPLIT``; told apart by lightness too."""
+"""One colour for each of ``SPLIT``; told apart by lightness and hatch too."""
+_HATCHES = ("", "////", "xxxx", "....", "")
+_LINES = tuple(
+    zip(("#1f4e79", "#c44e35", "#5b9a68", "#e0a030", "#7a5195", "#6b6b6b"), "os^Dv*", ("-", "--", "-.", ":", "-", "--"), strict=True)
+)
+"""Colour, marker and style of the first, second, ... line."""
+_SPANS = {
+    "forward": ("#9fb8d0", ""),
+    "backward": ("#1f4e79", ""),
+    "communication": ("#c44e35", "////"),
+    "wait": ("#f3d9a4", "...."),
+    "update": ("#5b9a68", "xxxx"),
+    "other": ("#d0d0d0", ""),
+}
 _WIDTH_INCHES = 8.0
-_STYLE: Any = {"font.size": 10, "svg.hashsalt": "fleetbench", "svg.fonttype": "path", "axes.titlesize": 11}
+_ROUNDING_S = 1e-9
+"""Times are whole nanoseconds."""
+_STYLE: Any = {"font.size": 10, "svg.hashsalt": "fleetbench", "svg.fonttype": "path", "axes.titlesize": 11, "hatch.linewidth": 0.5}
 
 
-def simulated_against_real(arms: Sequence[Arm]) -> Figure:
+class Drawing(Figure):
+    """A figure, and in ``data`` what it shows. A notebook shows it as a PNG."""
+
+    data: pd.DataFrame
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        with mpl.rc_context(_STYLE):
+            self.savefig(buffer, format="png", dpi=90)
+        return buffer.getvalue()
+
+
+def simulated_against_real(arms: Sequence[Arm]) -> Drawing:
     """Mean step time of every arm in ms: what the simulator said, and what was measured, with the legs' range."""
     table = pd.DataFrame({"simulated": [arm.simulated_s for arm in arms], "real": [arm.real_s for arm in arms]}, dtype=float) * 1e3
     legs = np.array([(min(arm.measured_s, default=np.nan), max(arm.measured_s, default=np.nan)) for arm in arms]).T * 1e3
@@ -34,45 +74,221 @@ def simulated_against_real(arms: Sequence[Arm]) -> Figure:
     spread = np.nan_to_num([real - legs[0], legs[1] - real]).clip(min=0)
     table.index = pd.Index([arm.name if arm.error is None else f"{arm.name} ({100 * arm.error:+.1f} %)" for arm in arms])
     label = "mean step time (ms), with the range of the real legs; in brackets: error of the simulated one"
-    return _bars(table, label, xerr={"real": spread}, color=[SIMULATED, REAL])
+    return _bars(table, label, xerr={"real": spread}, color=[SIMULATED, REAL], hatches=("////", ""))
 
 
-def time_split(views: Sequence[StepsView]) -> Figure:
-    """A step's mean time in ms, one stacked bar a view: ``SPLIT``'s parts from left to right."""
-    table = pd.DataFrame([view.split_s for view in views], [view.label for view in views], SPLIT) * 1e3
-    return _bars(table, "mean time of a step and trainer (ms)", stacked=True, color=_PARTS)
+def step_breakdown(runs: Mapping[str, RunResult] | pd.DataFrame) -> Drawing:
+    """A step's mean time in ms, one stacked bar a run: ``SPLIT``'s parts from left to right.
+
+    ``runs``: by label; or a table of seconds, a row a label and a column for each of ``SPLIT``.
+    """
+    table = runs if isinstance(runs, pd.DataFrame) else pd.DataFrame([run_view(run).split_s for run in runs.values()], list(runs), SPLIT)
+    return _bars(table * 1e3, "mean time of a step and trainer (ms)", stacked=True, color=_PARTS, hatches=_HATCHES)
 
 
-def sizes(found: Sizes) -> Figure:
-    """Samples a second over trainers, beside the first size's for each trainer; below, efficiency and money."""
-    trainers = [size.trainers for size in found.sizes]
-    rates = np.array([size.samples_per_s for size in found.sizes])
-    priced = [size.cost for size in found.sizes if size.cost is not None]
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_INCHES, 6.0), layout="constrained")
-        above, below = figure.subplots(2, 1, sharex=True)
-    ideal = rates[0] / trainers[0] * np.array(trainers)
-    above.loglog(trainers, ideal, "--", color="#b5b5b5", label="as many a trainer as at the first size")
-    defaults = rates * [size.step_s / size.default_s for size in found.sizes]
-    above.loglog(trainers, defaults, color=SIMULATED, marker="o", markersize=4, label="the experiment's own strategy")
-    above.loglog(trainers, rates, color=REAL, marker="o", markersize=4, label="best strategy")
-    above.set_ylabel("samples per second")
-    above.set_title(f"{found.name}: SIMULATED, {found.compute}")
-    above.legend(frameon=False, fontsize=9)
-    below.semilogx(trainers, [100 * size.efficiency for size in found.sizes], color=REAL, marker="o", markersize=4)
-    below.set_ylim(0, 105)
-    below.set_ylabel("efficiency (%)", color=REAL)
-    below.set_xlabel("trainers")
-    below.set_xticks(trainers, [f"{number:,}" for number in trainers])
-    below.minorticks_off()
-    if priced:
-        money = below.twinx()
-        money.plot(trainers, priced, color=MONEY, marker="s", markersize=4)
-        money.set_ylim(0, 1.05 * max(priced))
-        money.set_ylabel(f"cost of {found.priced_samples:.3g} samples", color=MONEY)
-    for axes in (above, below):
-        axes.grid(color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
+def timeline(run: RunResult | pd.DataFrame, first: int = 1, last: int | None = None, ranks: Sequence[int] | None = None) -> Drawing:
+    """What each rank does when, over the steps ``first`` to ``last`` (default: one step), in ms since the first of them began.
+
+    ``run``: a run with a timeline, or a table such as ``run.timeline``, all of which is drawn. Numbers on collectives are buckets.
+    ``ranks``: default: all.
+    """
+    if isinstance(run, RunResult):
+        own = run.steps[run.steps["step"].between(first, first if last is None else last)]
+        spans, by_rank = run.timeline, own.assign(end_s=own["start_s"] + own[list(PARTS)].sum(axis=1)).groupby("rank")
+        begins, ends = (spans["rank"].map(edge) for edge in (by_rank["start_s"].min(), by_rank["end_s"].max()))
+        spans = spans[(spans["start_s"] < ends - _ROUNDING_S) & (spans["start_s"] + spans["duration_s"] > begins + _ROUNDING_S)]
+        origin = own["start_s"].min()
+    else:
+        spans, origin = run, run["start_s"].min()
+    spans = spans[~spans["name"].str.startswith("start ") & (spans["rank"].isin(spans["rank"] if ranks is None else ranks))]
+    data = spans.assign(start_ms=1e3 * (spans["start_s"] - origin), duration_ms=1e3 * spans["duration_s"], kind=_kinds(spans))
+    tracks = list(dict.fromkeys(zip(data["rank"], data["stream"], data["row"], strict=True)))
+    figure = _figure(1.2 + 0.32 * len(tracks), data.drop(columns=["start_s", "duration_s"]))
+    axes = figure.subplots()
+    for kind, (colour, hatch) in _SPANS.items():
+        if (own := data[data["kind"] == kind]).empty:
+            continue
+        places = [tracks.index(track) for track in zip(own["rank"], own["stream"], own["row"], strict=True)]
+        axes.barh(places, own["duration_ms"], 0.8, own["start_ms"], color=colour, hatch=hatch, edgecolor="white", linewidth=0.4, label=kind)
+    end_ms = (data["start_ms"] + data["duration_ms"]).max()
+    for span in data[(data["kind"] == "communication") & (data["duration_ms"] > end_ms / 40)].itertuples():
+        middle = float(span.start_ms) + float(span.duration_ms) / 2
+        text = str(span.name).rpartition(" ")[2]
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+        axes.text(middle, tracks.index((span.rank, span.stream, span.row)), text, ha="center", va="center", fontsize=8, bbox=box)
+    labels = [f"rank {rank}, {stream}" if row == 0 else "" for rank, stream, row in tracks]
+    axes.set_yticks(range(len(tracks)), labels, fontsize=9)
+    axes.set(xlabel="time (ms)", xlim=(0, end_ms))
+    axes.invert_yaxis()
+    _finish(axes, above=True)
+    return figure
+
+
+def loss_against_time(
+    runs: Mapping[str, RunResult] | pd.DataFrame, held_out: Mapping[str, Trajectory] | None = None, target: float | None = None
+) -> Drawing:
+    """The loss over steps, and over seconds beside it: what an update is worth, and what it takes.
+
+    Args:
+        runs: by label, each with losses in its steps; or a table with ``label``, ``step``, ``seconds`` and ``loss``.
+        held_out: what the virtual trainers of a label learnt. Its held-out losses are drawn then, and else the mean over trainers of
+            their batches' losses, averaged over a thirtieth of the run.
+        target: a loss to draw a line at.
+    """
+    if isinstance(runs, pd.DataFrame):
+        data = runs
+    else:
+        data = pd.concat([_losses(run, (held_out or {}).get(label)).assign(label=label) for label, run in runs.items()])
+    figure = _figure(3.6, data)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for (label, own), (colour, marker, style) in zip(data.groupby("label", sort=False), cycle(_LINES)):
+        for axes, column in ((left, "step"), (right, "seconds")):
+            every = max(1, len(own) // 8)
+            axes.plot(own[column], own["loss"], style, color=colour, marker=marker, markersize=4, markevery=every, label=str(label))
+    for axes, label in ((left, "steps of a trainer"), (right, "time (s)")):
+        if target is not None:
+            axes.axhline(target, color="black", linewidth=0.8, linestyle=(0, (1, 3)), label=f"target, {target:g}")
+        axes.set_xlabel(label)
+        _finish(axes, legend=axes is right)
+    left.set_ylabel("held-out loss" if held_out or isinstance(runs, pd.DataFrame) else "loss of the batches")
+    return figure
+
+
+def scaling(found: Sizes | pd.DataFrame) -> Drawing:
+    """Samples a second over trainers beside the ideal; below, efficiency, and money where there is a price.
+
+    ``found``: what ``tune --simulate-only --sweep`` found, or a table with ``trainers`` and ``samples_per_s``, such as a sweep's, and if
+    there are several lines their ``label``. The ideal, and an efficiency of 100 %, are as many samples a trainer as at a line's first row.
+    """
+    data, title = (found, "") if isinstance(found, pd.DataFrame) else (_of_sizes(found), f"{found.name}: SIMULATED, {found.compute}")
+    data = data if "label" in data else data.assign(label="samples per second")
+    per_trainer = data["samples_per_s"] / data["trainers"]
+    data = data.assign(efficiency_percent=100 * per_trainer / per_trainer.groupby(data["label"]).transform("first"))
+    figure = _figure(5.6, data)
+    above, below = figure.subplots(2, 1, sharex=True)
+    first = data[data["label"] == data["label"].iloc[-1]]
+    above.loglog(first["trainers"], per_trainer.loc[first.index].iloc[0] * first["trainers"], color="#6b6b6b", linewidth=0.8, label="ideal")
+    for (label, own), (colour, marker, style) in zip(data.groupby("label", sort=False), cycle(_LINES)):
+        above.loglog(own["trainers"], own["samples_per_s"], style, color=colour, marker=marker, markersize=5, label=str(label))
+        below.semilogx(own["trainers"], own["efficiency_percent"], style, color=colour, marker=marker, markersize=5)
+    above.set(ylabel="samples per second", title=title)
+    _thousands(above.yaxis)
+    below.set(ylim=(0, 105), ylabel="efficiency (%)", xlabel="trainers")
+    sizes = sorted(data["trainers"].unique())
+    below.set_xticks(sizes, [f"{number:,}" for number in sizes])
+    below.xaxis.set_minor_locator(NullLocator())
+    if not isinstance(found, pd.DataFrame) and "cost" in data:
+        priced, money = data.dropna(subset="cost"), below.twinx()
+        money.plot(priced["trainers"], priced["cost"], "+:", color="black", markersize=8)
+        money.set_ylim(0, 1.05 * priced["cost"].max())
+        money.set_ylabel(f"+ cost of {found.priced_samples:,.0f} samples")
+    _finish(above)
+    _finish(below, legend=False)
+    return figure
+
+
+def curves(table: pd.DataFrame, x: str, y: str, by: str | None = None, bound: str | None = None, **labels: str) -> Drawing:
+    """One column over another, on a logarithmic x: a line for each value of the column ``by``.
+
+    ``bound``: a column that no value should pass, drawn dotted. ``labels``: ``xlabel``, ``ylabel``, ``title`` of the axes.
+    """
+    figure = _figure(3.8, table[[name for name in (by, x, y, bound) if name is not None]])
+    axes = figure.subplots()
+    groups: Any = [("", table)] if by is None else table.groupby(by, sort=False)
+    for (value, own), (colour, marker, style) in zip(groups, cycle(_LINES)):
+        label = y if by is None else str(value)
+        axes.semilogx(own[x], own[y], style, color=colour, marker=marker, markersize=5, label=label)
+    if bound is not None:
+        own = table.drop_duplicates(x).sort_values(x)
+        axes.plot(own[x], own[bound], color="black", linewidth=1.2, linestyle=(0, (1, 2)), label=bound)
+    ticks = sorted(table[x].unique())
+    axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(**{"xlabel": x, "ylabel": y, "ylim": (0, None)} | labels)
+    _finish(axes, legend=by is not None or bound is not None)
+    return figure
+
+
+def sensitivity(found: SimulatedRecommendation | Sequence[Case] | pd.DataFrame) -> Drawing:
+    """Mean step time in ms as it is, and with one thing changed, a row a change: what the time hangs on.
+
+    ``found``: an answer by simulation alone, whose rows that change the answer are marked; what ``what_if`` found; or a table of seconds,
+    the first row as it is, with a column for each strategy.
+    """
+    if isinstance(found, pd.DataFrame):
+        table = found
+    elif isinstance(found, Sequence):
+        table = pd.DataFrame({"step": {case.name: case.summary.step_s["mean"] for case in found}})
+    else:
+        rows = {"as declared": (found.default_s, found.step_s, found.step_s)} | {
+            f"{case.assumption}{', changes the answer' if case.changes_answer else ''}": (case.default_s, case.recommended_s, case.best_s)
+            for case in found.cases
+        }
+        table = pd.DataFrame.from_dict(rows, "index", columns=["the experiment's own", "recommended", "best under this change"])
+    table = table * 1e3
+    figure = _figure(1.3 + 0.32 * len(table), table)
+    axes, places = figure.subplots(), range(len(table))
+    for number, (name, (colour, marker, _)) in enumerate(zip(table.columns, cycle(_LINES))):
+        axes.axvline(table[name].iloc[0], color=colour, linewidth=0.8, linestyle=":")
+        face = colour if number % 2 else "none"
+        if len(table.columns) == 1:
+            axes.hlines(places, table[name].iloc[0], table[name], color=colour, linewidth=3)
+        axes.scatter(table[name], places, 55 - 12 * number, marker=marker, facecolors=face, edgecolors=colour, label=name, zorder=3)
+    axes.set_yticks(places, list(table.index))
+    axes.set_xlabel("mean step time (ms); dotted: as it is")
+    axes.set_xlim(left=0)
+    axes.invert_yaxis()
+    _finish(axes, above=True, legend=len(table.columns) > 1)
+    return figure
+
+
+def pareto(table: pd.DataFrame, x: str, y: str, labels: Mapping[str, str] | None = None) -> Drawing:
+    """A point a row, lower is better on both axes: filled and on the line where no other row is as low on both.
+
+    ``x`` and ``y`` are columns; rows without one of them are left out. ``labels``: what the axes are called, by column.
+    """
+    data = table[[x, y]].dropna().astype(float).sort_values([x, y])
+    data = data.assign(is_best=data[y] < data[y].cummin().shift(fill_value=np.inf))
+    figure = _figure(4.0, data)
+    axes = figure.subplots()
+    best, others = data[data["is_best"]], data[~data["is_best"]]
+    axes.step(best[x], best[y], where="post", color=REAL, linewidth=1.0, zorder=2)
+    axes.scatter(
+        others[x], others[y], 40, marker="s", facecolors="white", edgecolors="#6b6b6b", label="another is better on both", zorder=3
+    )
+    axes.scatter(best[x], best[y], 45, marker="o", color=REAL, label="no other is better on both", zorder=3)
+    for name, row in data.iterrows():
+        axes.annotate(str(name), (row[x], row[y]), (5, 5), textcoords="offset points", fontsize=9)
+    axes.margins(0.12)
+    axes.set(xlabel=(labels or {}).get(x, x), ylabel=(labels or {}).get(y, y))
+    _finish(axes)
+    return figure
+
+
+def residuals(found: Mapping[str, tuple[RunResult, RunResult]] | pd.DataFrame, band_percent: float | None = None) -> Drawing:
+    """By how much predicted times miss the measured ones, in per cent over the measured time.
+
+    ``found``: simulated and real runs by label; or a table with ``measured_s`` and ``predicted_s``, and ``group`` if there are several.
+    ``band_percent``: what two measurements differ by, or what was claimed: drawn as a band around 0.
+    """
+    if isinstance(found, pd.DataFrame):
+        data = found
+    else:
+        rows = [(simulated.summary.step_s["mean"], real.summary.step_s["mean"]) for simulated, real in found.values()]
+        data = pd.DataFrame(rows, columns=["predicted_s", "measured_s"]).assign(group=list(found))
+    data = data if "group" in data else data.assign(group="predictions")
+    data = data.assign(error_percent=100 * (data["predicted_s"] / data["measured_s"] - 1))
+    figure = _figure(3.8, data)
+    axes = figure.subplots()
+    if band_percent is not None:
+        axes.axhspan(-band_percent, band_percent, color="#e3e3e3", linewidth=0, label=f"within {band_percent:g} %")
+    axes.axhline(0, color="black", linewidth=0.8)
+    for number, ((group, own), (colour, marker, _)) in enumerate(zip(data.groupby("group", sort=False), cycle(_LINES))):
+        face = "none" if number % 2 else colour
+        axes.scatter(1e3 * own["measured_s"], own["error_percent"], 28, marker=marker, facecolors=face, edgecolors=colour, label=str(group))
+    axes.set(xscale="log", xlabel="measured (ms)", ylabel="predicted over measured, minus 1 (%)")
+    _thousands(axes.xaxis)
+    _finish(axes)
     return figure
 
 
@@ -90,13 +306,66 @@ def save_png(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=120)
 
 
-def _bars(table: pd.DataFrame, label: str, **options: Any) -> Figure:
-    """Horizontal bars, the table's first row on top."""
+def _figure(height: float, data: pd.DataFrame) -> Drawing:
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_INCHES, 1.1 + 0.34 * max(table.size if "xerr" in options else len(table), 1)), layout="constrained")
-        axes = table.plot.barh(ax=figure.subplots(), width=0.7, xlabel=label, **options)
-    axes.invert_yaxis()
-    axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=table.shape[1], fontsize=9)
+        figure = Drawing(figsize=(_WIDTH_INCHES, height), layout="constrained")
+    figure.data = data
     return figure
+
+
+def _finish(axes: Axes, *, above: bool = False, legend: bool = True) -> None:
+    """A grid of thin lines below the data, and the legend, ``above`` the axes or within."""
+    axes.grid(color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    handles, _ = axes.get_legend_handles_labels()
+    if legend and handles:
+        place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": len(handles)} if above else {}
+        axes.legend(frameon=False, fontsize=9, **place)
+
+
+def _thousands(axis: Axis) -> None:
+    """Of a logarithmic axis: 100, 200, 500, 1,000, ..."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:,.0f}")
+    axis.set_minor_locator(NullLocator())
+
+
+def _bars(table: pd.DataFrame, label: str, hatches: Sequence[str], **options: Any) -> Drawing:
+    """Horizontal bars, the table's first row on top."""
+    figure = _figure(1.1 + 0.34 * max(table.size if "xerr" in options else len(table), 1), table)
+    with mpl.rc_context(_STYLE):
+        axes = table.plot.barh(ax=figure.subplots(), width=0.7, xlabel=label, edgecolor="white", linewidth=0.4, **options)
+    for bars, hatch in zip(_containers(axes), hatches, strict=False):
+        for bar in bars:
+            bar.set_hatch(hatch)
+    axes.invert_yaxis()
+    _finish(axes, above=True)
+    return figure
+
+
+def _containers(axes: Axes) -> Iterator[Any]:
+    return (container for container in axes.containers if hasattr(container, "patches"))
+
+
+def _kinds(spans: pd.DataFrame) -> pd.Series:
+    """For each span its key in ``_SPANS``."""
+    kind = spans["name"].where(spans["name"].isin(list(_SPANS)), "other")
+    return kind.mask(spans["stream"].str.startswith("communication"), "communication").mask(spans["stream"] == "update", "update")
+
+
+def _losses(run: RunResult, learnt: Trajectory | None) -> pd.DataFrame:
+    """Step, seconds from the first counted start to the step's end on the last rank, and the loss."""
+    steps = run.steps[run.steps["step"] >= 1]
+    ends = (steps["start_s"] + steps[list(PARTS)].sum(axis=1)).groupby(steps["step"]).max() - steps["start_s"].min()
+    loss = steps.groupby("step")["loss"].mean().rolling(max(1, len(ends) // 30), min_periods=1).mean()
+    if learnt is not None:
+        loss = pd.Series(dict(learnt.held_out))
+    return pd.DataFrame({"step": loss.index, "seconds": ends[loss.index].to_numpy(), "loss": loss.to_numpy()})
+
+
+def _of_sizes(found: Sizes) -> pd.DataFrame:
+    rows = [
+        ("the experiment's own strategy", size.trainers, size.samples_per_s * size.step_s / size.default_s, np.nan) for size in found.sizes
+    ]
+    rows += [("best strategy", size.trainers, size.samples_per_s, np.nan if size.cost is None else size.cost) for size in found.sizes]
+    return pd.DataFrame(rows, columns=["label", "trainers", "samples_per_s", "cost"]).dropna(axis="columns", how="all")

@@ -6,11 +6,12 @@ from importlib import resources
 from pathlib import Path
 
 import jinja2
+import pandas as pd
 from matplotlib.figure import Figure
 
 from fleetbench.digests import write_whole
 from fleetbench.report import figures, units
-from fleetbench.report.model import Report, read_report
+from fleetbench.report.model import SPLIT, Report, read_report
 
 _SPELLINGS = (units.milliseconds, units.seconds, units.percent, units.number, units.ratio, units.size, units.changes)
 
@@ -43,9 +44,10 @@ def _pictures(report: Report) -> list[tuple[str, str, str]]:
         caption = "The simulator chose the candidates; real processes had the last word."
         drawn.append(("Simulated against real step time", caption, figures.simulated_against_real(tune.recommendation.arms)))
     if report.views:
+        table = pd.DataFrame([view.split_s for view in report.views], [view.label for view in report.views], SPLIT)
         caption = (
             "Compute is forward and backward; wait is for the slowest trainer; exposed communication is what the computation did not hide; "
             "update is the optimizer and the merge."
         )
-        drawn.append(("Where a step's time goes", caption, figures.time_split(report.views)))
+        drawn.append(("Where a step's time goes", caption, figures.step_breakdown(table)))
     return [(title, caption, figures.data_uri(figure)) for title, caption, figure in drawn]

@@ -18,8 +18,9 @@ PACKAGES = ("fleetbench", "sim", "real", "tuner")
 
 def test_the_public_names_are_exactly_those_documented() -> None:
     """What users import is listed once, and each name has a home."""
-    simulations = ["over_seeds", "simulate", "sweep", "tune", "what_if"]
-    documented = ["DistributedStrategy", "Experiment", "compare_runs", "ensure_profile", "fit_stragglers", "fleet", "measure", *simulations]
+    simulations = ["over_seeds", "simulate", "sweep", "tune", "tune_simulated", "tune_sizes", "what_if"]
+    documented = ["DistributedStrategy", "Experiment", "compare_runs", "ensure_profile", "estimate", "fit_stragglers", "fleet"]
+    documented += ["learn", "load_run", "load_runs", "measure", *simulations]
     assert fleetbench.__all__ == documented
     assert set(fleetbench._HOMES) == set(fleetbench.__all__)
     public = {name for name in vars(fleetbench) if not name.startswith("_")}

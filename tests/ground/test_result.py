@@ -21,8 +21,9 @@ from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.plan.training import family
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import COLUMNS, RunResult, StepRecord, Summary, skip, steps_table, summarise
-from fleetbench.store import load_run, new_run_id, save_run
-from fleetbench.timeline import COMMUNICATION, COMPUTE, Span, on_tracks, write_timeline
+from fleetbench.store import load_run, load_runs, new_run_id, save_run
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.timeline import COMMUNICATION, COMPUTE, Span, on_tracks, read_timeline, write_timeline
 from fleetbench.workload import Workload
 
 PUBLISHED_KEYS = [  # by hand, from the documented example of summary.json
@@ -234,6 +235,58 @@ def test_a_stored_run_loads_as_itself(tmp_path: Path) -> None:
     assert names == documented | {"recording-00000.json", "role-trainer-00002.json"}
 
 
+def test_a_stored_run_has_the_timeline_that_it_was_stored_with(tmp_path: Path) -> None:
+    """A row a span, in seconds, of a run in memory and of the same run read back."""
+    run = result()
+    table = run.timeline
+    assert table.columns.tolist() == ["rank", "stream", "row", "name", "start_s", "duration_s"]
+    assert table["name"].tolist() == ["all_reduce 0", "forward", "backward"]
+    assert table["duration_s"].tolist() == [40_003e-9, 30e-6, (10**15 + 1) / 1e9]
+    path = save_run(run, tmp_path).path
+    assert path is not None
+    assert load_run(path).timeline.equals(table)
+    assert dataclasses.replace(run, spans=()).timeline.empty
+
+
+def test_rank_traces_are_what_holistic_trace_analysis_reads(tmp_path: Path) -> None:
+    """A file a rank with its rank, steps as annotations, and kernels with a stream and the launch that belongs to each."""
+    result().save_rank_traces(tmp_path / "traces")
+    text = gzip.decompress((tmp_path / "traces" / "rank_0.json.gz").read_bytes()).decode()
+    assert '"rank": 0' in text, "its reader looks for this text, with the blank"
+    events = json.loads(text)["traceEvents"]
+    kernels = {event["name"]: event for event in events if event["cat"] == "kernel"}
+    assert set(kernels) == {"ncclKernel_all_reduce_0", "forward"}
+    assert kernels["forward"]["dur"] == 30.0
+    launches = {event["args"]["correlation"] for event in events if event["cat"] == "cuda_runtime"}
+    assert launches == {event["args"]["correlation"] for event in kernels.values()}
+    assert len({event["args"]["stream"] for event in kernels.values()}) == 2
+    assert {event["name"] for event in events if event["cat"] == "user_annotation"} == {"ProfilerStep#1", "ProfilerStep#2"}
+    with pytest.raises(ConfigError, match="no timeline"):
+        dataclasses.replace(result(), spans=()).save_rank_traces(tmp_path / "none")
+
+
+def test_runs_load_as_one_table_with_the_settings_that_differ(tmp_path: Path) -> None:
+    """A row a complete run, by its folder: its summary's figures, and of the settings those alone in which the runs differ."""
+    first = result()
+    other = dataclasses.replace(first, experiment=experiment(strategy=DistributedStrategy(fuse_grad_size_in_MB=2)))
+    paths = [save_run(run, tmp_path).path for run in (first, other)]
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "manifest.json").write_text("{}")
+    (tmp_path / "interrupted").mkdir()
+    (tmp_path / "interrupted" / "summary.json").write_text("{}")
+    table = load_runs(f"{tmp_path}/*")
+    assert sorted(table.index) == sorted(path.name for path in paths if path is not None)
+    assert table["step_s.mean"].tolist() == [first.summary.step_s["mean"]] * 2
+    assert [name for name in table if name.startswith(("workload.", "cluster.", "strategy.", "run.", "tune."))] == [
+        "strategy.fuse_grad_size_in_MB"
+    ]
+    assert sorted(table["strategy.fuse_grad_size_in_MB"]) == [2, 32]
+    assert "staleness" not in table, "what no run has is left out"
+    assert "skipped" not in table
+    with pytest.raises(ConfigError, match="no complete run matches"):
+        load_runs(f"{tmp_path}/none-*")
+
+
 def test_equal_runs_are_stored_as_equal_bytes(tmp_path: Path) -> None:
     """But for the manifest, which names when and where, a stored run is a function of the result."""
     first, second = save_run(result(), tmp_path / "a").path, save_run(result(), tmp_path / "b").path
@@ -319,17 +372,6 @@ def test_a_folder_that_cannot_be_made_is_a_lack_of_the_environment(tmp_path: Pat
 def test_run_ids_differ() -> None:
     """Two runs of one second have two folders."""
     assert len({new_run_id() for _ in range(100)}) == 100
-
-
-def read_timeline(path: Path) -> list[Span]:
-    """The spans that a trace holds."""
-    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    return [
-        Span(event["pid"], names[event["pid"], event["tid"]], event["name"], round(event["ts"] * 1000), round(event["dur"] * 1000))
-        for event in events
-        if event["ph"] == "X"
-    ]
 
 
 def test_a_timeline_reads_back_and_equal_spans_give_equal_bytes(tmp_path: Path) -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import base64
 import itertools
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 from matplotlib.container import BarContainer
 from matplotlib.patches import Rectangle
 
+from fleetbench.experiment import Experiment
 from fleetbench.report import figures
 from fleetbench.report.model import SPLIT, Report, TuneView, read_report
+from fleetbench.result import RunResult
+from sim.many.what_if import what_if
+from sim.run import simulate
 
 
 @pytest.fixture
@@ -29,6 +35,27 @@ def tune(report: Report) -> TuneView:
 
 def _bars(container: object) -> list[Rectangle]:
     return list(container)  # type: ignore[call-overload,no-any-return]  # matplotlib's containers are tuples of patches
+
+
+def _splits(report: Report) -> pd.DataFrame:
+    return pd.DataFrame([view.split_s for view in report.views], [view.label for view in report.views], SPLIT)
+
+
+@pytest.fixture(scope="module")
+def run() -> RunResult:
+    """Two simulated trainers, three steps, two buckets; the second trainer is slow."""
+    workload = {
+        "model": "layers",
+        "layers": [{"name": "a", "params": 10_000_000, "forward": "1 ms", "backward": "2 ms", "repeat": 2}],
+        "steps": 3,
+    }
+    cluster = {
+        "trainers_per_node": 2,
+        "intra": {"bandwidth": "10 GB/s", "latency": "1 us"},
+        "stragglers": [{"kind": "slow_rank", "ranks": [1], "factor": 1.5}],
+    }
+    strategy = {"fuse_grad_size_in_MB": 1}
+    return simulate(Experiment.from_dict({"schema": 1, "name": "two", "workload": workload, "cluster": cluster, "strategy": strategy}))
 
 
 def test_bars_are_as_long_as_the_step_times(tune: TuneView) -> None:
@@ -51,7 +78,7 @@ def test_the_range_of_the_legs_is_drawn(tune: TuneView) -> None:
 
 def test_stacked_bars_are_the_parts_of_a_step(report: Report) -> None:
     """Each part starts where the last one ended, and the last ends at the mean step time."""
-    axes = figures.time_split(report.views).axes[0]
+    axes = figures.step_breakdown(_splits(report)).axes[0]
     assert len(axes.containers) == len(SPLIT)
     for row, view in enumerate(report.views):
         bars = [_bars(container)[row] for container in axes.containers]
@@ -65,6 +92,110 @@ def test_stacked_bars_are_the_parts_of_a_step(report: Report) -> None:
 
 def test_equal_figures_give_equal_text(report: Report) -> None:
     """The page of one tuning is the same every time, so that reports can be compared."""
-    first, second = (figures.data_uri(figures.time_split(report.views)) for _ in range(2))
+    first, second = (figures.data_uri(figures.step_breakdown(_splits(report))) for _ in range(2))
     assert first == second
     assert base64.b64decode(first.partition(",")[2]).startswith(b"<?xml")
+
+
+def test_a_breakdown_of_runs_is_of_their_summaries(run: RunResult) -> None:
+    """A run's bar has the five means, in ms; parts differ in hatch from their neighbours, and a notebook shows a PNG."""
+    figure = figures.step_breakdown({"mine": run})
+    summary = run.summary
+    parts = (summary.compute_s, summary.wait_s, summary.exposed_comm_s, summary.update_s, summary.other_s)
+    assert figure.data.loc["mine"].tolist() == pytest.approx([part * 1e3 for part in parts])
+    hatches = [_bars(container)[0].get_hatch() for container in figure.axes[0].containers]
+    assert all(first != second for first, second in itertools.pairwise(hatches))
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_timeline_has_one_step_of_each_rank(run: RunResult) -> None:
+    """Bars of step 2 begin at 0, end at the step's end, and wait is rank 0's, which is not slow."""
+    figure = figures.timeline(run, first=2)
+    data = figure.data
+    assert set(data["rank"]) == {0, 1}
+    steps = run.steps[run.steps["step"] == 2]
+    assert data["start_ms"].min() == pytest.approx(0.0, abs=1e-6)
+    expected = 1e3 * steps[steps["rank"] == 0][["forward_s", "backward_s"]].to_numpy()[0]
+    for kind, length in zip(("forward", "backward"), expected, strict=True):
+        assert data[(data["rank"] == 0) & (data["kind"] == kind)]["duration_ms"].sum() == pytest.approx(length)
+    waits = data[data["kind"] == "wait"].groupby("rank")["duration_ms"].sum()
+    assert waits[0] > waits[1]
+    collectives = data[data["kind"] == "communication"]
+    assert len(collectives) == 2 * len(run.plan.buckets)
+    assert set(figures.timeline(run, ranks=[1]).data["rank"]) == {1}
+    assert len(figures.timeline(run.timeline).data) > len(data), "a table is drawn whole"
+
+
+def test_losses_are_drawn_over_steps_and_seconds(run: RunResult) -> None:
+    """Two panels with one loss axis: steps on the left, the ends of these steps on the right; the target is a line of both."""
+    learnt = RunResult(experiment=run.experiment, summary=run.summary, plan=run.plan, steps=run.steps.assign(loss=3.0 - run.steps["step"]))
+    figure = figures.loss_against_time({"a": learnt, "b": learnt}, target=0.5)
+    left, right = figure.axes
+    assert left.lines[0].get_xydata().tolist() == [[1, 2], [2, 1], [3, 0]]
+    ends = [float(run.steps.loc[run.steps["step"] == step, "start_s"].iloc[0]) for step in (2, 3)]
+    begin = float(run.steps.loc[run.steps["step"] == 1, "start_s"].min())
+    assert right.lines[0].get_xdata()[:2] == pytest.approx([end - begin for end in ends])
+    assert [line.get_ydata()[0] for line in (left.lines[-1], right.lines[-1])] == [0.5, 0.5]
+    assert left.lines[0].get_marker() != left.lines[1].get_marker()
+    assert left.lines[0].get_linestyle() != left.lines[1].get_linestyle()
+
+
+def test_scaling_says_the_efficiency_of_each_line() -> None:
+    """Samples a second and trainer over the line's first row; the ideal goes through the last line's first point."""
+    table = pd.DataFrame({"trainers": [1, 2, 4] * 2, "samples_per_s": [10.0, 20, 40, 10, 15, 20], "label": ["a"] * 3 + ["b"] * 3})
+    figure = figures.scaling(table)
+    assert figure.data["efficiency_percent"].tolist() == pytest.approx([100, 100, 100, 100, 75, 50])
+    assert list(figure.axes[0].lines[0].get_ydata()) == [10, 20, 40]
+    assert [text.get_text() for text in figure.axes[1].get_xticklabels()] == ["1", "2", "4"]
+
+
+def test_sensitivity_has_a_row_a_change(run: RunResult) -> None:
+    """What ``what_if`` found, with the run as it is on top, in ms."""
+    cases = what_if(run.experiment)
+    figure = figures.sensitivity(cases)
+    assert list(figure.data.index) == [case.name for case in cases]
+    assert figure.data["step"].tolist() == pytest.approx([1e3 * case.summary.step_s["mean"] for case in cases])
+    assert figure.axes[0].yaxis_inverted()
+
+
+def test_the_pareto_front_is_what_no_row_beats() -> None:
+    """Of five rows two are on the front: another is as good in one and better in the other for all else; unknown ones are left out."""
+    table = pd.DataFrame({"x": [1.0, 2, 2, 3, 1], "y": [3.0, 1, 2, 1, None]}, index=list("abcde"))
+    figure = figures.pareto(table, "x", "y", {"x": "cost (s)"})
+    data = figure.data
+    assert list(data.index[data["is_best"]]) == ["a", "b"]
+    assert "e" not in data.index
+    assert figure.axes[0].get_xlabel() == "cost (s)"
+
+
+def test_residuals_are_shares_of_the_measured(run: RunResult) -> None:
+    """Predicted over measured, minus 1, in per cent; of runs their mean steps."""
+    table = pd.DataFrame({"measured_s": [0.1, 0.2], "predicted_s": [0.11, 0.19], "group": ["a", "b"]})
+    figure = figures.residuals(table, band_percent=3)
+    assert figure.data["error_percent"].tolist() == pytest.approx([10, -5])
+    points: list[Any] = [one.get_offsets()[0].tolist() for one in figure.axes[0].collections]
+    assert points == [pytest.approx([100, 10]), pytest.approx([200, -5])]
+    assert figures.residuals({"mine": (run, run)}).data["error_percent"].tolist() == [0]
+
+
+def test_curves_are_one_a_value_with_a_bound() -> None:
+    """A line for each value of ``by``, and the bound."""
+    table = pd.DataFrame({"x": [1, 8, 1, 8], "y": [3, 4, 5, 6], "by": ["a", "a", "b", "b"], "least": [2, 2, 2, 2]})
+    figure = figures.curves(table, "x", "y", by="by", bound="least", ylabel="y (ms)")
+    lines = figure.axes[0].lines
+    assert [list(line.get_ydata()) for line in lines] == [[3, 4], [5, 6], [2, 2]]
+    assert figure.axes[0].get_ylabel() == "y (ms)"
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning", "ignore:.*:UserWarning")  # of that library
+def test_holistic_trace_analysis_opens_a_run(run: RunResult, tmp_path: Path) -> None:
+    """It finds both ranks, their steps and what communication compute hides. Needs ``pip install HolisticTraceAnalysis``."""
+    analysis = pytest.importorskip("hta.trace_analysis", reason="SKIPPED: HolisticTraceAnalysis is not installed")
+    run.save_rank_traces(tmp_path)
+    opened = analysis.TraceAnalysis(trace_dir=str(tmp_path))
+    assert sorted(opened.t.get_all_traces()) == [0, 1]
+    assert set(opened.t.get_iterations(0)) >= {1, 2}
+    breakdown = opened.get_temporal_breakdown(visualize=False)
+    assert (breakdown["compute_time(us)"] > 0).all()
+    overlap = opened.get_comm_comp_overlap(visualize=False).set_index("rank")["comp_comm_overlap_pctg"]
+    assert overlap[1] > overlap[0], "collectives begin when the slow trainer is ready, and lie beside its compute alone"
