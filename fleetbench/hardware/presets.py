@@ -106,7 +106,7 @@ def _expansion(data: Mapping[str, Any]) -> Expansion | None:
             hint = 'name GPUs: preset = "1 x 8 H100"'
             raise ConfigError("loopback is gloo's: NCCL sends over NVLink inside a machine", "cluster.preset", repr(text), hint)
         links = "links: medians of this project's own profiles on two cores (reports/profile)"
-        return {"nodes": 1, "trainers_per_node": nodes, "intra": catalogue().loopback}, [links]
+        return {"nodes": 1, "trainers_per_node": nodes, "intra": dict(catalogue().loopback)}, [links]
     node = next((node for name, node in catalogue().nodes.items() if _plain(name) == _plain(body)), None) or _gpus(text, nodes, body)
     fields, notes = _by_nccl(node, collective) if is_nccl else _by_gloo(node)
     source = [f"nodes: {node.source}"] if node.source else []
@@ -219,7 +219,7 @@ def _by_gloo(node: Node) -> Expansion:
     fields: dict[str, Any] = {}
     notes, latency = [], f"{catalogue().latency_us['tcp']:g} us"
     if node.gpus > 1:
-        fields["intra"] = catalogue().loopback
+        fields["intra"] = dict(catalogue().loopback)
         notes.append("assumed: inside a node gloo has the loopback interface that this project measured on two cores (reports/profile)")
     if node.nics:
         fields["nics_per_node"] = 1

@@ -51,7 +51,8 @@ def sample(hint: Any) -> Any:
         return base(**required(base))
     if typing.get_origin(base) is typing.Literal:
         return typing.get_args(base)[0]
-    return () if typing.get_origin(base) is tuple else {int: 1, float: 1.0, str: "x"}[base]
+    origin = typing.get_origin(base)
+    return origin() if origin in (tuple, dict) else {int: 1, float: 1.0, str: "x"}[base]
 
 
 @pytest.mark.parametrize("cls", config_classes(), ids=lambda cls: cls.__qualname__)
