@@ -37,7 +37,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--from", dest="earlier", type=Path, metavar="FOLDER", help=text)
     add_command_line(parser)
     parser.epilog = your_script.EPILOG
-    parser.set_defaults(interrupted="the workers were stopped; the same command goes on after the last leg that is complete")
+    parser.set_defaults(interrupted="what ran was stopped; the same command continues after what is complete")
 
 
 def run(arguments: argparse.Namespace) -> int:

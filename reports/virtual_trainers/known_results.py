@@ -3,9 +3,10 @@
     python reports/virtual_trainers/known_results.py            # sweeps learning rates on other seeds, then trains; known_results.jsonl
     python reports/virtual_trainers/known_results.py tables     # the tables of README.md from the rows
 
-Eight trainers of a perceptron on the labels of a random teacher, a fifth of which are drawn at random. Every strategy has the learning
-rate, of five, with the lowest median held-out loss over four seeds that are not among the sixteen. Seconds are simulated: a step computes
-3 ms, and links carry 10 Mbit/s (slow) or 10 Gbit/s (fast).
+Eight trainers of a perceptron on the labels of a random teacher, a fifth of which are drawn at random; of a trainer's samples 80 % come
+from few of the classes, but where the data are said to be alike. Every strategy has the learning rate, of three, with the lowest median
+held-out loss over two seeds that are not among the sixteen. An asynchronous push is one trainer's, so that an eighth of a synchronous
+rate changes as much. Seconds are simulated: a step computes 3 ms, and links carry 10 Mbit/s (slow) or 10 Gbit/s (fast).
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from sim.run import simulate
 
 RAW = Path(__file__).with_name("known_results.jsonl")
 TRAINERS, STEPS = 8, 960
-SEEDS, OTHERS = range(16), range(100, 104)
-RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
+SEEDS, OTHERS = range(16), range(100, 102)
+RATES = (0.1, 0.2, 0.4)
 UNLIKE = 0.8
-TARGET = 1.05
+TARGET = 1.6
 LINKS = {"slow": "10 Mbit/s", "fast": "10 Gbit/s"}
 
 
@@ -116,8 +117,10 @@ def main() -> None:
             return row
 
         for strategy in STRATEGIES:
+            rates = [rate / (TRAINERS if strategy == "asynchronous" else 1) for rate in RATES]
             losses = {
-                lr: statistics.median(keep(trained(strategy, seed, lr, 0.0, Path(name)), "rate")["loss"] for seed in OTHERS) for lr in RATES
+                lr: statistics.median(keep(trained(strategy, seed, lr, UNLIKE, Path(name)), "rate")["loss"] for seed in OTHERS)
+                for lr in rates
             }
             best = min(losses, key=lambda lr: losses[lr])
             print(strategy, {lr: round(loss, 3) for lr, loss in losses.items()}, flush=True)
@@ -125,7 +128,7 @@ def main() -> None:
                 for unlike in (0.0, UNLIKE):
                     keep(trained(strategy, seed, best, unlike, Path(name)), "seed")
                 if strategy in ("asynchronous", "synchronous"):
-                    for lr in (RATES[0], RATES[-1]):
+                    for lr in (rates[0], rates[-1]):
                         keep(trained(strategy, seed, lr, 0.0, Path(name)), "stale")
     tables()
 
@@ -134,13 +137,18 @@ def tables() -> None:
     """Wins of sixteen for every claim, and the sign test's one-sided p."""
     rows = [json.loads(line) for line in RAW.read_text(encoding="utf-8").splitlines()[1:]]
 
-    def of(strategy: str, field: str, unlike: float = 0.0, lr: float | None = None) -> list[float]:
-        what = "seed" if lr is None else "stale"
-        own = [row for row in rows if (row["what"], row["strategy"], row["unlike"]) == (what, strategy, unlike) and lr in (None, row["lr"])]
+    def of(strategy: str, field: str, unlike: float = UNLIKE, rate: int | None = None) -> list[float]:
+        own = [
+            row for row in rows if (row["what"], row["strategy"], row["unlike"]) == ("seed" if rate is None else "stale", strategy, unlike)
+        ]
+        if rate is not None:
+            lr = sorted({row["lr"] for row in own})[rate]
+            own = [row for row in own if row["lr"] == lr]
         return [float("inf") if row[field] is None else row[field] for row in sorted(own, key=lambda row: row["seed"])]
 
-    def excess(strategy: str, unlike: float, lr: float | None = None) -> list[float]:
-        return [one - other for one, other in zip(of(strategy, "loss", unlike, lr), of("synchronous", "loss", unlike, lr), strict=True)]
+    def excess(strategy: str, unlike: float, rate: int | None = None) -> list[float]:
+        pairs = zip(of(strategy, "loss", unlike, rate), of("synchronous", "loss", unlike, rate), strict=True)
+        return [one - other for one, other in pairs]
 
     claims = {
         "slow network: K = 16 reaches the target sooner than synchronous training": (of("K = 16", "slow"), of("synchronous", "slow")),
@@ -151,9 +159,9 @@ def tables() -> None:
         "fast network: synchronous training sooner than adaptive K": (of("synchronous", "fast"), of("adaptive K", "fast")),
         "post-local SGD ends lower than Local SGD from the start": (of("K = 16 after 480 steps", "loss"), of("K = 16", "loss")),
         "an outer optimizer ends lower than plain averaging at K = 64": (of("K = 64, outer", "loss"), of("K = 64", "loss")),
-        f"staleness costs more at a rate of {RATES[-1]} than at {RATES[0]}": (
-            excess("asynchronous", 0.0, RATES[0]),
-            excess("asynchronous", 0.0, RATES[-1]),
+        "like data: asynchronous training loses more to synchronous training at the highest rate than at the lowest": (
+            excess("asynchronous", 0.0, 0),
+            excess("asynchronous", 0.0, -1),
         ),
         **{
             f"unlike data: {strategy} loses more to synchronous training than with like data": (
