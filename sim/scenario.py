@@ -183,7 +183,7 @@ def _unlimited(cluster: Cluster, *, served: bool) -> list[dict[str, str]]:
 def _not_realised_of_servers(experiment: Experiment) -> list[dict[str, str]]:
     cluster = experiment.cluster
     found = []
-    if cluster.intra is not None:
+    if cluster.intra is not None and not experiment.strategy.reduce_in_node:
         found.append(skip("cluster.intra", "trainers do not meet, and a message to a server on the same host arrives at once"))
     if cluster.server_placement == "shared":
         found.append(skip("cluster.server_placement", "servers share nodes' links; what their work takes from trainers' cores is left out"))

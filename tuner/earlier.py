@@ -1,9 +1,10 @@
 """An earlier tuning, from whose folder another one goes on: what has moved since, and what of it still holds.
 
-Simulated times hold while nothing that is simulated has moved; legs, while nothing has that the processes run; runs to the target, while
-the target, too, is what it was. A strategy that has run keeps its time over the default's, which was taken in one round, and a finalist
-its pairs. Links of machines that are as they are (launchers ``local`` and ``command``) move no legs, and layer times those alone whose
-compute is emulated or delayed by them.
+Simulated times hold while nothing that is simulated has moved; legs, while nothing has that the processes run; runs to the target,
+while the target and its metric, too, are what they were. A strategy that has run keeps its time over the default's, which was taken in
+one round, and a finalist its pairs, unless what they are judged by has moved: more of them after a look would look too often. Links of
+machines that are as they are (launchers ``local`` and ``command``) move no legs, and layer times those alone whose compute is emulated
+or delayed by them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Earlier:
     def load(cls, folder: Path) -> Earlier:
         """Read what a tuning has left; ``experiment`` names the profile that it had then."""
         if not (folder / INPUTS).is_file() or not (folder / "recommendation.json").is_file():
-            hint = "name a folder that fleetbench tune has printed as that of its recommendation: runs/NAME-tune-..."
+            hint = "name a folder that this version's fleetbench tune has printed as that of its recommendation: runs/NAME-tune-..."
             raise ConfigError("is no folder of a complete tuning", "--from", str(folder), hint)
         with reading(folder, "tune without --from"):
             inputs, experiment = read_json((folder / INPUTS).read_text(encoding="utf-8")), Experiment.load(folder / "experiment.toml")
@@ -101,7 +102,8 @@ class Earlier:
             moved=tuple(lines),
             simulated=not searched and not other_times and len(steps) == 1,
             legs=legs,
-            targets=legs and not target,
+            targets=legs and not target and "tune.metric" not in moved,
+            has_pairs=legs and not {"tune.pairs", "tune.min_gain"} & {*moved},
         )
 
 
@@ -114,6 +116,7 @@ class Held:
     simulated: bool
     legs: bool
     targets: bool
+    has_pairs: bool
 
     @property
     def note(self) -> str:
@@ -144,7 +147,7 @@ class Held:
         """Of the finalist, if it was this strategy."""
         found = self.earlier.recommendation
         is_finalist = any(arm.name == found.finalist and arm.strategy == strategy for arm in found.arms)
-        return found.pairs if self.legs and is_finalist else ()
+        return found.pairs if self.has_pairs and is_finalist else ()
 
     def copy_runs(self, arm: Arm, runs: Path) -> None:
         """Let the new tuning's folder have the runs of an arm."""

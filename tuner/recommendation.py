@@ -186,7 +186,9 @@ class Recommendation(Config):
             return f"{self.to_target:.2f}x{ends} to loss {self.target_loss:g}, {by}{whose} ({step} a step, {count}){metric}"
         default = self._target_of(self.arms[0].strategy) if self.arms else None
         if default is not None and not default.reached:
-            return f"reaches loss {self.target_loss:g}, which the default does not ({step} a step, {count})"
+            own = self._target_of(self.strategy)
+            runs = "" if own is None or len(own.updates) < 2 else f" in {own.num_reached} of {len(own.updates)} runs"
+            return f"reaches loss {self.target_loss:g}{runs}, which the default does not ({step} a step, {count})"
         return f"{step} to loss {self.target_loss:g} and a step, {count}"
 
     def _target_of(self, strategy: DistributedStrategy) -> TargetCheck | None:

@@ -17,10 +17,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from fleetbench.environment import RECORDED
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
-from fleetbench.store import load_run, machine, save_run, versions
+from fleetbench.store import commit, load_run, machine, save_run, versions
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.place import Place
@@ -218,13 +220,19 @@ class Resumption:
 
 
 def inputs_of(command: Sequence[str]) -> dict[str, Any]:
-    """What measurements depend on beside their experiment, as plain data: the command, its Python files, and where it runs."""
-    scripts = [Path(word) for word in command if word.endswith(".py") and Path(word).is_file()]
-    beside = sorted({path for script in scripts for path in script.parent.glob("*.py") if path.is_file()})
+    """What measurements depend on beside their experiment, as plain data: the command, its files, this code, and where it runs.
+
+    Of the files: those that the command names, a module after ``-m`` among them, and Python files beside them; no data.
+    """
+    modules = [f"{word.replace('.', '/')}.py" for option, word in pairwise(command) if option == "-m"]
+    named = [Path(word) for word in (*command, *modules) if Path(word).is_file()]
+    beside = sorted({*named, *(path for file in named if file.suffix == ".py" for path in file.parent.glob("*.py") if path.is_file())})
     return {
         "command": list(command),
-        "scripts": {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in beside},
-        "machine": machine(),
+        "folder": str(Path.cwd()),
+        "files": {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in beside},
+        "code of fleetbench": commit(),
+        "machine": machine() | {"host": platform.node()},
         "environment": {name: value for name, value in os.environ.items() if name.startswith(RECORDED) and name not in _SET_BY_LIBRARIES},
         "versions": versions(),
     }

@@ -4,7 +4,8 @@ Runs of one seed have initial parameters and the order of the data in common, so
 for normal. A run that ends before it arrives is censored: of the ratio a bound is known, which counts as the chance of lying beyond it
 (Tobin 1958, Econometrica 26). The interval is that of the profile likelihood (Meeker and Escobar 1998, Statistical Methods for Reliability
 Data, chapter 8), cut where a complete sample's is Student's t, which it then equals; degrees of freedom are those of the ratios that are
-known.
+known. Two things are not modelled: the bound of a censored ratio depends on the run that did arrive, and seeds in which neither arrives
+count nowhere.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class Updates:
     """Of each ratio: 0, it is that; 1, at least that, as the default did not arrive; -1, at most that, as the finalist did not."""
 
     @classmethod
-    def of_runs(cls, default: Sequence[float | None], own: Sequence[float | None], steps: float) -> Updates:
+    def of_runs(cls, default: Sequence[float | None], own: Sequence[float | None], steps: float, own_steps: float | None = None) -> Updates:
         """Of runs by seed, none of one that did not arrive in so many ``steps``; seeds in which neither did tell nothing."""
         pairs = [pair for pair in zip(default, own, strict=False) if pair != (None, None)]
-        ratios = tuple(math.log((one or steps) / (other or steps)) for one, other in pairs)
+        ratios = tuple(math.log((one or steps) / (other or own_steps or steps)) for one, other in pairs)
         return cls(ratios, tuple((one is None) - (other is None) for one, other in pairs))
 
     @property

@@ -206,6 +206,12 @@ def cost_note(recommendation: Recommendation, cost_s: float) -> str:
     note = f"the tuning took {cost_s:.3g} s"
     if recommendation.verdict != "USE" or recommendation.speedup is None:
         return note
+    if recommendation.to_target is not None:
+        target = recommendation.arms[0].target
+        saved_s = 0.0 if target is None or target.time_s is None else target.time_s * (1 - 1 / recommendation.to_target)
+        return f"{note}; a training to the target then takes {saved_s:.3g} s less" if saved_s > 0 else note
+    if recommendation.speedup <= 1:
+        return note
     default_s = statistics.fmean(pair.default_s for pair in recommendation.pairs)
     finalist_s = default_s / recommendation.speedup
     steps = math.ceil(cost_s / (default_s - finalist_s))

@@ -145,6 +145,7 @@ class _Verifier:
         ranked, left, ruled_out = sorted(others, key=lambda arm: self.ratios[arm.name]), ERROR, []
         for number, arm in enumerate(ranked):
             if number and self.ratios[arm.name] >= 1:
+                self._leave_out(ranked[number:])
                 break
             self.error = error_of(left, is_last=number == len(ranked) - 1)
             if self._reaches_target(arm.name):
@@ -154,6 +155,11 @@ class _Verifier:
             ruled_out.append(f"{arm.name} {rejected or self._measured()}")
         found = "what is faster was rejected" if self.judged is None else f"no gain above {100 * self.experiment.tune.min_gain:g} %"
         return f"{found}: {'; '.join(ruled_out)}" if ruled_out else "no other strategy ran"
+
+    def _leave_out(self, slower: Sequence[Arm]) -> None:
+        names = [arm.name for arm in slower if self._way(arm.name) not in self.ways]
+        if self.experiment.workload.target_loss is not None and names:
+            self.notes.append(f"with steps that are slower than the default's, not run to the target: {', '.join(names)}")
 
     def _choose(self) -> None:
         """Rank the arms; then others, as long as one promises a gain by what the simulator has erred by so far."""
@@ -305,7 +311,8 @@ class _Verifier:
         if wanted is None or result.summary.steps_to_target is None:
             return None
         if wanted not in reported:
-            hint = f"known here: {', '.join(reported) or 'none'}; a script calls fleet.report(loss=loss, {wanted}=value)"
+            known = ", ".join(reported) or "none"
+            hint = f"known here: {known}; a script calls fleet.report(loss=loss, {wanted}=value), {wanted} wherever it reports the loss"
             raise ConfigError("is nothing that a run reports", "tune.metric", repr(wanted), hint)
         return reported[wanted]
 
@@ -340,6 +347,13 @@ class _Verifier:
             return None
         return f"reaches the target loss {target:g} in {own.num_reached} of {counted(len(own.updates), 'run')}, the default in {num}"
 
+    def _seldom(self, name: str) -> str | None:
+        """Says so where the default never arrived, and the arm in no more than half of its runs."""
+        own, target = self.ways[self._way(name)], self.experiment.workload.target_loss
+        if self.ways[self._way(DEFAULT)].reached or 2 * own.num_reached > len(own.updates):
+            return None
+        return f"reaches the target loss {target:g} in {own.num_reached} of {len(own.updates)} runs, and the default in none"
+
     def _updates(self, name: str) -> Updates | None:
         """What the finalist's runs say of its updates; none where they are the default's, or it never arrives."""
         way, base = self._way(name), self._way(DEFAULT)
@@ -347,7 +361,7 @@ class _Verifier:
             return None
         steps = self.ways[base].steps
         assert steps is not None
-        return Updates.of_runs(self.ways[base].updates, self.ways[way].updates, steps)
+        return Updates.of_runs(self.ways[base].updates, self.ways[way].updates, steps, self.ways[way].steps)
 
     def _way(self, name: str) -> tuple[object, ...]:
         return _learns_as(self.arms[name].strategy)
@@ -365,7 +379,7 @@ class _Verifier:
         if self._way(name) == self._way(DEFAULT):
             self.notes.append(f"{name} trains step for step like the default: its gain to the target is that of its steps")
             return None
-        if (worse := self._misses_more(name) or self._falls(name)) is not None:
+        if (worse := self._misses_more(name) or self._seldom(name) or self._falls(name)) is not None:
             return worse
         updates, took = self._updates(name), "" if arm.target.time_s is None else f" in {arm.target.time_s:.3g} s"
         if updates is not None and updates.mean - math.log(self.ratios[name]) < 0:
@@ -411,7 +425,8 @@ class _Verifier:
     def _measured(self) -> str:
         if self.judged is None:
             return f"has {counted(len(self.pairs), 'pair')}, and an interval needs {LEAST_PAIRS}"
-        what = "" if self.judged.speedup == self.judged.step else " to the target"
+        once = len(self.ways.get(self._way(self.finalist), TargetCheck(reached=False)).updates) == 1 if self.finalist else False
+        what = "" if self.judged.speedup == self.judged.step else f" to the target{', one run each,' if once else ''}"
         return f"measured {self.judged.speedup}{what} in {self.judged.pairs} pairs"
 
     def _recommend(self, reason: str) -> Recommendation:

@@ -29,9 +29,13 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, store the run, print its summary beside what the simulator says of it."""
     _refuse_several()
-    experiment = with_profile(load_experiment(arguments), arguments.out)
+    experiment = load_experiment(arguments)
     from fleetbench.store import save_run
     from real.job.session import measure
+    from real.supported import refuse_unsupported
+
+    refuse_unsupported(experiment, experiment.strategy)
+    experiment = with_profile(experiment, arguments.out)
 
     with progress.steps("measure") as advance:
         result = measure(experiment, progress=advance)

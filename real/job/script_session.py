@@ -146,7 +146,10 @@ class ScriptSession(LegSession):
         if known is not None and known.cluster.trainers != len(launch.ranks):
             what = "the command starts another number of trainers than before"
             raise ConfigError(
-                what, "the command", f"{len(launch.ranks)}, before {known.cluster.trainers}", "tune again, with another --out"
+                what,
+                "the command",
+                f"{len(launch.ranks)}, before {known.cluster.trainers}",
+                "tune again, without --from or with another --out",
             )
         return [parts[rank] for rank in sorted(parts)]
 

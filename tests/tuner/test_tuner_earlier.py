@@ -69,12 +69,14 @@ def test_a_larger_space_measures_what_is_new_beside_the_default(first: tuple[Exp
 @pytest.mark.parametrize(
     ("change", "moved", "held"),
     [
-        (lambda data: data["cluster"]["inter"].update(bandwidth="10 Gbit/s"), "cluster.inter.bandwidth", (False, False, False)),
-        (lambda data: data["workload"].update(batch_size=9), "workload.batch_size", (False, False, False)),
-        (lambda data: data["workload"].update(eval_every=7), "workload.eval_every", (True, True, False)),
-        (lambda data: data["tune"].update(pairs=6), "tune.pairs", (True, True, True)),
-        (lambda data: data["tune"].update(leg_steps=6), "tune.leg_steps", (True, False, False)),
-        (lambda data: data["run"].update(seed=1), "run.seed", (False, False, False)),
+        (lambda data: data["cluster"]["inter"].update(bandwidth="10 Gbit/s"), "cluster.inter.bandwidth", (False, False, False, False)),
+        (lambda data: data["workload"].update(batch_size=9), "workload.batch_size", (False, False, False, False)),
+        (lambda data: data["workload"].update(eval_every=7), "workload.eval_every", (True, True, False, True)),
+        (lambda data: data["tune"].update(pairs=6), "tune.pairs", (True, True, True, False)),
+        (lambda data: data["tune"].update(min_gain=0.03), "tune.min_gain", (True, True, True, False)),
+        (lambda data: data["tune"].update(metric="accuracy"), "tune.metric", (True, True, False, True)),
+        (lambda data: data["tune"].update(leg_steps=6), "tune.leg_steps", (True, False, False, False)),
+        (lambda data: data["run"].update(seed=1), "run.seed", (False, False, False, False)),
     ],
 )
 def test_what_has_moved_decides_what_holds(
@@ -86,7 +88,7 @@ def test_what_has_moved_decides_what_holds(
     change(data)
     found = Earlier.load(folder).beside(Experiment.from_dict(data), inputs_of(()))
     assert [line.split()[0] for line in found.moved] == [moved]
-    assert (found.simulated, found.legs, found.targets) == held
+    assert (found.simulated, found.legs, found.targets, found.has_pairs) == held
 
 
 def test_links_of_real_machines_and_layer_times_move_no_legs(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_links_of_real_machines_and_layer_times_move_no_legs(tmp_path: Path) -> 
     assert slower.moved == ("layer times, of a step 30 -> 50 ms",)
     assert (slower.simulated, slower.legs) == (False, True)
     other = earlier.beside(experiment, inputs_of(("python", str(script))))
-    assert other.moved[-2:] == ("the command", "the scripts")
+    assert other.moved[-2:] == ("the command", "the files")
     assert not other.legs
 
 
