@@ -7,7 +7,7 @@ STAMP := $(VENV)/installed
 # Every process of a test imports our packages: they are compiled once, also where the machine's settings forbid it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all beside lint clean
+.PHONY: demo test test-all beside lint reports clean
 
 demo: $(STAMP)
 	$(BIN)/fleetbench tune
@@ -34,6 +34,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Figures that any machine computes in minutes, compared with those that are committed.
+reports: $(STAMP)
+	$(BIN)/python reports/again.py
 
 # The exact versions of constraints.txt: a plain `pip install torch` would fetch gigabytes of CUDA libraries.
 $(STAMP): pyproject.toml constraints.txt

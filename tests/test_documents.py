@@ -111,3 +111,15 @@ def test_a_page_answers_one_question_in_plain_english(page: Path) -> None:
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith("|")] == []
     assert [found[0] for word in PRIVATE for found in re.finditer(rf"\b({word})\b", prose, re.IGNORECASE)] == []
+
+
+def test_figures_that_moved_are_named() -> None:
+    """``make reports``: rows are told by their words, whatever their spaces; a number beyond the spread has moved, a new row has not."""
+    again = runpy.run_path(str(ROOT / "reports" / "again.py"))
+    committed = again["rows"](["| 4 GPUs | 3.1 %, **missed** |", "| 8 GPUs | 1,200 ms |"])
+    now = again["rows"](["| 4 GPUs | 3.2%, missed |", "| 8 GPUs | 1200 ms |", "| 16 nodes | 7 |"])
+    compared, moved = again["moved"](now, committed, 0.0)
+    assert compared == 2
+    assert len(moved) == 1
+    assert "committed [4.0, 3.1], now [4.0, 3.2]" in moved[0]
+    assert again["moved"](now, committed, 0.05) == (2, [])
