@@ -237,7 +237,6 @@ class ProfileLeg:
         optimizer: torch.optim.Optimizer,
         communicators: Communicators,
         *,
-        clock: Clock | None = None,
         reads_ahead: ReadsAhead | None = None,
     ) -> None:
         """``reads_ahead`` is where batches come from, one a step, where threads make them ahead."""
@@ -246,7 +245,7 @@ class ProfileLeg:
         self._optimizer = optimizer
         self._communicators = communicators
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._clock = LayerClock(model, clock or clock_of(communicators.device))
+        self._clock = LayerClock(model, clock_of(communicators.device))
         self._counted: set[int] = set()
         self._touched: dict[str, list[int]] = {}
 

@@ -134,9 +134,9 @@ def most_likely(
     return best.x, -float(best.fun)
 
 
-def choose_law(times_s: Floats, laws: Sequence[Law] = LAWS) -> tuple[Fitted, dict[str, float]]:
+def choose_law(times_s: Floats) -> tuple[Fitted, dict[str, float]]:
     """The law with the smallest Bayesian information criterion, and by how much those of all exceed it."""
-    fits = sorted((fit_law(law, times_s) for law in laws), key=lambda fit: fit.bic)
+    fits = sorted((fit_law(law, times_s) for law in LAWS), key=lambda fit: fit.bic)
     return fits[0], {fit.law: fit.bic - fits[0].bic for fit in fits}
 
 

@@ -37,21 +37,20 @@ def train(
     experiment: Experiment,
     progress: Progress | None = None,
     *,
-    way: str | None = None,
     say: Say = lambda _: None,
     played: Played | None = None,
 ) -> Trajectory:
     """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
 
-    Computes on one thread of the CPU; ``way``: ``loop`` or ``graph``, rather than the faster one. ``played``: the order in which trainers
-    of parameter servers do so, where it is known; else it is simulated first.
+    Computes on one thread of the CPU. ``played``: the order in which trainers of parameter servers do so, where it is known; else it
+    is simulated first.
 
     Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory does not suffice.
     """
     with one_thread(), tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
         if experiment.strategy.mode == "ps":
             return ServedReplay(experiment, played or Played.of(experiment), Path(folder), say).run(progress)
-        return VirtualTraining(experiment, Path(folder), way, say).run(progress)
+        return VirtualTraining(experiment, Path(folder), say=say).run(progress)
 
 
 class VirtualTraining:
