@@ -178,7 +178,7 @@ def tables() -> None:
             continue
         wins = sum(one < other for one, other in zip(lower, higher, strict=True))
         p = binomtest(wins, len(lower), alternative="greater").pvalue
-        print(f"| {claim} | {wins} | {p:.2g} | {statistics.median(lower):.3g} against {statistics.median(higher):.3g} |")
+        print(f"| {claim} | {wins} | {p:.2g} | {statistics.median(lower):.4g} against {statistics.median(higher):.4g} |")
 
 
 if __name__ == "__main__":
