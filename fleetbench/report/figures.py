@@ -73,7 +73,7 @@ def simulated_against_real(arms: Sequence[Arm]) -> Drawing:
     real = table["real"].to_numpy()
     spread = np.nan_to_num([real - legs[0], legs[1] - real]).clip(min=0)
     table.index = pd.Index([arm.name if arm.error is None else f"{arm.name} ({100 * arm.error:+.1f} %)" for arm in arms])
-    label = "mean step time (ms), with the range of the real legs; in brackets: error of the simulated one"
+    label = "mean step time (ms); lines: range of the legs; in brackets: error simulated"
     return _bars(table, label, xerr={"real": spread}, color=[SIMULATED, REAL], hatches=("////", ""))
 
 

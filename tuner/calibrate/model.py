@@ -198,7 +198,7 @@ def _settled(experiment: Experiment, data: Mapping[str, Any], settings: Settings
     own = Experiment.from_dict(changed) if settings else experiment
     strategy, workload = own.strategy, own.workload
     if strategy.mode == "ps":
-        hint = "drop rows of parameter servers: their pushes beside the backward are not simulated"
+        hint = "drop rows of parameter servers, and simulate them with the links that the other rows give"
         raise ConfigError("cannot be fitted: calibration is for collective training", "strategy.mode", "'ps'", hint)
     if strategy.adaptive_localsgd:  # its period changes as it goes
         return own
