@@ -31,10 +31,12 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse_several()
     experiment = load_experiment(arguments)
     from fleetbench.store import save_run
+    from fleetbench.workload import LAYERS
     from real.job.session import measure
     from real.supported import refuse_unsupported
 
-    refuse_unsupported(experiment, experiment.strategy)
+    if experiment.workload.model != LAYERS:  # before the profile, which takes a minute
+        refuse_unsupported(experiment, experiment.strategy)
     experiment = with_profile(experiment, arguments.out)
 
     with progress.steps("measure") as advance:
