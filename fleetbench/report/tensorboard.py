@@ -21,5 +21,6 @@ def save_scalars(run: RunResult, folder: str | Path) -> None:
     means.insert(0, "step_s", means[list(PARTS)].sum(axis=1))
     with SummaryWriter(str(folder)) as writer:
         for name, values in means.items():
-            for step, value in values.dropna().items():
+            known = values.dropna()
+            for step, value in zip(known.index.to_numpy(), known.to_numpy(), strict=True):
                 writer.add_scalar(str(name), float(value), int(step))
