@@ -60,6 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 _LONGEST = (
     "documents",
+    "notebooks",
     "real_parity",
     "real_as_ddp_or_refused",
     "real_resume",

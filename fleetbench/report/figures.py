@@ -21,6 +21,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
+from fleetbench.errors import ConfigError
 from fleetbench.report.model import SPLIT, run_view
 from fleetbench.result import PARTS, RunResult
 
@@ -83,7 +84,9 @@ def step_breakdown(runs: Mapping[str, RunResult] | pd.DataFrame) -> Drawing:
     ``runs``: by label; or a table of seconds, a row a label and a column for each of ``SPLIT``.
     """
     table = runs if isinstance(runs, pd.DataFrame) else pd.DataFrame([run_view(run).split_s for run in runs.values()], list(runs), SPLIT)
-    return _bars(table * 1e3, "mean time of a step and trainer (ms)", stacked=True, color=_PARTS, hatches=_HATCHES)
+    figure = _bars(table * 1e3, "mean time of a step and trainer (ms)", stacked=True, color=_PARTS, hatches=_HATCHES)
+    figure.axes[0].set_xlim(0, 1.05 * figure.data.sum(axis=1).max())
+    return figure
 
 
 def timeline(run: RunResult | pd.DataFrame, first: int = 1, last: int | None = None, ranks: Sequence[int] | None = None) -> Drawing:
@@ -134,11 +137,13 @@ def loss_against_time(
         held_out: what the virtual trainers of a label learnt. Its held-out losses are drawn then, and else the mean over trainers of
             their batches' losses, averaged over a thirtieth of the run.
         target: a loss to draw a line at.
+
+    Raises ``ConfigError`` for a run without losses.
     """
     if isinstance(runs, pd.DataFrame):
         data = runs
     else:
-        data = pd.concat([_losses(run, (held_out or {}).get(label)).assign(label=label) for label, run in runs.items()])
+        data = pd.concat([_losses(label, run, (held_out or {}).get(label)) for label, run in runs.items()])
     figure = _figure(3.6, data)
     left, right = figure.subplots(1, 2, sharey=True)
     for (label, own), (colour, marker, style) in zip(data.groupby("label", sort=False), cycle(_LINES)):
@@ -228,12 +233,12 @@ def sensitivity(found: SimulatedRecommendation | Sequence[Case] | pd.DataFrame) 
     table = table * 1e3
     figure = _figure(1.3 + 0.32 * len(table), table)
     axes, places = figure.subplots(), range(len(table))
-    for number, (name, (colour, marker, _)) in enumerate(zip(table.columns, cycle(_LINES))):
+    for number, (name, (colour, marker, _), area) in enumerate(zip(table.columns, cycle(_LINES), cycle((55, 43, 110)))):
         axes.axvline(table[name].iloc[0], color=colour, linewidth=0.8, linestyle=":")
         face = colour if number % 2 else "none"
         if len(table.columns) == 1:
             axes.hlines(places, table[name].iloc[0], table[name], color=colour, linewidth=3)
-        axes.scatter(table[name], places, 55 - 12 * number, marker=marker, facecolors=face, edgecolors=colour, label=name, zorder=3)
+        axes.scatter(table[name], places, area, marker=marker, facecolors=face, edgecolors=colour, label=name, zorder=4 - area / 100)
     axes.set_yticks(places, list(table.index))
     axes.set_xlabel("mean step time (ms); dotted: as it is")
     axes.set_xlim(left=0)
@@ -259,7 +264,7 @@ def pareto(table: pd.DataFrame, x: str, y: str, labels: Mapping[str, str] | None
     axes.scatter(best[x], best[y], 45, marker="o", color=REAL, label="no other is better on both", zorder=3)
     for name, row in data.iterrows():
         axes.annotate(str(name), (row[x], row[y]), (5, 5), textcoords="offset points", fontsize=9)
-    axes.margins(0.12)
+    axes.margins(x=0.2, y=0.12)  # room for the names at the right
     axes.set(xlabel=(labels or {}).get(x, x), ylabel=(labels or {}).get(y, y))
     _finish(axes)
     return figure
@@ -353,14 +358,17 @@ def _kinds(spans: pd.DataFrame) -> pd.Series:
     return kind.mask(spans["stream"].str.startswith("communication"), "communication").mask(spans["stream"] == "update", "update")
 
 
-def _losses(run: RunResult, learnt: Trajectory | None) -> pd.DataFrame:
-    """Step, seconds from the first counted start to the step's end on the last rank, and the loss."""
+def _losses(label: str, run: RunResult, learnt: Trajectory | None) -> pd.DataFrame:
+    """Label, step, seconds from the first counted start to the step's end on the last rank, and the loss."""
     steps = run.steps[run.steps["step"] >= 1]
     ends = (steps["start_s"] + steps[list(PARTS)].sum(axis=1)).groupby(steps["step"]).max() - steps["start_s"].min()
     loss = steps.groupby("step")["loss"].mean().rolling(max(1, len(ends) // 30), min_periods=1).mean()
     if learnt is not None:
         loss = pd.Series(dict(learnt.held_out))
-    return pd.DataFrame({"step": loss.index, "seconds": ends[loss.index].to_numpy(), "loss": loss.to_numpy()})
+    if loss.isna().all():
+        hint = "run it with workload.target_loss, or give what virtual trainers learnt as held_out="
+        raise ConfigError("a run without losses", label, hint=hint)
+    return pd.DataFrame({"label": label, "step": loss.index, "seconds": ends[loss.index].to_numpy(), "loss": loss.to_numpy()})
 
 
 def _of_sizes(found: Sizes) -> pd.DataFrame:

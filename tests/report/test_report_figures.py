@@ -12,6 +12,7 @@ import pytest
 from matplotlib.container import BarContainer
 from matplotlib.patches import Rectangle
 
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.report import figures
 from fleetbench.report.model import SPLIT, Report, TuneView, read_report
@@ -138,6 +139,8 @@ def test_losses_are_drawn_over_steps_and_seconds(run: RunResult) -> None:
     assert [line.get_ydata()[0] for line in (left.lines[-1], right.lines[-1])] == [0.5, 0.5]
     assert left.lines[0].get_marker() != left.lines[1].get_marker()
     assert left.lines[0].get_linestyle() != left.lines[1].get_linestyle()
+    with pytest.raises(ConfigError, match=r"^b: a run without losses\nHINT: .*target_loss.*held_out="):
+        figures.loss_against_time({"a": learnt, "b": run})
 
 
 def test_scaling_says_the_efficiency_of_each_line() -> None:
