@@ -33,7 +33,7 @@ def test_an_interrupt_ends_the_workers(command: str, sent: signal.Signals, tmp_p
         "tune.search_seconds=0",
         "tune.leg_steps=10000",
         "tune.pairs=2",
-        "tune.budget_minutes=60",
+        "tune.budget_minutes=600",  # room for legs as long
     ]
     arguments = [part for setting in settings for part in ("--set", setting)]
     driver = subprocess.Popen(
