@@ -27,9 +27,11 @@ def _code(notebook: Path) -> list[Any]:
 def _value(source: str, names: dict[str, Any]) -> Any:
     """Execute a cell as a kernel does: the value of the expression that it ends with, if it ends with one."""
     tree = ast.parse(source)
-    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, "cell", "exec"), names)  # noqa: S102  # our own notebooks
-    return eval(compile(ast.Expression(last.value), "cell", "eval"), names) if isinstance(last, ast.Expr) else None  # noqa: S307  # our own
+    last, names["_"] = tree.body[-1], None
+    if isinstance(last, ast.Expr):
+        tree.body[-1] = ast.Assign(targets=[ast.Name("_", ast.Store())], value=last.value)
+    exec(compile(ast.fix_missing_locations(tree), "cell", "exec"), names)  # noqa: S102  # our own notebooks
+    return names["_"]
 
 
 @pytest.fixture
