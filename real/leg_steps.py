@@ -47,6 +47,8 @@ class Trained(ABC):
         self.communicators, self.own_strategy, self.trainers_per_node = communicators, own_strategy, trainers_per_node
         self.batch_size: int | None = None
         """Of a trainer's step, once a leg has begun, where it is known."""
+        self.has_arrived = False
+        """The leg under way is over before all of its steps, on every rank after the same one."""
 
     @property
     def device(self) -> torch.device:
@@ -88,13 +90,13 @@ def timed_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
     engine = trained.begin(leg, beat)
     num_steps = 0
     reset_peak(trained.device)
-    while num_steps < total and not (yield engine):
+    while num_steps < total and not trained.has_arrived:
+        if (yield engine):
+            engine.stopwatch.finish()
+            return {"complete": False, "num_steps": num_steps, "not_finite": not_finite(engine.stopwatch, trained.model, num_steps)}
         num_steps += 1
         if num_steps == leg.warmup_steps:
             reset_peak(trained.device)
-    if num_steps < total:
-        engine.stopwatch.finish()
-        return {"complete": False, "num_steps": num_steps, "not_finite": not_finite(engine.stopwatch, trained.model, num_steps)}
     engine.flush(end=True)
     engine.stopwatch.finish()
     part: dict[str, Any] = {

@@ -20,6 +20,7 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import all_reduce_cost, compute_key, profile_of
 from fleetbench.stragglers import draws
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.target import crossing
 from fleetbench.workloads.data.data import open_batches
 from fleetbench.workloads.data.reader import ReadsAhead
 from fleetbench.workloads.models.registry import build_model, loss_of
@@ -201,12 +202,14 @@ class ComputedTraining(Training):
         self._compare = loss_of(workload.model)
         self._position = 0
         self._snapshots: list[tuple[int, torch.Tensor]] = []
+        self._measures: list[tuple[int, float, float | None]] = []
+        """Of the leg under way: steps, and the held-out loss and accuracy after them."""
         self._injector: Injector | None = None
 
     def begin(self, leg: Leg, beat: Beat) -> LegEngine:
         """See ``Training``."""
         self._start(leg)
-        self._snapshots = []
+        self._snapshots, self._measures, self.has_arrived = [], [], False
         self.engine = self._engine(leg, self.own_strategy if leg.start == "as_is" else leg.strategy)
         self.engine.on_step = beat
         if self._experiment.cluster.stragglers:
@@ -219,7 +222,7 @@ class ComputedTraining(Training):
         if self._injector is not None:
             self._injector.detach()
             self._injector = None
-        measures = [(step, *self._evaluated_at(flat)) for step, flat in self._snapshots]
+        measures = [*self._measures, *((step, *self._evaluated_at(flat)) for step, flat in self._snapshots)]
         return {
             **found,
             "held_out": [[step, loss] for step, loss, _ in measures],
@@ -295,7 +298,13 @@ class ComputedTraining(Training):
 
     def _evaluate(self, step: int) -> None:
         with self.engine.stopwatch.pause():
-            self._snapshots.append((step, self._flat_parameters()))
+            flat = self._flat_parameters()
+            if not self._leg.ends_at_target or isinstance(self.engine, ServedTraining):
+                self._snapshots.append((step, flat))
+                return
+            self._measures.append((step, *self._evaluated_at(flat)))
+            held_out = [(after, loss) for after, loss, _ in self._measures]
+            self.has_arrived = crossing(held_out, self._experiment.workload.target_loss) is not None
 
     def _flat_parameters(self) -> torch.Tensor:
         """Parameters, and the batch-norm statistics that an evaluation needs, as one vector."""

@@ -142,7 +142,8 @@ class RealRuns:
             took_s = self.clock() - began
             self.spent_s += trainers * took_s
             self.on_spent(self.spent_s)
-        self.step_s = (result.host_s or took_s) / (leg.steps + leg.warmup_steps)  # without the start of a launch, which startup_s has
+        if not leg.ends_at_target:  # after some of its steps
+            self.step_s = (result.host_s or took_s) / (leg.steps + leg.warmup_steps)  # without the start of a launch, which startup_s has
         return result
 
     def together(self, strategies: Iterable[DistributedStrategy], *, steps: int, window: int) -> None:
@@ -159,4 +160,12 @@ class RealRuns:
         window: int,
     ) -> Leg:
         warmup_steps = self.experiment.run.warmup_steps
-        return Leg(strategy=strategy, steps=steps, warmup_steps=warmup_steps, start=start, evaluate=evaluate, window=window)
+        return Leg(
+            strategy=strategy,
+            steps=steps,
+            warmup_steps=warmup_steps,
+            start=start,
+            evaluate=evaluate,
+            ends_at_target=evaluate,
+            window=window,
+        )

@@ -32,7 +32,7 @@ class TargetCheck(Config):
     from_arm: str | None = None
     """Whose runs they were, where they were another's that trains alike."""
     steps: int | None = None
-    """Up to which it trained; fewer than the workload's where the script's data end earlier."""
+    """Of the longest run; fewer than the workload's where all arrive, or the script's data end earlier."""
 
     @property
     def num_reached(self) -> int:
@@ -43,7 +43,8 @@ class TargetCheck(Config):
         """With another run."""
         reached, metrics = self.reached or updates is not None, (*self.metrics, metric)
         known = dataclasses.replace(self, updates=(*self.updates, updates), reached=reached, metrics=metrics)
-        return known if self.updates else dataclasses.replace(known, final_loss=final_loss, steps=steps)
+        known = dataclasses.replace(known, steps=max(steps, self.steps or 0))
+        return known if self.updates else dataclasses.replace(known, final_loss=final_loss)
 
     def __str__(self) -> str:
         """In a few words."""

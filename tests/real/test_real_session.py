@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,6 +185,21 @@ def test_the_target_is_reached_at_the_first_of_three_hits(experiment: Experiment
     assert 0.5 < result.summary.metrics["accuracy"] <= 1
     short = session.run(Leg(strategy=experiment.strategy, steps=8, start="initial", evaluate=True))
     assert short.summary.time_to_target_s is None
+
+
+@pytest.mark.parametrize("strategy", [DistributedStrategy(), LOCAL], ids=["synchronous", "local SGD"])
+def test_a_leg_to_the_target_ends_there(experiment: Experiment, session: Session, strategy: DistributedStrategy) -> None:
+    """It evaluates as it trains, and has the crossing and the losses of the leg that trains on; the next leg starts over as ever."""
+    whole = Leg(strategy=strategy, steps=60, start="initial", evaluate=True)
+    on, early, again = (session.run(leg) for leg in (whole, dataclasses.replace(whole, ends_at_target=True), whole))
+    reached, every = on.summary.steps_to_target, experiment.workload.eval_every
+    assert early.summary.steps_to_target == reached
+    assert reached is not None
+    last = math.ceil(reached / every) * every + 2 * every  # two more evaluations confirm it
+    assert early.summary.steps == early.experiment.workload.steps == last < 60
+    trained = on.steps[on.steps["step"] <= last]
+    assert early.steps["loss"].tolist() == trained["loss"].tolist()
+    assert again.steps["loss"].tolist() == on.steps["loss"].tolist()
 
 
 @pytest.mark.parametrize("strategy", [DistributedStrategy(fuse_grad_size_in_MB=0.05), LOCAL], ids=["synchronous", "local SGD"])
