@@ -26,7 +26,6 @@ from fleetbench.environment import RECORDED
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
-from fleetbench.plan.replay import Recording
 from fleetbench.result import SCHEMA, STEPS_FILE, RunResult, Summary, no_steps, runs_table
 from fleetbench.timeline import TIMELINE_FILE, write_timeline
 
@@ -95,8 +94,6 @@ def _write(result: RunResult, path: Path) -> None:
     if len(result.steps):
         result.steps.to_parquet(path / STEPS_FILE, index=False)
     write_timeline(path / TIMELINE_FILE, result.spans)
-    for recording in result.recordings:
-        recording.save(path)
     (path / "summary.json").write_text(result.summary.to_json(), encoding="utf-8")
     if result.testbed is not None:
         (path / _TESTBED).write_text(json.dumps(result.testbed, indent=1), encoding="utf-8")
@@ -131,7 +128,6 @@ def load_run(path: str | Path) -> RunResult:
             summary=summary,
             steps=pd.read_parquet(path / STEPS_FILE) if has_steps else no_steps(),
             plan=Plan.from_dict(json.loads((path / "plan.json").read_text(encoding="utf-8"))),
-            recordings=Recording.load_all(path),
             host_s=manifest["host_s"],
             testbed=json.loads((path / _TESTBED).read_text(encoding="utf-8")) if (path / _TESTBED).is_file() else None,
             peak_bytes=tuple(manifest.get("peak_bytes", ())),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from fleetbench.plan.build import Plan
@@ -100,11 +98,6 @@ class Recording:
     log: tuple[Entry, ...] = ()
     role: Role = "trainer"
 
-    @property
-    def file_name(self) -> str:
-        """Its name in a run's folder."""
-        return f"recording-{self.rank:05d}.json" if isinstance(self.basis, Plan) else f"role-{self.role}-{self.rank:05d}.json"
-
     def replayed(self, strategy: CollectiveTraining | None = None) -> list[Operations]:
         """The operations of the same events, decided again; a plan needs the ``strategy`` that follows it."""
         role: StatefulStrategy[Any, Any] = StatefulStrategy(strategy or ServerTraining(self.basis), self.initial)  # type: ignore[arg-type]  # roles have rules
@@ -127,16 +120,6 @@ class Recording:
             return cls(Plan.from_dict(data["plan"]), data["rank"], State.from_dict(data["initial"]), log)
         return cls(ServerRules(**data["rules"]), data["rank"], state_of(data["role"], data["initial"]), log, data["role"])
 
-    def save(self, folder: Path) -> None:
-        """Write JSON into a run's folder."""
-        (folder / self.file_name).write_text(json.dumps(self.to_dict()), encoding="utf-8")
-
-    @classmethod
-    def load_all(cls, folder: Path) -> tuple[Recording, ...]:
-        """All that ``save`` wrote into a run's folder."""
-        paths = (*folder.glob("recording-*.json"), *folder.glob("role-*.json"))
-        return in_order(cls.from_dict(json.loads(path.read_text(encoding="utf-8"))) for path in paths)
-
 
 def in_order(recordings: Iterable[Recording]) -> tuple[Recording, ...]:
     """By role, then by rank."""
@@ -157,11 +140,10 @@ def encoded(log: Iterable[Entry]) -> list[dict[str, Any]]:
 
 
 def decoded(data: Iterable[Mapping[str, Any]]) -> tuple[Entry, ...]:
-    """What ``encoded`` gave, also through JSON; and logs of roles as older versions wrote them, with ``fields`` of their own."""
+    """What ``encoded`` gave, also through JSON."""
     log = []
     for item in data:
-        entry = {**item, **item.get("fields", {})}
-        entry.pop("fields", None)
+        entry = dict(item)
         now, kind, operations = entry.pop("now_ns"), EVENTS[entry.pop("event")], entry.pop("operations")
         fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
         decided = tuple(Operation(**{**operation, "after": tuple(operation["after"])}) for operation in operations)

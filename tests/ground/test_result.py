@@ -15,9 +15,7 @@ from fleetbench.experiment import Experiment, Run
 from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.events import BackwardEnd, BucketReady, StepBegin
 from fleetbench.plan.layers import Gradient
-from fleetbench.plan.replay import Decider, RoleDecider
-from fleetbench.plan.servers.rules import ServerRules
-from fleetbench.plan.servers.training import ServerTraining
+from fleetbench.plan.replay import Decider
 from fleetbench.plan.training import family
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import COLUMNS, RunResult, StepRecord, Summary, skip, steps_table, summarise
@@ -198,16 +196,13 @@ def result() -> RunResult:
     decider = Decider.start(family(experiment().strategy, plan), 0, record=True)
     for now, event in enumerate((StepBegin(1), BucketReady(0), BackwardEnd())):
         decider.on(now, event)
-    trainer = RoleDecider.start(ServerTraining(ServerRules(mode="asynchronous", trainers=3, servers=1)), 2, "trainer", record=True)
-    for event in (StepBegin(1), BackwardEnd()):
-        trainer.on(7, event)
     return RunResult(
         experiment=experiment(),
         summary=summary(),
         steps=steps_table([*THREE_RANKS, record(0, 2, local_steps=None, loss=None)]),
         plan=plan,
         spans=SPANS,
-        recordings=(decider.recording(), trainer.recording()),
+        recordings=(decider.recording(),),
         host_s=1.5,
     )
 
@@ -220,7 +215,7 @@ SPANS = (
 
 
 def test_a_stored_run_loads_as_itself(tmp_path: Path) -> None:
-    """Experiment, summary, table, plan and recordings survive; nothing else lies in the folder."""
+    """Experiment, summary, table and plan survive; nothing else lies in the folder."""
     run = result()
     stored = save_run(run, tmp_path / "runs")
     assert stored.path is not None
@@ -228,11 +223,10 @@ def test_a_stored_run_loads_as_itself(tmp_path: Path) -> None:
     loaded = load_run(stored.path)
     assert loaded.steps.equals(run.steps)
     assert (loaded.steps.dtypes == run.steps.dtypes).all()
-    for name in ("experiment", "summary", "plan", "recordings", "host_s"):
+    for name in ("experiment", "summary", "plan", "host_s"):
         assert getattr(loaded, name) == getattr(run, name), name
     names = {path.name for path in stored.path.iterdir()}
-    documented = {"experiment.toml", "plan.json", "steps.parquet", "summary.json", "timeline.json.gz", "manifest.json"}
-    assert names == documented | {"recording-00000.json", "role-trainer-00002.json"}
+    assert names == {"experiment.toml", "plan.json", "steps.parquet", "summary.json", "timeline.json.gz", "manifest.json"}
 
 
 def test_a_stored_run_has_the_timeline_that_it_was_stored_with(tmp_path: Path) -> None:
