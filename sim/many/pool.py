@@ -1,30 +1,18 @@
-"""pool: several simulations at once, over this machine's cores.
-
-``python -m sim.many.pool`` is one of its processes: it simulates what it is told on stdin, line by line, and answers on stdout, until stdin
-ends. A line is JSON: an experiment as TOML, and the engine. The answer is JSON too: a summary, or an error as
-its class and what ``FleetbenchError`` takes. A ``ProcessPoolExecutor`` would pickle, and could not name the job of a process that died.
-"""
+"""pool: several simulations at once, over this machine's cores, by forks of this process."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
-import tomllib
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
-from typing import Any
 
-import numpy as np
-
-from fleetbench import errors
-from fleetbench.children import bound
+from fleetbench.children import end_with_parent
 from fleetbench.errors import EnvironmentLacks, FleetbenchError
 from fleetbench.experiment import Experiment
 from fleetbench.result import Summary
@@ -32,10 +20,9 @@ from sim.learning.trajectory import Trajectory
 from sim.run import Engine, simulate
 
 _WORTH_A_PROCESS = 3
-"""Fewer simulations than this run here: a process takes a second to start."""
+"""Fewer simulations than this run here."""
 
 Progress = Callable[[int, int], None]
-_Worker = subprocess.Popen[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,69 +62,50 @@ def summaries(
     found = []
     for done, job in enumerate(jobs, start=1):
         with naming(job.label):
-            found.append(simulated(job.experiment, engine, job.learnt))
+            found.append(simulated(job, engine))
         if progress is not None:
             progress(done, len(jobs))
     return found
 
 
 def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, progress: Progress | None) -> list[Summary]:
-    """A process and a thread that waits for it for each that may run at once."""
-    with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(number))
-        idle: SimpleQueue[_Worker] = SimpleQueue()
-        for _ in range(number):
-            idle.put(stack.enter_context(_worker()))
-        # On the way out, also by a Ctrl-C: what has not begun does not begin, processes are killed, and then their threads end.
-        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-
-        def run(job: Job) -> Summary:
-            worker = idle.get()
-            try:
-                with naming(job.label):
-                    return summary_of(_ask(worker, question(job.experiment, engine, job.learnt)))
-            finally:
-                idle.put(worker)
-
-        futures = [pool.submit(run, job) for job in jobs]
+    """So many processes, which are killed on the way out, also by a Ctrl-C: they hold nothing that would be lost."""
+    others = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(number, multiprocessing.get_context("fork"), _begin, (os.getpid(),))
+    try:
+        with warnings.catch_warnings(), _later(signal.SIGINT, signal.SIGTERM):
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: these simulate, and use none of them
+            futures = {pool.submit(simulated, job, engine): job for job in jobs}
         for done, future in enumerate(as_completed(futures), start=1):
-            future.result()  # or the first failure
+            with naming(futures[future].label):
+                future.result()  # or the first failure
             if progress is not None:
                 progress(done, len(jobs))
         return [future.result() for future in futures]
+    except BrokenProcessPool:
+        hint = "it may have run out of memory: fewer trainers or steps need less"
+        raise EnvironmentLacks("a process that simulates was killed", "this machine", hint=hint) from None
+    finally:
+        for worker in multiprocessing.active_children():
+            if worker not in others:
+                worker.kill()
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
-def _worker() -> Iterator[_Worker]:
-    """A process that simulates, and ends with the block."""
-    command = [sys.executable, "-P", "-m", "sim.many.pool"]
-    process = subprocess.Popen(bound(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+def _later(*signals: signal.Signals) -> Iterator[None]:
+    """Hear signals after the ``with``, and never in its forks: an exception at a fork is lost in the hooks that run there."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
-        yield process
+        yield
     finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # what was not read by the process that is gone
-                pipe.close()  # type: ignore[union-attr]  # both are pipes
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _ask(worker: _Worker, asked: str) -> str:
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    answer = ""
-    try:
-        worker.stdin.write(asked + "\n")
-        worker.stdin.flush()
-        answer = worker.stdout.readline()
-    except OSError:  # it is gone, and the pipe with it
-        pass
-    if not answer and (code := worker.wait()) > 0:
-        raise EnvironmentLacks(f"the process that simulates it ended with exit code {code}", "this machine", hint="what it said is above")
-    if not answer:
-        hint = "it may have run out of memory: fewer trainers or steps need less"
-        raise EnvironmentLacks("the process that simulates it was killed", "this machine", hint=hint)
-    return answer
+def _begin(parent: int) -> None:
+    """In a worker: it ends with its parent, which has shown all warnings."""
+    end_with_parent(parent)
+    warnings.simplefilter("ignore")
 
 
 @contextmanager
@@ -149,45 +117,6 @@ def naming(label: str) -> Iterator[None]:
         raise type(error)(f"{label}: {error.what}", error.where, error.value, error.hint) from error
 
 
-def question(experiment: Experiment, engine: Engine, learnt: Trajectory | None = None) -> str:
-    """What to ask a worker."""
-    told = None if learnt is None else {**learnt.to_dict(), "losses": learnt.losses.mean(1, keepdims=True).tolist()}
-    return json.dumps({"experiment": experiment.to_toml(), "engine": engine, "learnt": told})
-
-
-def summary_of(answer: str) -> Summary:
-    """A worker's summary. Raises the error that it met."""
-    data = json.loads(answer)
-    if "error" in data:
-        name, *details = data["error"]
-        kind: type[FleetbenchError] = getattr(errors, name)
-        raise kind(*details)
-    return Summary(**{**data["summary"], "skipped": tuple(data["summary"]["skipped"])})
-
-
-def simulated(experiment: Experiment, engine: Engine, learnt: Trajectory | None = None) -> Summary:
+def simulated(job: Job, engine: Engine) -> Summary:
     """The summary of one simulation."""
-    return simulate(experiment, timeline=False, table=False, engine=engine, learnt=learnt).summary
-
-
-def _answer(line: str) -> dict[str, Any]:
-    asked = json.loads(line)
-    try:
-        experiment = Experiment.from_dict(tomllib.loads(asked["experiment"]))
-        told = asked["learnt"]
-        learnt = None if told is None else Trajectory.from_dict(told, np.array(told["losses"]))
-        return {"summary": dataclasses.asdict(simulated(experiment, asked["engine"], learnt))}
-    except FleetbenchError as error:
-        return {"error": [type(error).__name__, *error.args]}
-
-
-def main() -> None:
-    """Answer every line."""
-    warnings.simplefilter("ignore")  # the process that asks has shown them
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps(_answer(line)) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+    return simulate(job.experiment, timeline=False, table=False, engine=engine, learnt=job.learnt).summary

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import multiprocessing
+import os
+import signal
 import statistics
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -173,29 +175,22 @@ def test_one_seed_has_no_interval(path: Path) -> None:
         over_seeds(Experiment.load(path), 10**10)
 
 
-def test_a_process_that_is_killed_is_an_error_with_the_jobs_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_killed_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where memory is short: it is no hang, no traceback of a pipe, and no other process stays."""
     jobs = [Job(label=f"number {number}", experiment=Experiment.load(path)) for number in range(4)]
-    asked = pool._ask
-
-    def killed(worker: subprocess.Popen[str], question: str) -> str:
-        worker.kill()
-        worker.wait()
-        return asked(worker, question)
-
-    monkeypatch.setattr(pool, "_ask", killed)
-    with pytest.raises(EnvironmentLacks, match=r"number \d: the process that simulates it was killed(.|\n)*HINT"):
+    monkeypatch.setattr(pool, "simulate", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(EnvironmentLacks, match=r"a process that simulates was killed(.|\n)*memory"):
         summaries(jobs, processes=2)
+    assert not [process for process in multiprocessing.active_children() if process.exitcode is None]
 
 
-def test_a_process_that_fails_was_not_killed(path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """One that cannot read what it is asked ends with code 1 and a traceback: the error names the code, and does not speak of memory."""
+def test_a_bug_in_a_process_keeps_its_traceback(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised as it was, and is no error of the user's."""
     jobs = [Job(label=f"number {number}", experiment=Experiment.load(path)) for number in range(4)]
-    monkeypatch.setattr(pool, "question", lambda *_: "no JSON")
-    with pytest.raises(EnvironmentLacks, match=r"number \d: the process that simulates it ended with exit code 1") as caught:
+    monkeypatch.setattr(pool, "simulate", lambda *_, **__: {}["bug"])
+    with pytest.raises(KeyError, match="bug") as caught:
         summaries(jobs, processes=2)
-    assert "memory" not in str(caught.value)
-    assert "JSONDecodeError" in capfd.readouterr().err
+    assert "Traceback" in str(caught.value.__cause__)
 
 
 def test_a_profile_goes_along(tmp_path: Path) -> None:
