@@ -81,6 +81,11 @@ class Tune(Config):
     """Of one trainer, in any currency; servers are not counted."""
     local_steps: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Values of K that may be searched; used only where ``workload.target_loss`` prices them."""
+    outer: tuple[Literal["average", "diloco"], ...] = ("average", "diloco")
+    """How rounds of local steps may end: averaging, or a step of DiLoCo's outer optimizer (Nesterov, rate 0.7, momentum 0.9). The latter is
+    tried where virtual trainers train the workload, with a target."""
+    gradient_merge: tuple[int, ...] = (1, 2, 4)
+    """Micro-batches of an update that may be tried beside 1, where virtual trainers train the workload, with a target."""
     fuse_grad_size_in_MB: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # noqa: N815  # Fleet's name
     fusion: tuple[Literal["merged_gradient", "optimal", "off"], ...] = ("merged_gradient", "optimal", "off")
     """Other rules of fusion; ``off``: an all-reduce a gradient."""
@@ -124,10 +129,12 @@ class Tune(Config):
             ("update_by_bucket", "[false]"),
             ("hierarchy", '["off"]'),
             ("wire", '["fp32"]'),
+            ("outer", '["average"]'),
         ):
             if not getattr(self, name):
                 raise ConfigError("needs at least one value", name, "()", f"for example {name} = {example}")
-        for name, least in (("local_steps", 1), ("nccl_comm_num", 1), ("thread_num", 1), ("fuse_grad_size_in_MB", 0)):
+        least_of = {"local_steps": 1, "gradient_merge": 1, "nccl_comm_num": 1, "thread_num": 1, "fuse_grad_size_in_MB": 0}
+        for name, least in least_of.items():
             values = getattr(self, name)
             if (not values and name != "fuse_grad_size_in_MB") or min(values, default=least) < least:
                 raise ConfigError(f"needs at least one value, none below {least}", name, repr(values), f"for example {name} = [1, 2]")

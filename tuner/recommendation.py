@@ -66,6 +66,8 @@ class Arm(Config):
     """Simulated seconds of a step."""
     measured_s: tuple[float, ...] = ()
     """Mean seconds of a step, one a leg."""
+    virtual_updates: float | None = None
+    """Steps of a trainer to the target that virtual trainers took (``tuner.ways``); none where they were not asked, or did not arrive."""
     ratio: float | None = None
     """Of its time to the default's, in the legs that ranked it."""
     target: TargetCheck | None = None

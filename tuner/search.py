@@ -20,7 +20,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from tuner.recommendation import Trial
-from tuner.space import Equivalence, Parameters, Space, parameters_of, without_equal_values
+from tuner.space import Equivalence, Parameters, Space, parameters_of, way_of, without_equal_values
 from tuner.study import ask, complete, open_study, record, trials
 
 MOST_PLANS = 20_000
@@ -83,25 +83,29 @@ class Search:
                 found.append(tried)
         return tuple(found)
 
-    def best(self, count: int) -> tuple[Tried, ...]:
-        """The best of ``ranked``, fastest first.
+    def best(self, count: int, others: Sequence[Tried] = (), seconds: Callable[[Tried], float | None] | None = None) -> tuple[Tried, ...]:
+        """The best of ``ranked`` and ``others`` by ``seconds``, which are none of one that is left out; by seconds of a step, if not given.
 
-        The best of each family (local steps, wire) goes before the second best of any, and one of the default's own
+        The best of each family (way of training, wire) goes before the second best of any, and one of the default's own
         is always among them: a target that local steps miss is missed by all strategies that take as many.
         """
-        ranked = self.ranked
+        price = {id(tried): tried.trial.simulated_s if seconds is None else seconds(tried) for tried in (*self.ranked, *others)}
+
+        def rank(tried: Tried) -> tuple[float, int]:
+            return price[id(tried)] or 0.0, tried.trial.number
+
+        ranked = sorted((tried for tried in (*self.ranked, *others) if price[id(tried)] is not None), key=rank)
         leaders = {_family(tried): tried for tried in reversed(ranked)}
         safe = leaders.get(_family(self.default)) if count > 1 else None
         first = [tried for tried in ranked if leaders[_family(tried)] is tried and tried is not safe]
         chosen = [*first[: count - 1], safe] if safe is not None else first[:count]
         chosen += [tried for tried in ranked if tried not in chosen][: count - len(chosen)]
-        return tuple(sorted(chosen, key=_rank))
+        return tuple(sorted(chosen, key=rank))
 
 
 def _family(tried: Tried) -> tuple[object, ...]:
     """What else is learnt, or by what error it may be simulated wrongly."""
-    found = parameters_of(tried.strategy)
-    return found["local_steps"], found["wire"] == "fp32"
+    return *way_of(tried.strategy), parameters_of(tried.strategy)["wire"] == "fp32"
 
 
 def _rank(tried: Tried) -> tuple[float, int]:
@@ -158,7 +162,8 @@ def shortened(experiment: Experiment) -> Experiment:
     """
     strategy, tune = experiment.strategy, experiment.tune
     least = tune.simulated_steps if experiment.cluster.stragglers else min(tune.simulated_steps, STEADY_STEPS)
-    cadences = (strategy.local_steps, *(tune.local_steps if experiment.workload.target_loss is not None else ()))
+    tried = (*tune.local_steps, *tune.gradient_merge) if experiment.workload.target_loss is not None else ()
+    cadences = (strategy.local_steps, *tried)
     return with_steps(experiment, least, math.lcm(*cadences) * strategy.gradient_merge_configs.k_steps)
 
 

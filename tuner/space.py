@@ -119,6 +119,12 @@ def parameters_of(strategy: DistributedStrategy) -> Parameters:
     }
 
 
+def way_of(strategy: DistributedStrategy) -> tuple[object, ...]:
+    """What of a strategy makes another training, but for rounding on the wire."""
+    local = strategy.localsgd, strategy.localsgd_configs, strategy.adaptive_localsgd, strategy.adaptive_localsgd_configs
+    return *local, strategy.gradient_merge, strategy.gradient_merge_configs, strategy.amp, strategy.amp_configs
+
+
 def search_space(experiment: Experiment) -> Space:
     """The restrictions of ``[tune]`` without what this workload, profile or strategy rules out."""
     choices: list[tuple[str, tuple[Value, ...]]] = []

@@ -31,8 +31,9 @@ from tuner.recommendation import Arm, Recommendation
 from tuner.resumption import Journal, Resumption, inputs_of
 from tuner.search import Search, StepS, search, shortened
 from tuner.sequential import LEAST_PAIRS
-from tuner.space import search_space
+from tuner.space import search_space, way_of
 from tuner.verify import DEFAULT, Progress, verify
+from tuner.ways import Ways, by_virtual_trainers, price_ways
 
 Simulate = Callable[[Experiment], RunResult]
 """The seam to the simulator; ``sim.run.simulate`` is the one in use."""
@@ -56,7 +57,7 @@ def tune(
 
     The folder holds ``recommended.toml``, ``recommendation.json``, ``experiment.toml`` and ``runs/``; the strategy is also stored
     where ``strategy.auto`` finds it. ``progress`` is told what is being done, and how much of it. ``runner`` and ``simulate`` stand
-    in for a launch of processes and for the simulator. ``spent_s`` says how many seconds of the
+    in for a launch of processes and for the simulator, beside which no virtual trainers are asked. ``spent_s`` says how many seconds of the
     budget, of all trainers together, are gone when real runs begin. Where ``draft`` is given the
     folder is made there, in place of what lies there, and stays: its caller moves it, and stores the strategy.
     ``earlier``: the folder of a tuning, or what says what of one still holds, which is not measured again.
@@ -83,12 +84,14 @@ def tune(
     space = search_space(experiment)
     advised, left_out = advice_for(experiment, table_for(experiment))
     step_s = StepTime(shortened(experiment)) if simulate is None else _step_s_by(simulate, shortened(experiment))
+    learn = by_virtual_trainers if simulate is None else None
     simulate = simulate or in_simulator
     held = None if beside is None else beside(experiment)
     step_s = step_s if held is None else held.step_s(step_s, space)
     found = search(experiment, space, advised, out=out, step_s=step_s, progress=_stage(progress, "simulated trials"))
 
-    arms, notes = _arms(found, experiment.tune.finalists)
+    ways = price_ways(experiment, found, step_s, learn, _stage(progress, "virtual trainers"))
+    arms, notes = _arms(found, experiment.tune.finalists, ways)
     kept = resumption.legs if resumption is not None else runner.folder if isinstance(runner, Journal) else None
     if len(arms) > 1 and not (kept is not None and kept.exists()) and not (held is not None and held.legs):
         refuse_small_budget(experiment, arms, 0.0 if spent_s is None else spent_s())
@@ -114,20 +117,18 @@ def tune(
             arms,
             legs,
             progress,
-            others=_searched(found),
-            prepare=lambda arm: _simulated(arm, experiment, simulate, runs),
+            others=_searched(found, ways, [arm.strategy for arm in arms]),
+            prepare=lambda arm: _simulated(dataclasses.replace(arm, virtual_updates=ways.of(arm.strategy)), experiment, simulate, runs),
             held=held,
         )
     cost_s = max(time.monotonic() - began, legs.spent_s / experiment.cluster.trainers)  # a resumed tuning has spent more than it took now
     if resumption is not None and journal is not None and journal.num_replayed:
         notes.append(f"before an interruption it had run {counted(journal.num_replayed, 'leg')}")
-    profile = profile_of(experiment)
-    busy = () if profile is None or profile.busy is None else (profile.busy,)
     recommendation = dataclasses.replace(
         recommendation,
         trials=tuple(tried.trial for tried in found.tried),
         advice_left_out=tuple(left_out),
-        notes=(*busy, *space.notes, *found.notes, *notes, *recommendation.notes, cost_note(recommendation, cost_s)),
+        notes=(*_busy(experiment), *space.notes, *found.notes, *notes, *recommendation.notes, cost_note(recommendation, cost_s)),
         runs=tuple(run for arm in recommendation.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None),
     )
     recommendation.save(folder)
@@ -137,6 +138,12 @@ def tune(
     if resumption is not None:
         resumption.close()
     return recommendation, folder
+
+
+def _busy(experiment: Experiment) -> tuple[str, ...]:
+    """Says so where the profile was taken on a busy machine."""
+    profile = profile_of(experiment)
+    return () if profile is None or profile.busy is None else (profile.busy,)
 
 
 def _new_folder(experiment: Experiment, out: Path, draft: Path | None) -> Path:
@@ -226,22 +233,29 @@ def _step_s_by(simulate: Simulate, short: Experiment) -> StepS:
     return lambda strategy: step_s_of(simulate(short.replace(strategy=strategy)))
 
 
-def _searched(found: Search) -> dict[DistributedStrategy, float]:
-    """Simulated time over the default's in the search, of different strategies, and of default and advice."""
+def _searched(found: Search, ways: Ways, arms: Sequence[DistributedStrategy]) -> dict[DistributedStrategy, float]:
+    """Simulated time over the default's in the search, of different strategies, and of default and advice.
+
+    Where virtual trainers have said what ways of training are worth, of those alone that an arm has.
+    """
     first = [found.default, *([] if found.advice is None else [found.advice]), *found.ranked]
-    return {tried.strategy: tried.trial.simulated_s / found.default.trial.simulated_s for tried in first}
+    known = {way_of(strategy) for strategy in arms}
+    kept = [tried.strategy for tried in first if not ways.updates or way_of(tried.strategy) in known]
+    times = {tried.strategy: tried.trial.simulated_s for tried in first}
+    return {strategy: times[strategy] / found.default.trial.simulated_s for strategy in kept}
 
 
-def _arms(found: Search, finalists: int) -> tuple[list[Arm], list[str]]:
+def _arms(found: Search, finalists: int, ways: Ways) -> tuple[list[Arm], list[str]]:
     """The default, Fleet's advice where it is another strategy, and the best candidates."""
     chosen = [(DEFAULT, found.default)]
-    notes = []
+    notes = [*ways.notes]
     if found.advice is not None and found.advice.key != found.default.key:
         chosen.append(("advice", found.advice))
     elif found.advice is not None:
         notes.append("Fleet's advice comes to the same plan as the default, and is not run beside it")
-    chosen += [(f"candidate {number}", tried) for number, tried in enumerate(found.best(finalists), start=1)]
-    return [Arm(name=name, strategy=tried.strategy, simulated_s=tried.trial.simulated_s) for name, tried in chosen], notes
+    chosen += [(f"candidate {number}", tried) for number, tried in enumerate(found.best(finalists, ways.others, ways.seconds), start=1)]
+    arms = [Arm(name=name, strategy=tried.strategy, simulated_s=tried.trial.simulated_s) for name, tried in chosen]
+    return [dataclasses.replace(arm, virtual_updates=ways.of(arm.strategy)) for arm in arms], notes
 
 
 def _simulated(arm: Arm, experiment: Experiment, simulate: Simulate, runs: Path) -> Arm:

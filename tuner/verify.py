@@ -3,8 +3,8 @@
 Three rounds in one launch: every arm twice, forward then backward (A B C C B A), which ranks them, and as many more arms as there
 are finalists, each named by what the legs before it say of the simulator's errors (``tuner.bias``); where the workload has a
 target, runs to it from the initial parameters, which may reject an arm; then fresh pairs of the default and the fastest arm in
-alternating order, until the verdict is known. Where that arm is rejected, fails or gains nothing, the next that ran faster than
-the default takes its place. Only the pairs speak in the verdict: the runs that chose a winner flatter it.
+alternating order, until the verdict is known. Where that arm is rejected, fails or gains nothing, the next that promises to be faster
+than the default takes its place. Only the pairs speak in the verdict: the runs that chose a winner flatter it.
 
 Time to the target is updates to the target times seconds an update. Updates depend on the way of training alone, and on the seed: their
 runs are shared by all arms that train alike, and each finalist's are paired with the default's of the same seeds (``tuner.to_target``).
@@ -37,7 +37,7 @@ from tuner.earlier import Held
 from tuner.real_runs import BudgetSpent, RealRuns, budget_of, step_s_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
-from tuner.space import parameters_of
+from tuner.space import parameters_of, way_of
 from tuner.to_target import Updates
 
 DEFAULT = "default"
@@ -142,9 +142,9 @@ class _Verifier:
     def _compare(self) -> str:
         """Compare finalists with the default until one is faster, or may be; why none is."""
         others = [arm for arm in self.arms.values() if arm.name != DEFAULT and arm.rejected is None]
-        ranked, left, ruled_out = sorted(others, key=lambda arm: self.ratios[arm.name]), ERROR, []
+        ranked, left, ruled_out = sorted(others, key=self._expected), ERROR, []
         for number, arm in enumerate(ranked):
-            if number and self.ratios[arm.name] >= 1:
+            if number and self._expected(arm) >= 1:
                 self._leave_out(ranked[number:])
                 break
             self.error = error_of(left, is_last=number == len(ranked) - 1)
@@ -156,10 +156,15 @@ class _Verifier:
         found = "what is faster was rejected" if self.judged is None else f"no gain above {100 * self.experiment.tune.min_gain:g} %"
         return f"{found}: {'; '.join(ruled_out)}" if ruled_out else "no other strategy ran"
 
+    def _expected(self, arm: Arm) -> float:
+        """Its time over the default's: of a step as measured, times updates to the target as virtual trainers have it, if they do."""
+        default = self.arms[DEFAULT].virtual_updates
+        return self.ratios[arm.name] * (1.0 if arm.virtual_updates is None or default is None else arm.virtual_updates / default)
+
     def _leave_out(self, slower: Sequence[Arm]) -> None:
         names = [arm.name for arm in slower if self._way(arm.name) not in self.ways]
         if self.experiment.workload.target_loss is not None and names:
-            self.notes.append(f"with steps that are slower than the default's, not run to the target: {', '.join(names)}")
+            self.notes.append(f"expected to be slower than the default, and not run to the target: {', '.join(names)}")
 
     def _choose(self) -> None:
         """Rank the arms; then others, as long as one promises a gain by what the simulator has erred by so far."""
@@ -494,8 +499,7 @@ def num_seeds(experiment: Experiment) -> int:
 
 def _learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:
     """What of a strategy makes another training."""
-    wire = parameters_of(strategy)["wire"]
-    return strategy.localsgd, strategy.localsgd_configs, strategy.adaptive_localsgd, strategy.amp, strategy.amp_configs, wire
+    return *way_of(strategy), parameters_of(strategy)["wire"]
 
 
 def _family(strategy: DistributedStrategy, default: DistributedStrategy) -> str:

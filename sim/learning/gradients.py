@@ -158,10 +158,11 @@ class Problem:
 def fastest(problem: Problem, arguments: Arguments, steps: int, *, may_stack: bool) -> tuple[Way, str]:
     """The way that computes these arguments' gradients in less processor time, and its name.
 
-    ``may_stack``: memory suffices for all trainers at once. A training whose loop takes less than tracing is not compared with a graph.
+    ``may_stack``: memory suffices for all trainers at once. A training that could not save what tracing takes, were all trainers as
+    fast as one, is not compared with a graph.
     """
     loop_s = _seconds(problem.loop, arguments)
-    if not may_stack or loop_s * steps < WORTH_TRACING_S + TRACING_S * len(arguments[0]):
+    if not may_stack or loop_s * steps * (1 - 1 / problem.trainers) < WORTH_TRACING_S + TRACING_S * len(arguments[0]):
         return problem.loop, "loop"
     try:
         graph = problem.graph(*arguments)

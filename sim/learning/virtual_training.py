@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import tempfile
 import time
@@ -24,6 +25,7 @@ from fleetbench.plan.state import closed_round
 from fleetbench.plan.training import family
 from fleetbench.quantities import Nanoseconds, counted
 from fleetbench.store import new_folder, new_run_id
+from fleetbench.target import crossing
 from fleetbench.workload import OPTIMIZER_STATE
 from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
 from sim.learning.gradients import Problem, fastest
@@ -39,18 +41,20 @@ def train(
     *,
     say: Say = lambda _: None,
     played: Played | None = None,
+    until: float | None = None,
 ) -> Trajectory:
     """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
 
     Computes on one thread of the CPU. ``played``: the order in which trainers of parameter servers do so, where it is known; else it
-    is simulated first.
+    is simulated first. ``until``: of collectives, a held-out loss; where it is reached, as ``workload.target_loss`` is, training is over,
+    and was that of an experiment of so many steps.
 
     Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory does not suffice.
     """
     with one_thread(), tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
         if experiment.strategy.mode == "ps":
             return ServedReplay(experiment, played or Played.of(experiment), Path(folder), say).run(progress)
-        return VirtualTraining(experiment, Path(folder), say=say).run(progress)
+        return VirtualTraining(experiment, Path(folder), say=say).run(progress, until)
 
 
 class VirtualTraining:
@@ -103,9 +107,9 @@ class VirtualTraining:
         scale = self._decider.state.scale
         return 1.0 if scale is None else scale.value
 
-    def run(self, progress: Progress | None = None) -> Trajectory:
-        """Train to the last step, and average."""
-        workload, warmup = self._experiment.workload, self._experiment.run.warmup_steps
+    def run(self, progress: Progress | None = None, until: float | None = None) -> Trajectory:
+        """Train to the last step, or ``until`` a held-out loss is reached, and average."""
+        workload, warmup, key = self._experiment.workload, self._experiment.run.warmup_steps, self.key
         losses, held_out, local_steps = [], [], []
         observed: dict[str, dict[int, float]] = {}
         steps = range(1 - warmup, workload.steps + 1)
@@ -122,11 +126,15 @@ class VirtualTraining:
                     held_out.append((step, self._held_out.loss(self.replicas.evaluated())))
                 if progress is not None:
                     progress(position + 1, len(steps))
+                if crossing(held_out, until) is not None:
+                    workload = dataclasses.replace(workload, steps=step)
+                    key = key_of(self._experiment.replace(workload=workload))
+                    break
         before = self._decider.state
         self._tell(DataEnd(), observed)
         local_steps[-1] = closed_round(before, self._decider.state) or local_steps[-1]
         return Trajectory(
-            key=self.key,
+            key=key,
             workload=workload,
             first_step=steps.start,
             losses=np.stack(losses),

@@ -529,13 +529,15 @@ def test_seeds_that_change_nothing_count_as_one(tmp_path: Path) -> None:
 
 
 def test_a_budget_has_fewer_seeds(tmp_path: Path) -> None:
-    """Room for one more pair of runs and none after it: two seeds of five."""
-    experiment = target_experiment(target_seeds=5, budget_minutes=280 / 120)
+    """Half a second a step, warm-up too: 65 s until the first seed has run; a further one and eight legs take 80, and are run for 45."""
+    experiment = target_experiment(target_seeds=5, budget_minutes=160 / 60)
     experiment = experiment.replace(run=replace(experiment.run, device="cpu"))
     runner = FakeRunner(experiment, by_local_steps, updates=lambda leg: 80.0 + (leg.seed or 0) * (2 if leg.strategy.localsgd else 1))
-    legs = RealRuns(
-        experiment=experiment, runner=runner, folder=tmp_path, step_s=0.5, clock=lambda: sum(one.steps for one in runner.legs) / 2
-    )
+
+    def clock() -> float:
+        return sum(one.steps + one.warmup_steps for one in runner.legs) / 2
+
+    legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.5, clock=clock)
     found = verify(experiment, arms(fast=local(16)), legs)
     assert found.seeds == 2
     assert any("no room for more than 2 seeds of fast's runs" in note for note in found.notes)

@@ -1,0 +1,202 @@
+"""Time to a target: the tuner that asks virtual trainers, beside the one that ranks ways of training by the seconds of a step alone.
+
+    python reports/tuner/targets.py            # twelve scenarios drawn by SEED; writes targets.json
+    python reports/tuner/targets.py --print    # the table of README.md, from it
+
+Each scenario is a small network on noisy labels, some with unlike data, on a cluster whose links are chosen so that in half of them the
+best K of plain local steps is 2 or 4. Both tuners run whole; "real" runs are simulated ones, with losses by virtual trainers. What each
+recommends is then priced anew: simulated seconds of a step times the median steps to the target over fresh seeds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fleetbench.config import encode
+from fleetbench.experiment import Experiment
+from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.profile import Profile, compute_key
+from fleetbench.result import RunResult
+from fleetbench.store import commit
+from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
+from fleetbench.workloads.models.registry import build_model
+from real.leg import Leg
+from sim.learning.virtual_training import train
+from sim.many.objective import StepTime
+from sim.run import simulate
+from tuner.tune import tune
+from tuner.ways import by_virtual_trainers, name_of
+
+SEED = 20261126
+HERE = Path(__file__).parent
+FRESH = range(100, 105)
+STEPS = 400
+LEVELS = (1, 2, 4, 8, 16)
+FORWARD_NS, BACKWARD_NS = 1_000_000, 2_000_000
+"""Of each layer."""
+SHARES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
+"""An all-reduce of all gradients over a step's compute."""
+
+
+def drawn(dice: random.Random, name: str, folder: Path) -> Experiment:
+    """A workload and its trainers; the target is what synchronous training has reached after half of the steps."""
+    workload = {
+        "model": "mlp",
+        "data": "synthetic",
+        "data_options": {"samples": 8192, "teacher": 32, "noise": dice.choice((0.1, 0.2, 0.3))},
+        "batch_size": dice.choice((8, 16)),
+        "steps": STEPS,
+        "eval_every": 5,
+        "lr": dice.choice((0.1, 0.2, 0.4)),
+        "unlike_data": dice.choice((0.0, 0.5)),
+    }
+    jitter = [{"kind": "jitter", "distribution": "exponential", "mean": dice.choice((0.1, 0.3))}]
+    cluster = {"nodes": dice.choice((4, 8)), "trainers_per_node": 1, "stragglers": jitter}
+    few = {"nccl_comm_num": [1], "thread_num": [1], "wire": ["fp32"], "fuse_grad_size_in_MB": [0.25, 32.0], "fusion": []}
+    few |= {"pairs": 8, "leg_steps": 48, "search_seconds": 600.0}
+    experiment = Experiment.from_dict({"name": name, "workload": workload, "cluster": cluster, "tune": few})
+    held_out = dict(train(experiment).held_out)
+    known = {"target_loss": round(held_out[STEPS // 2], 3), "profile": str(profiled(experiment, folder / f"{name}.toml"))}
+    return experiment.replace(workload=dataclasses.replace(experiment.workload, **known))
+
+
+def profiled(experiment: Experiment, path: Path) -> Path:
+    """Layer times by decree, for the real model's gradients."""
+    model = build_model(experiment.workload.model, experiment.workload.model_options, "float32", 0)
+    names = [(name, parameter.numel()) for name, parameter in model.named_parameters()]
+    layers, left = [], len(names) // 2
+    for index in range(0, len(names), 2):
+        ready = left * BACKWARD_NS
+        gradients = tuple(Gradient(name=name, numel=numel, ready=ready) for name, numel in reversed(names[index : index + 2]))
+        layers.append(Layer(name=names[index][0].rpartition(".")[0], gradients=gradients, forward=FORWARD_NS, backward=BACKWARD_NS))
+        left -= 1
+    table = LayerTable(key=compute_key(experiment, DistributedStrategy()), layers=tuple(layers))
+    Profile(machine="none", created="never", tables=(table,)).save(path)
+    return path
+
+
+def linked(experiment: Experiment, share: float) -> Experiment:
+    """With links whose all-reduce of all gradients takes ``share`` of a step's compute, a tenth of it latency."""
+    model = build_model(experiment.workload.model, experiment.workload.model_options, "float32", 0)
+    trainers, layers = experiment.cluster.trainers, len([*model.parameters()]) // 2
+    nbytes, seconds = 4 * sum(value.numel() for value in model.parameters()), share * layers * (FORWARD_NS + BACKWARD_NS) * 1e-9
+    bandwidth = 2 * (trainers - 1) / trainers * nbytes / (0.9 * seconds)
+    latency = 0.1 * seconds / (2 * (trainers - 1))
+    inter = {"bandwidth": f"{bandwidth / 1e6:.6g} MB/s", "latency": f"{latency * 1e6:.6g} us"}
+    data = encode(experiment)
+    return Experiment.from_dict(data | {"cluster": data["cluster"] | {"inter": inter}})
+
+
+def local(k_steps: int) -> DistributedStrategy:
+    """Plain local steps."""
+    return DistributedStrategy(localsgd=k_steps > 1, localsgd_configs=LocalSGDConfigs(k_steps=k_steps))
+
+
+def median_steps(experiment: Experiment, seeds: Sequence[int] = FRESH) -> float:
+    """Over fresh seeds; infinite where half never arrive."""
+    runs = (experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)) for seed in seeds)
+    return statistics.median(math.inf if steps is None else steps for steps in map(by_virtual_trainers, runs))
+
+
+def seconds_of(experiment: Experiment, strategy: DistributedStrategy) -> float:
+    """Of a step, over sixty rounds of the largest K."""
+    longer = experiment.replace(workload=dataclasses.replace(experiment.workload, steps=960))
+    return StepTime(longer)(strategy)
+
+
+@dataclass
+class SimulatedRuns:
+    """Runs legs in the simulator; those to the target have what virtual trainers learn."""
+
+    experiment: Experiment
+    startup_s: float = 0.0
+    known: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, leg: Leg) -> RunResult:
+        """See ``tuner.real_runs.Runner``; windows of stragglers are seeds here."""
+        run = dataclasses.replace(self.experiment.run, seed=leg.seed if leg.seed is not None else leg.window + 1)
+        workload = dataclasses.replace(self.experiment.workload, steps=leg.steps)
+        own = self.experiment.replace(run=run, workload=workload, strategy=leg.strategy)
+        return simulate(own, timeline=False, learnt=train(own) if leg.evaluate else None)
+
+    def together(self, legs: Sequence[Leg]) -> None:
+        """Nothing."""
+
+
+def scenario(dice: random.Random, name: str, folder: Path, *, wants_middle: bool) -> dict[str, Any] | None:
+    """One row; none where no link makes the best K what is wanted."""
+    experiment = drawn(dice, name, folder)
+    updates = {k: median_steps(experiment.replace(strategy=local(k))) for k in LEVELS}
+    shares = dice.sample(SHARES, len(SHARES))
+    for share in shares:
+        own = linked(experiment, share)
+        best = min(LEVELS, key=lambda k: updates[k] * seconds_of(own, local(k)))
+        if (best in (2, 4)) == wants_middle:
+            break
+    else:
+        return None
+    row: dict[str, Any] = {"name": name, "share": share, "best_k": best, "updates": updates, "experiment": encode(own)}
+    for tuner in ("before", "now"):
+        stands_in = simulate if tuner == "before" else None  # beside which no virtual trainers are asked
+        found, _ = tune(own, out=folder / name / tuner, runner=SimulatedRuns(own), simulate=stands_in)
+        steps, step_s = median_steps(own.replace(strategy=found.strategy)), seconds_of(own, found.strategy)
+        row[tuner] = {"line": found.line, "way": name_of(found.strategy), "steps": steps, "seconds": steps * step_s, "notes": found.notes}
+    row["gain"] = row["before"]["seconds"] / row["now"]["seconds"]
+    row["gain_over_default"] = updates[1] * seconds_of(own, DistributedStrategy()) / row["now"]["seconds"]
+    return row
+
+
+def measure() -> None:
+    """All scenarios, one after the other."""
+    dice, rows = random.Random(SEED), list[dict[str, Any]]()  # noqa: S311  # drawn again by who checks it
+    with tempfile.TemporaryDirectory() as folder:
+        for draw in range(60):
+            wants_middle = sum(row["best_k"] in (2, 4) for row in rows) < 6
+            row = scenario(dice, f"drawn-{draw}", Path(folder), wants_middle=wants_middle)
+            if row is not None:
+                rows.append(row)
+                print(line_of(row), flush=True)
+            if len(rows) == 12:
+                break
+    found = {"commit": commit(), "seed": SEED, "rows": rows}
+    (HERE / "targets.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    cluster, workload = row["experiment"]["cluster"], row["experiment"]["workload"]
+    steps = " / ".join("never" if math.isinf(value) else f"{value:.0f}" for value in row["updates"].values())
+    cells = [
+        f"{cluster['nodes']}",
+        f"{workload.get('unlike_data', 0)}",
+        f"{row['share']:g}",
+        steps,
+        row["before"]["way"],
+        row["now"]["way"],
+    ]
+    gains = (f"{row[name]:.2f}x" for name in ("gain_over_default", "gain"))
+    return f"| {' | '.join([*cells, *gains])} |"
+
+
+def show() -> None:
+    """The table."""
+    rows = json.loads((HERE / "targets.json").read_text(encoding="utf-8"))["rows"]
+    print("| trainers | unlike data | exchange / compute | steps at K = 1 / 2 / 4 / 8 / 16 | before | now | over default | over before |")
+    print("|---|---|---|---|---|---|---|---|")
+    print("\n".join(map(line_of, rows)))
+    gains = [row["gain"] for row in rows]
+    print(f"geometric mean {statistics.geometric_mean(gains):.2f}x, least {min(gains):.2f}x")
+
+
+if __name__ == "__main__":
+    show() if sys.argv[1:] == ["--print"] else measure()

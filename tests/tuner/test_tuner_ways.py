@@ -1,0 +1,164 @@
+"""Ways of training, against virtual trainings to the last step, planted counts of steps, and a problem whose best K is neither end."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tuner_fakes import FakeRunner, profiled_experiment, target_experiment
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.strategy import AdaptiveLocalSGDConfigs, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
+from sim.learning.virtual_training import train
+from tuner.search import Search, search
+from tuner.space import search_space
+from tuner.tune import tune
+from tuner.ways import OUTER, by_virtual_trainers, name_of, price_ways
+
+LOCAL = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=4))
+DILOCO = LOCAL.replace(localsgd_configs=replace(LOCAL.localsgd_configs, **OUTER))
+MERGED = DistributedStrategy(gradient_merge=True, gradient_merge_configs=GradientMergeConfigs(k_steps=2))
+UPDATES = {(1, False, 1): 100.0, (4, False, 1): 110.0, (16, False, 1): 300.0, (4, True, 1): 90.0, (16, True, 1): None, (1, False, 2): 150.0}
+"""Planted steps to the target by K, outer optimizer and merged gradients."""
+
+
+def step_s(strategy: DistributedStrategy) -> float:
+    """10 ms of compute, and an exchange of 10 ms, which local steps and merged gradients share; buckets of 1 MB take 1 ms off it."""
+    every = strategy.local_steps * strategy.gradient_merge_configs.k_steps
+    return 0.010 + (0.009 if strategy.fuse_grad_size_in_MB == 1.0 else 0.010) / every
+
+
+def planted(experiment: Experiment) -> float | None:
+    """Steps to the target; above the default's rate as many fewer."""
+    strategy = experiment.strategy
+    rate = experiment.workload.lr / 0.1
+    steps = UPDATES[strategy.local_steps, strategy.localsgd_configs.has_outer, strategy.gradient_merge_configs.k_steps]
+    return None if steps is None else steps / rate if rate > 1 else steps
+
+
+def searched(tmp_path: Path, **tune: object) -> tuple[Experiment, Search]:
+    """An experiment with few choices, and its search."""
+    wanted = {"local_steps": (1, 4, 16), "gradient_merge": (1, 2), "fuse_grad_size_in_MB": (1.0, 32.0), "wire": ("fp32",)} | tune
+    experiment = profiled_experiment(tmp_path, thread_num=(1,), nccl_comm_num=(1,), **wanted)
+    experiment = experiment.replace(workload=replace(experiment.workload, lr=0.1))
+    return experiment, search(experiment, search_space(experiment), DistributedStrategy(), out=tmp_path, step_s=step_s)
+
+
+def test_steps_times_seconds_choose_and_not_seconds_alone(tmp_path: Path) -> None:
+    """By hand: 100 steps of 19 ms, 110 of 12.25, 90 of 12.25, 300 of 10.6, 150 of 14.5: DiLoCo with K = 4 first, K = 4 second.
+
+    One of the default's own way stays among them; what never arrives is left out, and each way takes the best bucket size.
+    """
+    experiment, found = searched(tmp_path)
+    ways = price_ways(experiment, found, step_s, planted)
+    best = found.best(3, ways.others, ways.seconds)
+    assert [name_of(tried.strategy) for tried in best] == ["K = 4 and an outer optimizer", "K = 4", "synchronous"]
+    assert [ways.seconds(tried) for tried in best] == pytest.approx([90 * 0.01225, 110 * 0.01225, 100 * 0.019])
+    assert {tried.strategy.fuse_grad_size_in_MB for tried in best} == {1.0}
+    assert [name_of(tried.strategy) for tried in found.best(3)] == ["K = 16", "K = 4", "synchronous"]
+    every = found.best(20, ways.others, ways.seconds)
+    assert "K = 16 and an outer optimizer" not in {name_of(tried.strategy) for tried in every}
+    assert "2 gradients merged" in "; ".join(name_of(tried.strategy) for tried in every)
+
+
+def test_it_says_what_each_way_takes_and_that_another_rate_is_better(tmp_path: Path) -> None:
+    """Twice the learning rate halves the planted steps; half of it changes nothing, and is not worth a word."""
+    experiment, found = searched(tmp_path)
+    notes = price_ways(experiment, found, step_s, planted).notes
+    assert notes[0] == (
+        "steps to loss 0.5, by virtual trainers of seed 0: synchronous 100, K = 16 300, K = 16 and an outer optimizer never, K = 4 110, "
+        "K = 4 and an outer optimizer 90, synchronous and 2 gradients merged 150"
+    )
+    assert notes[1] == "with workload.lr = 0.2 the default itself takes 50 steps, and now takes 100 steps: set that first"
+    assert len(notes) == 2
+
+
+def test_what_there_is_no_time_for_is_named_and_left_out(tmp_path: Path) -> None:
+    """The default's training and the next may take all of the time: then nothing is known, and the seconds of a step rank, as ever."""
+    experiment, found = searched(tmp_path, search_seconds=1e-9, trials=1000)
+    ways = price_ways(experiment, found, step_s, planted)
+    assert len(ways.notes) == 1
+    assert ways.notes[0].endswith("tune.search_seconds has no room for virtual trainers of more than the default")
+    assert found.best(3, ways.others, ways.seconds) == found.best(3)
+
+
+@pytest.mark.parametrize("without", [{"target_loss": None}, {"model": "layers"}, {"launcher": "command"}, {"learn": None}])
+def test_nothing_is_asked_where_nothing_is_learnt(tmp_path: Path, without: dict[str, object]) -> None:
+    """No target, no model, a script's own model, or a simulator that stands in."""
+    experiment, found = searched(tmp_path)
+    learn: Callable[[Experiment], float | None] | None = pytest.fail
+    if "target_loss" in without:
+        experiment = experiment.replace(workload=replace(experiment.workload, target_loss=None))
+    elif "model" in without:
+        experiment = target_experiment()
+    elif "launcher" in without:
+        experiment = experiment.replace(run=replace(experiment.run, launcher="command"))
+    else:
+        learn = None
+    ways = price_ways(experiment, found, step_s, learn)
+    assert (ways.updates, ways.others, ways.notes) == ({}, (), ())
+
+
+def test_what_virtual_trainers_refuse_is_said(tmp_path: Path) -> None:
+    """The ways are then ranked by their steps' times."""
+    experiment, found = searched(tmp_path)
+
+    def refuses(_: Experiment) -> float | None:
+        raise ConfigError("do not fit into memory", "cluster")
+
+    ways = price_ways(experiment, found, step_s, refuses)
+    assert ways.notes == (
+        "ways of training are ranked by the seconds of a step alone: virtual trainers say cluster: do not fit into memory",
+    )
+
+
+@pytest.mark.parametrize("strategy", [DistributedStrategy(), LOCAL, DILOCO, MERGED], ids=["synchronous", "local", "outer", "merged"])
+def test_a_training_to_the_target_is_the_begin_of_the_whole_one(strategy: DistributedStrategy) -> None:
+    """Same losses and held-out losses up to there, the same crossing; and it is the trajectory of an experiment of so many steps."""
+    workload = {"model": "digits_mlp", "steps": 60, "eval_every": 2, "lr": 0.3, "target_loss": 1.6}
+    experiment = Experiment.from_dict({"name": "small", "workload": workload, "cluster": {"trainers_per_node": 2}})
+    experiment = experiment.replace(strategy=strategy)
+    whole, early = train(experiment), train(experiment, until=1.6)
+    reached = whole.crossing(1.6)
+    assert reached is not None
+    last = reached.step + 2 * 2
+    assert early.workload.steps == last < 60
+    assert early.losses.tolist() == whole.losses[: len(early.losses)].tolist()
+    assert early.held_out == whole.held_out[: len(early.held_out)]
+    assert by_virtual_trainers(experiment) == early.crossing(1.6).smooth == reached.smooth  # type: ignore[union-attr]
+    short = train(experiment.replace(workload=replace(experiment.workload, steps=last)))
+    assert (short.key, short.final_loss, short.local_steps) == (early.key, early.final_loss, early.local_steps)
+
+
+def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path) -> None:
+    """Real simulator and virtual trainers, runs by formula: what is recommended has the least product of steps and seconds.
+
+    Arms have the steps that virtual trainers took, and the runs to the target are those of the first in that order.
+    """
+    experiment = profiled_experiment(
+        tmp_path, local_steps=(1, 4), gradient_merge=(1,), thread_num=(1,), nccl_comm_num=(1,), wire=("fp32",), pairs=8, trials=60
+    )
+    workload = replace(experiment.workload, steps=60, eval_every=2, lr=0.3, target_loss=1.0)
+    experiment = experiment.replace(workload=workload)
+    learn = functools.cache(lambda strategy: by_virtual_trainers(experiment.replace(strategy=strategy)))
+    runner = FakeRunner(experiment, step_s, updates=lambda leg: learn(leg.strategy))
+    found, _ = tune(experiment, out=tmp_path, runner=runner)
+    known = {name_of(arm.strategy): arm.virtual_updates for arm in found.arms}
+    assert known["synchronous"] == learn(DistributedStrategy())
+    assert {"synchronous", "K = 4", "K = 4 and an outer optimizer"} <= known.keys()
+    expected = {name: steps * step_s(arm.strategy) for arm in found.arms if (steps := known[name := name_of(arm.strategy)]) is not None}
+    best = min(expected, key=lambda name: expected[name])
+    assert name_of(found.strategy) == best
+    assert any("by virtual trainers of seed 0" in note for note in found.notes)
+
+
+def test_ways_are_named() -> None:
+    """As the notes have them."""
+    names = [name_of(strategy) for strategy in (DistributedStrategy(), LOCAL, DILOCO, MERGED)]
+    assert names == ["synchronous", "K = 4", "K = 4 and an outer optimizer", "synchronous and 2 gradients merged"]
+    adaptive = DistributedStrategy(adaptive_localsgd=True, adaptive_localsgd_configs=AdaptiveLocalSGDConfigs(init_k_steps=2))
+    assert name_of(adaptive) == "adaptive K"
