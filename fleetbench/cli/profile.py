@@ -78,11 +78,16 @@ def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
     from fleetbench.report.folder import save_profile
 
     folder = save_profile(taken.experiment, taken.profile, taken.runs, arguments.out)
+    buffers = own_table(taken.experiment, taken.profile).buffers_nbytes
+    broadcast_s = _broadcast_s(folder, buffers)
     if arguments.json:
-        emit(json.dumps(encode(taken.profile) | {"folder": str(folder)}, indent=1))
+        found = {"ddp_buffers_broadcast_s": broadcast_s, "folder": str(folder)}
+        emit(json.dumps(encode(taken.profile) | found, indent=1))
         say(f"profile: {folder}")
         return 0
     print_profile(taken.experiment, taken.profile)
+    if buffers:
+        emit(_buffers(buffers, broadcast_s))
     if said:
         emit(said)
     emit(f"profile: {folder / 'profile.toml'}")
@@ -148,6 +153,26 @@ def own_table(experiment: Experiment, profile: Profile) -> LayerTable:
 
     key = compute_key(experiment)
     return next((table for table in profile.tables if table.key == key), profile.tables[0])
+
+
+def _broadcast_s(folder: Path, nbytes: int) -> float | None:
+    """What DDP's broadcast of the buffers takes, on the cluster of a profile's folder; None where its links are not known."""
+    from fleetbench.experiment import Experiment
+    from sim.network.routes import broadcast_ns
+
+    try:
+        return broadcast_ns(Experiment.load(folder / "measured.toml"), nbytes) * 1e-9 if nbytes else 0.0
+    except ConfigError:
+        return None
+
+
+def _buffers(nbytes: int, broadcast_s: float | None) -> str:
+    """What the buffers cost under DDP, and how to be rid of that."""
+    took = "over a link that is not known" if broadcast_s is None else f"in {units.seconds(broadcast_s)}"
+    return (
+        f"buffers: {units.size(nbytes)}. DDP broadcasts them before every forward, {took}; training does not need it. "
+        "fleet leaves each trainer its own; with DDP, set broadcast_buffers=False"
+    )
 
 
 def layers_table(table: LayerTable) -> Table:

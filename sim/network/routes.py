@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 
+from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.operations import COLLECTIVES, Collective, Operation
 from sim.network.algorithms import ALGORITHMS, Ranks, ring
@@ -95,3 +96,14 @@ def way(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> 
     if name in GENERATIONS:
         return Nccl(GENERATIONS[name], kind, ranks, links, rows=rows)
     return ALGORITHMS[name](kind, ranks, links, rows=rows)
+
+
+def broadcast_ns(experiment: Experiment, nbytes: int) -> int:
+    """What a broadcast of ``nbytes`` from rank 0 to all trainers takes alone, as DDP's of a model's buffers.
+
+    Raises ``ConfigError`` for a link that is neither declared nor measured.
+    """
+    if experiment.cluster.trainers == 1:
+        return 0
+    cost = way("broadcast", range(experiment.cluster.trainers), Links.of(experiment)).route(nbytes).cost
+    return cost.latency_ns + round(cost.transfer_ns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from fleetbench.cli.profile import show
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.plan.layers import Layer, LayerTable
 from fleetbench.profile import Profile, compute_key
+from fleetbench.quantities import Bytes, Nanoseconds
+from real.profile.measuring import Taken
 
 EXPERIMENT = """\
 name = "mine"
@@ -115,3 +120,41 @@ def test_a_profile_without_its_servers_says_so(
     assert ended.code == 2
     assert "enough is known" in ended.err
     assert ("note: no server runs" in ended.err) is says
+
+
+def _shown(cluster: dict, folder: Path, *, nbytes: int, as_json: bool = False) -> None:
+    experiment = Experiment.from_dict({"name": "mine", "cluster": cluster})
+    layer = Layer(name="a", forward=Nanoseconds(1), backward=Nanoseconds(1))
+    table = LayerTable(key=compute_key(experiment), layers=(layer,), buffers_nbytes=Bytes(nbytes))
+    taken = Taken(experiment=experiment, profile=Profile(machine="m", created="c", tables=(table,)), runs={})
+    assert show(taken, argparse.Namespace(out=folder, json=as_json)) == 0
+
+
+TWO_NODES = {
+    "nodes": 2,
+    "trainers_per_node": 2,
+    "intra": {"bandwidth": "8 GB/s", "latency": "3 us", "payload": True},
+    "inter": {"bandwidth": "100 MB/s", "latency": "40 us", "payload": True},
+}
+
+
+def test_a_profile_says_what_ddp_broadcasts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Along the ring over four ranks, of which the second and third are on two nodes: 3 + 40 + 3 us and S / 100 MB/s."""
+    _shown(TWO_NODES, tmp_path, nbytes=1_000_000, as_json=True)
+    assert json.loads(capsys.readouterr().out)["ddp_buffers_broadcast_s"] == pytest.approx(46e-6 + 1e-2, abs=1e-9)
+    _shown(TWO_NODES, tmp_path, nbytes=1_000_000)
+    told = capsys.readouterr().out
+    assert "buffers: 1.00 MB. DDP broadcasts them before every forward, in 10.05 ms" in told
+    assert "set broadcast_buffers=False" in told
+
+
+def test_a_profile_without_buffers_or_link_claims_no_broadcast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is said of buffers that there are none of; of an unknown link the time is left out."""
+    _shown(TWO_NODES, tmp_path, nbytes=0)
+    assert "buffers: " not in capsys.readouterr().out
+    _shown({"nodes": 2}, tmp_path, nbytes=8)
+    assert "over a link that is not known" in capsys.readouterr().out
+    _shown({"nodes": 2}, tmp_path, nbytes=8, as_json=True)
+    assert json.loads(capsys.readouterr().out)["ddp_buffers_broadcast_s"] is None
+    _shown({}, tmp_path, nbytes=8, as_json=True)
+    assert json.loads(capsys.readouterr().out)["ddp_buffers_broadcast_s"] == 0.0
