@@ -24,7 +24,7 @@ from fleetbench.timeline import MOST_EVENTS, TIMELINE_FILE
 from sim.execution import Execution, Wanted
 from sim.learning.trajectory import WHO, Trajectory, key_of
 from sim.limits import MOST_REMEMBERED, at_most
-from sim.scenario import Scenario, not_realised
+from sim.scenario import Scenario, not_realised, wire_notes
 from sim.servers.actor import Order
 from sim.servers.simulate import simulate_servers
 
@@ -80,6 +80,7 @@ def simulate(
         if table:
             at_most(rows, MOST_REMEMBERED, "rows", "--table", "drop --table: the summary has means and quantiles")
         execution = _execute(scenario, wanted, engine, step_done)
+        execution = dataclasses.replace(execution, notes=(*execution.notes, *wire_notes(scenario.plan, scenario.links)))
     if execution.end_ns == 0:
         raise takes_no_time()
     skipped = [*not_realised(experiment, learnt=learnt is not None), *execution.notes]

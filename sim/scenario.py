@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Collection
@@ -21,13 +22,14 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.state import State
 from fleetbench.plan.training import PLANNED, CollectiveTraining, family
 from fleetbench.profile import COMPUTE_ONLY, all_reduce_cost, profile_of, table_for
-from fleetbench.result import skip
+from fleetbench.result import skip, slower_wire
 from fleetbench.stragglers import LARGEST, ONE, Episode, Integers, Trace, draws
 from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
 from fleetbench.workload import LAYERS, OPTIMIZER_STATE
 from sim.learning.trajectory import Trajectory
 from sim.limits import refuse_large
 from sim.network.links import Links
+from sim.network.routes import Routes
 
 _CLUSTER = """
 nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth cores_per_node gpu racks node_overrides stragglers
@@ -150,6 +152,16 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
         (experiment.run.environment, "run.environment", "no process is started"),
     )
     return found + [skip(name, why) for is_set, name, why in left_out if is_set]
+
+
+def wire_notes(plan: Plan, links: Links) -> list[dict[str, str]]:
+    """Says so where a round's exchange in INT8 takes longer than it would in FP32."""
+    routes, world = Routes(links), tuple(range(plan.trainers))
+    own = [operation for operation in plan.exchange if operation.wire_dtype == "int8"]
+    plain = [dataclasses.replace(operation, wire_dtype=None, nbytes=plan.buckets[operation.bucket or 0].nbytes) for operation in own]
+    costs = [[routes.of(operation, world).cost for operation in operations] for operations in (own, plain)]
+    int8_s, fp32_s = (float(sum(cost.latency_ns + cost.transfer_ns for cost in of)) * 1e-9 for of in costs)
+    return slower_wire(int8_s, fp32_s)
 
 
 def _unlimited(cluster: Cluster, *, served: bool) -> list[dict[str, str]]:

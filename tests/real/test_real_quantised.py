@@ -19,10 +19,12 @@ from fleetbench.plan.operations import Operation, wire_bytes
 from fleetbench.profile import Communication
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
+from fleetbench.timeline import COMMUNICATION, Span
 from fleetbench.workload import LayerSpec, Workload
+from real.job.results import _wire_notes
 from sim.network.routes import Routes
 from sim.run import simulate
-from sim.scenario import Scenario
+from sim.scenario import Scenario, wire_notes
 
 RANK = Path(__file__).with_name("quantised_rank.py")
 _LINK = Link(bandwidth=BitsPerSecond(10**9), latency=Nanoseconds(1000))
@@ -165,6 +167,7 @@ def test_the_simulator_counts_its_bytes_and_what_it_computes() -> None:
         assert summary.bytes_sent_per_trainer == 2 * 3 * nbytes // 4
         assert summary.wall_s == pytest.approx(4e-3 + 6 * 1e-6 + 2 * 3 / 4 * nbytes * 8e-9, abs=1e-8)
     scenario = Scenario.of(experiment)
+    assert wire_notes(scenario.plan, scenario.links) == []
     slow = dataclasses.replace(
         scenario.links, measured=Communication(backend="gloo", trainers=4, link=_LINK, quantise=Nanoseconds(20 * 10**6))
     )
@@ -172,3 +175,13 @@ def test_the_simulator_counts_its_bytes_and_what_it_computes() -> None:
     costs = [Routes(links).of(operation, (0, 1, 2, 3)).cost for links in (scenario.links, slow)]
     assert costs[1].latency_ns - costs[0].latency_ns == round(20 * nbytes)
     assert costs[1].transfer_ns == costs[0].transfer_ns
+    (note,) = wire_notes(scenario.plan, dataclasses.replace(slow, measured=dataclasses.replace(slow.measured, quantise=Nanoseconds(10**9))))
+    assert note["what"] == "strategy.localsgd_configs.outer_wire"
+
+
+def test_a_run_says_when_quantising_takes_longer_than_it_saves() -> None:
+    """From its spans: 10 ms on the wire are 39 ms in FP32, so 40 ms in all are too many, and 38 are not."""
+    for took_ms, num_notes in ((38, 0), (40, 1)):
+        times = {"all_reduce 0": took_ms, "all_to_all 0": 6, "all_gather 0": 4, "all_reduce None": 500}
+        spans = [Span(rank, COMMUNICATION, name, 0, (1 + rank) * ms * 10**6) for rank in range(2) for name, ms in times.items()]
+        assert len(_wire_notes(spans)) == num_notes
