@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from processes import forked_launches
 
 from fleetbench.cli.main import main
 from fleetbench.fleet_names import ALIASES, NO_EFFECT
@@ -62,7 +63,8 @@ def test_the_readmes_commands_run(folder: Path, monkeypatch: pytest.MonkeyPatch,
         line = ["bash", "-c", f"printf '%s\\0' {command}"]
         words = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
         assert words[0] == "fleetbench"
-        assert main(words[1:]) == 0, f"{command}\n{capsys.readouterr()}"
+        with forked_launches():
+            assert main(words[1:]) == 0, f"{command}\n{capsys.readouterr()}"
 
 
 def test_generated_pages_are_current() -> None:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from processes import fork_command
 
 from fleetbench.cli import examination
 from fleetbench.cli.examination import Findings
 
 
 @pytest.fixture(scope="module")
-def findings() -> dict[str, object]:
+def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """The findings as JSON; another process, because importing torch sets environment variables."""
-    done = subprocess.run([sys.executable, "-m", "fleetbench", "doctor", "--json"], capture_output=True, text=True, timeout=100, check=True)
-    found: dict[str, object] = json.loads(done.stdout)
+    folder = tmp_path_factory.mktemp("doctor")
+    assert fork_command(["doctor", "--json"], folder / "said", folder).wait(100) == 0
+    found: dict[str, object] = json.loads((folder / "said").read_text(encoding="utf-8"))
     return found
 
 

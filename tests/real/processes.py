@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,11 +78,9 @@ def run_python(arguments: Sequence[str | Path], folder: Path, timeout_s: float =
 
 
 def run_each_end(begin: str, ends: Sequence[str], folder: Path, timeout_s: float = 60.0) -> list[Ended]:
-    """Run ``begin`` and one of ``ends`` after the other, as a script; each ends as Python itself ends a process, all at the same time.
-
-    What ``begin`` imports is imported once.
-    """
-    subprocess.run([sys.executable, str(EACH_END), begin, json.dumps(ends), str(folder)], check=True, timeout=timeout_s)
+    """Run ``begin`` and one of ``ends`` after the other, as a script; each ends as Python itself ends a process, all at the same time."""
+    done = run_python([EACH_END, begin, json.dumps(ends), folder], folder, timeout_s)
+    assert done.code == 0, done.out
     codes = json.loads((folder / "codes.json").read_text(encoding="utf-8"))
     texts = [[(folder / f"{number}.{name}").read_text(encoding="utf-8") for name in ("out", "err")] for number in range(len(ends))]
     return [Ended(code, *both) for code, both in zip(codes, texts, strict=True)]

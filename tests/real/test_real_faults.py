@@ -26,8 +26,9 @@ from real.job.launcher import launch_script
 from real.job.session import Session
 from real.leg import Leg
 from real.processes.diagnosis import RankError, diagnose
-from real.processes.fork_server import shared
+from real.processes.fork_server import fork_server, shared
 from real.processes.place import sweep
+from real.processes.started import QUIET
 
 LEG = Leg(steps=100_000, warmup_steps=0)
 SCRIPT = Path(__file__).with_name("struck_script.py")
@@ -179,20 +180,20 @@ def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
     """SIGKILL of the driver: the kernel ends the workers, and the next start takes its folder away."""
     script = tmp_path / "driver.py"
     script.write_text(
+        "import tempfile\ntempfile.tempdir = None\n"  # what has imported torch has asked for it
         "from real.job.session import Session\nfrom real.leg import Leg\nfrom fleetbench.experiment import Experiment\n"
         "w = {'model': 'mlp', 'data': 'synthetic', 'batch_size': 8}\n"
         "e = Experiment.from_dict({'workload': w, 'cluster': {'trainers_per_node': 2}})\n"
         "def p(step, total):\n    if step > 5: print('training', flush=True)\n"
         "with Session(e) as s: s.run(Leg(steps=1000000), p)\n"
     )
-    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)})
-    assert driver.stdout is not None
-    assert driver.stdout.readline() == b"training\n"
+    driver = fork_server({**os.environ, **QUIET}).fork([str(script)], tmp_path / "said", {"TMPDIR": str(tmp_path)})
+    while driver.poll() is None and "training\n" not in (tmp_path / "said").read_text(encoding="utf-8"):
+        time.sleep(0.02)
     children = psutil.Process(driver.pid).children(recursive=True)
     assert len(children) >= 3
     driver.kill()
-    driver.wait()
-    driver.stdout.close()
+    assert driver.wait() == -signal.SIGKILL
     _, alive = psutil.wait_procs(children, timeout=10)
     for process in alive:
         process.kill()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from alone import AloneMeeting, Training
+from processes import run_python
 from torch import nn
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
@@ -57,8 +56,10 @@ def serve(*models: tuple[Path, tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
     """What a process without these packages makes of what each model is given."""
     for path, given in models:
         torch.save(given, f"{path}.given.pt")
-    command = [sys.executable, "-W", "ignore", "-c", SERVER, *(str(path) for path, _ in models)]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    folder = models[0][0].parent
+    (folder / "server.py").write_text(SERVER, encoding="utf-8")
+    done = run_python([folder / "server.py", *(str(path) for path, _ in models)], folder)
+    assert done.code == 0, done.out
     return [torch.load(f"{path}.answer.pt", weights_only=True) for path, _ in models]
 
 

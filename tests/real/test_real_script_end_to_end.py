@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import forked_launches
+from processes import forked_launches, run_python
 from torch import nn
 
 from fleetbench.experiment import Experiment
@@ -125,7 +125,8 @@ def test_an_ordinary_run_knows_nothing_of_it(tmp_path: Path) -> None:
         "assert 'step' not in vars(optimizer)\n"
         "assert not [name for name in sys.modules if name.startswith('real.job.')]\n"
     )
-    subprocess.run([sys.executable, str(path)], check=True, timeout=60)
+    done = run_python([path], tmp_path)
+    assert done.code == 0, done.out
 
 
 @pytest.mark.slow

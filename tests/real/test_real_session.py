@@ -14,8 +14,10 @@ import torch
 from sim_cases import with_profile
 
 from fleetbench.experiment import Experiment
+from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.plan.training import family
 from fleetbench.profile import Profile, compute_key, table_for
+from fleetbench.quantities import Nanoseconds
 from fleetbench.result import step_times
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.data.data import held_out, open_batches, prepare
@@ -53,8 +55,11 @@ def experiment() -> Experiment:
 
 @pytest.fixture(scope="module")
 def profile(experiment: Experiment) -> Profile:
-    """Measured here and now."""
-    return take_profile(experiment)
+    """Measured here and now, in short legs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("real.profile.legs.STEPS", 30)
+        patch.setattr("real.profile.legs.Legs.run.__defaults__", (30,))
+        return take_profile(experiment)
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +122,14 @@ def test_real_and_simulated_plans_are_one(session: Session, experiment: Experime
 
 
 @pytest.mark.alone
-def test_injected_stragglers_are_seen_where_they_were_put(session: Session, experiment: Experiment, profile: Profile) -> None:
-    """Trainer 1 computes three profiled times longer than trainer 0, and trainer 0 is the one that waits."""
-    table = table_for(experiment, profile)
-    result = session.run(Leg(strategy=experiment.strategy, steps=STEPS))
+def test_injected_stragglers_are_seen_where_they_were_put(experiment: Experiment) -> None:
+    """Trainer 1 computes three profiled times longer than trainer 0, and trainer 0 is the one that waits; by a profile of 6 ms."""
+    gradient = Gradient(name="all.weight", numel=100, ready=Nanoseconds(4_000_000))
+    layer = Layer(name="all", gradients=(gradient,), forward=Nanoseconds(2_000_000), backward=Nanoseconds(4_000_000))
+    table = LayerTable(key=compute_key(experiment), layers=(layer,))
+    by_hand = Profile(machine="by hand", created="2026-01-01", tables=(table,))
+    with Session(with_profile(experiment, by_hand)) as session:
+        result = session.run(Leg(strategy=experiment.strategy, steps=STEPS))
     counted = result.steps[result.steps["step"] >= 1].assign(compute_s=lambda frame: frame["forward_s"] + frame["backward_s"])
     by_rank = counted.groupby("rank")[["compute_s", "wait_s"]].median()
     added = 3 * (table.forward_ns + table.backward_ns) * 1e-9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -198,24 +199,27 @@ for name in ("steps.parquet", "summary.json", "timeline.json.gz", "plan.json"):
 """
 
 
-def test_the_same_file_gives_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+def test_the_same_file_gives_the_same_bytes_in_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Steps, summary (but its run id), timeline and plan do not depend on the process or its hash seed; the seed changes them."""
     several = HIERARCHY | {"hierarchical_variant": "reduce_scatter", "nccl_comm_num": 3, "sync_nccl_allreduce": False}
     jitter = (Jitter(mean=0.5), Jitter(distribution="exponential", mean=0.1))
     cluster = {"trainers_per_node": 2, "intra": link(80, 10), "inter": link(8, 100)}
     experiment = layered(LAYERS, **cluster, stragglers=jitter, strategy=several, steps=30, warmup_steps=2)
-    outputs = []
-    for number, (hash_seed, seed) in enumerate([("0", 0), ("4711", 0), ("0", 1)]):
-        file = tmp_path / f"{number}.toml"
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    lines = []
+    for seed in (0, 1):
+        file = tmp_path / f"{seed}.toml"
         file.write_text(experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)).to_toml(), encoding="utf-8")
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(file), str(tmp_path / f"runs{number}")],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        outputs.append(done.stdout.splitlines())
-    assert len(outputs[0]) == 4
-    assert outputs[0] == outputs[1]
-    assert all(one != other for one, other in zip(outputs[0][:3], outputs[2][:3], strict=True))
+        lines.append([str(tmp_path / "script.py"), str(file), str(tmp_path / "runs")])
+    environment = {**os.environ, "PYTHONHASHSEED": "4711"}
+    there = subprocess.run([sys.executable, *lines[0]], env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    here = []
+    for line in lines:
+        monkeypatch.setattr(sys, "argv", line)
+        runpy.run_path(line[0], run_name="__main__")
+        here.append(capsys.readouterr().out.splitlines())
+    assert len(there) == 4
+    assert there == here[0]
+    assert all(one != other for one, other in zip(there[:3], here[1][:3], strict=True))

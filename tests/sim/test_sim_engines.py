@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -268,9 +269,12 @@ def test_figures_come_from_whole_nanoseconds_and_bytes() -> None:
             assert simulate(large, engine=engine, table=table).summary.bytes_sent_per_trainer == 5 * (2**54 + 4)
 
 
-def test_vector_runs_are_the_same_bytes_in_every_process(tmp_path: Path) -> None:
-    """Two processes with different hash seeds write equal tables and, but for the run's id, equal summaries."""
-    script = """
+def test_vector_runs_are_the_same_bytes_in_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This process and one with another hash seed write equal tables and, but for the run's id, equal summaries."""
+    script = tmp_path / "script.py"
+    script.write_text("""
 import dataclasses, sys
 from sim_cases import layered, link
 from fleetbench.stragglers import Jitter
@@ -282,12 +286,13 @@ for name, strategy in (("local", local), ("free", free)):
     result = simulate(experiment, engine="vector")
     result.steps.to_parquet(f"{sys.argv[1]}-{name}.parquet", index=False)
     print(dataclasses.replace(result.summary, run_id="").to_json())
-"""
-    outputs = []
-    for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([*sys.path])}
-        command = [sys.executable, "-c", script, str(tmp_path / seed)]
-        outputs.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+""")
+    environment = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join([*sys.path])}
+    command = [sys.executable, str(script), str(tmp_path / "1")]
+    outputs = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout]
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / "2")])
+    runpy.run_path(str(script), run_name="__main__")
+    outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
     for name in ("local", "free"):
         assert (tmp_path / f"1-{name}.parquet").read_bytes() == (tmp_path / f"2-{name}.parquet").read_bytes()
