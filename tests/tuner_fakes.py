@@ -19,8 +19,18 @@ from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 
 StepS = Callable[[DistributedStrategy], float]
-FEW = {"trials": 30, "simulated_steps": 10, "leg_steps": 5, "pairs": 4, "fuse_grad_size_in_MB": (0.25, 1.0, 8.0, 32.0), "fusion": ()}
-"""Of ``[tune]``, unless a test asks for other: few sizes and no rules, for whatever is not about the search itself."""
+FEW: dict[str, object] = {
+    "trials": 30,
+    "simulated_steps": 10,
+    "leg_steps": 5,
+    "pairs": 4,
+    "local_steps": (1, 4, 16),
+    "fuse_grad_size_in_MB": (0.25, 1.0, 8.0, 32.0),
+    "fusion": (),
+    "wire": ("fp32",),
+    "update_by_bucket": (False,),
+}
+"""Of ``[tune]``, unless a test asks for other: few values and no rules, for whatever is not about the search space itself."""
 
 
 def layers_experiment(**tune: object) -> Experiment:

@@ -21,6 +21,8 @@ from fleetbench.plan.training import CollectiveTraining
 
 STEPS_PER_EPOCH = 7
 LR_PERIOD = 12
+EXAMPLES = settings.default.max_examples // 3
+"""Of each of sixty strategies: 8 in `make test`, 16 in `make test-all`, 50 in all."""
 
 NEEDED = {"update": ("gradient", "rows", "unused", "found_inf"), "merge": ("delta", "state", "buffers", "agreement", "loss")}
 """Payloads that must have arrived before an operation of the rank."""
@@ -129,7 +131,7 @@ class StrategyContract:
         """Plan, state, events and operations are JSON and come back equal."""
         assert Recording.from_dict(json.loads(json.dumps(recorded.to_dict()))) == recorded
 
-    @settings(max_examples=15)
+    @settings(max_examples=EXAMPLES)
     @given(data=st.data())
     def test_the_state_survives_its_saved_form(self, strategy: CollectiveTraining, recorded: Recording, data: st.DataObject) -> None:
         """A state saved anywhere, in the middle of a step, of an update or of a round, decides on as if nothing had happened."""
@@ -144,7 +146,7 @@ class StrategyContract:
             operations for _, _, operations in log[cut:]
         ]
 
-    @settings(max_examples=15)
+    @settings(max_examples=EXAMPLES)
     @given(first=st.integers(-6, 3), before=st.integers(0, 12), count=st.integers(1, 40))
     def test_whole_steps_equal_folding_on(self, strategy: CollectiveTraining, first: int, before: int, count: int) -> None:
         """Steps at a stroke are those that ``on`` decides, and leave its state; only an observed scalar keeps one from being had so."""
@@ -305,10 +307,10 @@ class StrategyContract:
                     assert [operation.kind for operation in operations].count("merge") == 1
                 assert decider.on(0, behind) == ()
 
-    def test_ranks_decide_alike(self, strategy: CollectiveTraining) -> None:
+    def test_ranks_decide_alike(self, strategy: CollectiveTraining, recorded: Recording) -> None:
         """All trainers issue the same operations in the same order."""
-        first, *others = [[operations for _, _, operations in _record(strategy, rank).log] for rank in range(3)]
-        assert all(other == first for other in others)
+        first = [operations for _, _, operations in recorded.log]
+        assert all([operations for _, _, operations in _record(strategy, rank).log] == first for rank in (1, 2))
 
     def test_an_unknown_event_changes_nothing(self, strategy: CollectiveTraining) -> None:
         """A strategy leaves events alone that are not its business: nothing starts, and the state stays, between steps and within one."""

@@ -1,10 +1,11 @@
 import dataclasses
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from tuner_fakes import layers_experiment, layers_with, profiled_experiment, target_experiment
+import tuner_fakes
 
 from fleetbench.config import encode
 from fleetbench.experiment import Experiment
@@ -12,6 +13,11 @@ from fleetbench.strategy import BuildStrategy, DistributedStrategy
 from tuner.space import Equivalence, Space, search_space
 
 RULES = ("merged_gradient", "optimal", "off")
+WHOLE: dict[str, object] = {"local_steps": (1, 2, 4, 8, 16), "wire": ("fp32", "fp16", "bf16"), "update_by_bucket": (False, True)}
+layers_experiment = partial(tuner_fakes.layers_experiment, **WHOLE)
+target_experiment = partial(tuner_fakes.target_experiment, **WHOLE)
+layers_with = partial(tuner_fakes.layers_with, **WHOLE)
+profiled_experiment = partial(tuner_fakes.profiled_experiment, **WHOLE)
 
 
 def with_strategy(experiment: Experiment, **changes: object) -> Experiment:
