@@ -7,24 +7,27 @@ STAMP := $(VENV)/installed
 # Every process of a test imports our packages: they are compiled once, also where the machine's settings forbid it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all tests lint reports clean
+.PHONY: demo test test-all beside lint reports clean
 
 demo: $(STAMP)
 	$(BIN)/fleetbench tune
 
+# What measures time runs alone, after all else; to collect its files takes seconds, to collect all a quarter of a minute.
+BESIDE := -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
+ALONE := -m alone $(shell grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)
 SLOW :=
 
-# mypy and the collection of the tests take a core each for half a minute: they run side by side.
+# mypy takes one core for most of a minute where it has no cache, and the tests wait at times: they run side by side.
 test: $(STAMP)
-	$(MAKE) --no-print-directory --jobs=2 lint tests
+	$(MAKE) --no-print-directory --jobs=2 lint beside
+	$(BIN)/python -m pytest -q $(SLOW) $(ALONE)
 
 # A fixed sample of each campaign; `make test SLOW=--whole` runs them whole, in hours.
 test-all:
 	$(MAKE) --no-print-directory SLOW=--slow test
 
-# Workers are forks of the process that has collected; what measures time runs after them, alone.
-tests: $(STAMP)
-	$(BIN)/python -m pytest -q $(SLOW) --workers 3
+beside: $(STAMP)
+	$(BIN)/python -m pytest -q $(SLOW) $(BESIDE)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from real.processes.fork_server import shared
 
+TESTS = Path(__file__).parent
 pytest.register_assert_rewrite("plan.contract")
 for profile, max_examples in (("short", 25), ("slow", 50), ("whole", 150)):  # of `make test`, `make test-all`, `make test SLOW=--whole`
     settings.register_profile(
@@ -45,13 +46,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     os.environ.setdefault("FLEETBENCH_BUSY", "accept")  # tests run side by side; those of busy machines set it otherwise
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if (worker := getattr(config, "workerinput", None)) and config.args == config.getini("testpaths"):
+        files = sorted(map(str, TESTS.rglob("test_*.py")))
+        first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        config.args[:] = files[first:] + files[:first]  # where nothing is cached, each rewrites the assertions of other files first
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--slow``, ``--whole`` and ``--workers``."""
+    """Add ``--slow`` and ``--whole``."""
     parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
     parser.addoption("--whole", action="store_true", help="run these, and campaigns whole instead of their samples")
-    parser.addoption("--workers", type=int, default=0, metavar="N", help="run files side by side, in N forks of this process")
 
 
 _LONGEST = (
@@ -93,17 +97,6 @@ def pytest_collection_finish() -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     gc.freeze()  # modules and tests stay: no collection looks at them again
-
-
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run tests side by side where it is asked for; otherwise as pytest does."""
-    num = session.config.getoption("--workers")
-    if not num or session.testsfailed or session.config.getoption("collectonly"):
-        return None
-    from forked_workers import run
-
-    run(session, num)
-    return True
 
 
 def _has_gpu() -> bool:
