@@ -44,6 +44,7 @@ AGAIN = (
     Script("strategies/summary.py"),
     Script("server_learning/tables.py"),
     Script("diloco/losses.py --tables"),
+    Script("simulate_only/session.py", spread=0.001),
 )
 ELSEWHERE = {
     "calibrate": "needs the table of ddl-benchmarks, which states no licence",
