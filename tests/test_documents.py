@@ -115,6 +115,19 @@ def test_a_page_answers_one_question_in_plain_english(page: Path) -> None:
     assert [found[0] for word in PRIVATE for found in re.finditer(rf"\b({word})\b", prose, re.IGNORECASE)] == []
 
 
+def test_every_page_says_where_its_figures_come_from() -> None:
+    """reports/figures.md names each page, in its table or as one without measured figures, and each page still says what stands there."""
+    text = (ROOT / "reports" / "figures.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+\.\w+) \| (.*?) \| \S.* \|$", text, re.MULTILINE)
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
+    said = {page.name: " ".join(page.read_text(encoding="utf-8").split()) for page in reversed(pages)}
+    without = set(re.findall(r"[\w.]+\.md", text.partition("## Pages without measured figures")[2]))
+    assert {name for name, _ in rows} | without == said.keys()
+    assert {name for name, _ in rows} & without <= {"README.md"}, "the README, and that of docs"
+    for name, figures in rows:
+        assert [figure for figure in re.findall(r"`([^`]+)`", figures) if figure not in said[name]] == [], name
+
+
 def test_figures_that_moved_are_named() -> None:
     """``make reports``: rows are told by their words, whatever their spaces; a number beyond the spread has moved, a new row has not."""
     again = runpy.run_path(str(ROOT / "reports" / "again.py"))
