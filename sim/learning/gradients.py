@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ Way = Callable[..., Computed]
 each ``(trainers, batch, ...)``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """What is computed: a model's loss, by trainer."""
 
@@ -64,12 +64,35 @@ class Problem:
     def forward(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: torch.Tensor) -> tuple[Any, Tensors]:
         """Of one trainer: the model's output, in full precision, and the buffers as the forward leaves them."""
         own = [buffer.clone() for buffer in buffers]
-        names = [*(name for name, _ in self.model.named_parameters()), *(name for name, _ in self.model.named_buffers())]
-        values = dict(zip(names, [*parameters, *own], strict=True))
         dtype = None if self.amp is None else _HALF[self.amp.dtype]
-        with nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype=dtype, cache_enabled=False):
-            output = torch.func.functional_call(self.model, values, (inputs,))
+        try:
+            self._hold([*parameters, *own])
+            with nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype=dtype, cache_enabled=False):
+                output = self.model(inputs)
+        finally:
+            self._hold(self._tensors)
         return output if dtype is None or output.dtype != dtype else output.float(), own
+
+    @cached_property
+    def _tensors(self) -> Tensors:
+        """The model's own parameters and buffers."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    @cached_property
+    def _places(self) -> list[list[tuple[dict[str, Any], str]]]:
+        """Where modules hold each of them; tied ones are held in several places."""
+        found: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for module in self.model.modules():
+            for held in (module._parameters, module._buffers):  # noqa: SLF001  # functional_call finds them again at each call: half of a small step
+                for name, tensor in held.items():
+                    found.setdefault(id(tensor), []).append((held, name))
+        return [found[id(tensor)] for tensor in self._tensors]
+
+    def _hold(self, tensors: Tensors) -> None:
+        """Let the model compute with these."""
+        for places, tensor in zip(self._places, tensors, strict=True):
+            for held, name in places:
+                held[name] = tensor
 
     def loop(self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor) -> Computed:
         """See ``Way``."""
