@@ -59,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 _LONGEST = (
-    "documents",
+    "quickstart",
     "notebooks",
     "real_parity",
     "real_as_ddp_or_refused",

@@ -1,24 +1,18 @@
-"""What the README shows really runs, and what pages say is current."""
+"""What pages say is current, leads somewhere, and is plain English."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import runpy
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from processes import forked_launches
 
-from fleetbench.cli.main import main
 from fleetbench.fleet_names import ALIASES, NO_EFFECT
 from fleetbench.strategy import BuildStrategy, DistributedStrategy
 
 ROOT = Path(__file__).resolve().parent.parent
-SET_UP = ("make demo", "make test")
-"""The two commands that make the environment this test runs in."""
 OF_OTHER_FORM = {
     "experiment.md": "generated",
     "cli.md": "generated",
@@ -35,36 +29,6 @@ PRIVATE = (
     r"that there is not|that is not there",  # missing
 )
 """Words that plain English does not need, as regular expressions."""
-
-
-def _commands() -> list[str]:
-    """Lines of the README's bash blocks, but those that set up."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line and not line.startswith(("#", *SET_UP))]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with the examples."""
-    folder = tmp_path_factory.mktemp("user")
-    shutil.copytree(ROOT / "examples", folder / "examples")
-    return folder
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.usefixtures("short_profiles")
-def test_the_readmes_commands_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every command of the README, in its order, ends with exit code 0: bash reads it, and it runs here, where all is imported."""
-    monkeypatch.chdir(folder)
-    commands = _commands()
-    assert len(commands) >= 6
-    for command in commands:
-        line = ["bash", "-c", f"printf '%s\\0' {command}"]
-        words = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
-        assert words[0] == "fleetbench"
-        with forked_launches():
-            assert main(words[1:]) == 0, f"{command}\n{capsys.readouterr()}"
 
 
 def test_generated_pages_are_current() -> None:

@@ -1,0 +1,64 @@
+"""The quickstart, which the README's commands and the first notebook run: both by one profile."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from notebook_cells import NOTEBOOKS, ROOT, run_notebook
+from processes import forked_launches
+
+from fleetbench.cli.main import main
+
+SET_UP = ("make demo", "make test")
+"""The README's two commands that make the environment these tests run in."""
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is stored below ``runs/profiles``: the first of the tests measures it."""
+    return tmp_path_factory.mktemp("profiles")
+
+
+def _commands() -> list[str]:
+    """Lines of the README's bash blocks, but those that set up."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith(("#", *SET_UP))]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("short_profiles")
+def test_the_readmes_commands_run(
+    profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command of the README, in its order, ends with exit code 0: bash reads it, and it runs here, where all is imported."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "profiles").symlink_to(profiles)
+    monkeypatch.chdir(tmp_path)
+    commands = _commands()
+    assert len(commands) >= 6
+    for command in commands:
+        line = ["bash", "-c", f"printf '%s\\0' {command}"]
+        words = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+        assert words[0] == "fleetbench"
+        with forked_launches():
+            assert main(words[1:]) == 0, f"{command}\n{capsys.readouterr()}"
+    assert len(list(profiles.iterdir())) == 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("short_profiles")
+def test_the_first_notebook_runs(profiles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends with a verdict, and its real run reaches the target."""
+    (tmp_path / "notebooks" / "runs").mkdir(parents=True)
+    (tmp_path / "notebooks" / "runs" / "profiles").symlink_to(profiles)
+    run_notebook(NOTEBOOKS[0], tmp_path)
+    said = capsys.readouterr().out
+    assert re.search(r"^(USE|KEEP DEFAULT)", said, re.MULTILINE)
+    assert re.search(r"^time_to_target_s +\S+ +[\d.]+", said, re.MULTILINE), "the real run reaches its target"
+    assert len(list(profiles.iterdir())) == 1
