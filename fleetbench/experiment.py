@@ -48,7 +48,8 @@ class Tune(Config):
     trials: int = 150
     """Simulated trials, the default strategy among them, where all different strategies would take more than ``search_seconds``."""
     search_seconds: float = 30.0
-    """All different strategies are simulated if that takes no longer; otherwise Optuna's TPE proposes."""
+    """All different strategies are simulated if that takes no longer; otherwise Optuna's TPE proposes. As long again virtual trainers may
+    take, if there is a target."""
     allow: tuple[Literal["wire16"], ...] = ()
     """``wire16``: gradients may travel as FP16 or BF16, without a target as well."""
     simulated_steps: int = 10
@@ -81,9 +82,9 @@ class Tune(Config):
     """Of one trainer, in any currency; servers are not counted."""
     local_steps: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Values of K that may be searched; used only where ``workload.target_loss`` prices them."""
-    outer: tuple[Literal["average", "diloco"], ...] = ("average", "diloco")
-    """How rounds of local steps may end: averaging, or a step of DiLoCo's outer optimizer (Nesterov, rate 0.7, momentum 0.9). The latter is
-    tried where virtual trainers train the workload, with a target."""
+    diloco: bool = True
+    """Rounds of local steps may end with a step of DiLoCo's outer optimizer (Nesterov, rate 0.7, momentum 0.9); tried where virtual
+    trainers train the workload, with a target."""
     gradient_merge: tuple[int, ...] = (1, 2, 4)
     """Micro-batches of an update that may be tried beside 1, where virtual trainers train the workload, with a target."""
     fuse_grad_size_in_MB: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # noqa: N815  # Fleet's name
@@ -129,7 +130,6 @@ class Tune(Config):
             ("update_by_bucket", "[false]"),
             ("hierarchy", '["off"]'),
             ("wire", '["fp32"]'),
-            ("outer", '["average"]'),
         ):
             if not getattr(self, name):
                 raise ConfigError("needs at least one value", name, "()", f"for example {name} = {example}")

@@ -27,8 +27,8 @@ class Leg(Config):
     evaluate: bool = False
     """Snapshot the parameters every ``workload.eval_every`` steps and look for the target."""
     ends_at_target: bool = False
-    """Of an evaluated leg of collectives: evaluate during it, and end where the target's crossing is confirmed. A user's script trains on,
-    since each rank knows its own loss alone."""
+    """Of an evaluated leg: evaluate during it, and end where the target's crossing is confirmed. Legs of a script, of servers, of fragments
+    and of emulated compute train on."""
     window: int = 0
     """Which injected stragglers: those of the n-th run of ``warmup_steps + steps`` steps. Legs that are compared share it."""
     record: bool = False

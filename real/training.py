@@ -295,11 +295,15 @@ class ComputedTraining(Training):
 
     def _evaluate(self, step: int) -> None:
         with self.engine.stopwatch.pause():
-            flat = self._flat_parameters()
-            if not self._leg.ends_at_target or isinstance(self.engine, ServedTraining):
+            flat, leg = self._flat_parameters(), self._leg
+            in_flight = isinstance(self.engine, ServedTraining) or leg.strategy.localsgd_configs.has_fragments
+            if (
+                in_flight or not leg.ends_at_target
+            ):  # an evaluation's exchange between those of the engine would be another one on each rank
                 self._snapshots.append((step, flat))
                 return
-            self._measures.append((step, *self._evaluated_at(flat)))
+            loss, accuracy = self._evaluated_at(flat)
+            self._measures.append((step, self._agreed(loss), accuracy))
             held_out = [(after, loss) for after, loss, _ in self._measures]
             self.has_arrived = crossing(held_out, self._experiment.workload.target_loss) is not None
 
@@ -312,6 +316,13 @@ class ComputedTraining(Training):
         if self.communicators.trainers > 1:
             self.communicators.all_reduce(flat, "mean")
         return self._held_out.loss_and_accuracy(flat)
+
+    def _agreed(self, loss: float) -> float:
+        """The mean over ranks, whose hardware may differ in the last digit: all of them end at one step."""
+        found = torch.tensor([loss], dtype=torch.float64, device=self.device)
+        if self.communicators.trainers > 1:
+            self.communicators.all_reduce(found, "mean")
+        return float(found)
 
 
 def checksum(model: torch.nn.Module) -> str:

@@ -18,6 +18,8 @@ from real.leg import Leg
 from real.testbed.noise import TRIES
 
 SECONDS_PER_HOUR = 3600.0
+_LONGER = 1.5
+"""Times the longest run to the target so far, which the next one is expected to take at most."""
 SPENT = "GPU seconds spent, of the budget's"
 """Stage of the progress in which the budget is shown."""
 
@@ -71,6 +73,8 @@ class RealRuns:
     clock: Callable[[], float] = time.perf_counter
     spent_s: float = 0.0
     """Seconds of all trainers together; those of a user's script begin with what its profile took."""
+    trained_steps: int = 0
+    """Of the longest run to the target so far, which says what the next may take."""
     on_spent: Callable[[float], None] = lambda _: None
     """Hears of ``spent_s``, before the first leg and after every one."""
     runs: dict[str, list[str]] = field(default_factory=dict)
@@ -123,14 +127,19 @@ class RealRuns:
         """Whether the budget has room for so many legs of ``tune.leg_steps``, and runs to the target, if there is one."""
         workload = self.experiment.workload
         steps = number * (self.experiment.tune.leg_steps + self.experiment.run.warmup_steps)
-        steps += 0 if workload.target_loss is None else num_targets * workload.steps
+        steps += 0 if workload.target_loss is None else num_targets * self._expected_steps(workload.steps)
         return self._has_room(Leg(steps=steps, warmup_steps=0))
+
+    def _expected_steps(self, steps: int) -> int:
+        """Of a run to the target."""
+        return min(steps, round(_LONGER * self.trained_steps)) if self.trained_steps else steps
 
     def _has_room(self, leg: Leg) -> bool:
         budget_s, _ = budget_of(self.experiment)
         if math.isinf(budget_s):
             return True
-        ahead_s = self.experiment.cluster.trainers * ((leg.steps + leg.warmup_steps) * self.step_s + self.runner.startup_s)
+        steps = self._expected_steps(leg.steps) if leg.ends_at_target else leg.steps
+        ahead_s = self.experiment.cluster.trainers * ((steps + leg.warmup_steps) * self.step_s + self.runner.startup_s)
         return self.spent_s + ahead_s <= budget_s
 
     def _once(self, leg: Leg) -> RunResult:
@@ -142,7 +151,9 @@ class RealRuns:
             took_s = self.clock() - began
             self.spent_s += trainers * took_s
             self.on_spent(self.spent_s)
-        if not leg.ends_at_target:  # after some of its steps
+        if leg.ends_at_target:
+            self.trained_steps = max(self.trained_steps, result.experiment.workload.steps)
+        else:
             self.step_s = (result.host_s or took_s) / (leg.steps + leg.warmup_steps)  # without the start of a launch, which startup_s has
         return result
 

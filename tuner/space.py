@@ -125,6 +125,20 @@ def way_of(strategy: DistributedStrategy) -> tuple[object, ...]:
     return *local, strategy.gradient_merge, strategy.gradient_merge_configs, strategy.amp, strategy.amp_configs
 
 
+def name_of(strategy: DistributedStrategy) -> str:
+    """A way of training in words."""
+    if strategy.adaptive_localsgd:
+        return "adaptive K"
+    local, merge = strategy.localsgd_configs, strategy.gradient_merge_configs
+    begins = f" from step {local.begin_step}" if local.begin_step > 1 else ""
+    words = [
+        f"K = {local.k_steps}{begins}" if strategy.localsgd else "synchronous",
+        f"{merge.k_steps} micro-batches an update" if strategy.gradient_merge else "",
+        "an outer optimizer" if strategy.localsgd and local.has_outer else "",
+    ]
+    return " and ".join(filter(None, words))
+
+
 def search_space(experiment: Experiment) -> Space:
     """The restrictions of ``[tune]`` without what this workload, profile or strategy rules out."""
     choices: list[tuple[str, tuple[Value, ...]]] = []

@@ -37,7 +37,7 @@ from tuner.earlier import Held
 from tuner.real_runs import BudgetSpent, RealRuns, budget_of, step_s_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
-from tuner.space import parameters_of, way_of
+from tuner.space import name_of, parameters_of, way_of
 from tuner.to_target import Updates
 
 DEFAULT = "default"
@@ -390,10 +390,9 @@ class _Verifier:
         if updates is not None and updates.mean - math.log(self.ratios[name]) < 0:
             return f"reaches the target{took}, later than the default ({default.target})"
         others = "the default does not" if updates is None else f"the default {default.target}"
-        self.notes.append(
-            f"{name}, with {counted(arm.strategy.local_steps, 'local step')} and gradients in {parameters_of(arm.strategy)['wire']}, still "
-            f"reaches the target{took}, {others}; {'one run' if runs == 1 else f'{runs} runs'} each, from the initial parameters"
-        )
+        way = f"{name_of(arm.strategy)}, gradients in {parameters_of(arm.strategy)['wire']}"
+        each = f"{'one run' if runs == 1 else f'{runs} runs'} each, from the initial parameters"
+        self.notes.append(f"{name}, {way}, still reaches the target{took}, {others}; {each}")
         return None
 
     def _measure_pairs(self, finalist: Arm) -> float:
@@ -504,8 +503,8 @@ def _learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:
 
 def _family(strategy: DistributedStrategy, default: DistributedStrategy) -> str:
     """How its arithmetic differs from the default's, in words."""
-    own, base = parameters_of(strategy), parameters_of(default)
-    changes = (("other local steps", own["local_steps"] != base["local_steps"]), ("another wire", own["wire"] != base["wire"]))
+    own, base = parameters_of(strategy)["wire"], parameters_of(default)["wire"]
+    changes = (("other training", way_of(strategy) != way_of(default)), ("another wire", own != base))
     return " and ".join(name for name, changed in changes if changed) or "same arithmetic"
 
 

@@ -2,18 +2,19 @@
 
 Bucket sizes and communicators move the seconds of a step; local steps, an outer optimizer and merged gradients move how many steps there
 are. What a strategy promises is the product. Virtual trainers train the workload of the registry as real ones would, from the
-parameters and on the data of ``run.seed``, so that their steps to the target are those of the first real run.
+parameters and on the data of ``run.seed``; real runs decide.
 
 Ways beside the search space take the fastest timing knobs that the search found for as many local steps. Not tried: adaptive K and later
-begins of local steps, whose steps take other times as training goes on, so that pairs of legs do not price them.
+begins of local steps, whose steps take other times late in a training than early, so that pairs of legs do not price them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fleetbench.errors import ConfigError
@@ -22,16 +23,23 @@ from fleetbench.strategy import DistributedStrategy, GradientMergeConfigs
 from fleetbench.workload import LAYERS
 from tuner.recommendation import Trial
 from tuner.search import Search, StepS, Tried
-from tuner.space import parameters_of, way_of
+from tuner.space import name_of, parameters_of, way_of
+from tuner.study import open_study
 
-Learn = Callable[[Experiment], float | None]
-"""The seam to virtual trainers: an experiment's steps of a trainer to its target; none where it does not arrive."""
+Learn = Callable[[Experiment, float], float | None]
+"""The seam to virtual trainers: an experiment's steps of a trainer to its target, none where it does not arrive; raises ``TimeoutError``
+where it takes more than so many seconds."""
 OUTER: Mapping[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
 """DiLoCo's outer optimizer (arXiv 2311.08105, section 3)."""
-RATES = (0.5, 2.0)
+RATES = (2.0, 0.5)
 """Of the experiment's learning rate: what is tried beside it."""
+_FIRST = 3
+"""Ways that are tried before a rate is."""
 NOTICED = 0.9
 """Share of the default's steps below which another learning rate is worth a note."""
+_LEARNT = "steps to the target by virtual trainers"
+"""Attribute of a study."""
+_BY_STEPS = "ways of training are ranked by the seconds of a step alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +47,44 @@ class Ways:
     """What virtual trainers say of the ways of training that are known to the search, and of others."""
 
     updates: Mapping[tuple[object, ...], float | None] = field(default_factory=dict)
-    """Steps to the target by ``way_of``; empty where virtual trainers were not asked."""
+    """Steps to the target by ``way_of``, none of one that does not arrive; empty where nothing is known."""
     others: tuple[Tried, ...] = ()
     """Strategies of ways outside of the search space."""
     notes: tuple[str, ...] = ()
+    steps: int = 0
+    """After which a training is over."""
+    own: tuple[object, ...] = ()
+    """The default's way."""
 
     def of(self, strategy: DistributedStrategy) -> float | None:
-        """Steps to the target; none where that is not known, or never."""
-        return self.updates.get(way_of(strategy))
+        """Steps to the target, at least; none where nothing is known of them."""
+        if (way := way_of(strategy)) not in self.updates:
+            return None
+        found = self.updates[way]
+        return float(self.steps) if found is None else found
 
     def seconds(self, tried: Tried) -> float | None:
-        """Simulated seconds to the target, or of a step where virtual trainers were not asked; none where it is not reached."""
+        """Simulated seconds to the target, or of a step where no ways are known; none of a way that is not, or does not arrive.
+
+        The default's own way has a price in any case.
+        """
         if not self.updates:
             return tried.trial.simulated_s
-        updates = self.of(tried.strategy)
-        return None if updates is None else updates * tried.trial.simulated_s
+        way, steps = way_of(tried.strategy), self.of(tried.strategy)
+        return None if steps is None or (self.updates[way] is None and way != self.own) else steps * tried.trial.simulated_s
 
 
-def by_virtual_trainers(experiment: Experiment) -> float | None:
+def by_virtual_trainers(experiment: Experiment, limit_s: float) -> float | None:
     """Steps to the target; see ``Learn``. Raises ``ConfigError`` for what virtual trainers do not execute."""
     from sim.learning.virtual_training import train  # torch, which a search without a target does not need
 
-    target = experiment.workload.target_loss
-    reached = train(experiment, until=target).crossing(target)
+    target, end = experiment.workload.target_loss, time.monotonic() + limit_s
+
+    def look(_done: int, _all: int) -> None:
+        if time.monotonic() > end:
+            raise TimeoutError
+
+    reached = train(experiment, look, until=target).crossing(target)
     return None if reached is None else reached.smooth
 
 
@@ -70,11 +93,13 @@ def price_ways(
     found: Search,
     step_s: StepS,
     learn: Learn | None,
+    out: Path,
     progress: Callable[[int, int], None] | None = None,
 ) -> Ways:
     """Train the ways of the search and those beside it virtually, largest K first, as many as ``tune.search_seconds`` has room for.
 
-    Nothing is known where ``learn`` is none, no loss is learnt, or no way could be compared with the default's.
+    The study below ``out`` keeps what was learnt, so that a tuning that is taken up again has the same finalists.
+    Nothing is known where ``learn`` is none, no loss is learnt, or no way arrives beside or before the default's.
     """
     workload, run = experiment.workload, experiment.run
     if learn is None or workload.target_loss is None or workload.model == LAYERS or run.device == "emulated" or run.launcher == "command":
@@ -85,34 +110,42 @@ def price_ways(
         leaders.setdefault(way_of(arm.strategy), arm)
     others, refused = _others(experiment, leaders, step_s, len(found.tried))
     tried = sorted((*leaders.values(), *others), key=lambda one: (way_of(one.strategy) != own, -one.strategy.local_steps))
-    trainings: dict[object, Experiment] = {way_of(one.strategy): experiment.replace(strategy=one.strategy) for one in tried}
-    lower, higher = ((factor, experiment.replace(workload=dataclasses.replace(workload, lr=workload.lr * factor))) for factor in RATES)
-    trainings = dict([*[*trainings.items()][:1], higher, *[*trainings.items()][1:], lower])
-    try:
-        learnt = _learnt(trainings, learn, experiment.tune.search_seconds, progress or (lambda *_: None))
-    except ConfigError as error:
-        return Ways(notes=(f"{_BY_STEPS}: virtual trainers say {error.where}: {error.what}",))
-    if len(learnt.keys() - {*RATES}) == 1:
-        return Ways(notes=(f"{_BY_STEPS}: tune.search_seconds has no room for virtual trainers of more than the default",))
+    base = experiment.strategy
+    wire = {"fp16_allreduce": base.fp16_allreduce, "bf16_allreduce": base.bf16_allreduce}  # ways are compared on one wire
     names = {way_of(one.strategy): name_of(one.strategy) for one in tried}
+    ways: list[tuple[object, Experiment]] = [
+        (way_of(one.strategy), experiment.replace(strategy=one.strategy.replace(**wire))) for one in tried
+    ]
+    higher, lower = ((rate, experiment.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate))) for rate in RATES)
+    trainings = [*ways[:_FIRST], higher, *ways[_FIRST:], lower]
+    with open_study(experiment, out) as study:
+        kept = study.user_attrs.get(_LEARNT)
+        if kept is None:
+            kept = _learnt([one for _, one in trainings], learn, experiment.tune.search_seconds, progress or (lambda *_: None), refused)
+            study.set_user_attr(_LEARNT, kept)
+    learnt = {way: kept[str(number)] for number, (way, _) in enumerate(trainings) if str(number) in kept}
     updates = {way: steps for way, steps in learnt.items() if way in names}
-    return Ways(updates=updates, others=tuple(others), notes=(*_notes(experiment, learnt, names), *refused))
-
-
-_BY_STEPS = "ways of training are ranked by the seconds of a step alone"
+    notes = (*_notes(experiment, learnt, names), *refused)
+    if own not in updates or len(updates) == 1 or not any(updates.values()):
+        return Ways(notes=(*notes, _BY_STEPS))
+    return Ways(updates=updates, others=tuple(others), notes=notes, steps=workload.steps, own=own)
 
 
 def _learnt(
-    trainings: Mapping[object, Experiment], learn: Learn, limit_s: float, progress: Callable[[int, int], None]
-) -> dict[Any, float | None]:
-    """Steps to the target, of the first one at least; of others as long as one more fits into the limit."""
-    began, found = time.monotonic(), dict[Any, float | None]()
-    for number, (what, one) in enumerate(trainings.items()):
-        took_s = time.monotonic() - began
-        if number and took_s * (number + 1) / number > limit_s:
-            break
+    trainings: Sequence[Experiment], learn: Learn, limit_s: float, progress: Callable[[int, int], None], refused: list[str]
+) -> dict[str, float | None]:
+    """Steps to the target by number, of as many as the limit has room for; what virtual trainers refuse is added to ``refused``."""
+    end, found = time.monotonic() + limit_s, dict[str, float | None]()
+    for number, one in enumerate(trainings):
         progress(number, len(trainings))
-        found[what] = learn(one)
+        try:
+            found[str(number)] = learn(one, end - time.monotonic())
+        except ConfigError as error:
+            refused.append(f"virtual trainers do not train {name_of(one.strategy)}: {error.where}: {error.what}")
+            if number == 0:
+                break
+        except TimeoutError:
+            break
     progress(len(trainings), len(trainings))
     return found
 
@@ -127,7 +160,7 @@ def _others(
     tune, changes = experiment.tune, list[tuple[DistributedStrategy, dict[str, Any]]]()
     for strategy in (tried.strategy for tried in leaders.values()):
         configs = strategy.localsgd_configs
-        if strategy.localsgd and not configs.has_outer and "diloco" in tune.outer:
+        if strategy.localsgd and not configs.has_outer and tune.diloco:
             changes.append((strategy, {"localsgd_configs": dataclasses.replace(configs, **OUTER)}))
     plain = leaders[way_of(experiment.strategy)].strategy
     if not (plain.localsgd or plain.adaptive_localsgd or plain.gradient_merge):
@@ -147,26 +180,16 @@ def _others(
 
 def _notes(experiment: Experiment, learnt: Mapping[Any, float | None], names: Mapping[Any, str]) -> list[str]:
     """What each way takes; another learning rate, where the default takes fewer steps with it; and what was not tried."""
-    workload = experiment.workload
-    said = ", ".join(f"{names[way]} {'never' if steps is None else f'{steps:.0f}'}" for way, steps in learnt.items() if way in names)
-    notes = [f"steps to loss {workload.target_loss:g}, by virtual trainers of seed {experiment.run.seed}: {said}"]
-    own = learnt[way_of(experiment.strategy)]
-    for factor in RATES:
-        steps = learnt.get(factor)
-        if steps is not None and (own is None or steps < NOTICED * own):
-            now = "never arrives" if own is None else f"takes {own:.0f} steps"
-            notes.append(
-                f"with workload.lr = {workload.lr * factor:g} the default itself takes {steps:.0f} steps, and now {now}: set that first"
-            )
+    workload, own = experiment.workload, way_of(experiment.strategy)
+    said = [f"{names[way]}: {'never' if steps is None else f'{steps:.0f}'}" for way, steps in learnt.items() if way in names]
+    notes = (
+        [f"steps to loss {workload.target_loss:g}, by virtual trainers of seed {experiment.run.seed}: {', '.join(said)}"] if said else []
+    )
+    for rate in RATES:
+        steps, now = learnt.get(rate), learnt.get(own)
+        if steps is not None and own in learnt and (now is None or steps < NOTICED * now):
+            before = "and never arrives now" if now is None else f"instead of {now:.0f}"
+            lr = f"with workload.lr = {workload.lr * rate:g}"
+            notes.append(f"{lr} the default itself takes {steps:.0f} steps {before} (one seed): set that first")
     left = [name for way, name in names.items() if way not in learnt]
-    return [*notes, *([f"not tried, as tune.search_seconds had passed: {', '.join(left)}"] if left else [])]
-
-
-def name_of(strategy: DistributedStrategy) -> str:
-    """A way of training in words."""
-    if strategy.adaptive_localsgd:
-        return "adaptive K"
-    merged = strategy.gradient_merge_configs.k_steps if strategy.gradient_merge else 1
-    words = [f"K = {strategy.local_steps}" if strategy.localsgd else "synchronous", f"{merged} gradients merged" if merged > 1 else ""]
-    outer = "an outer optimizer" if strategy.localsgd and strategy.localsgd_configs.has_outer else ""
-    return " and ".join(filter(None, [*words, outer]))
+    return [*notes, *([f"not trained within tune.search_seconds, or refused: {', '.join(left)}"] if left else [])]

@@ -145,6 +145,11 @@ def run_of(
         time_to_target_s, reached = to_target
         metrics = _metrics(parts, reached.step - experiment.workload.eval_every, reached.step)
         known |= {"time_to_target_s": time_to_target_s, "steps_to_target": reached.smooth, "metrics": metrics}
+    if leg.ends_at_target and "held_out" in parts[0] and experiment.run.device != "emulated":
+        known |= {
+            "time_to_target_s": None,
+            "skipped": [*skipped, skip("time_to_target_s", "trainers met for evaluations beside their steps")],
+        }
     return RunResult(
         experiment=experiment,
         summary=summarise(experiment, table, executor="real", run_id=new_run_id(), **known),

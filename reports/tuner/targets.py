@@ -34,13 +34,14 @@ from real.leg import Leg
 from sim.learning.virtual_training import train
 from sim.many.objective import StepTime
 from sim.run import simulate
+from tuner.space import name_of
 from tuner.tune import tune
-from tuner.ways import by_virtual_trainers, name_of
+from tuner.ways import by_virtual_trainers
 
 SEED = 20261126
 HERE = Path(__file__).parent
-FRESH = range(100, 105)
-STEPS = 400
+FRESH = range(100, 103)
+STEPS = 200
 LEVELS = (1, 2, 4, 8, 16)
 FORWARD_NS, BACKWARD_NS = 1_000_000, 2_000_000
 """Of each layer."""
@@ -48,7 +49,7 @@ SHARES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 """An all-reduce of all gradients over a step's compute."""
 
 
-def drawn(dice: random.Random, name: str, folder: Path) -> Experiment:
+def drawn(dice: random.Random, name: str, folder: Path, *, unlike: bool) -> Experiment:
     """A workload and its trainers; the target is what synchronous training has reached after half of the steps."""
     workload = {
         "model": "mlp",
@@ -58,10 +59,10 @@ def drawn(dice: random.Random, name: str, folder: Path) -> Experiment:
         "steps": STEPS,
         "eval_every": 5,
         "lr": dice.choice((0.1, 0.2, 0.4)),
-        "unlike_data": dice.choice((0.0, 0.5)),
+        "unlike_data": 0.5 if unlike else dice.choice((0.0, 0.5)),
     }
     jitter = [{"kind": "jitter", "distribution": "exponential", "mean": dice.choice((0.1, 0.3))}]
-    cluster = {"nodes": dice.choice((4, 8)), "trainers_per_node": 1, "stragglers": jitter}
+    cluster = {"nodes": 4, "trainers_per_node": 1, "stragglers": jitter}
     few = {"nccl_comm_num": [1], "thread_num": [1], "wire": ["fp32"], "fuse_grad_size_in_MB": [0.25, 32.0], "fusion": []}
     few |= {"pairs": 8, "leg_steps": 48, "search_seconds": 600.0}
     experiment = Experiment.from_dict({"name": name, "workload": workload, "cluster": cluster, "tune": few})
@@ -105,7 +106,7 @@ def local(k_steps: int) -> DistributedStrategy:
 def median_steps(experiment: Experiment, seeds: Sequence[int] = FRESH) -> float:
     """Over fresh seeds; infinite where half never arrive."""
     runs = (experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)) for seed in seeds)
-    return statistics.median(math.inf if steps is None else steps for steps in map(by_virtual_trainers, runs))
+    return statistics.median(math.inf if steps is None else steps for steps in (by_virtual_trainers(one, math.inf) for one in runs))
 
 
 def seconds_of(experiment: Experiment, strategy: DistributedStrategy) -> float:
@@ -127,7 +128,11 @@ class SimulatedRuns:
         run = dataclasses.replace(self.experiment.run, seed=leg.seed if leg.seed is not None else leg.window + 1)
         workload = dataclasses.replace(self.experiment.workload, steps=leg.steps)
         own = self.experiment.replace(run=run, workload=workload, strategy=leg.strategy)
-        return simulate(own, timeline=False, learnt=train(own) if leg.evaluate else None)
+        if not leg.evaluate:
+            return simulate(own, timeline=False)
+        learnt = train(own, until=workload.target_loss)  # it ends at the target, as a real run does
+        workload = dataclasses.replace(workload, steps=learnt.workload.steps)
+        return simulate(own.replace(workload=workload), timeline=False, learnt=learnt)
 
     def together(self, legs: Sequence[Leg]) -> None:
         """Nothing."""
@@ -135,7 +140,7 @@ class SimulatedRuns:
 
 def scenario(dice: random.Random, name: str, folder: Path, *, wants_middle: bool) -> dict[str, Any] | None:
     """One row; none where no link makes the best K what is wanted."""
-    experiment = drawn(dice, name, folder)
+    experiment = drawn(dice, name, folder, unlike=wants_middle)
     updates = {k: median_steps(experiment.replace(strategy=local(k))) for k in LEVELS}
     shares = dice.sample(SHARES, len(SHARES))
     for share in shares:

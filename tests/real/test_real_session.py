@@ -196,6 +196,15 @@ def test_the_target_is_reached_at_the_first_of_three_hits(experiment: Experiment
     assert short.summary.time_to_target_s is None
 
 
+def test_a_leg_with_exchanges_in_flight_trains_on(session: Session) -> None:
+    """An evaluation's exchange has no place between those of fragments: the leg takes all of its steps, and arrives as ever."""
+    overlapped = LOCAL.replace(localsgd_configs=dataclasses.replace(LOCAL.localsgd_configs, overlap_steps=2))
+    whole = Leg(strategy=overlapped, steps=60, start="initial", evaluate=True)
+    on, same = (session.run(leg) for leg in (whole, dataclasses.replace(whole, ends_at_target=True)))
+    assert same.summary.steps == 60
+    assert same.summary.steps_to_target == on.summary.steps_to_target
+
+
 @pytest.mark.parametrize("strategy", [DistributedStrategy(), LOCAL], ids=["synchronous", "local SGD"])
 def test_a_leg_to_the_target_ends_there(experiment: Experiment, session: Session, strategy: DistributedStrategy) -> None:
     """It evaluates as it trains, and has the crossing and the losses of the leg that trains on; the next leg starts over as ever."""
@@ -203,6 +212,8 @@ def test_a_leg_to_the_target_ends_there(experiment: Experiment, session: Session
     on, early, again = (session.run(leg) for leg in (whole, dataclasses.replace(whole, ends_at_target=True), whole))
     reached, every = on.summary.steps_to_target, experiment.workload.eval_every
     assert early.summary.steps_to_target == reached
+    assert early.summary.time_to_target_s is None
+    assert any(entry["what"] == "time_to_target_s" for entry in early.summary.skipped)
     assert reached is not None
     last = math.ceil(reached / every) * every + 2 * every  # two more evaluations confirm it
     assert early.summary.steps == early.experiment.workload.steps == last < 60

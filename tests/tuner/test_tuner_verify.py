@@ -250,7 +250,7 @@ def test_the_same_candidate_is_used_where_it_reaches_the_target(tmp_path: Path) 
     """The control of the test above: only the missed target ruled K = 16 out."""
     found, _ = verified(target_experiment(), arms(fast=local(16), fused=FUSED), tmp_path, by_local_steps)
     assert (found.verdict, found.finalist) == ("USE", "fast")
-    assert any("16 local steps" in note and "reaches the target" in note for note in found.notes)
+    assert any("K = 16" in note and "reaches the target" in note for note in found.notes)
 
 
 def test_a_candidate_that_is_later_at_the_target_is_rejected(tmp_path: Path) -> None:
