@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from abc import abstractmethod
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,6 +35,7 @@ from real.layer_times import ProfileLeg
 from real.leg import Leg
 from real.leg_steps import Beat, LegEngine, Trained, begin_leg
 from real.servers.links import TrainerOptions
+from real.servers.security import encrypts
 from real.servers.served_training import ServedTraining
 from real.training_log import TrainingLog
 
@@ -142,6 +144,7 @@ class Training(Trained):
                 trainers=self.communicators.trainers,
                 endpoints=leg.endpoints,
                 token=leg.token,
+                encrypted=encrypts(os.environ, ()),
                 timeout_s=run.timeout * 1e-9,
                 startup_timeout_s=run.startup_timeout * 1e-9,
                 first_step=first_step,

@@ -60,7 +60,7 @@ def launch_placed(
     inherited = {name: value for name, value in os.environ.items() if name not in _OTHER_ROLES}
     common = {**inherited, **quiet, TOKEN: token, ADDRESS: placement.board, STARTUP: str(startup_timeout_s)}
     common |= {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(placement.endpoints), "PADDLE_TRAINERS_NUM": str(len(placement.workers))}
-    encrypted = encrypts(placement.endpoints)
+    encrypted = encrypts(common, placement.endpoints)
     others = [host for host in placement.hosts if host not in placement.own]
     holder = None
     if 0 in placement.own_servers:

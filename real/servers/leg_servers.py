@@ -21,7 +21,7 @@ from fleetbench.staleness import ServerLoad
 from real.processes.diagnosis import how_it_ended
 from real.processes.fork_server import can_fork, fork_server
 from real.processes.started import Started, start
-from real.servers.security import new_token
+from real.servers.security import encrypts, new_token
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
 
@@ -34,7 +34,7 @@ class LegServers:
     """Life cycle: made; ``start``; ``check`` now and then; ``end``, which gives their reports; ``kill``, in whatever state they are.
 
     ``endpoints``: ``host:port`` of each. ``enter``: the command by which a process becomes a program on the host of a server, by its
-    number; none, where all are on the driver's host.
+    number; none, where all are on the driver's host. Raises ``ConfigError`` for an environment that says neither yes nor no to encryption.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class LegServers:
     ) -> None:
         """``options``: other fields of ``ServerOptions``, which are the same for all."""
         self._environment = {**os.environ, **environment}
+        encrypts(self._environment, ())  # an error of this process, not of all that it starts
         folder.mkdir(parents=True)
         log_dir.mkdir(parents=True, exist_ok=True)
         self.endpoints = tuple(endpoints)
@@ -105,7 +106,7 @@ def main(folder: Path, number: int) -> int:
     spec = json.loads((folder / _SPEC).read_text(encoding="utf-8"))
     endpoints = spec.pop("endpoints")
     own = {"server": number, "servers": len(endpoints), "endpoint": endpoints[number]}
-    server = ParameterServer(ServerOptions(**own, **spec))
+    server = ParameterServer(ServerOptions(**own, encrypted=encrypts(os.environ, ()), **spec))  # all of a leg are on this machine
     try:
         server.bind()
         report = server.run()

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
-from real.servers.security import TOKEN, guard_client, new_session
+from real.servers.security import ENCRYPT, TOKEN, guard_client, new_session
 from real.servers.silence import Silence
 from real.servers.wire import Head, Tensor, WireError, decode, encode
 
@@ -139,7 +139,7 @@ class Links:
         while not all(link.ready for link in self._links):
             late = next((link for link in self._links if not link.ready), None)
             if late is not None and time.monotonic() > deadline:
-                hint = f"is it started, does the address lead to it, and is {TOKEN} the same?"
+                hint = f"is it started, does the address lead to it, and are {TOKEN} and {ENCRYPT} the same?"
                 raise WorkerFailed(f"has not answered within {self.options.startup_timeout_s:g} s", *_place(late), hint)
             for link in self._links:
                 self._silence.hear(link.server)
@@ -303,7 +303,7 @@ def _has_broken(link: _Link) -> bool:
         # What is no ZeroMQ answers with a greeting of its own, of which a disconnection is the only event.
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or (event == zmq.EVENT_DISCONNECTED and link.is_shaking):
             what = "is no server of this job, or one that encrypts otherwise: what answers there speaks another protocol"
-            hint = "does the address lead to the server, and do all hosts have the same list of servers?"
+            hint = f"does the address lead to the server, and is {ENCRYPT} the same on both sides?"
             raise EnvironmentLacks(what, *_place(link), hint=hint)
         link.is_shaking = event == zmq.EVENT_CONNECTED
         has_broken = has_broken or event == zmq.EVENT_DISCONNECTED

@@ -25,6 +25,8 @@ from real.servers.wire import Head, Tensor, encode
 
 TOKEN = "FLEETBENCH_TOKEN"  # noqa: S105  # the variable's name
 """Environment variable with the job's token."""
+ENCRYPT = "FLEETBENCH_SERVER_ENCRYPTION"
+"""Environment variable: 1 encrypts everything between trainers and servers, 0 nothing; without it, see ``encrypts``."""
 
 _HEARTBEAT_MS = 5_000
 _SILENCE_MS = 20_000
@@ -49,16 +51,27 @@ def token_of(environment: Mapping[str, str]) -> str:
     return token
 
 
-def encrypts(endpoints: Sequence[str]) -> bool:
-    """Whether a job's connections are encrypted: where an endpoint of a server is not the loopback.
+def encrypts(environment: Mapping[str, str], endpoints: Sequence[str]) -> bool:
+    """Whether a job's connections are encrypted: as ``ENCRYPT`` says, and unsaid where an endpoint is not the loopback.
 
-    Raises ``EnvironmentLacks`` where ZeroMQ was built without encryption.
+    ``endpoints``: of all servers, as every process of the job has them; none, where all processes are of one machine. Raises
+    ``ConfigError`` for a value that is neither yes nor no, ``EnvironmentLacks`` where ZeroMQ was built without encryption.
     """
+    value = environment.get(ENCRYPT, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(
+            "says whether connections are encrypted",
+            ENCRYPT,
+            repr(value),
+            "1 encrypts them, 0 does not; without it, what leaves a machine is",
+        )
     leaves = any(not is_loopback(endpoint.rpartition(":")[0]) for endpoint in endpoints)
-    if leaves and not zmq.has("curve"):
-        hint = "install a pyzmq that has libsodium"
+    if not (leaves if value == "" else value == "1"):
+        return False
+    if not zmq.has("curve"):
+        hint = f"install a pyzmq that has libsodium; {ENCRYPT}=0 on all hosts sends the token in clear"
         raise EnvironmentLacks("ZeroMQ was built without CURVE, its encryption", "parameter servers", hint=hint)
-    return leaves
+    return True
 
 
 class ServerSocket:

@@ -43,7 +43,7 @@ class Served:
         self._common: dict[str, Any] = {
             "trainers": role.trainers,
             "token": token_of(os.environ),
-            "encrypted": encrypts(role.servers),
+            "encrypted": encrypts(os.environ, role.servers),
             "timeout_s": timeout_s / _SILENCE,
         }
         self._server: ParameterServer | None = None

@@ -100,7 +100,7 @@ def greet(endpoint: str, token: str = TOKEN, *, encrypted: bool = False, startup
     ("token", "encrypted", "raised", "why"),
     [
         ("another job's own secret", False, ConfigError, "it has another token.*FLEETBENCH_TOKEN"),
-        (TOKEN, True, EnvironmentLacks, "another protocol.*same list of servers"),
+        (TOKEN, True, EnvironmentLacks, "another protocol.*FLEETBENCH_SERVER_ENCRYPTION"),
     ],
     ids=["token", "encryption"],
 )

@@ -14,14 +14,15 @@ import zmq
 from server_job import TOKEN, Job, Proxy, job, served
 from test_real_servers_training import add, counting
 
-from fleetbench.errors import EnvironmentLacks
+from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.strategy import DistributedStrategy
 from real.job.served_launcher import launch_placed
 from real.processes.roles import Role
 from real.servers import server
-from real.servers.hosts import Placement
+from real.servers.hosts import Placement, local_endpoints
+from real.servers.leg_servers import LegServers
 from real.servers.links import Links, TrainerOptions
-from real.servers.security import ServerSocket, encrypts, guard_client
+from real.servers.security import ENCRYPT, ServerSocket, encrypts, guard_client
 from real.servers.served import Served
 from real.servers.wire import Head, decode, encode
 
@@ -31,16 +32,26 @@ HERE = ("127.0.0.1:7164", "127.8.0.1:7164", "[::1]:7164", "localhost:7164")
 BEYOND = ("10.0.0.1:7164", "[fd00::1]:7164", "node1:7164", "0.0.0.0:7164")
 
 
-def test_what_leaves_the_machine_is_encrypted() -> None:
-    """One server that other hosts reach, by address or name, is enough; the loopback alone is not encrypted."""
-    assert not encrypts(HERE)
+@pytest.mark.parametrize("value", [None, ""])
+def test_what_leaves_the_machine_is_encrypted_unless_somebody_says_otherwise(value: str | None) -> None:
+    """One server that other hosts reach, by address or name, is enough; the loopback alone is not encrypted, nor are a leg's processes."""
+    environment = {} if value is None else {ENCRYPT: value}
+    assert not encrypts(environment, HERE)
+    assert not encrypts(environment, ())
     for endpoint in BEYOND:
-        assert encrypts((endpoint,))
-        assert encrypts((*HERE, endpoint))
+        assert encrypts(environment, (endpoint,))
+        assert encrypts(environment, (*HERE, endpoint))
+
+
+def test_who_says_whether_to_encrypt_is_heard() -> None:
+    """One encrypts on the loopback, too, and zero nowhere."""
+    assert encrypts({ENCRYPT: "1"}, HERE)
+    assert not encrypts({ENCRYPT: "0"}, BEYOND)
 
 
 def test_servers_trainers_and_launchers_of_several_hosts_encrypt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From nothing but the list of servers and the token, all three come to the same."""
+    monkeypatch.delenv(ENCRYPT, raising=False)
     monkeypatch.setenv("FLEETBENCH_TOKEN", TOKEN)
     for servers, means in ((("10.0.0.1:7164",), True), (("127.0.0.1:7164",), False)):
         server = Served(Role(launcher="Paddle", kind="server", servers=servers), SERVED, 80.0)
@@ -99,8 +110,18 @@ def test_a_zeromq_without_encryption_is_said(monkeypatch: pytest.MonkeyPatch) ->
     """Nobody falls back to sending the token in clear."""
     monkeypatch.setattr("real.servers.security.zmq.has", lambda _capability: False)
     with pytest.raises(EnvironmentLacks, match="CURVE"):
-        encrypts(BEYOND)
-    assert not encrypts(HERE)
+        encrypts({}, BEYOND)
+    assert not encrypts({}, HERE)
+
+
+@pytest.mark.parametrize("value", ["true", "yes", "on", "2", " 1"])
+def test_another_word_for_yes_is_not_taken_for_no(value: str, tmp_path: Path) -> None:
+    """It is an error that names the variable, before any server of an experiment is started."""
+    with pytest.raises(ConfigError, match=ENCRYPT):
+        encrypts({ENCRYPT: value}, HERE)
+    with pytest.raises(ConfigError, match=ENCRYPT):
+        LegServers(tmp_path / "leg", tmp_path, local_endpoints(1), trainers=1, environment={ENCRYPT: value})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("timeout_s", "silence_ms"), [(1.0, 20_000), (600.0, 600_000), (1e9, 6_553_500)])
