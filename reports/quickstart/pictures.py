@@ -31,9 +31,11 @@ def main(folder: Path) -> None:
         if arm.name not in ("default", found.finalist):
             continue
         own = experiment.replace(strategy=arm.strategy)
-        whole = [run for run in real if run.experiment.strategy == arm.strategy and run.steps["step"].max() == own.workload.steps]
-        losses[f"{arm.name}, real"] = next(run for run in whole if run.experiment.run.seed == own.run.seed)
-        losses[f"{arm.name}, simulated"] = simulate(own, learnt=train(own))
+        arrived = [run for run in real if run.experiment.strategy == arm.strategy and run.summary.steps_to_target is not None]
+        losses[f"{arm.name}, real"] = next(run for run in arrived if run.experiment.run.seed == own.run.seed)
+        learnt = train(own, until=own.workload.target_loss)  # which ends at the target, as the real run does
+        own = own.replace(workload=dataclasses.replace(own.workload, steps=learnt.workload.steps))
+        losses[f"{arm.name}, simulated"] = simulate(own, learnt=learnt)
     figures.save_png(figures.loss_against_time(losses, target=experiment.workload.target_loss), HERE / "loss.png")
 
 

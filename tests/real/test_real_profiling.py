@@ -117,7 +117,7 @@ def test_what_a_loop_accumulates_before_the_last_batch_is_its_own_work() -> None
     forward = [sum(step) / MS for step in measured.layers.forward]
     assert 5 <= min(forward) < 9
     assert 10 <= min(measured.backward) / MS < 14
-    assert 15 <= min(measured.read) / MS < 19
+    assert 15 <= min(measured.read) / MS < 25  # two batches take 30
 
 
 def tabled(*parts: Measured) -> LayerTable:
