@@ -12,16 +12,13 @@ from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 from model import GRADIENT_BYTES, PASSES, PEAK_FLOPS_S, Constants, Row, all_reduce_s, fit, iteration_s, rows, workload
 from scipy.optimize import least_squares
 
 from fleetbench.profile import name_profile
+from fleetbench.report.figures import residuals, save_png
 from sim.run import simulate
 
 HEAD = "\n| left out | measurements | mean error | mean of absolute errors | largest |\n|---|---|---|---|---|"
@@ -79,11 +76,11 @@ def bare_s(row: Row, logs: Sequence[float]) -> float:
 def fit_bare(measured: Sequence[Row]) -> Sequence[float]:
     """Its three constants, by the least squared relative errors; F is below the device's peak, as in the model."""
 
-    def residuals(logs: Sequence[float]) -> list[float]:
+    def errors(logs: Sequence[float]) -> list[float]:
         return [bare_s(row, logs) / row.took_s - 1 for row in measured]
 
     bounds = (-np.inf, np.log([np.inf, PEAK_FLOPS_S, np.inf]))
-    return list(least_squares(residuals, np.log([1e-2, 100e12, 100e9]), bounds=bounds).x)
+    return list(least_squares(errors, np.log([1e-2, 100e12, 100e9]), bounds=bounds).x)
 
 
 def _said(row: Row, constants: Constants) -> float:
@@ -103,14 +100,8 @@ def _print(name: str, errors: list[float]) -> None:
 
 
 def _draw(errors: dict[str, list[tuple[Row, float]]]) -> None:
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for marker, (model, own) in zip("osv^", errors.items(), strict=True):
-        axes.plot([row.took_s * 1e3 for row, _ in own], [100 * error for _, error in own], marker, ms=5, alpha=0.7, label=model)
-    axes.axhline(0, color="black", lw=0.8)
-    axes.set(xscale="log", xlabel="measured iteration, ms", ylabel="prediction without this model, error in %")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(FIGURE, dpi=110)
+    found = [(model, row.took_s, row.took_s * (1 + error)) for model, own in errors.items() for row, error in own]
+    save_png(residuals(pd.DataFrame(found, columns=["group", "measured_s", "predicted_s"])), FIGURE)
 
 
 if __name__ == "__main__":

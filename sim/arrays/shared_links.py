@@ -25,6 +25,9 @@ from sim.network.links import LATENCY, Port
 from sim.network.sharing import fair_speeds
 from sim.network.work import Route
 
+_LARGEST_UNIT = 2**60
+_LOW_BITS = 2**64 - 1
+
 
 class SharedTransfers(Transfers):
     """Carries collectives when somebody waits for one of them."""
@@ -163,8 +166,8 @@ class Wires:
         self.unit = math.lcm(*(cost.transfer_ns.denominator for cost in costs))
         """Units of progress in what takes a nanosecond alone."""
         takes_ns = ([cost.latency_ns for cost in costs], [cost.transfer_ns for cost in costs])
-        self.work = np.asarray([none, none, *([int(self.unit * each) for each in own] for own in takes_ns)], dtype=object)
-        """By stage and meeting; in 64 bits, like ``rates``, where they fit."""
+        self._whole_work = np.asarray([none, none, *([int(self.unit * each) for each in own] for own in takes_ns)], dtype=object)
+        """By stage and meeting."""
         self.rates = np.zeros((0, len(place)), dtype=object)
         """Units a nanosecond, by what is in flight in a region, and by ``columns``."""
         self._count_in(self.unit)
@@ -172,9 +175,12 @@ class Wires:
     def _count_in(self, unit: int) -> None:
         """Use a smaller unit, of which there are so many in a nanosecond alone."""
         scale, self.unit = unit // self.unit, unit
-        fits = 4 * (int(self.work.max()) * scale + unit) < LATER
-        self.exact: Any = np.int64 if fits else object
-        self.work, self.rates = (np.asarray(values.astype(object) * scale, dtype=self.exact) for values in (self.work, self.rates))
+        self._whole_work = whole = self._whole_work * scale
+        self.exact: Any = np.int64 if unit < _LARGEST_UNIT else object
+        self.rates = np.asarray(self.rates.astype(object) * scale, dtype=self.exact)
+        self.work = whole if self.exact is object else (whole & _LOW_BITS).astype(np.uint64).view(np.int64)
+        """By stage and meeting; the lower 64 bits, unless ``exact`` is ``object``."""
+        self.work_about = whole.astype(np.float64)
 
     def rows(self, stage: Times, held: Times) -> Times:
         """Of ``rates``, for every region and block, by the stage and the meeting of every slot. May change ``unit``."""
@@ -218,13 +224,18 @@ class Wires:
 
         Shapes ``(num_meetings, num_blocks)``.
         """
-        return _Loop(self, ready).run()
+        while (found := _Loop(self, ready).run()) is None:
+            continue
+        return found
 
 
 class _Loop:
     """Meetings under way, each in a slot: it waits for its start (stage 1), its latency passes (2), then its bytes (3).
 
     Where latencies share nothing, stage 1 goes on until the latency has passed, as all of that is known beforehand.
+
+    What is left of a meeting has more than 64 bits, of which the lower 64 are kept. They say how far a quotient in floating point is
+    from the exact one: less than two divisors, which have at most 60 bits.
     """
 
     def __init__(self, wires: Wires, ready: Times) -> None:
@@ -245,11 +256,14 @@ class _Loop:
         self._now = np.zeros(num_blocks, dtype=np.int64)
         self._starts, self._ends = (np.zeros((num, num_blocks), dtype=np.int64) for _ in range(2))
 
-    def run(self) -> tuple[Times, Times]:
-        """Until nothing is in flight in any block."""
+    def run(self) -> tuple[Times, Times] | None:
+        """Until nothing is in flight in any block; none where a smaller unit turned out to need more bits."""
+        exact = self._wires.exact
         self._start_all()
         while (then := self._due.min(axis=0)).min() < LATER:
             self._advance(then)
+            if self._wires.exact is not exact:
+                return None
         return self._starts, self._ends
 
     def _advance(self, then: Times) -> None:
@@ -264,7 +278,7 @@ class _Loop:
         self._stage[passed] += 1 if self._wires.latencies_share else 2
         self._left[passed] = self._wires.work[self._stage[passed], self._held[passed]]
         self._start_all()
-        self._share()
+        self._share(passed)
 
     def _end(self, slots: Times, blocks: Times) -> None:
         meetings = self._held[slots, blocks]
@@ -293,16 +307,20 @@ class _Loop:
         self._next[queues, blocks] += 1
         self._flying[queues, blocks] += 1
 
-    def _share(self) -> None:
-        """From now on, those in flight go as fast as their regions let them."""
+    def _share(self, fresh: Times) -> None:
+        """From now on, those in flight go as fast as their regions let them. ``fresh``: those of which nothing has passed yet."""
         wires, unit = self._wires, self._wires.unit
         rows = wires.rows(self._stage, self._held)
-        if wires.unit != unit:
-            self._left = self._left.astype(wires.exact) * (wires.unit // unit)
+        scale = wires.unit // unit
         moves = self._stage > 1
+        about = np.where(moves, self._due - self._now, 0) * self._rate.astype(np.float64) * scale
+        about[fresh] = wires.work_about[self._stage[fresh], self._held[fresh]]
+        if scale > 1:
+            self._left = self._left * scale
         self._rate = np.where(moves, wires.rates[rows[wires.region], wires.columns[self._stage, self._held]], 0)
         rate = np.maximum(self._rate, 1)
-        takes = (2 * self._left + rate) // (2 * rate)
+        takes = 0 if wires.exact is object else np.rint(about / rate).astype(np.int64)
+        takes = takes + (2 * (self._left - takes * rate) + rate) // (2 * rate)
         self._due = np.where(moves, self._now + np.maximum(takes, 0), self._due).astype(np.int64)
 
 
