@@ -7,27 +7,30 @@ STAMP := $(VENV)/installed
 # Every process of a test imports our packages: they are compiled once, also where the machine's settings forbid it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all beside lint reports clean
+SLOW :=
+BESIDE := first second third
+TESTS_first := $(wildcard tests/fitting/test_*.py tests/plan/test_*.py tests/real/test_real_[a-q]*.py)
+TESTS_second := $(wildcard tests/test_*.py tests/real/test_real_[r-z]*.py)
+TESTS_third := $(filter-out $(TESTS_first) $(TESTS_second),$(shell find tests -name 'test_*.py' | sort))
+ALONE := $(shell grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)
+
+.PHONY: demo test test-all lint reports clean $(BESIDE)
 
 demo: $(STAMP)
 	$(BIN)/fleetbench tune
 
-# What measures time runs alone, after all else; to collect its files takes seconds, to collect all a quarter of a minute.
-BESIDE := -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
-ALONE := -m alone $(shell grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)
-SLOW :=
-
-# mypy takes one core for most of a minute where it has no cache, and the tests wait at times: they run side by side.
+# Three parts of about as many seconds run side by side, each in a process that collects no other's tests, and lint beside them:
+# tests wait at times. What measures time runs alone, after all else.
 test: $(STAMP)
-	$(MAKE) --no-print-directory --jobs=2 lint beside
-	$(BIN)/python -m pytest -q $(SLOW) $(ALONE)
+	$(MAKE) --no-print-directory --jobs=4 $(BESIDE) lint
+	$(BIN)/python -m pytest -q $(SLOW) -m alone $(ALONE)
 
 # A fixed sample of each campaign; `make test SLOW=--whole` runs them whole, in hours.
 test-all:
 	$(MAKE) --no-print-directory SLOW=--slow test
 
-beside: $(STAMP)
-	$(BIN)/python -m pytest -q $(SLOW) $(BESIDE)
+$(BESIDE): $(STAMP)
+	$(BIN)/python -m pytest -q $(SLOW) -m "not alone" $(TESTS_$@)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -46,10 +46,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     os.environ.setdefault("FLEETBENCH_BUSY", "accept")  # tests run side by side; those of busy machines set it otherwise
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    if (worker := getattr(config, "workerinput", None)) and config.args == config.getini("testpaths"):
-        files = sorted(map(str, TESTS.rglob("test_*.py")))
-        first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
-        config.args[:] = files[first:] + files[:first]  # where nothing is cached, each rewrites the assertions of other files first
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,25 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run these, and campaigns whole instead of their samples")
 
 
-_LONGEST = (
-    "quickstart",
-    "notebooks",
-    "real_parity",
-    "real_as_ddp_or_refused",
-    "real_resume",
-    "real_faults",
-    "real_loops",
-    "cli_ends",
-    "tuner_tune",
-    "tuner_search",
-)
-"""Files that take longest: side by side with the others, they begin first."""
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out slow tests unless asked; skip, by name, what this machine cannot do."""
-    places = {f"test_{name}": place for place, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: (places.get(item.path.stem, len(places)), item.path))  # one order in every process
     skips = {}
     if not config.getoption("--whole"):
         skips["whole"] = pytest.mark.skip(reason="SKIPPED: not of the sample; `make test SLOW=--whole` runs it")

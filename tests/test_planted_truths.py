@@ -73,6 +73,7 @@ def test_nothing_is_found_where_emulated_trainers_gain_nothing(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_planted_gain_is_found_and_found_again(tmp_path: Path) -> None:
     """Something at least 1.15 times as fast exists: USE, with an interval that overlaps a re-measurement's."""
@@ -92,6 +93,7 @@ def test_a_planted_gain_is_found_and_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_nothing_is_found_where_nothing_was_planted(tmp_path: Path) -> None:
     """A step of pure compute has nothing to gain: KEEP DEFAULT, after real runs, with a reason."""

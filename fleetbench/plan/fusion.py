@@ -8,6 +8,7 @@ layer is under both caps.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -96,10 +97,15 @@ def _by_cost(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost:
     nbytes = [gradient.numel * min(widest, DTYPE_BYTES[gradient.dtype]) for gradient in gradients]
     if strategy.fusion == "optimal":
         lines = cost.lines or ((cost.latency_ns, cost.ns_per_byte),)
-        groups = best_partition([cost.slowest * ready for ready in ready_ns], nbytes, [gradient.dtype for gradient in gradients], lines)
+        ready = tuple(cost.slowest * each for each in ready_ns)
+        groups = _best_partition(ready, tuple(nbytes), tuple(gradient.dtype for gradient in gradients), lines)
     else:
         groups = merge(ready_ns, nbytes, cost.latency_ns, cost.ns_per_byte)
     return [part for group in groups for part in _grouped((gradients[index] for index in group), "dtype")]
+
+
+_best_partition = functools.lru_cache(maxsize=64)(best_partition)
+"""Strategies that differ in their communicators alone ask the same."""
 
 
 def _by_caps(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 TOLERANCE = 0.03
 LATENCY_TOLERANCE, LATENCY_TOLERANCE_S = 0.02, 0.0003
 """Of a round trip: a part of it, and seconds in which processors wake up."""
-ROUND_TRIPS = 15
+ROUND_TRIPS = 30
 SKIP_S = 0.5
 SECONDS = 1.0
 _AGAIN = 2

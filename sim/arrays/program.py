@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fleetbench.plan.drive import Scalar, answers, ends_epoch, events_of
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Observed, StepBegin
@@ -85,7 +86,7 @@ class Finish:
 Instruction = Head | Compute | Started | Join | Wait | Work | Share | Finish
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """A step's instructions in order."""
 
@@ -100,7 +101,7 @@ class Program:
         """All of its compute, at X = 0."""
         return max((instruction.base_ns for instruction in self.instructions if isinstance(instruction, Compute)), default=0)
 
-    @property
+    @cached_property
     def joins(self) -> tuple[Join, ...]:
         """Its collectives."""
         return tuple(instruction for instruction in self.instructions if isinstance(instruction, Join))

@@ -50,7 +50,7 @@ def _driver(job: subprocess.Popen[bytes], where: str) -> psutil.Process:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "where", [pytest.param("outside", marks=pytest.mark.whole), "inside", pytest.param("file", marks=pytest.mark.whole)]
+    "where", [pytest.param("outside", marks=pytest.mark.whole), pytest.param("inside", marks=pytest.mark.whole), "file"]
 )
 def test_a_killed_tuning_ends_with_what_it_had_measured(where: str, tmp_path: Path) -> None:
     """Its legs stand in the final table as they were, the others are measured, and nothing of the first attempt is left."""

@@ -38,8 +38,10 @@ def _last_loss(text: str, plain: str) -> float:
     return float(found[-1][1])
 
 
-@pytest.mark.slow  # train_digits.py is also a command of the README, and accumulation.py is tuned in test_real_script_end_to_end.py
-@pytest.mark.parametrize("plain", TWINS)
+@pytest.mark.slow  # train_digits.py is also a command of the README, and accumulation.py trains with another strategy below
+@pytest.mark.parametrize(
+    "plain", [pytest.param(plain, marks=pytest.mark.whole if plain == "accumulation_plain.py" else []) for plain in TWINS]
+)
 def test_an_example_trains_on_two_trainers(plain: str, tmp_path: Path) -> None:
     """The twin learns, and only the first trainer prints."""
     echoed: list[bytes] = []
@@ -50,7 +52,10 @@ def test_an_example_trains_on_two_trainers(plain: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plain", TWINS)
+@pytest.mark.parametrize(
+    "plain",
+    [pytest.param(plain, marks=pytest.mark.whole if plain in ("accumulation_plain.py", "trainer_plain.py") else []) for plain in TWINS],
+)
 def test_an_example_trains_without_fleet(plain: str) -> None:
     """The script that the twin was made from learns in one process, and knows nothing of this package."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -61,7 +66,11 @@ def test_an_example_trains_without_fleet(plain: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields", [{"localsgd": True, "localsgd_configs": {"k_steps": 4}}, {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}]
+    "fields",
+    [
+        {"localsgd": True, "localsgd_configs": {"k_steps": 4}},
+        pytest.param({"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}, marks=pytest.mark.whole),
+    ],
 )
 def test_a_script_that_accumulates_takes_any_strategy(fields: dict[str, object], tmp_path: Path) -> None:
     """The example with its own accumulation loads Local SGD, or a gradient merge around it, and learns."""

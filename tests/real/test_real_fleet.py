@@ -94,10 +94,16 @@ def test_alone_the_script_is_one_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("begin", "leave", "rank", "says"),
     [
-        ("pass", "break", 1, "rank 1 has ended while others still train"),
+        pytest.param("pass", "break", 1, "rank 1 has ended while others still train", marks=pytest.mark.whole),
         ("pass", "sys.exit(3)", 0, "because rank 1 ended by sys.exit"),
         ("pass", "torch.distributed.destroy_process_group(); sys.exit()", 1, "rank 1 has ended while others still train"),
-        ("torch.distributed.init_process_group('gloo')", "break", 1, "rank 1 has ended while others still train"),
+        pytest.param(
+            "torch.distributed.init_process_group('gloo')",
+            "break",
+            1,
+            "rank 1 has ended while others still train",
+            marks=pytest.mark.whole,
+        ),
     ],
     ids=["break", "sys.exit", "destroyed group", "group of its own"],
 )

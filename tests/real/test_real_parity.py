@@ -327,6 +327,7 @@ def test_hierarchies_train_alike_on_a_deferred_group() -> None:
     FourRanks().test_averaging_inside_nodes_first_is_the_same_average(saved, "float64")
 
 
+@pytest.mark.slow
 class TestTwoRanksOnADeferredGroup(TrainingParity):
     """Two trainers over a group whose waits return at once, as NCCL's do."""
 
@@ -342,7 +343,7 @@ class TestThreeRanksOnADeferredGroup(TrainingParity):
     backend = "deferred"
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 class TestFourRanksOnADeferredGroup(FourRanks):
     """Four trainers over such a group, with the hierarchy's side streams."""
 

@@ -108,7 +108,13 @@ for step in range(20):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "said"), [("exit", "ended with exit code 7 at step 0"), ("kill", "was killed by SIGKILL at step ")])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        pytest.param("exit", "ended with exit code 7 at step 0", marks=pytest.mark.whole),
+        ("kill", "was killed by SIGKILL at step "),
+    ],
+)
 def test_a_lasting_failure_is_named_and_explained(how: str, said: str, tmp_path: Path) -> None:
     """A trainer that fails in every launch: its rank, and how it ended, at once; the hint's folder holds each rank's output."""
     script = tmp_path / "fails.py"

@@ -94,7 +94,7 @@ def test_encryption_holds_for_servers_and_trainers_of_an_experiment(monkeypatch:
                     endpoints=servers.endpoints,
                     token=servers.token,
                     encrypted=encrypted,
-                    startup_timeout_s=30.0 if encrypted else 1.0,
+                    startup_timeout_s=30.0,
                 ),
             )
             try:

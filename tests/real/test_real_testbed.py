@@ -147,12 +147,14 @@ def test_a_refused_line_is_named(testbed: Ground) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_links_have_the_declared_latency() -> None:
     """4 ms a message between most hosts, 8 ms to and from one: round trips within 2 % and 0.3 ms, rates as without, nothing left over."""
     late = Link(bandwidth=BitsPerSecond(RATE), latency=Nanoseconds(8 * 10**6))
     cluster = Cluster(
         nodes=3, inter=dataclasses.replace(late, latency=Nanoseconds(4 * 10**6)), node_overrides=(NodeOverride(nodes=(2,), inter=late),)
     )
+    before = set(psutil.Process().children())
     with Ground(cluster) as ground:
         if skipped := ground.skipped():
             pytest.skip(f"SKIPPED: {skipped[0]['why']}")
@@ -164,7 +166,7 @@ def test_links_have_the_declared_latency() -> None:
             ("host2", "host0"): pytest.approx(16, abs=0.62),
         }
         assert [1000 * trip["measured_s"] for trip in ground.record()["round_trips"]] == list(trips.values())
-        (relay,) = psutil.Process().children()
+        (relay,) = set(psutil.Process().children()) - before
         relay.kill()
         relay.wait()
         with pytest.raises(EnvironmentLacks, match="delays packets has ended"):
@@ -311,7 +313,7 @@ def test_a_killed_worker_is_named_and_nothing_stays(tmp_path: Path, monkeypatch:
     ):
         own.run(Leg(steps=2000, warmup_steps=0), strike)
     assert happened
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while _networks() - before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _networks() - before

@@ -125,7 +125,7 @@ def test_a_profile_is_taken_without_servers() -> None:
     ("placement", "strategy"),
     [
         pytest.param("own", {}, marks=pytest.mark.whole),
-        ("own", {"a_sync": True, "a_sync_configs": {"k_steps": 3}}),
+        pytest.param("own", {"a_sync": True, "a_sync_configs": {"k_steps": 3}}, marks=pytest.mark.whole),
         ("shared", {"a_sync": True}),
     ],
     ids=["own", "own, GeoSGD", "shared"],
