@@ -8,28 +8,29 @@ STAMP := $(VENV)/installed
 export PYTHONDONTWRITEBYTECODE :=
 
 SLOW :=
-BESIDE := first second third
-TESTS_first := $(wildcard tests/fitting/test_*.py tests/plan/test_*.py tests/real/test_real_[a-q]*.py)
-TESTS_second := $(wildcard tests/test_*.py tests/real/test_real_[r-z]*.py)
-TESTS_third := $(filter-out $(TESTS_first) $(TESTS_second),$(shell find tests -name 'test_*.py' | sort))
+PARTS := part-1 part-2 part-3
+TESTS_part-1 := $(wildcard tests/fitting/test_*.py tests/plan/test_*.py tests/real/test_real_[a-q]*.py)
+TESTS_part-2 := $(wildcard tests/test_*.py tests/real/test_real_[r-z]*.py)
+TESTS_part-3 := $(filter-out $(TESTS_part-1) $(TESTS_part-2),$(shell find tests -name 'test_*.py' | sort))
 ALONE := $(shell grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)
 
-.PHONY: demo test test-all lint reports clean $(BESIDE)
+.PHONY: demo test test-all lint reports clean $(PARTS)
 
 demo: $(STAMP)
 	$(BIN)/fleetbench tune
 
-# Three parts of about as many seconds run side by side, each in a process that collects no other's tests, and lint beside them:
-# tests wait at times. What measures time runs alone, after all else.
+# Three parts run side by side, each in a process that collects no other's tests, and lint beside them: tests wait at times.
+# What measures time runs alone, after all else.
 test: $(STAMP)
-	$(MAKE) --no-print-directory --jobs=4 $(BESIDE) lint
+	@echo "lint and three parts of the tests run side by side; each prints its output when it ends, in some minutes"
+	$(MAKE) --no-print-directory --jobs=4 --output-sync=target $(PARTS) lint
 	$(BIN)/python -m pytest -q $(SLOW) -m alone $(ALONE)
 
 # A fixed sample of each campaign; `make test SLOW=--whole` runs them whole, in hours.
 test-all:
 	$(MAKE) --no-print-directory SLOW=--slow test
 
-$(BESIDE): $(STAMP)
+$(PARTS): $(STAMP)
 	$(BIN)/python -m pytest -q $(SLOW) -m "not alone" $(TESTS_$@)
 
 lint: $(STAMP)

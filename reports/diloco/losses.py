@@ -126,12 +126,14 @@ def show(path: Path, picture: Path) -> None:
     figure = Figure(figsize=(13.0, 4.2), layout="constrained")
     axes = figure.subplots(1, 1 + len(BANDWIDTHS_MBIT), sharey=True)
     for (k_steps, outer), curve in sorted(curves.items()):
-        colour, style = f"C{LOCAL_STEPS.index(k_steps) if k_steps in LOCAL_STEPS else 9}", "-" if outer else "--"
+        number = 1 + LOCAL_STEPS.index(k_steps) if k_steps in LOCAL_STEPS else 0
+        look: dict[str, Any] = {"color": f"C{number}", "marker": "xos^Dv"[number], "linestyle": "-" if outer else "--", "markevery": 3}
+        look |= {"markersize": 5, "markerfacecolor": "none"}
         updates, losses = sorted(curve), [statistics.mean(curve[update]) for update in sorted(curve)]
         label = f"K = {k_steps}, {'outer 0.7, 0.9' if outer else 'gradients averaged' if k_steps == 1 else 'averaging'}"
-        axes[0].plot(updates, losses, style, color=colour, label=label)
+        axes[0].plot(updates, losses, label=label, **look)
         for place, rate in zip(axes[1:], BANDWIDTHS_MBIT, strict=True):
-            place.plot([update * seconds[(k_steps, outer), rate] for update in updates], losses, style, color=colour)
+            place.plot([update * seconds[(k_steps, outer), rate] for update in updates], losses, **look)
     axes[0].set(xlabel="updates", ylabel="held-out loss, mean of seeds")
     for place, rate in zip(axes[1:], BANDWIDTHS_MBIT, strict=True):
         place.set(xlabel=f"simulated seconds at {rate} Mbit/s", xscale="log")

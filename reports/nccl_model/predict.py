@@ -115,9 +115,9 @@ def _draw(shown: dict[str, Form]) -> None:
     figure, axes = plt.subplots(2, 3, figsize=(13, 6.5), layout="constrained", sharex=True)
     for row, generation in zip(axes, GENERATIONS, strict=True):
         for one, gpus in zip(row, GPUS, strict=True):
-            for name, form in shown.items():
+            for (name, form), style in zip(shown.items(), ("-", "--", ":"), strict=True):
                 sizes, own = errors(form, generation, gpus)
-                one.plot(sizes / MIB, 100 * own, lw=1, label=name)
+                one.plot(sizes / MIB, 100 * own, style, lw=1.2, label=name)
             one.axhspan(-6, 6, color="green", alpha=0.08, label="at most 6 %")
             one.axhline(0, color="black", lw=0.6)
             one.set(title=f"{gpus} {generation.upper()}", ylim=(-13, 13))

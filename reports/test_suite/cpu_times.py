@@ -1,6 +1,6 @@
 """What every test takes: a plugin of pytest, and the table of README.md.
 
-    CPU_TIMES=/tmp/times PYTHONPATH=reports/test_suite PYTEST_ADDOPTS="-p cpu_times" make test
+    CPU_TIMES=/tmp/times PYTHONPATH=$PWD/reports/test_suite PYTEST_ADDOPTS="-p cpu_times" make test
     python reports/test_suite/cpu_times.py /tmp/times     # writes by_file.csv, prints the table
 
 A line a test: its name, seconds of wall time, CPU seconds of the process that ran it, and of the processes below it, ended or not: what a

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fleetbench.plan.operations import Operation
 from sim.arrays.layout import LATER, Layout, Times
@@ -25,7 +26,8 @@ from sim.network.links import LATENCY, Port
 from sim.network.sharing import fair_speeds
 from sim.network.work import Route
 
-_LARGEST_UNIT = 2**60
+_LARGEST_UNIT, _LONGEST_NS = 2**60, 2**44
+"""In 64 bits: units a nanosecond, and what a transfer alone may take, about five hours."""
 _LOW_BITS = 2**64 - 1
 
 
@@ -176,11 +178,12 @@ class Wires:
         """Use a smaller unit, of which there are so many in a nanosecond alone."""
         scale, self.unit = unit // self.unit, unit
         self._whole_work = whole = self._whole_work * scale
-        self.exact: Any = np.int64 if unit < _LARGEST_UNIT else object
+        fits = unit < _LARGEST_UNIT and int(whole.max()) < _LONGEST_NS * unit
+        self.exact: Any = np.int64 if fits else object
         self.rates = np.asarray(self.rates.astype(object) * scale, dtype=self.exact)
-        self.work = whole if self.exact is object else (whole & _LOW_BITS).astype(np.uint64).view(np.int64)
+        self.work = (whole & _LOW_BITS).astype(np.uint64).view(np.int64) if fits else whole
         """By stage and meeting; the lower 64 bits, unless ``exact`` is ``object``."""
-        self.work_about = whole.astype(np.float64)
+        self.work_about = whole.astype(np.float64) if fits else whole
 
     def rows(self, stage: Times, held: Times) -> Times:
         """Of ``rates``, for every region and block, by the stage and the meeting of every slot. May change ``unit``."""
@@ -234,13 +237,13 @@ class _Loop:
 
     Where latencies share nothing, stage 1 goes on until the latency has passed, as all of that is known beforehand.
 
-    What is left of a meeting has more than 64 bits, of which the lower 64 are kept. They say how far a quotient in floating point is
-    from the exact one: less than two divisors, which have at most 60 bits.
+    What is left of a meeting may have more than 64 bits, of which the lower 64 are kept; see ``rounded_quotient``.
     """
 
     def __init__(self, wires: Wires, ready: Times) -> None:
         self._wires = wires
         num, num_blocks = ready.shape
+        self._exact = wires.exact
         self._columns = np.arange(num_blocks)
         self._rows = np.arange(len(wires.queues))[:, None]
         self._ready = ready
@@ -258,11 +261,10 @@ class _Loop:
 
     def run(self) -> tuple[Times, Times] | None:
         """Until nothing is in flight in any block; none where a smaller unit turned out to need more bits."""
-        exact = self._wires.exact
         self._start_all()
         while (then := self._due.min(axis=0)).min() < LATER:
             self._advance(then)
-            if self._wires.exact is not exact:
+            if self._wires.exact is not self._exact:
                 return None
         return self._starts, self._ends
 
@@ -311,17 +313,31 @@ class _Loop:
         """From now on, those in flight go as fast as their regions let them. ``fresh``: those of which nothing has passed yet."""
         wires, unit = self._wires, self._wires.unit
         rows = wires.rows(self._stage, self._held)
+        if wires.exact is not self._exact:
+            return
         scale = wires.unit // unit
+        self._left = self._left * scale
         moves = self._stage > 1
-        about = np.where(moves, self._due - self._now, 0) * self._rate.astype(np.float64) * scale
-        about[fresh] = wires.work_about[self._stage[fresh], self._held[fresh]]
-        if scale > 1:
-            self._left = self._left * scale
+        about: Any = None
+        if self._exact is np.int64:
+            about = np.where(moves, self._due - self._now, 0) * self._rate.astype(np.float64) * scale
+            about[fresh] = wires.work_about[self._stage[fresh], self._held[fresh]]
         self._rate = np.where(moves, wires.rates[rows[wires.region], wires.columns[self._stage, self._held]], 0)
-        rate = np.maximum(self._rate, 1)
-        takes = 0 if wires.exact is object else np.rint(about / rate).astype(np.int64)
-        takes = takes + (2 * (self._left - takes * rate) + rate) // (2 * rate)
+        takes = rounded_quotient(self._left, np.maximum(self._rate, 1), about)
         self._due = np.where(moves, self._now + np.maximum(takes, 0), self._due).astype(np.int64)
+
+
+def rounded_quotient(left: Times, rate: Times, about: npt.NDArray[np.float64] | None) -> Times:
+    """``left / rate``, half up. Of integers of any size where ``about`` is none.
+
+    Else ``left`` has the lower 64 bits of numbers that ``about`` is near to: by half of 2**60, or of a rate before this one, and rounding.
+    The remainder beside the quotient in floating point has fewer than 62 bits then, so that its lower 64 bits are all of it. Rates are
+    below 2**60, quotients below 2**45.
+    """
+    if about is None:
+        return np.asarray((2 * left + rate) // (2 * rate))
+    near = np.rint(about / rate).astype(np.int64)
+    return np.asarray(near + (2 * (left - near * rate) + rate) // (2 * rate))
 
 
 def _latency(route: Route) -> tuple[Port, ...]:

@@ -18,7 +18,7 @@ import pytest
 @pytest.mark.parametrize(
     ("command", "sent"),
     [
-        pytest.param("real", signal.SIGINT, marks=pytest.mark.whole),
+        ("real", signal.SIGINT),
         pytest.param("tune", signal.SIGINT, marks=pytest.mark.whole),
         pytest.param("real", signal.SIGTERM, marks=pytest.mark.whole),
         ("tune", signal.SIGTERM),

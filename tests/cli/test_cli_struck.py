@@ -105,7 +105,7 @@ def test_a_killed_driver_goes_on_where_it_was(tmp_path: Path) -> None:
     assert "before an interruption it had run 2 legs" in found["notes"]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_where_nobody_is_struck_nothing_is_noted(tmp_path: Path) -> None:
     """The same script in peace: the table is as whole, and who asserts that somebody was struck fails."""

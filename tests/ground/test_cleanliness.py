@@ -75,7 +75,9 @@ def test_a_test_that_leaves_something_behind_fails(tmp_path: Path) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: takes long\n")
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, env={**os.environ, "COLUMNS": "200"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, check=False, env={**os.environ, "COLUMNS": "200", "PYTEST_ADDOPTS": ""}
+    )
     os.kill(int((tmp_path / "orphan").read_text()), signal.SIGKILL)
     lines = done.stdout.splitlines()
     left = {

@@ -31,11 +31,7 @@ Of them fifty with one of each combination and as many pairs as fifty can have; 
 """
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(FIFTY, marks=pytest.mark.slow), pytest.param(OTHERS, marks=pytest.mark.whole)],
-    ids=["fifty", "others"],
-)
+@pytest.fixture(scope="module", params=[FIFTY, pytest.param(OTHERS, marks=pytest.mark.whole)], ids=["fifty", "others"])
 def verdicts(request: pytest.FixtureRequest) -> dict[int, Verdict]:
     """Of these cases, from one pool of ranks."""
     with Pool() as pool:

@@ -34,6 +34,7 @@ def trainings(tmp_path: Path, ranks: int, places: Sequence[str]) -> list[dict[st
     [
         pytest.param(2, FEW, id="2 ranks, torn files"),
         pytest.param(2, tuple(WHOLE), id="2 ranks", marks=pytest.mark.whole),
+        pytest.param(3, FEW, id="3 ranks, torn files", marks=pytest.mark.slow),
         pytest.param(3, tuple(WHOLE), id="3 ranks", marks=pytest.mark.whole),
     ],
 )

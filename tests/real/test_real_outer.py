@@ -66,7 +66,7 @@ def written_out(number: int, changes: dict[str, Any]) -> tuple[np.ndarray[Any, A
     return np.array(history).swapaxes(0, 1), merges
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("deferred", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["gloo", "deferred"])
 @pytest.mark.parametrize(("overlap", "mixing"), golden())
 def test_golden_numbers_of_torchft(ranks: Callable[[int, str], list[Arrays]], backend: str, overlap: int, mixing: float) -> None:
     """Every value that torchft recorded of two replicas and two fragments, on the engine."""
@@ -79,7 +79,7 @@ def test_golden_numbers_of_torchft(ranks: Callable[[int, str], list[Arrays]], ba
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("number", "backend"), [(2, "gloo"), (3, "gloo"), pytest.param(2, "deferred", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("number", "backend"), [(2, "gloo"), (3, "gloo"), (2, "deferred")])
 def test_it_is_the_written_out_loop(ranks: Callable[[int, str], list[Arrays]], number: int, backend: str, name: str) -> None:
     """At every step every rank holds what AdamW inside and torch's SGD on the averaged difference give it."""
     expected, merges = written_out(number, CASES[name][0])

@@ -327,7 +327,6 @@ def test_hierarchies_train_alike_on_a_deferred_group() -> None:
     FourRanks().test_averaging_inside_nodes_first_is_the_same_average(saved, "float64")
 
 
-@pytest.mark.slow
 class TestTwoRanksOnADeferredGroup(TrainingParity):
     """Two trainers over a group whose waits return at once, as NCCL's do."""
 

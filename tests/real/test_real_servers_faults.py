@@ -188,7 +188,7 @@ def test_a_trainer_that_starts_again_goes_on() -> None:
 
 def test_a_trainer_that_was_away_comes_back() -> None:
     """Its thread stood still until the server gave it up; it goes on, meets the other at a barrier, and every gradient counts."""
-    with job(1, 2, timeout_s=1.0) as running:
+    with job(1, 2, timeout_s=3.0) as running:
         other = counting(running, 0, served())
         model, optimizer, training = counting(running, 1, served())
         add(model, optimizer, 3, 1.0, 1.0)
