@@ -77,7 +77,7 @@ class Tune(Config):
     budget_minutes: float | None = None
     """Bound on the time of the real runs: the pairs then end with the verdict that they allow."""
     samples: float | None = None
-    """With ``--simulate-only --sweep``: samples to train on in all, for days and money."""
+    """With ``--simulate-only``: samples to train on in all, for days and money."""
     price_per_trainer_hour: float | None = None
     """Of one trainer, in any currency; servers are not counted."""
     local_steps: tuple[int, ...] = (1, 2, 4, 8, 16)

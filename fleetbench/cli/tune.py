@@ -32,7 +32,7 @@ def register(commands: Commands) -> None:
     add_json(parser, "the recommendation")
     parser.add_argument("--simulate-only", action="store_true", help="run nothing: the answer for a cluster that one does not have")
     sweep = "with --simulate-only: the best strategy at each value of a key, such as cluster.nodes=1,2,4 or 1..8; a table and a picture"
-    parser.add_argument("--sweep", metavar="KEY=V1,V2,...", help=sweep)
+    parser.add_argument("--sweep", metavar="KEY=V1,V2,...", action="append", help=sweep)
     text = "go on from this earlier tuning's folder: say what has moved since, and measure only what that changes"
     parser.add_argument("--from", dest="earlier", type=Path, metavar="FOLDER", help=text)
     add_command_line(parser)
@@ -109,8 +109,11 @@ def _asks_for_simulations(arguments: argparse.Namespace) -> bool:
     """Whether nothing is to run. Raises ``ConfigError`` for what does not go with that, or goes with nothing else."""
     if not arguments.simulate_only:
         if arguments.sweep is not None:
-            raise ConfigError("asks for simulations alone", "--sweep", repr(arguments.sweep), "add --simulate-only")
+            raise ConfigError("asks for simulations alone", "--sweep", repr(arguments.sweep[0]), "add --simulate-only")
         return False
+    if len(arguments.sweep or ()) > 1:
+        hint = "one key a command; `fleetbench sim` takes a second --sweep"
+        raise ConfigError("is given more than once", "--sweep", ", ".join(arguments.sweep), hint)
     if arguments.command_line:
         hint = "profile the script, and name its workload.profile in an experiment file"
         raise ConfigError("does not go with a command, which would not be started", "--simulate-only", hint=hint)
@@ -193,7 +196,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from sim.many.sweep import Axis
     from tuner.simulated.sizes import tune_sizes
 
-    axis = Axis.parse(arguments.sweep)
+    axis = Axis.parse(arguments.sweep[0])
     load_experiment(arguments)  # says its notes
     with progress.steps("sizes", lines=True) as advance:
         found = tune_sizes(lambda more: load_with_notes(arguments, more)[0], axis, out=arguments.out, progress=advance)

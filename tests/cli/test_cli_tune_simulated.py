@@ -25,8 +25,11 @@ BUCKETS = (
 
 def test_it_prints_an_answer_and_writes_a_strategy(command: Callable, experiment: Files, tmp_path: Path) -> None:
     """The last lines are the answer and its file, which a script can load."""
-    ended = command("tune", experiment(), *TWO, *FAR, *BUCKETS, "--simulate-only", "--out", tmp_path / "runs")
+    priced = ("--set", "tune.price_per_trainer_hour=3")
+    ended = command("tune", experiment(), *TWO, *FAR, *BUCKETS, *priced, "--simulate-only", "--out", tmp_path / "runs")
     assert ended.code == 0, ended.err
+    assert "1e+06 samples take" in ended.out
+    assert "a day costs 144" in ended.out
     answer, place = ended.out.strip().splitlines()[-2:]
     assert answer.startswith("SIMULATED, declared compute: use ")
     assert "outside of this answer: sharded optimizers" in ended.out
@@ -63,6 +66,7 @@ def test_a_sweep_prints_a_table_and_draws_a_picture(command: Callable, experimen
         (("--simulate-only", "--workdir", "here"), "--workdir"),
         (("--simulate-only", "--sweep", "cluster.nodes"), "--sweep"),
         (("--simulate-only", "--sweep", "cluster.nodes=0,1"), "cluster.nodes=0"),
+        (("--simulate-only", "--sweep", "cluster.nodes=1,2", "--sweep", "run.seed=1,2"), "run.seed=1,2"),
         (("--simulate-only", "--set", "tune.samples=0"), "samples"),
         (("--simulate-only", "--set", "tune.price_per_trainer_hour=-1"), "price_per_trainer_hour"),
     ],

@@ -22,6 +22,7 @@ from tuner.simulated.assumptions import assumptions, changed
 from tuner.simulated.candidates import (
     FINAL_STEPS,
     OUTSIDE,
+    PER_SAMPLES,
     fits,
     ranked,
     samples_and_tokens,
@@ -214,7 +215,7 @@ class _Answering:
             seeds=len(ratios),
             num_trials=ranking.num_trials,
             num_reranked=len(retried),
-            notes=(*self._caveats(chosen, low), *ranking.notes, *notes),
+            notes=(*self._caveats(chosen, low, samples_per_s), *ranking.notes, *notes),
         )
 
     def _choose(self, default: DistributedStrategy, step_s: Times, assumed: Sequence[Times]) -> DistributedStrategy:
@@ -296,7 +297,7 @@ class _Answering:
             changes_answer=changes,
         )
 
-    def _caveats(self, chosen: DistributedStrategy, low: float) -> list[str]:
+    def _caveats(self, chosen: DistributedStrategy, low: float, samples_per_s: float) -> list[str]:
         notes = []
         if low < 1:
             notes.append("the interval reaches below 1: whether the strategy gains anything, only a measurement says")
@@ -304,4 +305,9 @@ class _Answering:
             notes.append(f"what {chosen.local_steps} local steps cost in loss is not simulated: train to the target before relying on them")
         if fits(self.experiment) is False:
             notes.append(f"a trainer needs more memory than {self.experiment.cluster.gpu} has")
+        tune, trainers = self.experiment.tune, self.experiment.cluster.trainers
+        if tune.price_per_trainer_hour is not None:
+            samples = tune.samples or PER_SAMPLES
+            hours, day = samples / samples_per_s / 3600, 24 * trainers * tune.price_per_trainer_hour
+            notes.append(f"{samples:g} samples take {hours:.3g} h and cost {hours / 24 * day:,.2f}; a day costs {day:,.0f}")
         return [*notes, OUTSIDE]

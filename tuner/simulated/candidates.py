@@ -27,6 +27,8 @@ from tuner.search import shortened as of_collectives
 from tuner.space import Equivalence, parameters_of, search_space
 from tuner.study import open_study
 
+PER_SAMPLES = 10**6
+"""Samples that a cost is for where ``tune.samples`` names no number."""
 FINAL_STEPS = 50
 """Counted steps of one simulation of the best."""
 MERGED = (4, 16)

@@ -16,13 +16,11 @@ from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from sim.many.pool import naming
 from sim.many.sweep import Axis, Load
-from tuner.simulated.candidates import OUTSIDE, fits, ranked, samples_and_tokens, says, shortened, step_time, with_compute
+from tuner.simulated.candidates import OUTSIDE, PER_SAMPLES, fits, ranked, samples_and_tokens, says, shortened, step_time, with_compute
 
 CARRIED = 5
 """Of the best strategies of a searched neighbour."""
 SECONDS_PER_DAY = 86_400
-PER_SAMPLES = 10**6
-"""Samples that ``cost`` is for where ``tune.samples`` names no number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
