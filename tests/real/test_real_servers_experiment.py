@@ -80,7 +80,7 @@ def test_a_served_run_is_recorded_when_asked(by_servers: RunResult) -> None:
 
 @pytest.mark.slow
 def test_encryption_holds_for_servers_and_trainers_of_an_experiment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With the variable set, a leg's server refuses whoever does not encrypt, and its trainers train."""
+    """With the variable set, a leg's server refuses a trainer that does not encrypt, and the leg's own trainers train."""
     monkeypatch.setenv(ENCRYPT, "1")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     servers = LegServers(tmp_path / "leg", tmp_path / "log", local_endpoints(1), trainers=1, environment={})
