@@ -83,13 +83,17 @@ def _set_cudnn(undo: contextlib.ExitStack, strategy: DistributedStrategy) -> Non
 
 
 def _take_memory(undo: contextlib.ExitStack, fraction: float, device: torch.device) -> None:
-    """Bound the process to a share of the device's memory, and let the caching allocator hold all of it."""
+    """Bound the process to a share of the device's memory, and let the caching allocator hold most of it.
+
+    An eighth stays free: what is smaller than a MiB lies in segments of its own, and once a part of the one large block
+    is in use the allocator can no longer give that back to open them.
+    """
     memory = torch.cuda.memory
     undo.callback(torch.cuda.empty_cache)
     undo.callback(memory.set_per_process_memory_fraction, memory.get_per_process_memory_fraction(device), device)
     memory.set_per_process_memory_fraction(fraction, device)
     share = int(fraction * torch.cuda.get_device_properties(device).total_memory)
-    ahead = (share - memory.memory_reserved(device)) // _BLOCK_BYTES * _BLOCK_BYTES
+    ahead = (share - share // 8 - memory.memory_reserved(device)) // _BLOCK_BYTES * _BLOCK_BYTES
     if ahead <= 0:
         return
     try:

@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -194,6 +195,8 @@ def _serve(modules: Sequence[str]) -> None:
     """Fork what is asked for on the socket, which is the standard input, until its other end is closed."""
     for name in modules:
         importlib.import_module(name)
+    # threads that libraries start as they load wait for work, and hold no lock that a fork could miss
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)  # Python 3.12 and later
     gc.freeze()  # a fork's garbage collection leaves what was imported alone, and its pages shared
     asked = socket.socket(fileno=0)
     forks: dict[int, tuple[int, socket.socket]] = {}  # process and connection of each, by the file that is readable once it has ended

@@ -77,7 +77,9 @@ class Ground:
         try:
             done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=left_s, check=False)
         except subprocess.TimeoutExpired as error:
-            raise Failed(f"gave no answer within the {left_s:.0f} s that were left") from error
+            heard = error.stderr or error.stdout or b""
+            said = (heard if isinstance(heard, str) else heard.decode(errors="replace"))[-1500:].replace(f"{ROOT}/", "")
+            raise Failed(f"gave no answer within the {left_s:.0f} s that were left: {said}") from error
         if done.returncode != 0:
             said = (done.stderr or done.stdout)[-1500:].replace(f"{ROOT}/", "")
             raise Failed(f"exit code {done.returncode}: {said}")
@@ -114,7 +116,8 @@ def _profile(ground: Ground, command: Sequence[str] = (), keys: Mapping[str, obj
     found = ground.fleetbench(
         "profile", "--seconds", "10" if ground.device == "cuda" else "1", keys={**alone, **(keys or {})}, command=command
     )
-    profile = decode({name: value for name, value in found.items() if name != "folder"}, Profile, "profile")
+    fields = {field.name for field in dataclasses.fields(Profile)}
+    profile = decode({name: value for name, value in found.items() if name in fields}, Profile, "profile")
     table = profile.tables[0]
     times = {"forward": table.forward_ns, "backward": table.backward_ns, "update": table.update}
     return {"layers": len(table.layers), **{f"{name}_ms": ns / 1e6 for name, ns in times.items()}, "memory": found["memory"]}
