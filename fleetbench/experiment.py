@@ -83,8 +83,8 @@ class Tune(Config):
     local_steps: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Values of K that may be searched; used only where ``workload.target_loss`` prices them."""
     diloco: bool = True
-    """Rounds of local steps may end with a step of DiLoCo's outer optimizer (Nesterov, rate 0.7, momentum 0.9); tried where virtual
-    trainers train the workload, with a target."""
+    """Rounds of local steps may end with a step of DiLoCo's outer optimizer (Nesterov, rate 0.7, momentum 0.9); tried with a target, where
+    virtual trainers train the workload, and in scripts with the fastest K and the next larger one (twice the largest)."""
     gradient_merge: tuple[int, ...] = (1, 2, 4)
     """Micro-batches of an update that may be tried beside 1, where virtual trainers train the workload, with a target."""
     fuse_grad_size_in_MB: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # noqa: N815  # Fleet's name

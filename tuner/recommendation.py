@@ -158,6 +158,8 @@ class Recommendation(Config):
     pairs: tuple[Pair, ...] = ()
     arms: tuple[Arm, ...] = ()
     trials: tuple[Trial, ...] = ()
+    learnt: dict[str, float | str] = field(default_factory=dict)
+    """Steps to the target of all that virtual trainers trained, by what those depend on, or that it does not arrive."""
     advice_left_out: tuple[str, ...] = ()
     """What Fleet's documents advise and this executor, profile or cluster cannot do."""
     notes: tuple[str, ...] = ()

@@ -90,7 +90,7 @@ def tune(
     step_s = step_s if held is None else held.step_s(step_s, space)
     found = search(experiment, space, advised, out=out, step_s=step_s, progress=_stage(progress, "simulated trials"))
 
-    ways = price_ways(experiment, found, step_s, learn, out, _stage(progress, "virtual trainers"))
+    ways = price_ways(experiment, found, step_s, learn, out, _stage(progress, "virtual trainers"), {} if held is None else held.learnt)
     arms, notes = _arms(found, experiment.tune.finalists, ways)
     kept = resumption.legs if resumption is not None else runner.folder if isinstance(runner, Journal) else None
     if len(arms) > 1 and not (kept is not None and kept.exists()) and not (held is not None and held.legs):
@@ -99,7 +99,7 @@ def tune(
     runs = folder / RUNS
     notes += [] if held is None else [held.note]
     arms = [_simulated(arm, experiment, simulate, runs) for arm in arms]
-    with Session(experiment) if runner is None else nullcontext(runner) as launched:
+    with Session(experiment, at_once=False) if runner is None else nullcontext(runner) as launched:
         measured_by = launched if resumption is None else Journal(launched, resumption.legs)
         journal = measured_by if isinstance(measured_by, Journal) else None
         gone_s = spent_s() if spent_s is not None else 0.0 if resumption is None else resumption.held_s()
@@ -127,6 +127,7 @@ def tune(
     recommendation = dataclasses.replace(
         recommendation,
         trials=tuple(tried.trial for tried in found.tried),
+        learnt=dict(ways.learnt),
         advice_left_out=tuple(left_out),
         notes=(*_busy(experiment), *space.notes, *found.notes, *notes, *recommendation.notes, cost_note(recommendation, cost_s)),
         runs=tuple(run for arm in recommendation.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None),
@@ -246,14 +247,15 @@ def _searched(found: Search, ways: Ways, arms: Sequence[DistributedStrategy]) ->
 
 
 def _arms(found: Search, finalists: int, ways: Ways) -> tuple[list[Arm], list[str]]:
-    """The default, Fleet's advice where it is another strategy, and the best candidates."""
+    """The default, Fleet's advice where it is another strategy, the best candidates, and ways that only real runs can price."""
     chosen = [(DEFAULT, found.default)]
     notes = [*ways.notes]
     if found.advice is not None and found.advice.key != found.default.key:
         chosen.append(("advice", found.advice))
     elif found.advice is not None:
         notes.append("Fleet's advice comes to the same plan as the default, and is not run beside it")
-    chosen += [(f"candidate {number}", tried) for number, tried in enumerate(found.best(finalists, ways.others, ways.seconds), start=1)]
+    best = found.best(finalists, ways.others, ways.seconds) if ways.updates else (*found.best(finalists), *ways.others)
+    chosen += [(f"candidate {number}", tried) for number, tried in enumerate(best, start=1)]
     arms = [Arm(name=name, strategy=tried.strategy, simulated_s=tried.trial.simulated_s) for name, tried in chosen]
     return [dataclasses.replace(arm, virtual_updates=ways.of(arm.strategy)) for arm in arms], notes
 

@@ -11,6 +11,7 @@ begins of local steps, whose steps take other times late in a training than earl
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,19 @@ from typing import Any
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.profile import table_for
 from fleetbench.strategy import DistributedStrategy, GradientMergeConfigs
+from fleetbench.target import HITS_IN_A_ROW
 from fleetbench.workload import LAYERS
+from sim.learning.trajectory import key_of
 from tuner.recommendation import Trial
 from tuner.search import Search, StepS, Tried
 from tuner.space import name_of, parameters_of, way_of
 from tuner.study import open_study
 
+Progress = Callable[[int, int], None]
+_Change = tuple[DistributedStrategy, dict[str, Any]]
+"""A strategy, and what of it is to change."""
 Learn = Callable[[Experiment, float], float | None]
 """The seam to virtual trainers: an experiment's steps of a trainer to its target, none where it does not arrive; raises ``TimeoutError``
 where it takes more than so many seconds."""
@@ -37,8 +44,10 @@ _FIRST = 3
 """Ways that are tried before a rate is."""
 NOTICED = 0.9
 """Share of the default's steps below which another learning rate is worth a note."""
-_LEARNT = "steps to the target by virtual trainers"
-"""Attribute of a study."""
+_LEARNT, _NEVER, _LEFT = "steps to the target by virtual trainers", "never", "no time"
+"""Attribute of a study: steps by training, or that it does not arrive, or that there was no time for it."""
+_CORE_FLOPS_S = 1e11
+"""What one core computes at most."""
 _BY_STEPS = "ways of training are ranked by the seconds of a step alone"
 
 
@@ -55,6 +64,8 @@ class Ways:
     """After which a training is over."""
     own: tuple[object, ...] = ()
     """The default's way."""
+    learnt: Mapping[str, float | str] = field(default_factory=dict)
+    """What a later tuning need not train again, by ``_key``: steps, or that it does not arrive."""
 
     def of(self, strategy: DistributedStrategy) -> float | None:
         """Steps to the target, at least; none where nothing is known of them."""
@@ -94,60 +105,117 @@ def price_ways(
     step_s: StepS,
     learn: Learn | None,
     out: Path,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
+    known: Mapping[str, float | str] | None = None,
 ) -> Ways:
     """Train the ways of the search and those beside it virtually, largest K first, as many as ``tune.search_seconds`` has room for.
 
-    The study below ``out`` keeps what was learnt, so that a tuning that is taken up again has the same finalists.
-    Nothing is known where ``learn`` is none, no loss is learnt, or no way arrives beside or before the default's.
+    Nothing is known where ``learn`` is none, no loss is learnt, or no way arrives beside or before the default's; nor of a user's script,
+    whose ``others`` real runs are to price. ``known``: what an earlier tuning has learnt.
     """
     workload, run = experiment.workload, experiment.run
-    if learn is None or workload.target_loss is None or workload.model == LAYERS or run.device == "emulated" or run.launcher == "command":
+    if workload.target_loss is not None and run.launcher == "command":
+        return _of_script(experiment, found, step_s)
+    if learn is None or workload.target_loss is None or workload.model == LAYERS or run.device == "emulated":
         return Ways()
+    if (least_s := _least_s(experiment)) > experiment.tune.search_seconds:
+        large = f"virtual trainers are not asked: to the target they take {least_s:.3g} s of one core at the least (tune.search_seconds)"
+        return Ways(notes=(large, _BY_STEPS))
     own = way_of(experiment.strategy)
     leaders = {way_of(tried.strategy): tried for tried in reversed(found.ranked)}
     for arm in filter(None, (found.default, found.advice)):
         leaders.setdefault(way_of(arm.strategy), arm)
     others, refused = _others(experiment, leaders, step_s, len(found.tried))
     tried = sorted((*leaders.values(), *others), key=lambda one: (way_of(one.strategy) != own, -one.strategy.local_steps))
-    base = experiment.strategy
-    wire = {"fp16_allreduce": base.fp16_allreduce, "bf16_allreduce": base.bf16_allreduce}  # ways are compared on one wire
     names = {way_of(one.strategy): name_of(one.strategy) for one in tried}
-    ways: list[tuple[object, Experiment]] = [
-        (way_of(one.strategy), experiment.replace(strategy=one.strategy.replace(**wire))) for one in tried
-    ]
+    ways: list[tuple[object, Experiment]] = [(way_of(one.strategy), _on_one_wire(experiment, one.strategy)) for one in tried]
     higher, lower = ((rate, experiment.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate))) for rate in RATES)
     trainings = [*ways[:_FIRST], higher, *ways[_FIRST:], lower]
-    with open_study(experiment, out) as study:
-        kept = study.user_attrs.get(_LEARNT)
-        if kept is None:
-            kept = _learnt([one for _, one in trainings], learn, experiment.tune.search_seconds, progress or (lambda *_: None), refused)
-            study.set_user_attr(_LEARNT, kept)
-    learnt = {way: kept[str(number)] for number, (way, _) in enumerate(trainings) if str(number) in kept}
+    by_number, kept = _learnt(experiment, [one for _, one in trainings], learn, out, progress, refused, known or {})
+    learnt = {trainings[number][0]: steps for number, steps in by_number.items()}
     updates = {way: steps for way, steps in learnt.items() if way in names}
     notes = (*_notes(experiment, learnt, names), *refused)
     if own not in updates or len(updates) == 1 or not any(updates.values()):
-        return Ways(notes=(*notes, _BY_STEPS))
-    return Ways(updates=updates, others=tuple(others), notes=notes, steps=workload.steps, own=own)
+        return Ways(notes=(*notes, _BY_STEPS), learnt=kept)
+    return Ways(updates=updates, others=tuple(others), notes=notes, steps=workload.steps, own=own, learnt=kept)
+
+
+def over_seeds(
+    experiment: Experiment,
+    strategies: Sequence[DistributedStrategy],
+    learn: Learn,
+    out: Path,
+    number: int,
+    progress: Progress | None = None,
+) -> list[tuple[float | None, ...]]:
+    """Steps to the target of each strategy's way, by seed: ``run.seed`` and others, ``number`` at most.
+
+    There are as many seeds as all ways had time for, in ``tune.search_seconds`` again.
+    """
+    seeds, count = range(experiment.run.seed, experiment.run.seed + number), len(strategies)
+    seeded = [experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)) for seed in seeds]
+    trainings = [_on_one_wire(one, strategy) for one in seeded for strategy in strategies]
+    found, _ = _learnt(experiment, trainings, learn, out, progress, [], {})
+    rows = ([found[one] for one in range(first, first + count) if one in found] for first in range(0, len(trainings), count))
+    return list(zip(*itertools.takewhile(lambda row: len(row) == count, rows), strict=True))
+
+
+def _on_one_wire(experiment: Experiment, strategy: DistributedStrategy) -> Experiment:
+    """Ways are compared on the experiment's wire, but for local steps, which average in full precision."""
+    base = experiment.strategy
+    wire = {} if strategy.is_local else {"fp16_allreduce": base.fp16_allreduce, "bf16_allreduce": base.bf16_allreduce}
+    return experiment.replace(strategy=strategy.replace(**wire))
+
+
+def _least_s(experiment: Experiment) -> float:
+    """Seconds that no training to a target falls below: dense layers take 6 operations a number and token, a target some evaluations."""
+    workload = experiment.workload
+    numbers = sum(gradient.numel for gradient in table_for(experiment).by_readiness() if not gradient.sparse)
+    length = workload.data_options.get("length")
+    tokens = experiment.cluster.trainers * workload.batch_size * (length if isinstance(length, int) else 1)
+    return 6 * numbers * tokens * (experiment.run.warmup_steps + HITS_IN_A_ROW * workload.eval_every) / _CORE_FLOPS_S
+
+
+def _key(experiment: Experiment) -> str:
+    """Of all that the steps to the target depend on, among it the seed. Raises ``ConfigError`` for what virtual trainers do not execute."""
+    return f"{key_of(experiment)} to {experiment.workload.target_loss}"
 
 
 def _learnt(
-    trainings: Sequence[Experiment], learn: Learn, limit_s: float, progress: Callable[[int, int], None], refused: list[str]
-) -> dict[str, float | None]:
-    """Steps to the target by number, of as many as the limit has room for; what virtual trainers refuse is added to ``refused``."""
-    end, found = time.monotonic() + limit_s, dict[str, float | None]()
-    for number, one in enumerate(trainings):
-        progress(number, len(trainings))
-        try:
-            found[str(number)] = learn(one, end - time.monotonic())
-        except ConfigError as error:
-            refused.append(f"virtual trainers do not train {name_of(one.strategy)}: {error.where}: {error.what}")
-            if number == 0:
-                break
-        except TimeoutError:
-            break
-    progress(len(trainings), len(trainings))
-    return found
+    experiment: Experiment,
+    trainings: Sequence[Experiment],
+    learn: Learn,
+    out: Path,
+    progress: Progress | None,
+    refused: list[str],
+    known: Mapping[str, float | str],
+) -> tuple[dict[int, float | None], dict[str, float | str]]:
+    """Steps to the target by number, of as many as the limit has room for, and by key; what virtual trainers refuse joins ``refused``.
+
+    The experiment's study below ``out`` keeps them, so that a tuning that is taken up again has the same finalists.
+    """
+    tell, end, found = progress or (lambda *_: None), time.monotonic() + experiment.tune.search_seconds, dict[int, float | None]()
+    with open_study(experiment, out) as study:
+        kept: dict[str, float | str] = {**known, **study.user_attrs.get(_LEARNT, {})}
+        for number, one in enumerate(trainings):
+            tell(number, len(trainings))
+            try:
+                key, left_s = _key(one), end - time.monotonic()
+                if key not in kept:
+                    steps = learn(one, left_s) if left_s > 0 else _LEFT
+                    kept[key] = _NEVER if steps is None else steps
+            except ConfigError as error:
+                refused.append(f"virtual trainers do not train {name_of(one.strategy)}: {error.where}: {error.what}")
+                if number == 0:
+                    break
+                continue
+            except TimeoutError:
+                kept[key], end = _LEFT, 0.0
+            if kept[key] != _LEFT:
+                found[number] = None if kept[key] == _NEVER else float(kept[key])
+        study.set_user_attr(_LEARNT, kept)
+    tell(len(trainings), len(trainings))
+    return found, {key: steps for key, steps in kept.items() if steps != _LEFT}
 
 
 def _others(
@@ -157,7 +225,7 @@ def _others(
 
     And what of them cannot be simulated.
     """
-    tune, changes = experiment.tune, list[tuple[DistributedStrategy, dict[str, Any]]]()
+    tune, changes = experiment.tune, list[_Change]()
     for strategy in (tried.strategy for tried in leaders.values()):
         configs = strategy.localsgd_configs
         if strategy.localsgd and not configs.has_outer and tune.diloco:
@@ -166,6 +234,26 @@ def _others(
     if not (plain.localsgd or plain.adaptive_localsgd or plain.gradient_merge):
         merges = [GradientMergeConfigs(k_steps=k) for k in tune.gradient_merge if k > 1]
         changes += [(plain, {"gradient_merge": True, "gradient_merge_configs": merge}) for merge in merges]
+    return _simulated(changes, step_s, number)
+
+
+def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
+    """An outer optimizer on the K whose steps are fastest, and on the next larger K, or on twice that K where there is none."""
+    local = [tried for tried in (found.default, *found.ranked) if tried.strategy.localsgd]
+    fastest = min(local, key=lambda tried: tried.trial.simulated_s, default=found.default).strategy
+    configs, tune = fastest.localsgd_configs, experiment.tune
+    if not fastest.localsgd or configs.has_outer or not tune.diloco:
+        return Ways()
+    both = configs.k_steps, min((k for k in tune.local_steps if k > configs.k_steps), default=2 * configs.k_steps)
+    changes: list[_Change] = [(fastest, {"localsgd_configs": dataclasses.replace(configs, k_steps=k, **OUTER)}) for k in both]
+    others, refused = _simulated(changes, step_s, len(found.tried))
+    names = " and ".join(f"K = {tried.strategy.local_steps}" for tried in others)
+    note = f"virtual trainers train no script, so real runs try an outer optimizer with {names} beside tune.finalists (tune.diloco)"
+    return Ways(others=tuple(others), notes=(*([note] if others else []), *refused))
+
+
+def _simulated(changes: Sequence[_Change], step_s: StepS, number: int) -> tuple[list[Tried], list[str]]:
+    """Changed strategies, tried from that number on, and what of them cannot be."""
     found, refused = list[Tried](), list[str]()
     for leader, changed in changes:
         try:

@@ -107,13 +107,14 @@ class LegSession(ABC):
 
 
 class Session(LegSession):
-    """A launch of the experiment's trainers on this machine.
+    """A launch of the experiment's trainers on this machine, from entering on, or, not ``at_once``, from the first leg on.
 
     Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank when a worker breaks.
     """
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, *, at_once: bool = True) -> None:
         super().__init__()
+        self._at_once = at_once
         refuse_unsupported(experiment, experiment.strategy)
         if is_emulated(experiment):
             refuse_table(experiment, experiment.strategy)
@@ -149,6 +150,10 @@ class Session(LegSession):
         return dataclasses.replace(result, testbed=record, peak_bytes=())  # memory, which forks share in part
 
     def _start(self) -> None:
+        if self._at_once:
+            self._begin()
+
+    def _begin(self) -> None:
         experiment = self._experiment
         if not is_emulated(experiment):
             prepare(experiment.workload, experiment.run.seed, self._folder / "data")
@@ -170,6 +175,8 @@ class Session(LegSession):
 
     def _parts(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
         """A testbed looks at the machine by itself, and repeats a leg whose times count where it was not quiet."""
+        if self._launch is None:
+            self._begin()
         testbed = None if leg.profile else self._testbed
         with watching() as load:
             parts = self._run(leg, progress) if testbed is None else testbed.run(lambda: self._run(leg, progress))
@@ -224,8 +231,8 @@ class Session(LegSession):
         return skipped
 
     def _end(self) -> None:
-        assert self._launch is not None
-        self._launch.end()
+        if self._launch is not None:
+            self._launch.end()
 
     def _kill(self) -> None:
         try:

@@ -31,6 +31,7 @@ from real.processes.place import sweep
 from real.profile.measuring import profile_script
 from sim.run import simulate
 from tuner.script import tune_script
+from tuner.ways import OUTER
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_digits.py"
 LONG = """
@@ -78,7 +79,10 @@ def test_the_script_is_what_it_is(session: ScriptSession) -> None:
 
 
 def test_strategies_change_in_the_living_script(session: ScriptSession) -> None:
-    """A B B A in one launch: each leg has its own plan, its rows for every rank and step, and the script's losses, which fall."""
+    """A B B A in one launch: each leg has its own plan, its rows for every rank and step, and the script's losses, which fall.
+
+    Local steps with an outer optimizer follow in the same launch: exchanges at steps 1, 5, 9, 13 and 17, and at the leg's end.
+    """
     strategies = (DistributedStrategy(), DistributedStrategy(fuse_all_reduce_ops=False))
     runs = [session.run(Leg(strategy=strategies[index], steps=20, warmup_steps=5)) for index in (0, 1, 1, 0)]
     assert [len(run.plan.buckets) for run in runs] == [1, 6, 6, 1]
@@ -86,6 +90,8 @@ def test_strategies_change_in_the_living_script(session: ScriptSession) -> None:
     assert all(run.summary.num_syncs == 20 and run.summary.exposed_comm_s > 0 for run in runs)
     assert runs[-1].steps["loss"].mean() < runs[0].steps["loss"].mean()
     assert min(runs[0].peak_bytes) > 10**7
+    outer = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4, **OUTER})
+    assert session.run(Leg(strategy=outer, steps=20, warmup_steps=4)).summary.num_syncs == 6
     assert session._num_launches == 1
 
 

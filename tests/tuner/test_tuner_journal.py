@@ -210,7 +210,7 @@ def test_an_interrupted_tuning_of_an_experiment_goes_on_after_its_last_leg(tmp_p
     )
     sessions: list[Entered] = []
 
-    def session(_: Experiment) -> Entered:
+    def session(_: Experiment, **__: object) -> Entered:
         sessions.append(Entered(experiment, formula, breaks=len(sessions) == 1))
         return sessions[-1]
 

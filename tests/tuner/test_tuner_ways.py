@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tuner_fakes import FakeRunner, profiled_experiment, target_experiment
+from tuner_fakes import FakeRunner, FakeSimulate, profiled_experiment, target_experiment
 
+from fleetbench.config import decode, encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import AdaptiveLocalSGDConfigs, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
+from real.leg import Leg
 from sim.learning.virtual_training import train
+from tuner.recommendation import Recommendation
 from tuner.search import Search, search
 from tuner.space import name_of, search_space
 from tuner.tune import tune
-from tuner.ways import OUTER, Learn, by_virtual_trainers, price_ways
+from tuner.ways import OUTER, Learn, by_virtual_trainers, over_seeds, price_ways
 
 LOCAL = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=4))
 DILOCO = LOCAL.replace(localsgd_configs=replace(LOCAL.localsgd_configs, **OUTER))
 MERGED = DistributedStrategy(gradient_merge=True, gradient_merge_configs=GradientMergeConfigs(k_steps=2))
 UPDATES = {(1, False, 1): 100.0, (4, False, 1): 110.0, (16, False, 1): 300.0, (4, True, 1): 90.0, (16, True, 1): None, (1, False, 2): 150.0}
 """Planted steps to the target by K, outer optimizer and merged gradients."""
+
+RECOMMENDATION = Recommendation(experiment="0123abcd", name="kept", verdict="KEEP DEFAULT", reason="none", strategy=LOCAL)
 
 
 def step_s(strategy: DistributedStrategy) -> float:
@@ -41,6 +47,7 @@ def planted(experiment: Experiment, _limit_s: float) -> float | None:
 
 def searched(tmp_path: Path, **tune: object) -> tuple[Experiment, Search]:
     """An experiment with few choices, and its search."""
+    tmp_path.mkdir(exist_ok=True)
     wanted = {"local_steps": (1, 4, 16), "gradient_merge": (1, 2), "fuse_grad_size_in_MB": (1.0, 32.0), "wire": ("fp32",)} | tune
     experiment = profiled_experiment(tmp_path, thread_num=(1,), nccl_comm_num=(1,), **wanted)
     experiment = experiment.replace(workload=replace(experiment.workload, lr=0.1))
@@ -108,6 +115,101 @@ def test_a_tuning_that_is_taken_up_again_has_the_same_ways(tmp_path: Path) -> No
     assert price_ways(experiment, found, step_s, lambda *_: pytest.fail("asked again"), tmp_path) == first
 
 
+def test_what_was_learnt_holds_for_the_same_seed_and_target_alone(tmp_path: Path) -> None:
+    """Of an earlier tuning, in another folder. Its text keeps what never arrives."""
+    experiment, found = searched(tmp_path)
+    first = price_ways(experiment, found, step_s, planted, tmp_path)
+    text = encode(replace(RECOMMENDATION, learnt=dict(first.learnt)))
+    known = decode(json.loads(json.dumps(text)), Recommendation, "text").learnt
+    assert list(known.values()).count("never") == 1
+    assert price_ways(experiment, found, step_s, pytest.fail, tmp_path / "other", None, known) == first  # type: ignore[arg-type]
+    asked: list[Experiment] = []
+
+    def noting(one: Experiment, limit_s: float) -> float | None:
+        asked.append(one)
+        return planted(one, limit_s)
+
+    seeded = experiment.replace(run=replace(experiment.run, seed=1))
+    nearer = experiment.replace(workload=replace(experiment.workload, target_loss=0.6))
+    for moved in (seeded, nearer):
+        price_ways(moved, found, step_s, noting, tmp_path / "other", None, known)
+    assert len(asked) == 2 * 8
+
+
+def test_seeds_are_whole_rows(tmp_path: Path) -> None:
+    """Of three seeds two ways have time for two; the first was known before, and is not asked again."""
+    experiment, found = searched(tmp_path)
+    price_ways(experiment, found, step_s, planted, tmp_path)
+    asked: list[int] = []
+
+    def slow(one: Experiment, limit_s: float) -> float | None:
+        if len(asked) == 3:
+            raise TimeoutError
+        asked.append(one.run.seed)
+        steps = planted(one, limit_s)
+        return None if steps is None else steps + one.run.seed
+
+    assert over_seeds(experiment, [DistributedStrategy(), LOCAL], slow, tmp_path, 3) == [(100.0, 101.0), (110.0, 111.0)]
+    assert asked == [1, 1, 2]
+
+
+def test_a_model_that_no_core_trains_in_time_is_not_begun(tmp_path: Path) -> None:
+    """By hand: 6 x 1e6 parameters x 64 samples x 180,005 steps to the third evaluation at 1e11 operations a second: 691 s."""
+    experiment, found = searched(tmp_path)
+    large = experiment.replace(workload=replace(experiment.workload, eval_every=60_000))
+    ways = price_ways(large, found, step_s, pytest.fail, tmp_path)  # type: ignore[arg-type]  # called, it fails
+    assert ways.updates == {}
+    assert ways.notes[0].startswith("virtual trainers are not asked: to the target they take 691 s of one core at the least")
+
+
+def script_of(experiment: Experiment) -> Experiment:
+    """The same as a user's script."""
+    return experiment.replace(run=replace(experiment.run, launcher="command"))
+
+
+@pytest.mark.parametrize(("steps", "tried"), [((1, 4, 16), (16, 32)), ((1, 4), (4, 8)), ((1,), ())])
+def test_a_script_tries_an_outer_optimizer_beside_its_finalists(tmp_path: Path, steps: tuple[int, ...], tried: tuple[int, ...]) -> None:
+    """On the K of the fastest steps and the next one, with a note; on none where no K is searched, or without ``tune.diloco``."""
+    experiment, found = searched(tmp_path, local_steps=steps)
+    ways = price_ways(script_of(experiment), found, step_s, pytest.fail, tmp_path)  # type: ignore[arg-type]  # called, it fails
+    assert [one.strategy.local_steps for one in ways.others] == list(tried)
+    assert all(one.strategy.localsgd_configs.outer_momentum == 0.9 and one.strategy.fuse_grad_size_in_MB == 1.0 for one in ways.others)
+    assert bool(ways.notes) == bool(tried)
+    without, found = searched(tmp_path / "without", local_steps=steps, diloco=False)
+    assert price_ways(script_of(without), found, step_s, None, tmp_path).others == ()
+
+
+def test_what_a_script_cannot_combine_with_an_outer_optimizer_is_said(tmp_path: Path) -> None:
+    """Averaged momentum, which an outer optimizer leaves local."""
+    experiment, _ = searched(tmp_path)
+    averaged = LOCAL.replace(localsgd_configs=replace(LOCAL.localsgd_configs, momentum="average"))
+    experiment = script_of(experiment.replace(strategy=averaged))
+    found = search(experiment, search_space(experiment), DistributedStrategy(), out=tmp_path / "other", step_s=step_s)
+    ways = price_ways(experiment, found, step_s, None, tmp_path)
+    assert ways.others == ()
+    assert all("not tried" in note and "momentum" in note for note in ways.notes)
+    assert ways.notes
+
+
+def test_real_runs_decide_on_a_scripts_outer_optimizer(tmp_path: Path) -> None:
+    """By formula: plain local steps never arrive, an outer optimizer does; the default and one of its own way are among those that ran."""
+    experiment = script_of(profiled_experiment(tmp_path, thread_num=(1,), nccl_comm_num=(1,), wire=("fp32",), pairs=8, finalists=2))
+
+    def updates(leg: Leg) -> float | None:
+        return None if leg.strategy.localsgd and not leg.strategy.localsgd_configs.has_outer else 100.0
+
+    simulate = FakeSimulate(step_s)
+    found, _ = tune(experiment, out=tmp_path, runner=FakeRunner(experiment, step_s, updates=updates), simulate=simulate)
+    assert {name_of(arm.strategy) for arm in found.arms} == {
+        "synchronous",
+        "K = 16",
+        "K = 16 and an outer optimizer",
+        "K = 32 and an outer optimizer",
+    }
+    assert (found.verdict, name_of(found.strategy)) == ("USE", "K = 32 and an outer optimizer")
+    assert any("K = 16 and K = 32 beside tune.finalists" in note for note in found.notes)
+
+
 def test_ways_are_compared_on_the_experiments_wire(tmp_path: Path) -> None:
     """Whatever wire is the fastest among the strategies of a way: the default's steps are those of the default."""
     experiment, found = searched(tmp_path, wire=("fp32", "fp16"))
@@ -136,17 +238,15 @@ def test_where_the_default_never_arrives_its_own_way_stays(tmp_path: Path) -> No
     assert found.best(3, none.others, none.seconds) == found.best(3)
 
 
-@pytest.mark.parametrize("without", [{"target_loss": None}, {"model": "layers"}, {"launcher": "command"}, {"learn": None}])
+@pytest.mark.parametrize("without", [{"target_loss": None}, {"model": "layers"}, {"learn": None}])
 def test_nothing_is_asked_where_nothing_is_learnt(tmp_path: Path, without: dict[str, object]) -> None:
-    """No target, no model, a script's own model, or a simulator that stands in."""
+    """No target, no model, or a simulator that stands in."""
     experiment, found = searched(tmp_path)
     learn: Learn | None = pytest.fail  # type: ignore[assignment]  # called, it fails
     if "target_loss" in without:
         experiment = experiment.replace(workload=replace(experiment.workload, target_loss=None))
     elif "model" in without:
         experiment = target_experiment()
-    elif "launcher" in without:
-        experiment = experiment.replace(run=replace(experiment.run, launcher="command"))
     else:
         learn = None
     ways = price_ways(experiment, found, step_s, learn, tmp_path)
@@ -184,10 +284,11 @@ def test_a_training_to_the_target_is_the_begin_of_the_whole_one(strategy: Distri
     assert (short.key, short.final_loss, short.local_steps) == (early.key, early.final_loss, early.local_steps)
 
 
-def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path) -> None:
+def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real simulator and virtual trainers, runs by formula: what is recommended has the least product of steps and seconds.
 
-    Arms have the steps that virtual trainers took, and the runs to the target are those of the first in that order.
+    Arms have the steps that virtual trainers took, and the runs to the target are those of the first in that order. A tuning from its
+    folder neither trains again nor starts trainers.
     """
     experiment = profiled_experiment(
         tmp_path, local_steps=(1, 4), gradient_merge=(1,), thread_num=(1,), nccl_comm_num=(1,), wire=("fp32",), pairs=8, trials=60
@@ -195,8 +296,8 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path) -> None:
     workload = replace(experiment.workload, steps=60, eval_every=2, lr=0.3, target_loss=1.0)
     experiment = experiment.replace(workload=workload)
     learn = functools.cache(lambda strategy: by_virtual_trainers(experiment.replace(strategy=strategy), 600.0))
-    runner = FakeRunner(experiment, step_s, updates=lambda leg: learn(leg.strategy))
-    found, _ = tune(experiment, out=tmp_path, runner=runner)
+    runner = FakeRunner(experiment, step_s, updates=lambda leg: (learn(leg.strategy) or 0) + 0.01 * (leg.seed or 0) or None)
+    found, folder = tune(experiment, out=tmp_path, runner=runner)
     known = {name_of(arm.strategy): arm.virtual_updates for arm in found.arms}
     assert known["synchronous"] == learn(DistributedStrategy())
     assert {"synchronous", "K = 4", "K = 4 and an outer optimizer"} <= known.keys()
@@ -204,6 +305,10 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path) -> None:
     best = min(expected, key=lambda name: expected[name])
     assert name_of(found.strategy) == best
     assert any("by virtual trainers of seed 0" in note for note in found.notes)
+    monkeypatch.setattr("tuner.tune.by_virtual_trainers", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("real.job.session.Session._begin", lambda _: pytest.fail("trainers were started"))
+    again, _ = tune(experiment, out=tmp_path / "later", earlier=folder)
+    assert (again.line, again.pairs, again.learnt) == (found.line, found.pairs, found.learnt)
 
 
 def test_ways_are_named() -> None:
