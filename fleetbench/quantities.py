@@ -117,3 +117,8 @@ def format_steps(value: float) -> str:
 def counted(number: int, noun: str) -> str:
     """A count of things as people read it: ``1 trainer``, ``1,200 trainers``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def hours_or_days(hours: float) -> str:
+    """How long a training takes: ``13.2 h``, and from two days on ``2.5 days``."""
+    return f"{hours:.3g} h" if hours < 48 else f"{hours / 24:,.1f} days"

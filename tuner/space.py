@@ -193,9 +193,9 @@ def _not_searched(name: str, experiment: Experiment) -> str | None:
         ),
         "sync_nccl_allreduce": (
             min(tune.nccl_comm_num) > 1 or one_each,
-            f"a communicator of {experiment.run.backend} carries one collective at a time either way"
+            f"one communicator of {experiment.run.backend} carries one collective at a time either way, and several always have false"
             if one_each
-            else "several communicators never wait for each other",
+            else "several communicators never wait for each other, and always have false",
         ),
         "thread_num": (experiment.workload.model == LAYERS, "a declared table of layers does not depend on it"),
     }

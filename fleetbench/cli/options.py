@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress
 from fleetbench.cli.output import say
@@ -93,7 +93,10 @@ def load_experiment(arguments: argparse.Namespace) -> Experiment:
 
 
 def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> tuple[Experiment, list[str]]:
-    """The experiment with ``more`` overrides after those of the command line, and what is to be said of it."""
+    """The experiment with ``more`` overrides after those of the command line, and what is to be said of it.
+
+    Nodes that ``more``, a point of a sweep, has not are left out of what the file says of single ones, and said so at once.
+    """
     from fleetbench.experiment import Experiment
     from fleetbench.fleet_names import FieldHasNoEffect
     from fleetbench.hardware.presets import described
@@ -102,10 +105,25 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FieldHasNoEffect)
         data = Experiment.read(arguments.experiment, [*arguments.overrides, *seed, *more])
+        for override in more:
+            _leave_out_nodes(data, override)
         experiment = Experiment.from_dict(data)
     stands_for = described(data)
     notes = [stands_for] if stands_for is not None else []
     return experiment, list(dict.fromkeys([*notes, *(str(entry.message) for entry in caught)]))
+
+
+def _leave_out_nodes(data: dict[str, Any], override: str) -> None:
+    """Leave out of undecoded data what they say of nodes that ``cluster.nodes=N`` has not, and say so."""
+    key, _, value = override.partition("=")
+    given = data["cluster"].get("node_overrides") if key == "cluster.nodes" and value.isdecimal() else None
+    for entry in list(given) if isinstance(given, list) else ():
+        named = entry.get("nodes") if isinstance(entry, dict) else None
+        missing = [node for node in named if isinstance(node, int) and node >= int(value)] if isinstance(named, list) else []
+        if missing:
+            entry["nodes"] = [node for node in entry["nodes"] if node not in missing]
+            data["cluster"]["node_overrides"] = [each for each in data["cluster"]["node_overrides"] if each is not entry or entry["nodes"]]
+            say(f"note: at {override} cluster.node_overrides of node {', '.join(map(str, missing))} is left out")
 
 
 def with_profile(experiment: Experiment, root: Path) -> Experiment:

@@ -11,11 +11,10 @@ from fleetbench.cli import progress, your_script
 from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json, load_experiment, load_with_notes
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
+from fleetbench.quantities import hours_or_days
 from fleetbench.report import units
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.table import Table
 
     from fleetbench.cli.options import Commands
@@ -141,9 +140,11 @@ def _run_simulated(arguments: argparse.Namespace) -> int:
     for knob in found.knobs:
         emit(f"worth of {knob.name}: {units.ratio(knob.worth)}")
     emit_table(_cases(found))
+    emit("every row has the draws of the first; stragglers x 2 doubles their delays, and what slowdown in node_overrides has above 1")
+    emit(_parts(found, folder))
     emit(_made_of(found))
     emit(f"fits in memory: {_spelled(found.fits_in_memory)}")
-    _emit_notes(found.notes)
+    emit("\n".join(f"note: {note}" for note in found.notes))
     emit(found.line)
     emit(f"recommendation: {folder / 'recommended.toml'}")
     return 0
@@ -170,21 +171,27 @@ def _cases(found: SimulatedRecommendation) -> Table:
     return table
 
 
+def _parts(found: SimulatedRecommendation, folder: Path) -> str:
+    """Where the step goes, and what says more."""
+    from fleetbench.cli.tables import TIMES
+
+    parts = ", ".join(f"{label.strip()} {units.seconds(found.parts[key])}" for key, label in TIMES if key in found.parts)
+    undelayed = (
+        f"without stragglers and jitter compute takes {units.seconds(found.parts['undelayed_s'])} ({found.compute.partition(' ')[0]})"
+    )
+    return f"a step: {parts}; {undelayed}\nwhat each costs: fleetbench sim {folder / 'experiment.toml'} --what-if"
+
+
 def _made_of(found: SimulatedRecommendation) -> str:
     rate = f"{found.samples_per_s:,.0f} samples/s" + (f", {found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else "")
-    if found.speedup == 1.0:
+    if not (found.spread.model or found.spread.seeds):
         return rate
-    spread = found.spread
+    spread, whose = found.spread, "runner-up 1's" if found.speedup == 1.0 else "the"
     parts = [f"stragglers' draws {units.percent(spread.seeds)} ({found.seeds} seeds)", f"the simulator {units.percent(spread.model)}"]
     if spread.estimate_low or spread.estimate_high:
         parts.append(f"estimated compute -{units.percent(spread.estimate_low)} +{units.percent(spread.estimate_high)}")
     outside = f"; outside of what was compared with real runs: {', '.join(found.outside)}" if found.outside else ""
-    return f"{rate}; the 90 % interval of the speed-up: {', '.join(parts)}{outside}"
-
-
-def _emit_notes(notes: Sequence[str]) -> None:
-    for note in notes:
-        emit(f"note: {note}")
+    return f"{rate}; the 90 % interval of {whose} speed-up: {', '.join(parts)}{outside}"
 
 
 def _spelled(fits: bool | None) -> str:
@@ -192,7 +199,10 @@ def _spelled(fits: bool | None) -> str:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    from fleetbench.config import encode
+    from fleetbench.digests import sealed_json, write_whole
     from fleetbench.report import figures
+    from fleetbench.store import new_run_id
     from sim.many.sweep import Axis
     from tuner.simulated.sizes import tune_sizes
 
@@ -200,7 +210,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
     load_experiment(arguments)  # says its notes
     with progress.steps("sizes", lines=True) as advance:
         found = tune_sizes(lambda more: load_with_notes(arguments, more)[0], axis, out=arguments.out, progress=advance)
-    folder = _write_sizes(found, arguments.out)
+    folder = arguments.out / f"{found.name}-sizes-{new_run_id()}"
+    folder.mkdir(parents=True)
+    write_whole(folder / "sizes.json", sealed_json(encode(found)))
     figures.save_png(figures.scaling(found), folder / "sizes.png")
     if arguments.json:
         emit((folder / "sizes.json").read_text(encoding="utf-8"))
@@ -208,29 +220,19 @@ def _sweep(arguments: argparse.Namespace) -> int:
     emit_table(_sizes_table(found))
     for strategy, letter in _letters(found).items():
         emit(f"{letter}: {units.changes(strategy.changes())}")
+    emit("efficiency: samples/s of one trainer, as a share of the first row's")
     if found.price_per_trainer_hour is not None:
         emit(f"cost is of {found.priced_samples:.3g} samples at {found.price_per_trainer_hour:g} an hour and trainer")
-    _emit_notes(found.notes)
+    emit("\n".join(f"note: {note}" for note in found.notes))
     emit(f"table: {folder / 'sizes.json'}\npicture: {folder / 'sizes.png'}")
     return 0
-
-
-def _write_sizes(found: Sizes, root: Path) -> Path:
-    from fleetbench.config import encode
-    from fleetbench.digests import sealed_json, write_whole
-    from fleetbench.store import new_run_id
-
-    folder = root / f"{found.name}-sizes-{new_run_id()}"
-    folder.mkdir(parents=True)
-    write_whole(folder / "sizes.json", sealed_json(encode(found)))
-    return folder
 
 
 def _sizes_table(found: Sizes) -> Table:
     """A row a size."""
     first = found.sizes[0]
     columns = [found.key, "trainers", "step", "own step", "samples/s", *(["tokens/s"] if first.tokens_per_s else []), "efficiency"]
-    columns += ["days"] if first.days is not None else []
+    columns += ["takes"] if first.days is not None else []
     columns += ["cost"] if first.cost is not None else []
     table = new_table(f"{found.name}: SIMULATED, {found.compute}", *columns, "fits", "strategy")
     letters = _letters(found)
@@ -238,7 +240,7 @@ def _sizes_table(found: Sizes) -> Table:
         cells = [size.value, f"{size.trainers:,}", units.seconds(size.step_s), units.seconds(size.default_s), f"{size.samples_per_s:,.0f}"]
         cells += [f"{size.tokens_per_s:.3g}"] if size.tokens_per_s is not None else []
         cells += [units.percent(size.efficiency)]
-        cells += [f"{size.days:,.2f}"] if size.days is not None else []
+        cells += [hours_or_days(24 * size.days)] if size.days is not None else []
         cells += [f"{size.cost:,.2f}"] if size.cost is not None else []
         table.add_row(*cells, _spelled(size.fits_in_memory), letters[size.strategy])
     return table

@@ -225,7 +225,7 @@ def sensitivity(found: SimulatedRecommendation | Sequence[Case] | pd.DataFrame) 
     elif isinstance(found, Sequence):
         table = pd.DataFrame({"step": {case.name: case.summary.step_s["mean"] for case in found}})
     else:
-        rows = {"as declared": (found.default_s, found.step_s, found.step_s)} | {
+        rows = {
             f"{case.assumption}{', changes the answer' if case.changes_answer else ''}": (case.default_s, case.recommended_s, case.best_s)
             for case in found.cases
         }

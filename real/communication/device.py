@@ -17,9 +17,10 @@ def require_cuda(trainers: int, backend: str) -> None:
     """Raise ``EnvironmentLacks`` where this machine has no CUDA device, or NCCL fewer than it needs: one a rank."""
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_devices == 0:
-        raise EnvironmentLacks("there is no CUDA device", "run.device", "'cuda'", 'set run.device = "cpu", and run.backend = "gloo"')
+        hint = 'to simulate: fleetbench estimate EXPERIMENT.toml --gpu H100; to run: run.device = "cpu", and run.backend = "gloo"'
+        raise EnvironmentLacks("there is no CUDA device", "run.device", "'cuda'", hint)
     if backend == "nccl" and num_devices < trainers:
-        hint = 'fewer cluster.trainers_per_node, or run.backend = "gloo"'
+        hint = 'to simulate: fleetbench estimate EXPERIMENT.toml; to run: fewer cluster.trainers_per_node, or run.backend = "gloo"'
         raise EnvironmentLacks(f"NCCL needs a device for each of {trainers} trainers", "run.backend", f"{num_devices} devices", hint)
 
 

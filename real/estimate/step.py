@@ -172,6 +172,14 @@ class StepEstimate:
         self._update_ns = round(1e9 * self._roofline.update_s(moved))
         self._memory = memory_bytes(self._model, optimizer, sum(self._saved.by_name.values()))
 
+    def _uneven_vocabularies(self) -> list[str]:
+        """Warnings of products with as many columns as an embedding has words, whose rows do not begin at 16 bytes in 16 bits."""
+        modules, half = list(self._model.modules()), self._strategy.amp
+        ends = {each.out_features for each in modules if isinstance(each, nn.Linear) and (half or each.weight.dtype.itemsize == 2)}
+        sizes = sorted(ends & {each.num_embeddings for each in modules if isinstance(each, nn.Embedding)})
+        slower = "a vocabulary of {:,} is no multiple of 8: tensor cores are slower. HINT: pad it to {:,}, or to {:,}, a multiple of 64"
+        return [slower.format(size, -(-size // 8) * 8, -(-size // 64) * 64) for size in sizes if size % 8]
+
     def profile(self, key: str) -> Profile:
         """The table under ``key``, and the memory."""
         times = self._clock.times()
@@ -194,7 +202,7 @@ class StepEstimate:
             tables=(table_of(key, [part]),),
             memory=Memory(**held, peak=Bytes(sum(held.values()))),
             estimated=HALF_WIDTH,
-            notes=(f"matrix products in {precision}; reading data and starting collectives take nothing",),
+            notes=(f"matrix products in {precision}; reading data and starting collectives take nothing", *self._uneven_vocabularies()),
         )
 
 
@@ -230,7 +238,7 @@ def estimate(experiment: Experiment, gpu: str, *, tf32: bool = False) -> Profile
 def estimated(experiment: Experiment, gpu: str, root: Path, *, tf32: bool = False) -> Experiment:
     """The experiment that names its estimated profile, which is made below ``root`` where it is not there."""
     version = hashlib.sha256(repr((FITTED, HALF_WIDTH, gpu_named(gpu, "--gpu"), tf32)).encode()).hexdigest()[:8]
-    path = root / "estimates" / f"{experiment.workload.model}-{gpu}-{compute_key(experiment)}-{version}.toml"
+    path = (root / "estimates" / f"{experiment.workload.model}-{gpu}-{compute_key(experiment)}-{version}.toml").resolve()
     if path.exists():
         return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,9 @@ def main() -> None:
         found = json.loads(printed("tune", "examples/gpt_350m.toml", "--simulate-only", "--json", *more))
         rows += [(f"tune --simulate-only, {name}", key, found[key]) for key in KEPT]
         rows += [(f"tune --simulate-only, {name}", "fastest_other_s", min(rival["step_s"] for rival in found["runners_up"]))]
+        ends = zip(("fastest_other_low", "fastest_other_high"), found["runners_up"][0]["interval"], strict=True)
+        rows += [(f"tune --simulate-only, {name}", *row) for row in (*found["parts"].items(), *ends)]
+        rows += [(f"tune --simulate-only, {name}", f"step_s, {case['assumption']}", case["recommended_s"]) for case in found["cases"]]
     lines = [line for line in printed("estimate", *ESTIMATED).splitlines() if line.startswith(("estimated compute:", "memory:"))]
     rows += [(f"estimate {' '.join(ESTIMATED)}", *line.split(": ", 1)) for line in lines]
     with (HERE / "session.csv").open("w", encoding="utf-8", newline="") as file:

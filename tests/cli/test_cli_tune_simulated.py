@@ -30,6 +30,8 @@ def test_it_prints_an_answer_and_writes_a_strategy(command: Callable, experiment
     assert ended.code == 0, ended.err
     assert "1e+06 samples take" in ended.out
     assert "a day costs 144" in ended.out
+    assert "; without stragglers and jitter compute takes " in ended.out
+    assert " --what-if\n" in ended.out
     answer, place = ended.out.strip().splitlines()[-2:]
     assert answer.startswith("SIMULATED, declared compute: use ")
     assert "outside of this answer: sharded optimizers" in ended.out
@@ -56,6 +58,7 @@ def test_a_sweep_prints_a_table_and_draws_a_picture(command: Callable, experimen
     printed = command("tune", experiment(), *TWO, *price, "--simulate-only", "--sweep", "cluster.nodes=1,2", *out).out
     assert "cost is of 1e+09 samples at 2 an hour and trainer" in printed
     assert "unknown" in printed
+    assert "note: at cluster.nodes = 1: all " in printed
 
 
 @pytest.mark.parametrize(

@@ -141,3 +141,11 @@ def test_what_64_bits_cannot_count_is_refused() -> None:
 def test_one_thing_is_no_plural(number: int, text: str) -> None:
     """And thousands are told apart."""
     assert q.counted(number, "trainer") == text
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"), [(0.25, "0.25 h"), (5.312, "5.31 h"), (47.9, "47.9 h"), (48, "2.0 days"), (36_000, "1,500.0 days")]
+)
+def test_a_training_takes_hours_or_days(hours: float, text: str) -> None:
+    """Days from the second one on."""
+    assert q.hours_or_days(hours) == text

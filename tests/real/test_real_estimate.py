@@ -166,6 +166,14 @@ def test_a_table_holds_the_whole_step() -> None:
     assert profile.estimated <= 0.3
 
 
+@pytest.mark.parametrize(("vocab", "amp", "said"), [(507, True, "HINT: pad it to 512"), (507, False, ""), (512, True, "")])
+def test_a_vocabulary_that_tensor_cores_do_not_like_is_warned_of(vocab: int, amp: bool, said: str) -> None:
+    """In 16 bits, where 8 does not divide it."""
+    strategy = {"amp": amp, "amp_configs": {"dtype": "bf16"}} if amp else {}
+    notes = estimate(_experiment(strategy=strategy, model_options={**GPT, "vocab": vocab}), "A100").notes
+    assert [said in note for note in notes if "vocabulary" in note] == [True] * bool(said)
+
+
 def test_recompute_runs_blocks_again() -> None:
     """Its backward is longer by the blocks' forwards, without what they compute after the last tensor that is needed, and it keeps less."""
     plain = estimate(_experiment(), "A100")
@@ -193,8 +201,13 @@ def test_what_cannot_be_estimated_is_refused(experiment: Experiment, gpu: str, w
         estimate(experiment, gpu)
 
 
-def test_an_estimate_is_kept(tmp_path: Path) -> None:
-    """The second time it is read, and each GPU has its own."""
+def test_an_estimate_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time it is read, and each GPU has its own; an experiment that is saved elsewhere finds it."""
+    monkeypatch.chdir(tmp_path)
+    relative = estimated(_experiment(), "A100", Path("runs"))
+    (tmp_path / "elsewhere").mkdir()
+    relative.save(tmp_path / "elsewhere" / "experiment.toml")
+    assert profile_of(Experiment.load(tmp_path / "elsewhere" / "experiment.toml")) == profile_of(relative)
     first = estimated(_experiment(), "A100", tmp_path)
     assert profile_of(estimated(_experiment(), "A100", tmp_path)) == profile_of(first)
     other = estimated(_experiment(), "H100", tmp_path)

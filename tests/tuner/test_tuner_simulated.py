@@ -20,7 +20,8 @@ from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Profile, compute_key, name_profile
 from fleetbench.strategy import DistributedStrategy
 from sim.many.sweep import Axis
-from tuner.simulated.answer import tune_simulated
+from sim.run import simulate
+from tuner.simulated.answer import SimulatedRecommendation, tune_simulated
 from tuner.simulated.candidates import fits, ranked
 from tuner.simulated.sizes import tune_sizes
 from tuner.simulated.uncertainty import FIRST_LOOK_ERROR, MODEL_ERROR, spread_of, ways_outside
@@ -104,7 +105,78 @@ def test_assumptions_scale_what_they_name(tmp_path: Path) -> None:
     assert found.strategy == one.strategy
     assert found.knobs == ()
     times = {case.assumption: round(1e3 * case.recommended_s, 3) for case in found.cases}
-    assert times == {"stragglers x 0.5": 15.0, "stragglers x 2": 24.0, "compute x 0.5": 9.0, "compute x 2": 36.0}
+    changed = {"stragglers x 0.5": 15.0, "stragglers x 2": 24.0, "compute x 0.5": 9.0, "compute x 2": 36.0}
+    assert times == {"as declared": 18.0, **changed}
+    parts = found.parts
+    assert (parts["undelayed_s"], parts["compute_s"], parts["wait_s"], parts["exposed_comm_s"]) == pytest.approx((0.012, 0.018, 0.0, 0.0))
+
+
+def _delayed(*, seed: int = 0, bandwidth: str = "1 Gbit/s", slowdown: float = 1.3, mean: float = 0.2) -> Experiment:
+    """Four nodes with jitter, one of them slow, whose links take part of a step that no compute hides: nothing gains by 90 %."""
+    return _experiment(
+        cluster={
+            "nodes": 4,
+            "inter": {"bandwidth": bandwidth, "latency": "1 ms", "payload": True},
+            "node_overrides": [{"nodes": [0], "slowdown": slowdown}],
+            "stragglers": [{"kind": "jitter", "distribution": "lognormal", "mean": mean}],
+        },
+        tune={"min_gain": 0.9, "fusion": []},
+        run={"seed": seed},
+    )
+
+
+@pytest.fixture(scope="module")
+def delayed(tmp_path_factory: pytest.TempPathFactory) -> SimulatedRecommendation:
+    """Its answer: keep the experiment's own strategy."""
+    return tune_simulated(_delayed(), out=tmp_path_factory.mktemp("runs"))[0]
+
+
+def _simulated_s(**changes: Any) -> float:
+    """By runs under the answer's eight seeds, one by one, of all 20 steps after two of warm-up."""
+    runs = [simulate(_delayed(seed=seed, **changes), timeline=False, table=False).summary for seed in range(1, 9)]
+    return sum(run.wall_s / run.steps for run in runs) / 8
+
+
+def test_all_assumptions_have_the_draws_of_the_headline(delayed: SimulatedRecommendation) -> None:
+    """Each row is what runs of the changed file say, under the same seeds; so half the bandwidth is never faster, nor less delay slower."""
+    rows = {case.assumption: case.recommended_s for case in delayed.cases}
+    assert next(iter(rows)) == "as declared"
+    assert rows["as declared"] == delayed.step_s == delayed.default_s == pytest.approx(_simulated_s(), rel=1e-12)
+    assert rows["bandwidth x 0.5"] == pytest.approx(_simulated_s(bandwidth="500 Mbit/s"), rel=1e-12)
+    assert rows["stragglers x 2"] == pytest.approx(_simulated_s(slowdown=1.6, mean=0.4), rel=1e-12)
+    for name in ("bandwidth", "latency", "stragglers", "compute"):
+        low, high = (rows[f"{name} x {factor}"] for factor in ((2, 0.5) if name == "bandwidth" else (0.5, 2)))
+        assert low < rows["as declared"] < high
+
+
+def test_a_step_is_said_in_parts_that_add_up(delayed: SimulatedRecommendation) -> None:
+    """To the time from one start to the next; 12 ms of its compute are the table's, and the mean delay of 0.2 and a slow node's 0.3 add."""
+    parts = delayed.parts
+    assert sum(parts.values()) - parts["undelayed_s"] == pytest.approx(delayed.step_s, rel=1e-3)
+    assert parts["undelayed_s"] == pytest.approx(0.012)
+    assert parts["compute_s"] == pytest.approx(0.012 * 1.2 * (3 + 1.3) / 4, rel=0.02)
+    assert parts["wait_s"] > 0.002
+    assert parts["exposed_comm_s"] > 0.002
+
+
+def test_keeping_gives_the_interval_of_the_best_other(delayed: SimulatedRecommendation) -> None:
+    """In its line and beside the first runner-up; around its speed-up, as wide as the seeds and the simulator make it."""
+    assert (delayed.speedup, delayed.low, delayed.high) == (1.0, 1.0, 1.0)
+    best, *others = delayed.runners_up
+    low, high = best.interval
+    ratio = delayed.default_s / best.step_s
+    assert low < ratio < high
+    assert math.log(high / low) == pytest.approx(2 * math.hypot(delayed.spread.seeds, delayed.spread.model))
+    assert f"the best other {ratio:.3f}x [{low:.2f}, {high:.2f}]" in delayed.line
+    assert not any(other.interval for other in others)
+
+
+def test_a_size_of_a_sweep_has_the_step_of_the_answer_for_it_alone(delayed: SimulatedRecommendation, tmp_path: Path) -> None:
+    """To the last bit, whether the whole space was tried at that size, as at 4 nodes, or not."""
+    for values in ("4,8", "3..8"):
+        sizes = {size.value: size for size in tune_sizes(_loader(_delayed()), Axis.parse(f"cluster.nodes={values}"), out=tmp_path).sizes}
+        assert (sizes["4"].step_s, sizes["4"].default_s) == (delayed.step_s, delayed.default_s)
+    assert not sizes["4"].searched
 
 
 def test_the_spread_over_seeds_covers_another_seed() -> None:
@@ -225,7 +297,7 @@ def _loader(experiment: Experiment) -> Any:
 def test_local_steps_are_searched_only_where_a_target_prices_them(tmp_path: Path) -> None:
     """As in a tuning that measures."""
     plain = ranked(_experiment(), out=tmp_path)
-    assert {strategy.local_steps for strategy in plain.strategies} == {1}
+    assert {strategy.local_steps for strategy in plain.step_s} == {1}
     assert any(note.startswith("tune.local_steps stays 1") for note in plain.notes)
     curve = {"target_loss": 0.5, "loss_curve": {"start": 2.0, "floor": 0.1, "half_life": "20 steps"}}
     found, _ = tune_simulated(_experiment(workload=curve, tune={"local_steps": [1, 4], "fuse_grad_size_in_MB": [1.0]}), out=tmp_path)

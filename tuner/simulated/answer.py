@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from fleetbench.config import Config, encode, flat
+from fleetbench.cores import on_cores
 from fleetbench.digests import sealed_json, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import profile_of
+from fleetbench.profile import profile_of, table_for
+from fleetbench.quantities import hours_or_days
 from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
+from sim.run import simulate
+from tuner.simulated import candidates
 from tuner.simulated.assumptions import assumptions, changed
-from tuner.simulated.candidates import (
-    FINAL_STEPS,
-    OUTSIDE,
-    PER_SAMPLES,
-    fits,
-    ranked,
-    samples_and_tokens,
-    says,
-    shortened,
-    step_time,
-    with_compute,
-)
 from tuner.simulated.uncertainty import Spread, spread_of, ways_outside
 from tuner.space import FIELDS
 
 SCHEMA = 1
 _DEFAULTS = "Fleet's defaults"
-SEEDS, SERVED_SEEDS = 8, 3
-"""Draws under which the best are simulated again; servers are simulated event by event, a hundred times as long."""
-FINALISTS, SERVED_FINALISTS = 6, 3
 RERANKED, SERVED_RERANKED = 6, 3
 """Of the best strategies, simulated again under each changed assumption; beside them the best one with each value of any knob."""
 RUNNERS_UP = 4
-TIE = 0.002
-"""Ten simulated steps tell strategies no further apart than this."""
+PARTS = ("compute_s", "wait_s", "exposed_comm_s", "update_s", "other_s")
 KNOBS: dict[str, tuple[str, ...]] = {
     "local steps": FIELDS["local_steps"],
     "fusion": FIELDS["fusion"],
@@ -57,8 +44,7 @@ KNOBS: dict[str, tuple[str, ...]] = {
 """What a candidate may change of the experiment's strategy, by the fields that go together."""
 
 Progress = Callable[[str, int, int], None]
-Times = dict[DistributedStrategy, float]
-"""Seconds of a step."""
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +53,8 @@ class Rival(Config):
 
     strategy: DistributedStrategy
     step_s: float
+    interval: tuple[float, ...] = ()
+    """Where the answer is to keep the experiment's own strategy, and of the first alone: both ends of the 90 % interval of its speed-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +68,7 @@ class Knob(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case(Config):
-    """The answer under one changed assumption."""
+    """The answer under one changed assumption, with the draws of all else; the first is of none."""
 
     assumption: str
     best: DistributedStrategy
@@ -112,6 +100,9 @@ class SimulatedRecommendation(Config):
     strategy: DistributedStrategy
     step_s: float
     default_s: float
+    parts: dict[str, float]
+    """Where the recommended strategy's step goes, in seconds: ``PARTS``, means over trainers, steps and seeds as in ``summary.json``, and
+    ``undelayed_s``, what compute is without delays: forward and backward of the layer table."""
     samples_per_s: float
     tokens_per_s: float | None
     speedup: float
@@ -119,7 +110,7 @@ class SimulatedRecommendation(Config):
     """Lower end of the two-sided 90 % interval."""
     high: float
     spread: Spread
-    """What the interval is made of."""
+    """What the interval is made of; where the answer is to keep the experiment's own strategy, that of the first runner-up."""
     outside: tuple[str, ...]
     """In which ways the experiment lies outside of what the simulator was compared with."""
     fits_in_memory: bool | None
@@ -135,10 +126,12 @@ class SimulatedRecommendation(Config):
     @property
     def line(self) -> str:
         """The answer in one line."""
-        changed_fields = self.strategy.changes()
-        changes = ", ".join(f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in flat(changed_fields))
         if self.speedup == 1.0:
-            return f"SIMULATED, {self.compute}: keep the experiment's own strategy; nothing tried is faster by more than tune.min_gain"
+            keep = f"SIMULATED, {self.compute}: keep the experiment's own strategy; nothing tried is faster by more than tune.min_gain"
+            ratios = [(self.default_s / best.step_s, *best.interval) for best in self.runners_up[:1]]
+            return keep + "".join(f": the best other {ratio:.3f}x [{low:.2f}, {high:.2f}]" for ratio, low, high in ratios)
+        fields = flat(self.strategy.changes())
+        changes = ", ".join(f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in fields)
         return f"SIMULATED, {self.compute}: use {changes or _DEFAULTS}: {self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}]"
 
     def save(self, folder: Path) -> None:
@@ -155,7 +148,7 @@ def tune_simulated(
 
     Raises ``ConfigError`` for what cannot be simulated, and where layer times are neither declared nor in a profile.
     """
-    experiment = with_compute(experiment, out)
+    experiment = candidates.with_compute(experiment, out)
     folder = out / f"{experiment.name}-simulated-{experiment.digest()}-{new_run_id()}"
     try:
         with tempfile.TemporaryDirectory(prefix="fleetbench-") as scratch:
@@ -177,78 +170,72 @@ class _Answering:
     progress: Progress
 
     def answer(self) -> SimulatedRecommendation:
-        experiment, served = self.experiment, self.experiment.strategy.mode == "ps"
-        ranking = ranked(experiment, out=self.out, progress=lambda done, total: self.progress("simulated trials", done, total))
-        default, best = experiment.strategy, ranking.strategies[: SERVED_FINALISTS if served else FINALISTS]
-        times = self._over_seeds(list(dict.fromkeys([default, *best])))
+        experiment, default = self.experiment, self.experiment.strategy
+        ranking = candidates.ranked(experiment, out=self.out, progress=lambda done, total: self.progress("simulated trials", done, total))
+        best, measure = candidates.finalists(default, ranking.step_s), candidates.over_seeds(experiment)
+        times = {strategy: measure(strategy) for strategy in self._told("the best under other seeds", best)}
         step_s = {strategy: statistics.fmean(found) for strategy, found in times.items()}
-        retried = list(dict.fromkeys([*times, *ranking.telling(SERVED_RERANKED if served else RERANKED)]))
-        assumed, notes = self._under_assumptions(retried)
-        chosen = self._choose(default, step_s, list(assumed.values()))
-        ratios = [own / other for own, other in zip(times[default], times[chosen], strict=True)]
-        outside = ways_outside(experiment)
-        speedup, spread = 1.0, Spread(seeds=0.0, model=0.0)
-        if chosen != default:
-            speedup, spread = statistics.geometric_mean(ratios), spread_of(ratios, outside, self._ends(default, chosen))
-        low, high = spread.interval(speedup)
-        samples_per_s, tokens_per_s = samples_and_tokens(experiment, step_s[chosen])
+        retried = list(dict.fromkeys([*best, *ranking.telling(SERVED_RERANKED if default.mode == "ps" else RERANKED)]))
+        assumed, notes = assumptions(experiment, self.scratch)
+        trials_s: dict[str, candidates.Times] = {}
+        for name in self._told("other assumptions", list(assumed)):  # with the first of the answer's seeds
+            trial = candidates.step_time(candidates.shortened(assumed[name].replace(run=candidates.seeded(assumed[name])[0].run)))
+            trials_s[name] = {strategy: trial(strategy) for strategy in retried}
+
+        def at_worst(strategy: DistributedStrategy) -> float:
+            costs = (found[strategy] / min(found.values()) for found in trials_s.values())
+            return round(max(costs, default=1.0) / candidates.TIE) * candidates.TIE
+
+        chosen = candidates.choose(experiment, step_s, at_worst)
+        rows = {name: self._with_headline_draws(assumed[name], found, chosen) for name, found in trials_s.items()}
         others = [other for other in sorted(step_s, key=lambda strategy: step_s[strategy]) if other != chosen]
+        keeps, compared = chosen == default, [chosen, *others][chosen == default and bool(others)]
+        ratios = [own / other for own, other in zip(times[default], times[compared], strict=True)]
+        outside, speedup = ways_outside(experiment), statistics.geometric_mean(ratios)
+        spread = spread_of(ratios, outside, self._ends(default, compared)) if compared != default else Spread(seeds=0.0, model=0.0)
+        interval = spread.interval(speedup)
+        low, high = (1.0, 1.0) if keeps else interval
+        samples_per_s, tokens_per_s = candidates.samples_and_tokens(experiment, step_s[chosen])
+        rivals = [Rival(strategy=other, step_s=step_s[other], interval=interval if other == compared else ()) for other in others]
         return SimulatedRecommendation(
             experiment=experiment.digest(),
             name=experiment.name,
-            compute=says(experiment),
+            compute=candidates.says(experiment),
             trainers=experiment.cluster.trainers,
             strategy=chosen,
             step_s=step_s[chosen],
             default_s=step_s[default],
+            parts=self._parts(chosen),
             samples_per_s=samples_per_s,
             tokens_per_s=tokens_per_s,
-            speedup=speedup,
+            speedup=1.0 if keeps else speedup,
             low=low,
             high=high,
             spread=spread,
             outside=outside,
-            fits_in_memory=fits(experiment),
+            fits_in_memory=candidates.fits(experiment),
             knobs=self._knobs(default, chosen),
-            runners_up=tuple(Rival(strategy=other, step_s=step_s[other]) for other in others[:RUNNERS_UP]),
-            cases=tuple(self._case(name, found, default, chosen) for name, found in assumed.items()),
+            runners_up=tuple(rivals[:RUNNERS_UP]),
+            cases=tuple(self._case(name, found, chosen) for name, found in {"as declared": step_s, **rows}.items()),
             seeds=len(ratios),
             num_trials=ranking.num_trials,
             num_reranked=len(retried),
             notes=(*self._caveats(chosen, low, samples_per_s), *ranking.notes, *notes),
         )
 
-    def _choose(self, default: DistributedStrategy, step_s: Times, assumed: Sequence[Times]) -> DistributedStrategy:
-        """Of those near the fastest the one that costs least where an assumption is wrong; the default, where that gains little."""
-        least = min(step_s.values())
-        tied = [strategy for strategy in step_s if step_s[strategy] <= least * (1 + TIE)]
+    def _told(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
+        """The items, as progress is told of them."""
+        for done, item in enumerate(items):
+            self.progress(what, done, len(items))
+            yield item
+        self.progress(what, len(items), len(items))
 
-        def at_worst(strategy: DistributedStrategy) -> tuple[float, int]:
-            costs = (found[strategy] / min(found.values()) for found in assumed)
-            return round(max(costs, default=1.0) / TIE) * TIE, len(flat(strategy.changes()))
-
-        chosen = min(tied, key=at_worst)
-        return chosen if step_s[default] / step_s[chosen] > 1 + self.experiment.tune.min_gain else default
-
-    def _seeds(self) -> list[Experiment]:
-        """The experiment under seeds that the ranking has not seen; one where nothing is drawn."""
-        experiment = self.experiment
-        served = experiment.strategy.mode == "ps"
-        length = shortened(experiment, None if served else FINAL_STEPS)
-        number = (SERVED_SEEDS if served else SEEDS) if experiment.cluster.stragglers else 1
-        first = experiment.run.seed + 1
-        return [length.replace(run=dataclasses.replace(length.run, seed=seed)) for seed in range(first, first + number)]
-
-    def _over_seeds(self, strategies: Sequence[DistributedStrategy]) -> dict[DistributedStrategy, list[float]]:
-        found: dict[DistributedStrategy, list[float]] = {strategy: [] for strategy in strategies}
-        experiments = self._seeds()
-        for done, experiment in enumerate(experiments):
-            self.progress("the best under other seeds", done, len(experiments))
-            step_s = step_time(experiment)
-            for strategy in strategies:
-                found[strategy].append(step_s(strategy))
-        self.progress("the best under other seeds", len(experiments), len(experiments))
-        return found
+    def _parts(self, chosen: DistributedStrategy) -> dict[str, float]:
+        experiments = [experiment.replace(strategy=chosen) for experiment in candidates.seeded(self.experiment)]
+        runs = [simulate(experiment, timeline=False, table=False).summary for experiment in experiments]
+        table = on_cores(experiments[0], table_for(experiments[0]))
+        means = {name: statistics.fmean(getattr(run, name) for run in runs) for name in PARTS}
+        return {"undelayed_s": (table.forward_ns + table.backward_ns) / 1e9, **means}
 
     def _ends(self, default: DistributedStrategy, chosen: DistributedStrategy) -> list[float]:
         """The speed-up at both ends of the estimated compute times; nothing where they are not estimated."""
@@ -257,13 +244,13 @@ class _Answering:
             return []
         found = []
         for factor in (1 - profile.estimated, 1 + profile.estimated):
-            step_s = step_time(shortened(changed(self.experiment, "compute", factor, self.scratch)))
-            found.append(step_s(default) / step_s(chosen))
+            measure = candidates.over_seeds(changed(self.experiment, "compute", factor, self.scratch))
+            found.append(statistics.fmean(measure(default)) / statistics.fmean(measure(chosen)))
         return found
 
     def _knobs(self, default: DistributedStrategy, chosen: DistributedStrategy) -> tuple[Knob, ...]:
         """Each knob that the recommended strategy changes, set back alone; over one seed."""
-        step_s, found = step_time(shortened(self.experiment)), []
+        step_s, found = candidates.step_time(candidates.shortened(self.experiment)), []
         for name, fields in KNOBS.items():
             if all(getattr(default, field) == getattr(chosen, field) for field in fields):
                 continue
@@ -274,18 +261,14 @@ class _Answering:
                 continue
         return tuple(sorted(found, key=lambda knob: -knob.worth))
 
-    def _under_assumptions(self, strategies: Sequence[DistributedStrategy]) -> tuple[dict[str, Times], list[str]]:
-        """Seconds of a step of each strategy under each changed assumption, and what cannot be changed."""
-        assumed, notes = assumptions(self.experiment, self.scratch)
-        found = {}
-        for done, (name, experiment) in enumerate(assumed.items()):
-            self.progress("other assumptions", done, len(assumed))
-            step_s = step_time(shortened(experiment))
-            found[name] = {strategy: step_s(strategy) for strategy in strategies}
-        self.progress("other assumptions", len(assumed), len(assumed))
-        return found, notes
+    def _with_headline_draws(self, experiment: Experiment, trial_s: candidates.Times, chosen: DistributedStrategy) -> candidates.Times:
+        """Seconds of a step of the own strategy, the recommended one and the best of the trials, if that tells it from the recommended."""
+        best = min(trial_s, key=lambda strategy: trial_s[strategy])
+        asked = [self.experiment.strategy, chosen, *([best] if trial_s[chosen] / trial_s[best] > 1 + candidates.TIE else [])]
+        measure = candidates.over_seeds(experiment)
+        return {strategy: statistics.fmean(measure(strategy)) for strategy in dict.fromkeys(asked)}
 
-    def _case(self, name: str, step_s: Times, default: DistributedStrategy, chosen: DistributedStrategy) -> Case:
+    def _case(self, name: str, step_s: candidates.Times, chosen: DistributedStrategy) -> Case:
         best = min(step_s, key=lambda strategy: step_s[strategy])
         changes = step_s[chosen] / step_s[best] - 1 > self.experiment.tune.min_gain
         return Case(
@@ -293,7 +276,7 @@ class _Answering:
             best=best if changes else chosen,
             best_s=step_s[best],
             recommended_s=step_s[chosen],
-            default_s=step_s[default],
+            default_s=step_s[self.experiment.strategy],
             changes_answer=changes,
         )
 
@@ -303,11 +286,12 @@ class _Answering:
             notes.append("the interval reaches below 1: whether the strategy gains anything, only a measurement says")
         if chosen.local_steps > 1:
             notes.append(f"what {chosen.local_steps} local steps cost in loss is not simulated: train to the target before relying on them")
-        if fits(self.experiment) is False:
+        if candidates.fits(self.experiment) is False:
             notes.append(f"a trainer needs more memory than {self.experiment.cluster.gpu} has")
         tune, trainers = self.experiment.tune, self.experiment.cluster.trainers
-        if tune.price_per_trainer_hour is not None:
-            samples = tune.samples or PER_SAMPLES
-            hours, day = samples / samples_per_s / 3600, 24 * trainers * tune.price_per_trainer_hour
-            notes.append(f"{samples:g} samples take {hours:.3g} h and cost {hours / 24 * day:,.2f}; a day costs {day:,.0f}")
-        return [*notes, OUTSIDE]
+        samples, price = tune.samples or candidates.PER_SAMPLES, tune.price_per_trainer_hour
+        hours, hourly = samples / samples_per_s / 3600, trainers * (price or 0.0)
+        costs = f" and cost {hours * hourly:,.2f}; a day costs {24 * hourly:,.0f}" if price is not None else ""
+        if costs or tune.samples is not None:
+            notes.append(f"{samples:g} samples take {hours_or_days(hours)}{costs}")
+        return [*notes, *candidates.caveats(self.experiment)]

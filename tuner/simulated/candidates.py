@@ -1,17 +1,20 @@
 """Candidates: the strategies that are tried, and their ranking by short simulations.
 
-They are the space of ``fleetbench tune``; with parameter servers, Fleet's three modes.
+They are the space of ``fleetbench tune``; with parameter servers, Fleet's three modes. The best are simulated again, under other seeds:
+``over_seeds`` and ``choose`` make one answer of one cluster, alone or as a size among others.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.hardware import gpu_named
@@ -31,32 +34,34 @@ PER_SAMPLES = 10**6
 """Samples that a cost is for where ``tune.samples`` names no number."""
 FINAL_STEPS = 50
 """Counted steps of one simulation of the best."""
+SEEDS, SERVED_SEEDS = 8, 3
+"""Draws under which the best are simulated again; servers are simulated event by event, a hundred times as long."""
+FINALISTS, SERVED_FINALISTS = 6, 3
+TIE = 0.002
+"""Ten simulated steps tell strategies no further apart than this."""
 MERGED = (4, 16)
 """Gradients of one push, in the asynchronous mode."""
 SERVED_ROUNDS = 2
 """GeoSGD's exchanges in one trial."""
 
 Progress = Callable[[int, int], None]
+Times = dict[DistributedStrategy, float]
+"""Seconds of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
     """What was tried, and what was not."""
 
-    step_s: dict[DistributedStrategy, float]
-    """Seconds of a step of different strategies, fastest first, the experiment's own among them."""
+    step_s: Times
+    """Of different strategies, fastest first and of equal ones the simplest, the experiment's own among them."""
     num_trials: int
     notes: tuple[str, ...]
 
-    @property
-    def strategies(self) -> list[DistributedStrategy]:
-        """Fastest first."""
-        return list(self.step_s)
-
     def telling(self, count: int) -> list[DistributedStrategy]:
         """The best ``count`` strategies, and the best one with each value that any of the others has."""
-        leaders = {value: strategy for strategy in reversed(self.strategies) for value in _values(strategy)}
-        return list(dict.fromkeys([*self.strategies[:count], *leaders.values()]))
+        leaders = {value: strategy for strategy in reversed(self.step_s) for value in _values(strategy)}
+        return list(dict.fromkeys([*islice(self.step_s, count), *leaders.values()]))
 
 
 def ranked(experiment: Experiment, *, out: Path, progress: Progress | None = None) -> Ranking:
@@ -74,8 +79,7 @@ def ranked(experiment: Experiment, *, out: Path, progress: Progress | None = Non
     tell(len(found.tried), len(found.tried))
     first = {tried.key: tried for tried in reversed(found.tried)}
     step_s = {tried.strategy: tried.trial.simulated_s for tried in first.values()}
-    ordered = dict(sorted(step_s.items(), key=lambda item: item[1]))
-    return Ranking(step_s=ordered, num_trials=len(found.tried), notes=tuple(dict.fromkeys((*space.notes, *found.notes))))
+    return Ranking(step_s=ordered(step_s), num_trials=len(found.tried), notes=tuple(dict.fromkeys((*space.notes, *found.notes))))
 
 
 def _ranked_served(experiment: Experiment, measure: StepS, tell: Progress) -> Ranking:
@@ -91,8 +95,7 @@ def _ranked_served(experiment: Experiment, measure: StepS, tell: Progress) -> Ra
                 raise
             notes.append(f"not simulated: {error.where}: {error.what}")
     tell(len(candidates), len(candidates))
-    ordered = dict(sorted(step_s.items(), key=lambda item: item[1]))
-    return Ranking(step_s=ordered, num_trials=len(step_s), notes=tuple(dict.fromkeys(notes)))
+    return Ranking(step_s=ordered(step_s), num_trials=len(step_s), notes=tuple(dict.fromkeys(notes)))
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
@@ -104,6 +107,11 @@ def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
     if least is None or not experiment.cluster.stragglers:
         return of_collectives(experiment)
     return with_steps(experiment, least, shortened(experiment).workload.steps)
+
+
+def ordered(step_s: Times) -> Times:
+    """Fastest first; of equal ones the one that changes least."""
+    return dict(sorted(step_s.items(), key=lambda item: (item[1], len(flat(item[0].changes())))))
 
 
 def step_time(experiment: Experiment) -> StepS:
@@ -118,9 +126,36 @@ def step_time(experiment: Experiment) -> StepS:
     return served
 
 
+def seeded(experiment: Experiment) -> list[Experiment]:
+    """The experiment under the seeds of an answer, which the ranking has not seen; under one where nothing is drawn."""
+    number, steps = (SERVED_SEEDS, None) if experiment.strategy.mode == "ps" else (SEEDS, FINAL_STEPS)
+    length, first = shortened(experiment, steps), experiment.run.seed + 1
+    seeds = range(first, first + (number if experiment.cluster.stragglers else 1))
+    return [length.replace(run=dataclasses.replace(length.run, seed=seed)) for seed in seeds]
+
+
+def over_seeds(experiment: Experiment) -> Callable[[DistributedStrategy], list[float]]:
+    """Seconds of a step by strategy, under each of ``seeded``: equal clusters give equal times."""
+    measures = [step_time(each) for each in seeded(experiment)]
+    return lambda strategy: [measure(strategy) for measure in measures]
+
+
+def finalists(own: DistributedStrategy, ranking: Iterable[DistributedStrategy]) -> list[DistributedStrategy]:
+    """The experiment's own strategy and the best of a ranking, each once."""
+    return list(dict.fromkeys([own, *islice(ranking, SERVED_FINALISTS if own.mode == "ps" else FINALISTS)]))
+
+
+def choose(experiment: Experiment, step_s: Times, risk: Callable[[DistributedStrategy], float] = lambda _: 0.0) -> DistributedStrategy:
+    """Of those near the fastest the one of least risk, then of least changes; the experiment's own, where that gains little."""
+    least = min(step_s.values())
+    tied = [strategy for strategy in step_s if step_s[strategy] <= least * (1 + TIE)]
+    chosen = min(tied, key=lambda strategy: (risk(strategy), len(flat(strategy.changes()))))
+    return chosen if step_s[experiment.strategy] / step_s[chosen] > 1 + experiment.tune.min_gain else experiment.strategy
+
+
 def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
     """What the candidates differ in."""
-    return [*parameters_of(strategy).items(), ("a_sync", strategy.a_sync), ("a_sync_configs", strategy.a_sync_configs)]
+    return [*parameters_of(strategy).items(), ("mode", (strategy.a_sync, strategy.a_sync_configs.k_steps > 0))]
 
 
 def _geo_steps(experiment: Experiment) -> tuple[int, ...]:
@@ -174,6 +209,12 @@ def says(experiment: Experiment) -> str:
     """Where the layer times of an experiment with known compute come from, in words."""
     profile = profile_of(experiment)
     return "declared compute" if profile is None else profile.compute
+
+
+def caveats(experiment: Experiment) -> list[str]:
+    """What every answer says, and what an estimated profile says of itself."""
+    profile = profile_of(experiment)
+    return [OUTSIDE, *(profile.notes if profile is not None and profile.estimated is not None else ())]
 
 
 def fits(experiment: Experiment) -> bool | None:

@@ -1,11 +1,13 @@
 """Sizes: the best strategy for each value of a key, such as the number of nodes: speed, time, money and efficiency.
 
 The smallest, the largest and each doubling between them is searched whole. At the values in between, the best strategies of the
-two searched neighbours compete, with the experiment's own.
+two searched neighbours compete, with the experiment's own. The best are then simulated again as for one cluster alone
+(``over_seeds``), so that both answers have the same step; which of several within 0.2 % is recommended, no assumption decides here.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from sim.many.pool import naming
 from sim.many.sweep import Axis, Load
-from tuner.simulated.candidates import OUTSIDE, PER_SAMPLES, fits, ranked, samples_and_tokens, says, shortened, step_time, with_compute
+from tuner.simulated import candidates
 
 CARRIED = 5
 """Of the best strategies of a searched neighbour."""
@@ -62,7 +64,7 @@ class Sizes(Config):
     @property
     def priced_samples(self) -> float:
         """What ``cost`` is the cost of."""
-        return self.samples or PER_SAMPLES
+        return self.samples or candidates.PER_SAMPLES
 
 
 def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, int], None] | None = None) -> Sizes:
@@ -80,38 +82,42 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
     experiments: list[Experiment] = []
     for value in axis.values:
         with naming(f"the point {axis.key}={value}"):
-            experiments.append(with_compute(load([f"{axis.key}={value}"]), out))
+            experiments.append(candidates.with_compute(load([f"{axis.key}={value}"]), out))
     anchors = _anchors([experiment.cluster.trainers for experiment in experiments])
-    best: dict[int, dict[DistributedStrategy, float]] = {}
-    notes: list[str] = []
+    best: dict[int, candidates.Times] = {}
+    times: dict[int, candidates.Times] = {}
+    noted: dict[str, list[str]] = {}
     order = [*anchors, *(index for index in range(len(experiments)) if index not in anchors)]
     for done, index in enumerate(order):
         if progress is not None:
             progress(done, len(order))
         with naming(f"the point {axis.key}={axis.values[index]}"):
             if index in anchors:
-                ranking = ranked(experiments[index], out=out)
-                notes += ranking.notes
+                ranking = candidates.ranked(experiments[index], out=out)
                 best[index] = ranking.step_s
+                for note in ranking.notes:
+                    noted.setdefault(note, []).append(axis.values[index])
             else:
                 below, above = max(anchor for anchor in anchors if anchor < index), min(anchor for anchor in anchors if anchor > index)
                 best[index] = _carried(experiments[index], [best[below], best[above]])
+            times[index] = _of_best(experiments[index], best[index])
     if progress is not None:
         progress(len(order), len(order))
     first = experiments[0]
     sizes: list[Size] = []
     for index, (value, experiment) in enumerate(zip(axis.values, experiments, strict=True)):
-        sizes.append(_size(value, experiment, best[index], index in anchors, sizes[0] if sizes else None))
-    notes.append(OUTSIDE)
+        sizes.append(_size(value, experiment, times[index], index in anchors, sizes[0] if sizes else None))
+    notes = [note if len(of) == len(anchors) else f"at {axis.key} = {', '.join(of)}: {note}" for note, of in noted.items()]
+    notes += candidates.caveats(first)
     notes.append("batch_size is a trainer's: the global batch grows with the trainers, and what that costs in loss is not simulated")
     return Sizes(
         name=first.name,
         key=axis.key,
-        compute=says(first),
+        compute=candidates.says(first),
         samples=first.tune.samples,
         price_per_trainer_hour=first.tune.price_per_trainer_hour,
         sizes=tuple(sizes),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(notes),
     )
 
 
@@ -124,25 +130,31 @@ def _anchors(trainers: Sequence[int]) -> list[int]:
     return found if len(set(trainers)) > 1 else list(range(len(trainers)))
 
 
-def _carried(experiment: Experiment, neighbours: Sequence[dict[DistributedStrategy, float]]) -> dict[DistributedStrategy, float]:
+def _carried(experiment: Experiment, neighbours: Sequence[candidates.Times]) -> candidates.Times:
     """Seconds of a step of the neighbours' best strategies, fastest first."""
-    measure, found = step_time(shortened(experiment)), {}
+    measure, found = candidates.step_time(candidates.shortened(experiment)), {}
     for strategy in dict.fromkeys([experiment.strategy, *(strategy for near in neighbours for strategy in list(near)[:CARRIED])]):
         try:
             found[strategy] = measure(strategy)
         except ConfigError:  # such as a hierarchy that this size has not
             if strategy == experiment.strategy:
                 raise
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+    return candidates.ordered(found)
 
 
-def _size(value: str, experiment: Experiment, best: dict[DistributedStrategy, float], searched: bool, first: Size | None) -> Size:
+def _of_best(experiment: Experiment, ranking: candidates.Times) -> candidates.Times:
+    """The best again, as in an answer for this size alone; the experiment's own where no trial gains enough."""
+    own, measure = experiment.strategy, candidates.over_seeds(experiment)
+    gains = ranking[own] / next(iter(ranking.values())) - 1 > experiment.tune.min_gain - candidates.TIE
+    return {strategy: statistics.fmean(measure(strategy)) for strategy in (candidates.finalists(own, ranking) if gains else [own])}
+
+
+def _size(value: str, experiment: Experiment, times: candidates.Times, searched: bool, first: Size | None) -> Size:
     tune, trainers = experiment.tune, experiment.cluster.trainers
-    strategy, step_s = next(iter(best.items()))
-    if best[experiment.strategy] / step_s <= 1 + tune.min_gain:
-        strategy, step_s = experiment.strategy, best[experiment.strategy]
-    samples_per_s, tokens_per_s = samples_and_tokens(experiment, step_s)
-    seconds = (tune.samples or PER_SAMPLES) / samples_per_s
+    strategy = candidates.choose(experiment, times)
+    step_s = times[strategy]
+    samples_per_s, tokens_per_s = candidates.samples_and_tokens(experiment, step_s)
+    seconds = (tune.samples or candidates.PER_SAMPLES) / samples_per_s
     price = tune.price_per_trainer_hour
     return Size(
         value=value,
@@ -150,11 +162,11 @@ def _size(value: str, experiment: Experiment, best: dict[DistributedStrategy, fl
         searched=searched,
         strategy=strategy,
         step_s=step_s,
-        default_s=best[experiment.strategy],
+        default_s=times[experiment.strategy],
         samples_per_s=samples_per_s,
         tokens_per_s=tokens_per_s,
         efficiency=1.0 if first is None else samples_per_s / trainers / (first.samples_per_s / first.trainers),
         days=None if tune.samples is None else seconds / SECONDS_PER_DAY,
         cost=None if price is None else price * trainers * seconds / 3600,
-        fits_in_memory=fits(experiment),
+        fits_in_memory=candidates.fits(experiment),
     )
