@@ -87,8 +87,8 @@ class VirtualTraining:
         """Make the replicas, and choose how gradients are computed. Raises ``ConfigError`` where memory does not suffice."""
         workload, plan, what = self._experiment.workload, self._strategy.plan, self._strategy.combination
         inputs, labels = self._batches.batch(0)
-        one = slice(workload.batch_size)
-        activations = 2 * problem.activation_bytes(inputs[one], labels[one])  # with what the backward makes of them
+        one = slice(workload.batch_size)  # copied: a part of the joint batch holds all of it in memory
+        activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # with what the backward makes of them
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
         at_once = in_loop + activations * (problem.trainers - 1)
         free = refuse_beyond(problem.trainers, at_once if wanted == "graph" else in_loop)

@@ -191,6 +191,18 @@ def test_every_field_is_learnt_or_the_clocks_or_refused() -> None:
             learnt_from(experiment)
 
 
+def test_what_all_trainers_at_once_take_is_in_proportion_to_their_number(tmp_path: Path) -> None:
+    """Parameters, gradients and activations are each trainer's own; the joint batch is not counted once for each of them."""
+
+    def taken(trainers: int) -> int:
+        workload = {"model_options": {"hidden": 8}, "data": "synthetic", "batch_size": 4, "steps": 2}
+        strategy = {"localsgd": True, "localsgd_configs": {"k_steps": 2}}
+        experiment = Experiment.from_dict({"workload": workload, "cluster": {"trainers_per_node": trainers}, "strategy": strategy})
+        return VirtualTraining(experiment, tmp_path / str(trainers), "graph").num_bytes
+
+    assert taken(64) - taken(32) == 2 * (taken(32) - taken(16))
+
+
 def test_too_many_trainers_are_refused_before_they_take_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a training takes is compared with what is free: parameters, gradients and momentum of every trainer, in bytes."""
     workload = {"model_options": {"hidden": 100}, "data": "synthetic", "batch_size": 1, "steps": 2, "optimizer": "momentum"}
