@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetbench.cli.options import add_command, add_json, number
 from fleetbench.cli.output import emit, emit_table, new_table
-from fleetbench.errors import GateFailed
+from fleetbench.errors import ConfigError, GateFailed
 from fleetbench.report import units
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.table import Table
 
     from fleetbench.cli.options import Commands
     from fleetbench.report.fidelity import Figures, Spread
+    from fleetbench.result import RunResult
 
 
 _NAMES = {
@@ -38,6 +42,8 @@ def register(commands: Commands) -> None:
     parser.add_argument("b", type=Path, metavar="B", help="another; ratios are B / A")
     repeats = "further real runs of the same experiment: what they differ by is the noise beside the simulation's error"
     parser.add_argument("repeats", type=Path, nargs="*", metavar="REPEAT", help=repeats)
+    drawn = "draw the losses of all of them against steps and seconds; runs that differ in run.seed alone become one line with a band"
+    parser.add_argument("--losses", type=Path, metavar="PNG", help=drawn)
     gate = "exit 1 when the mean step times differ by more, in per cent of A's"
     parser.add_argument("--fail-over", type=number("a percentage", 0), metavar="PERCENT", help=gate)
     add_json(parser, "the comparison")
@@ -50,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     from fleetbench.report.model import read_run
 
     a, b, *repeats = (read_run(folder) for folder in (arguments.a, arguments.b, *arguments.repeats))
+    if arguments.losses is not None:
+        _draw_losses([a, b, *repeats], arguments.losses)
     comparison = compare_runs(a, b)
     fidelity = compare_fidelity(a, b, repeats)
     if arguments.json:
@@ -65,6 +73,25 @@ def run(arguments: argparse.Namespace) -> int:
             f"mean step times differ by more than {gate:g} %", "compare --fail-over", f"{100 * comparison.step_difference:+.2f} %"
         )
     return 0
+
+
+def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
+    """Write the picture. A line is named by what executed its runs, or by the folder of its first where that says too little."""
+    from fleetbench.report import figures
+
+    lines: dict[tuple[str, str], list[RunResult]] = {}
+    for run in runs:
+        seedless = run.experiment.replace(run=dataclasses.replace(run.experiment.run, seed=0))
+        lines.setdefault((run.summary.executor, seedless.digest()), []).append(run)
+    executors = [executor for executor, _ in lines]
+    named = {
+        executor if executors.count(executor) == 1 else str(own[0].path and own[0].path.name): own for (executor, _), own in lines.items()
+    }
+    picture = figures.loss_against_time(named, target=runs[0].experiment.workload.target_loss)
+    try:
+        figures.save_png(picture, path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the picture cannot be written: {error}", "--losses", str(path), "a file whose name ends in .png") from None
 
 
 def _print_fidelity(fidelity: Figures) -> None:

@@ -128,12 +128,15 @@ def timeline(run: RunResult | pd.DataFrame, first: int = 1, last: int | None = N
 
 
 def loss_against_time(
-    runs: Mapping[str, RunResult] | pd.DataFrame, held_out: Mapping[str, Trajectory] | None = None, target: float | None = None
+    runs: Mapping[str, RunResult | Sequence[RunResult]] | pd.DataFrame,
+    held_out: Mapping[str, Trajectory] | None = None,
+    target: float | None = None,
 ) -> Drawing:
     """The loss over steps, and over seconds beside it: what an update is worth, and what it takes.
 
     Args:
-        runs: by label, each with losses in its steps; or a table with ``label``, ``step``, ``seconds`` and ``loss``.
+        runs: by label, each with losses in its steps; several runs of a label, under other seeds, are their median in a band from the
+            lowest to the highest. Or a table with ``label``, ``step``, ``seconds`` and ``loss``.
         held_out: what the virtual trainers of a label learnt. Its held-out losses are drawn then, and else the mean over trainers of
             their batches' losses, averaged over a thirtieth of the run.
         target: a loss to draw a line at.
@@ -143,13 +146,16 @@ def loss_against_time(
     if isinstance(runs, pd.DataFrame):
         data = runs
     else:
-        data = pd.concat([_losses(label, run, (held_out or {}).get(label)) for label, run in runs.items()])
+        several = {label: [run] if isinstance(run, RunResult) else run for label, run in runs.items()}
+        data = pd.concat([_over_seeds(label, own, (held_out or {}).get(label)) for label, own in several.items()])
     figure = _figure(3.6, data)
     left, right = figure.subplots(1, 2, sharey=True)
     for (label, own), (colour, marker, style) in zip(data.groupby("label", sort=False), cycle(_LINES)):
         for axes, column in ((left, "step"), (right, "seconds")):
             every = max(1, len(own) // 8)
             axes.plot(own[column], own["loss"], style, color=colour, marker=marker, markersize=4, markevery=every, label=str(label))
+            if "low" in own and (own["low"] < own["high"]).any():
+                axes.fill_between(own[column], own["low"], own["high"], color=colour, alpha=0.2, linewidth=0)
     for axes, label in ((left, "steps of a trainer"), (right, "time (s)")):
         if target is not None:
             axes.axhline(target, color="black", linewidth=0.8, linestyle=(0, (1, 3)), label=f"target, {target:g}")
@@ -356,6 +362,13 @@ def _kinds(spans: pd.DataFrame) -> pd.Series:
     """For each span its key in ``_SPANS``."""
     kind = spans["name"].where(spans["name"].isin(list(_SPANS)), "other")
     return kind.mask(spans["stream"].str.startswith("communication"), "communication").mask(spans["stream"] == "update", "update")
+
+
+def _over_seeds(label: str, runs: Sequence[RunResult], learnt: Trajectory | None) -> pd.DataFrame:
+    """The median of the runs at the steps that all of them have, with the lowest and highest loss."""
+    each = pd.concat([_losses(label, run, learnt) for run in runs]).groupby("step")
+    found = each[["seconds", "loss"]].median().assign(low=each["loss"].min(), high=each["loss"].max(), label=label)
+    return found[each.size() == len(runs)].reset_index()
 
 
 def _losses(label: str, run: RunResult, learnt: Trajectory | None) -> pd.DataFrame:

@@ -65,6 +65,22 @@ def test_loss_with_parameter_servers(command: Callable, path: Path, tmp_path: Pa
     assert "virtual trainers take" not in command(*asked, "--seeds", "2").err
 
 
+def test_losses_of_two_seeds_are_drawn_as_one_band(command: Callable, path: Path, tmp_path: Path) -> None:
+    """``compare --losses`` writes a picture; where it cannot, the error says so and the code is 2; nor are runs without losses drawn."""
+    for seed in ("0", "1"):
+        command("sim", path, "--loss", "--set", f"run.seed={seed}", "--out", tmp_path / "runs")
+    runs = sorted(tmp_path.glob("runs/profiled-sim-*"))
+    assert command("compare", *runs, "--losses", tmp_path / "l.png").code == 0
+    assert (tmp_path / "l.png").read_bytes()[1:4] == b"PNG"
+    wrong = command("compare", *runs, "--losses", tmp_path / "no" / "l.png")
+    assert (wrong.code, "--losses" in wrong.err) == (2, True)
+    command("sim", path, "--out", tmp_path / "bare")
+    (bare,) = (tmp_path / "bare").glob("profiled-sim-*")
+    unlike = command("compare", runs[0], bare, "--losses", tmp_path / "m.png")
+    assert (unlike.code, "a run without losses" in unlike.err) == (2, True)
+    assert not (tmp_path / "m.png").exists()
+
+
 def test_a_sweep_prints_every_points_loss(command: Callable, path: Path, tmp_path: Path) -> None:
     """Beside its times, as the stored table has them."""
     ended = command("sim", path, "--loss", "--sweep", "workload.lr=0.01,0.1", "--out", tmp_path / "runs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,18 @@ def test_losses_are_drawn_over_steps_and_seconds(run: RunResult) -> None:
     assert left.lines[0].get_linestyle() != left.lines[1].get_linestyle()
     with pytest.raises(ConfigError, match=r"^b: a run without losses\nHINT: .*target_loss.*held_out="):
         figures.loss_against_time({"a": learnt, "b": run})
+
+
+def test_runs_of_several_seeds_are_their_median_in_a_band(run: RunResult) -> None:
+    """Losses 3 - s, 4 - s and 8 - s of step s: the line is the middle one, the band goes from the first to the last; one run has none."""
+    of = [dataclasses.replace(run, steps=run.steps.assign(loss=first - run.steps["step"])) for first in (8.0, 3.0, 4.0)]
+    figure = figures.loss_against_time({"several": of, "one": of[0]})
+    left, right = figure.axes
+    assert left.lines[0].get_ydata().tolist() == [3, 2, 1]
+    assert left.lines[1].get_ydata().tolist() == [7, 6, 5]
+    own = figure.data[figure.data["label"] == "several"]
+    assert own[["low", "high"]].to_numpy().tolist() == [[2, 7], [1, 6], [0, 5]]
+    assert [len(axes.collections) for axes in (left, right)] == [1, 1]
 
 
 def test_scaling_says_the_efficiency_of_each_line() -> None:
