@@ -172,16 +172,23 @@ class Memory:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
     """First byte and one after the last of a tensor in its storage."""
-    if tensor.numel() == 0:
+    numel = tensor.numel()
+    if numel == 0:
         return None
     size = tensor.element_size()
     start = tensor.storage_offset() * size
+    if tensor.is_contiguous():
+        return start, start + numel * size
     span = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + span * size
 
 
 def _carve(segments: list[Segment], start: int, end: int) -> list[Segment]:
     """Cut the sorted segments at ``start`` and ``end``, and fill gaps, so that those returned cover just that."""
+    if not segments:
+        segments.append(Segment(start, end))
+    if len(segments) == 1 and segments[0].start == start and segments[0].end == end:  # a whole tensor, as most are
+        return segments[:]
     first = bisect_right(segments, start, key=lambda item: item.start)
     if first and segments[first - 1].end > start:
         first -= 1

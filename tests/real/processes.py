@@ -15,13 +15,22 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from real.processes.fork_server import Forked, fork_server
+from real.processes.fork_server import Forked, ForkServer, fork_server, shared
 from real.processes.started import QUIET
 
 WITH_VARIABLES = Path(__file__).with_name("with_variables.py")
 FORKING_CLI = Path(__file__).with_name("forking_cli.py")
 EACH_END = Path(__file__).with_name("each_end.py")
 Arrays = dict[str, npt.NDArray[np.generic]]
+
+
+def server_of_tests() -> tuple[ForkServer, dict[str, str]]:
+    """The fork server that is there, and what a test has in its environment beside it: a new server imports torch for five seconds."""
+    now = {**os.environ, **QUIET}
+    base = shared[0].environment if shared and shared[0].code is None else now
+    if base.keys() - now.keys():
+        base = now
+    return fork_server(base), {name: value for name, value in now.items() if base.get(name) != value}
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class ForkedLaunches:
     def __init__(self) -> None:
         self.started: list[tuple[Forked, Mapping[str, str]]] = []
         """Every process, and its environment."""
-        self._server = fork_server({**os.environ, **QUIET})
+        self._server, self._variables = server_of_tests()
 
     def __call__(self, command: Sequence[str], log: Path, environment: Mapping[str, str], **_: object) -> Forked:
         """See ``start_process``."""
@@ -47,7 +56,7 @@ class ForkedLaunches:
         arguments = [word for word in command[1:] if word not in ("-u", "-P")]
         if arguments[:2] == ["-m", "fleetbench"]:
             arguments[:2] = [str(FORKING_CLI)]
-        self.started.append((self._server.fork(arguments, log, environment), environment))
+        self.started.append((self._server.fork(arguments, log, {**self._variables, **environment}), environment))
         return self.started[-1][0]
 
 
@@ -63,13 +72,14 @@ def forked_launches() -> Iterator[ForkedLaunches]:
 
 def fork_command(arguments: Sequence[str | Path], output: Path, temporary: Path) -> Forked:
     """Start ``fleetbench ARGUMENTS...`` as a fork, and its ranks as forks of that; ``temporary`` is its TMPDIR."""
-    server = fork_server({**os.environ, **QUIET})
-    return server.fork([str(FORKING_CLI), *map(str, arguments)], output, {"TMPDIR": str(temporary)})
+    server, variables = server_of_tests()
+    return server.fork([str(FORKING_CLI), *map(str, arguments)], output, {**variables, "TMPDIR": str(temporary)})
 
 
 def run_python(arguments: Sequence[str | Path], folder: Path, timeout_s: float = 100.0) -> Ended:
     """Run ``python ARGUMENTS...`` (``-m MODULE ...`` or ``SCRIPT ...``) as a fork; output and errors are one text."""
-    process = fork_server({**os.environ, **QUIET}).fork([*map(str, arguments)], folder / "log")
+    server, variables = server_of_tests()
+    process = server.fork([*map(str, arguments)], folder / "log", variables)
     try:
         return Ended(process.wait(timeout_s), (folder / "log").read_text(encoding="utf-8"))
     finally:
@@ -90,11 +100,12 @@ def run_ranks(script: Path, ranks: int, *arguments: str, timeout_s: float = 280.
     """Run ``script RANK RANKS STORE OUTPUT ARGUMENTS...`` once a rank, as forks; the arrays that each saved to OUTPUT."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        server = fork_server({**os.environ, **QUIET})
+        server, variables = server_of_tests()
         processes = [
             server.fork(
                 [str(script), str(rank), str(ranks), str(folder / "store"), str(folder / f"rank{rank}.npz"), *arguments],
                 folder / f"{rank}.log",
+                variables,
             )
             for rank in range(ranks)
         ]
@@ -113,12 +124,13 @@ def run_scripts(arguments: Sequence[str | Path], folder: Path, *variables: Mappi
 
     Raises ``AssertionError`` where one did not end well.
     """
-    server = fork_server({**os.environ, **QUIET})
+    server, variables_of_all = server_of_tests()
     logs = [folder / f"{number}.log" for number in range(len(variables))]
     processes = [
         server.fork(
             [str(WITH_VARIABLES), *(f"{name}={value}" for name, value in own.items()), "--", *map(str, arguments)],
             log,
+            variables_of_all,
         )
         for own, log in zip(variables, logs, strict=True)
     ]

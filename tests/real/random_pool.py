@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from processes import server_of_tests
 from random_cases import RANKS, Case
 
-from real.processes.fork_server import Forked, fork_server
-from real.processes.started import QUIET
+from real.processes.fork_server import Forked
 
 RANK = Path(__file__).with_name("random_rank.py")
 
@@ -130,13 +130,13 @@ class Pool:
         self._generation += 1
         folder = Path(self._folder.name)
         store = folder / f"store{self._generation}"
-        server = fork_server({**os.environ, **QUIET})
+        server, variables = server_of_tests()
         self._pipes = [tuple(folder / f"{name}{self._generation}.{rank}" for name in ("orders", "answers")) for rank in range(RANKS)]
         for path in itertools.chain(*self._pipes):
             os.mkfifo(path)
         self._orders = [os.open(orders, os.O_RDWR) for orders, _ in self._pipes]  # to open it for writing alone waits for a reader
         self._processes = [
-            server.fork([str(RANK), str(rank), str(RANKS), str(store), *map(str, pipes)], folder / "log")
+            server.fork([str(RANK), str(rank), str(RANKS), str(store), *map(str, pipes)], folder / "log", variables)
             for rank, pipes in enumerate(self._pipes)
         ]
         self._answers = [queue.Queue() for _ in range(RANKS)]

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from faults import Fault
+from processes import server_of_tests
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.experiment import Experiment
@@ -26,9 +27,8 @@ from real.job.launcher import launch_script
 from real.job.session import Session
 from real.leg import Leg
 from real.processes.diagnosis import RankError, diagnose
-from real.processes.fork_server import fork_server, shared
+from real.processes.fork_server import shared
 from real.processes.place import sweep
-from real.processes.started import QUIET
 
 LEG = Leg(steps=100_000, warmup_steps=0)
 SCRIPT = Path(__file__).with_name("struck_script.py")
@@ -187,7 +187,8 @@ def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
         "def p(step, total):\n    if step > 5: print('training', flush=True)\n"
         "with Session(e) as s: s.run(Leg(steps=1000000), p)\n"
     )
-    driver = fork_server({**os.environ, **QUIET}).fork([str(script)], tmp_path / "said", {"TMPDIR": str(tmp_path)})
+    server, variables = server_of_tests()
+    driver = server.fork([str(script)], tmp_path / "said", {**variables, "TMPDIR": str(tmp_path)})
     while driver.poll() is None and "training\n" not in (tmp_path / "said").read_text(encoding="utf-8"):
         time.sleep(0.02)
     children = psutil.Process(driver.pid).children(recursive=True)
