@@ -119,11 +119,6 @@ class Held:
     has_pairs: bool
 
     @property
-    def learnt(self) -> Mapping[str, float | str]:
-        """What virtual trainers found; it names what it depends on, so that all of it holds."""
-        return self.earlier.recommendation.learnt
-
-    @property
     def note(self) -> str:
         """What has moved, and what is not measured again."""
         more = f" and {len(self.moved) - _SHOWN} more" if len(self.moved) > _SHOWN else ""

@@ -90,7 +90,15 @@ def tune(
     step_s = step_s if held is None else held.step_s(step_s, space)
     found = search(experiment, space, advised, out=out, step_s=step_s, progress=_stage(progress, "simulated trials"))
 
-    ways = price_ways(experiment, found, step_s, learn, out, _stage(progress, "virtual trainers"), {} if held is None else held.learnt)
+    ways = price_ways(
+        experiment,
+        found,
+        step_s,
+        learn,
+        out,
+        _stage(progress, "virtual trainers"),
+        None if held is None else held.earlier.recommendation.learnt,
+    )
     arms, notes = _arms(found, experiment.tune.finalists, ways)
     kept = resumption.legs if resumption is not None else runner.folder if isinstance(runner, Journal) else None
     if len(arms) > 1 and not (kept is not None and kept.exists()) and not (held is not None and held.legs):

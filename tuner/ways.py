@@ -11,7 +11,8 @@ begins of local steps, whose steps take other times late in a training than earl
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import table_for
+from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy, GradientMergeConfigs
 from fleetbench.target import HITS_IN_A_ROW
 from fleetbench.workload import LAYERS
@@ -29,6 +31,7 @@ from tuner.recommendation import Trial
 from tuner.search import Search, StepS, Tried
 from tuner.space import name_of, parameters_of, way_of
 from tuner.study import open_study
+from tuner.to_target import Updates
 
 Progress = Callable[[int, int], None]
 _Change = tuple[DistributedStrategy, dict[str, Any]]
@@ -55,8 +58,8 @@ _BY_STEPS = "ways of training are ranked by the seconds of a step alone"
 class Ways:
     """What virtual trainers say of the ways of training that are known to the search, and of others."""
 
-    updates: Mapping[tuple[object, ...], float | None] = field(default_factory=dict)
-    """Steps to the target by ``way_of``, none of one that does not arrive; empty where nothing is known."""
+    updates: Mapping[tuple[object, ...], tuple[float | None, ...]] = field(default_factory=dict)
+    """By ``way_of``: steps to the target by seed, ``run.seed`` first, none where it does not arrive; empty where nothing is known."""
     others: tuple[Tried, ...] = ()
     """Strategies of ways outside of the search space."""
     notes: tuple[str, ...] = ()
@@ -69,20 +72,29 @@ class Ways:
 
     def of(self, strategy: DistributedStrategy) -> float | None:
         """Steps to the target, at least; none where nothing is known of them."""
-        if (way := way_of(strategy)) not in self.updates:
-            return None
-        found = self.updates[way]
-        return float(self.steps) if found is None else found
+        return self.weight(strategy) if way_of(strategy) in self.updates else None
 
     def seconds(self, tried: Tried) -> float | None:
-        """Simulated seconds to the target, or of a step where no ways are known; none of a way that is not, or does not arrive.
+        """Simulated seconds to the target, or of a step where no ways are known; none of a way that does not arrive, or is not known."""
+        return self.weight(tried.strategy) * tried.trial.simulated_s if self.arrives(tried.strategy) else None
 
-        The default's own way has a price in any case.
-        """
+    def weight(self, strategy: DistributedStrategy) -> float:
+        """Steps to the target, the default's in the mean over seeds and others by their mean ratio to it; 1 where no ways are known."""
         if not self.updates:
-            return tried.trial.simulated_s
-        way, steps = way_of(tried.strategy), self.of(tried.strategy)
-        return None if steps is None or (self.updates[way] is None and way != self.own) else steps * tried.trial.simulated_s
+            return 1.0
+        steps, ratios = statistics.fmean(self.steps if one is None else one for one in self.updates[self.own]), self.ratios(strategy)
+        return steps * math.exp(-ratios.mean) if ratios is not None and ratios.ratios else steps
+
+    def ratios(self, strategy: DistributedStrategy) -> Updates | None:
+        """How many fewer steps than the default's its way takes, by seed; none of the default's own, or where no ways are known."""
+        if (way := way_of(strategy)) == self.own or not self.updates:
+            return None
+        return Updates.of_runs(self.updates[self.own], self.updates.get(way, ()), self.steps)
+
+    def arrives(self, strategy: DistributedStrategy) -> bool:
+        """Whether its way arrives, as often as the default's with the same seeds; the default's own has a price in any case."""
+        ratios = self.ratios(strategy)
+        return ratios is None or (any(self.updates.get(way_of(strategy), ())) and sum(ratios.known) >= 0)
 
 
 def by_virtual_trainers(experiment: Experiment, limit_s: float) -> float | None:
@@ -133,31 +145,43 @@ def price_ways(
     trainings = [*ways[:_FIRST], higher, *ways[_FIRST:], lower]
     by_number, kept = _learnt(experiment, [one for _, one in trainings], learn, out, progress, refused, known or {})
     learnt = {trainings[number][0]: steps for number, steps in by_number.items()}
-    updates = {way: steps for way, steps in learnt.items() if way in names}
+    updates = {way: (steps,) for way, steps in learnt.items() if way in names}
     notes = (*_notes(experiment, learnt, names), *refused)
-    if own not in updates or len(updates) == 1 or not any(updates.values()):
+    if own not in updates or len(updates) == 1 or not any(map(any, updates.values())):
         return Ways(notes=(*notes, _BY_STEPS), learnt=kept)
     return Ways(updates=updates, others=tuple(others), notes=notes, steps=workload.steps, own=own, learnt=kept)
 
 
 def over_seeds(
     experiment: Experiment,
+    ways: Ways,
     strategies: Sequence[DistributedStrategy],
     learn: Learn,
     out: Path,
     number: int,
     progress: Progress | None = None,
-) -> list[tuple[float | None, ...]]:
-    """Steps to the target of each strategy's way, by seed: ``run.seed`` and others, ``number`` at most.
+) -> Ways:
+    """The ways of the strategies, and the default's, trained with ``number`` seeds at most, ``run.seed`` and others.
 
-    There are as many seeds as all ways had time for, in ``tune.search_seconds`` again.
+    There are as many seeds as all of these ways had time for, in ``tune.search_seconds`` each.
     """
-    seeds, count = range(experiment.run.seed, experiment.run.seed + number), len(strategies)
-    seeded = [experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)) for seed in seeds]
-    trainings = [_on_one_wire(one, strategy) for one in seeded for strategy in strategies]
-    found, _ = _learnt(experiment, trainings, learn, out, progress, [], {})
-    rows = ([found[one] for one in range(first, first + count) if one in found] for first in range(0, len(trainings), count))
-    return list(zip(*itertools.takewhile(lambda row: len(row) == count, rows), strict=True))
+    if not ways.updates:
+        return ways
+    of_ways = {way_of(strategy): strategy for strategy in (experiment.strategy, *strategies)}
+    updates: dict[tuple[object, ...], tuple[float | None, ...]] = dict.fromkeys(of_ways, ())
+    for seed in range(experiment.run.seed, experiment.run.seed + number):
+        seeded = experiment.replace(run=dataclasses.replace(experiment.run, seed=seed))
+        trainings = [_on_one_wire(seeded, strategy) for strategy in of_ways.values()]
+        found, _ = _learnt(experiment, trainings, learn, out, progress, [], {})
+        if len(found) < len(trainings):
+            break
+        updates = {way: (*updates[way], found[number]) for number, way in enumerate(of_ways)}
+    said = [
+        f"{name_of(of_ways[way])}: {', '.join('never' if one is None else f'{one:.0f}' for one in each)}" for way, each in updates.items()
+    ]
+    by = f"by virtual trainers of {counted(len(updates[ways.own]), 'seed')}"
+    note = f"steps to loss {experiment.workload.target_loss:g}, {by}: {'; '.join(said)}"
+    return dataclasses.replace(ways, updates={**ways.updates, **updates}, notes=(*ways.notes, note))
 
 
 def _on_one_wire(experiment: Experiment, strategy: DistributedStrategy) -> Experiment:

@@ -152,17 +152,21 @@ def _run_simulated(arguments: argparse.Namespace) -> int:
 
 def _strategies(found: SimulatedRecommendation) -> Table:
     title = f"{found.name}: {found.trainers} trainers, SIMULATED, {found.compute}, {found.num_trials} strategies tried"
-    table = new_table(title, "", "step", "speed-up", "strategy", left=("strategy",))
-    rows = [("the experiment's own", found.default_s, None), ("recommended", found.step_s, found.strategy)]
-    rows += [(f"runner-up {number}", rival.step_s, rival.strategy) for number, rival in enumerate(found.runners_up, start=1)]
-    for name, step_s, strategy in rows:
+    to_target = [] if found.target_loss is None else [f"to loss {found.target_loss:g}"]
+    table = new_table(title, "", "step", "speed-up", *to_target, "strategy", left=("strategy",))
+    gain = found.to_target or found.speedup
+    rows = [("the experiment's own", found.default_s, 1.0, None), ("recommended", found.step_s, gain, found.strategy)]
+    rivals = enumerate(found.runners_up, start=1)
+    rows += [(f"runner-up {number}", rival.step_s, rival.to_target or 1.0, rival.strategy) for number, rival in rivals]
+    for name, step_s, sooner, strategy in rows:
         changes = "" if strategy is None else units.changes(strategy.changes())
-        table.add_row(name, units.seconds(step_s), units.ratio(found.default_s / step_s), changes)
+        table.add_row(name, units.seconds(step_s), units.ratio(found.default_s / step_s), *[units.ratio(sooner)][: len(to_target)], changes)
     return table
 
 
 def _cases(found: SimulatedRecommendation) -> Table:
-    title = f"what the answer hangs on ({found.num_reranked} strategies simulated again)"
+    of = "" if found.target_loss is None else f": seconds to loss {found.target_loss:g}"
+    title = f"what the answer hangs on{of} ({found.num_reranked} strategies simulated again)"
     table = new_table(title, "if", "own", "recommended", "changes the answer", "keeping it costs", "then best", left=("then best",))
     for case in found.cases:
         best = units.changes(case.best.changes()) if case.changes_answer else ""
@@ -186,10 +190,12 @@ def _made_of(found: SimulatedRecommendation) -> str:
     rate = f"{found.samples_per_s:,.0f} samples/s" + (f", {found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else "")
     if not (found.spread.model or found.spread.seeds):
         return rate
-    spread, whose = found.spread, "runner-up 1's" if found.speedup == 1.0 else "the"
+    spread, whose = found.spread, "runner-up 1's" if found.keeps else "the"
     parts = [f"stragglers' draws {units.percent(spread.seeds)} ({found.seeds} seeds)", f"the simulator {units.percent(spread.model)}"]
     if spread.estimate_low or spread.estimate_high:
         parts.append(f"estimated compute -{units.percent(spread.estimate_low)} +{units.percent(spread.estimate_high)}")
+    if spread.updates_low:
+        parts.append(f"steps to the target -{units.percent(spread.updates_low)} +{units.percent(spread.updates_high)}")
     outside = f"; outside of what was compared with real runs: {', '.join(found.outside)}" if found.outside else ""
     return f"{rate}; the 90 % interval of {whose} speed-up: {', '.join(parts)}{outside}"
 

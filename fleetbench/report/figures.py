@@ -221,7 +221,7 @@ def curves(table: pd.DataFrame, x: str, y: str, by: str | None = None, bound: st
 
 
 def sensitivity(found: SimulatedRecommendation | Sequence[Case] | pd.DataFrame) -> Drawing:
-    """Mean step time in ms as it is, and with one thing changed, a row a change: what the time hangs on.
+    """Mean step time in ms, or seconds to a target, as it is, and with one thing changed, a row a change: what the time hangs on.
 
     ``found``: an answer by simulation alone, whose rows that change the answer are marked; what ``what_if`` found; or a table of seconds,
     the first row as it is, with a column for each strategy.
@@ -236,7 +236,8 @@ def sensitivity(found: SimulatedRecommendation | Sequence[Case] | pd.DataFrame) 
             for case in found.cases
         }
         table = pd.DataFrame.from_dict(rows, "index", columns=["the experiment's own", "recommended", "best under this change"])
-    table = table * 1e3
+    target = getattr(found, "target_loss", None)
+    table = table * 1e3 if target is None else table
     figure = _figure(1.3 + 0.32 * len(table), table)
     axes, places = figure.subplots(), range(len(table))
     for number, (name, (colour, marker, _), area) in enumerate(zip(table.columns, cycle(_LINES), cycle((55, 43, 110)))):
@@ -246,7 +247,7 @@ def sensitivity(found: SimulatedRecommendation | Sequence[Case] | pd.DataFrame) 
             axes.hlines(places, table[name].iloc[0], table[name], color=colour, linewidth=3)
         axes.scatter(table[name], places, area, marker=marker, facecolors=face, edgecolors=colour, label=name, zorder=4 - area / 100)
     axes.set_yticks(places, list(table.index))
-    axes.set_xlabel("mean step time (ms); dotted: as it is")
+    axes.set_xlabel(f"{'mean step time (ms)' if target is None else f'seconds to loss {target:g}'}; dotted: as it is")
     axes.set_xlim(left=0)
     axes.invert_yaxis()
     _finish(axes, above=True, legend=len(table.columns) > 1)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,17 +16,23 @@ from tuner_fakes import FakeRunner, FakeSimulate, profiled_experiment, target_ex
 from fleetbench.config import decode, encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.profile import Profile, compute_key, name_profile
 from fleetbench.strategy import AdaptiveLocalSGDConfigs, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
 from real.leg import Leg
 from sim.learning.virtual_training import train
+from sim.many.sweep import Axis
 from tuner.recommendation import Recommendation
 from tuner.search import Search, search
-from tuner.space import name_of, search_space
+from tuner.simulated.answer import tune_simulated
+from tuner.simulated.sizes import tune_sizes
+from tuner.space import name_of, search_space, way_of
 from tuner.tune import tune
 from tuner.ways import OUTER, Learn, by_virtual_trainers, over_seeds, price_ways
 
 LOCAL = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=4))
 DILOCO = LOCAL.replace(localsgd_configs=replace(LOCAL.localsgd_configs, **OUTER))
+MANY = LOCAL.replace(localsgd_configs=LocalSGDConfigs(k_steps=16))
 MERGED = DistributedStrategy(gradient_merge=True, gradient_merge_configs=GradientMergeConfigs(k_steps=2))
 UPDATES = {(1, False, 1): 100.0, (4, False, 1): 110.0, (16, False, 1): 300.0, (4, True, 1): 90.0, (16, True, 1): None, (1, False, 2): 150.0}
 """Planted steps to the target by K, outer optimizer and merged gradients."""
@@ -139,7 +148,7 @@ def test_what_was_learnt_holds_for_the_same_seed_and_target_alone(tmp_path: Path
 def test_seeds_are_whole_rows(tmp_path: Path) -> None:
     """Of three seeds two ways have time for two; the first was known before, and is not asked again."""
     experiment, found = searched(tmp_path)
-    price_ways(experiment, found, step_s, planted, tmp_path)
+    ways = price_ways(experiment, found, step_s, planted, tmp_path)
     asked: list[int] = []
 
     def slow(one: Experiment, limit_s: float) -> float | None:
@@ -149,8 +158,11 @@ def test_seeds_are_whole_rows(tmp_path: Path) -> None:
         steps = planted(one, limit_s)
         return None if steps is None else steps + one.run.seed
 
-    assert over_seeds(experiment, [DistributedStrategy(), LOCAL], slow, tmp_path, 3) == [(100.0, 101.0), (110.0, 111.0)]
+    ways = over_seeds(experiment, ways, [LOCAL], slow, tmp_path, 3)
+    assert [*ways.updates.values()][:2] == [(100.0, 101.0), (300.0,)]
+    assert ways.updates[way_of(LOCAL)] == (110.0, 111.0)
     assert asked == [1, 1, 2]
+    assert ways.notes[-1] == "steps to loss 0.5, by virtual trainers of 2 seeds: synchronous: 100, 101; K = 4: 110, 111"
 
 
 def test_a_model_that_no_core_trains_in_time_is_not_begun(tmp_path: Path) -> None:
@@ -288,7 +300,7 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: 
     """Real simulator and virtual trainers, runs by formula: what is recommended has the least product of steps and seconds.
 
     Arms have the steps that virtual trainers took, and the runs to the target are those of the first in that order. A tuning from its
-    folder neither trains again nor starts trainers.
+    folder neither trains again nor starts trainers. By simulation alone the ways take as many steps.
     """
     experiment = profiled_experiment(
         tmp_path, local_steps=(1, 4), gradient_merge=(1,), thread_num=(1,), nccl_comm_num=(1,), wire=("fp32",), pairs=8, trials=60
@@ -305,10 +317,103 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: 
     best = min(expected, key=lambda name: expected[name])
     assert name_of(found.strategy) == best
     assert any("by virtual trainers of seed 0" in note for note in found.notes)
+    simulated, _ = tune_simulated(experiment, out=tmp_path / "simulated")
+    tables = [next(note for note in one.notes if "by virtual trainers of seed 0" in note) for one in (found, simulated)]
+    assert {*tables[0].partition("seed 0: ")[2].split(", ")} == {*tables[1].partition("seed 0: ")[2].split(", ")}
     monkeypatch.setattr("tuner.tune.by_virtual_trainers", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr("real.job.session.Session._begin", lambda _: pytest.fail("trainers were started"))
     again, _ = tune(experiment, out=tmp_path / "later", earlier=folder)
     assert (again.line, again.pairs, again.learnt) == (found.line, found.pairs, found.learnt)
+
+
+def simulated_only(tmp_path: Path, **tune: object) -> Experiment:
+    """Two nodes at 8 Mbit/s, next to no compute and 4 MB of gradients: an all-reduce of two takes S / B = 4 s."""
+    cluster = {"nodes": 2, "inter": {"bandwidth": "8 Mbit/s", "latency": "0 s", "payload": True}}
+    wanted = {"wire": ["fp32"], "local_steps": [1, 4, 16], "gradient_merge": [1, 2], "update_by_bucket": [False], "fusion": []}
+    wanted |= {"fuse_grad_size_in_MB": [32.0], "thread_num": [1], "nccl_comm_num": [1]} | tune
+    workload = {"model": "digits_mlp", "steps": 400, "lr": 0.1, "target_loss": 0.5}
+    experiment = Experiment.from_dict({"name": "far", "workload": workload, "cluster": cluster, "tune": wanted})
+    layer = Layer(name="block", gradients=(Gradient(name="weight", numel=10**6, ready=1),), forward=1, backward=1)
+    profile = Profile(machine="none", created="never", tables=(LayerTable(key=compute_key(experiment), layers=(layer,)),))
+    return name_profile(experiment, profile, tmp_path / "profile.toml")
+
+
+def by_seed(default: Sequence[float | None], many: Sequence[float | None]) -> Learn:
+    """What is planted, but for the default and K = 16, which take other steps with each seed."""
+
+    def learn(one: Experiment, limit_s: float) -> float | None:
+        steps = {DistributedStrategy(): default, MANY: many}.get(one.strategy) if one.workload.lr == 0.1 else None
+        return planted(one, limit_s) if steps is None else steps[one.run.seed]
+
+    return learn
+
+
+def test_simulation_alone_ranks_by_time_to_the_target(tmp_path: Path) -> None:
+    """By hand, as 16 steps begin and end with an exchange: 100 steps of 4 s, 200 of 2/16 of that, 90 of 5/16 with an outer optimizer.
+
+    At half the bandwidth all times are twice as long, and nothing is trained again.
+    """
+    asked: list[Experiment] = []
+
+    def noting(one: Experiment, limit_s: float) -> float | None:
+        asked.append(one)
+        return by_seed((100.0, 110.0, 90.0), (200.0, 198.0, 198.0))(one, limit_s)
+
+    found, _ = tune_simulated(simulated_only(tmp_path), out=tmp_path, learn=noting)
+    ratios = [math.log(default / own) for default, own in ((100, 200), (110, 198), (90, 198))]
+    assert (found.strategy.local_steps, found.strategy.localsgd_configs.has_outer) == (16, False)
+    assert (found.default_s, found.step_s, found.speedup) == pytest.approx((4.0, 0.5, 8.0), rel=1e-4)
+    assert found.to_target == pytest.approx(8 * math.exp(statistics.fmean(ratios)), rel=1e-4)
+    assert found.spread.updates_low == pytest.approx(2.920 * statistics.stdev(ratios) / math.sqrt(3), rel=1e-3)  # t of 2 at 95 %
+    low, high = found.to_target_interval
+    assert math.log(found.to_target / low) == pytest.approx(math.hypot(found.spread.model, found.spread.updates_low))
+    assert found.line.endswith(
+        f": 4.01x [{low:.2f}, {high:.2f}] to loss 0.5 (8.00x [{found.low:.2f}, {found.high:.2f}] a step; 3 seeds of virtual trainers)"
+    )
+    cases = {case.assumption: case for case in found.cases}
+    declared, half = cases["as declared"], cases["bandwidth x 0.5"]
+    assert (declared.default_s, declared.recommended_s) == pytest.approx((400.0, 400.0 / found.to_target), rel=1e-4)
+    assert (half.default_s, half.recommended_s) == pytest.approx((2 * declared.default_s, 2 * declared.recommended_s), rel=1e-4)
+    ways = {name_of(one.strategy) for one in asked}
+    assert len(asked) == 6 + 2 + 2 * 5  # each way but the one that never arrives, with two more seeds; and two rates
+    assert len(ways) == 6
+    assert any(note.startswith("steps to loss 0.5, by virtual trainers of seed 0: synchronous: 100, K = 16: 200") for note in found.notes)
+    assert not any("is not simulated" in note for note in found.notes)
+    rivals = {name_of(rival.strategy): rival.to_target for rival in found.runners_up}
+    assert rivals["K = 4 and an outer optimizer"] == pytest.approx(16 / 5 * (100 * 110 * 90) ** (1 / 3) / 90, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("default", "many", "chosen", "says"),
+    [
+        ((100.0, 100.0, 100.0), (200.0, None, 200.0), "K = 4 and an outer optimizer", "3 seeds of virtual trainers)"),
+        ((100.0, None, 100.0), (200.0, 200.0, 200.0), "K = 16", "3 seeds of virtual trainers, 2 of which arrive with both)"),
+        ((None, None, None), (200.0, 200.0, 200.0), "K = 16", "0 of which arrive with both)"),
+    ],
+)
+def test_runs_that_never_arrive_are_censored_and_counted(
+    tmp_path: Path, default: Sequence[float | None], many: Sequence[float | None], chosen: str, says: str
+) -> None:
+    """A way that arrives less often than the default is none; one that arrives more often takes at least as many times fewer steps."""
+    found, _ = tune_simulated(simulated_only(tmp_path, diloco=True), out=tmp_path, learn=by_seed(default, many))
+    assert name_of(found.strategy) == chosen
+    assert found.line.endswith(says)
+    assert found.to_target is not None
+    assert ("at least 16.00x to loss" in found.line) == (default[0] is None)  # 400 steps of 4 s at least, over 200 of 0.5
+    if default[1] is None and default[0] is not None:
+        assert found.to_target > 8 / 2
+
+
+def test_simulation_alone_says_where_virtual_trainers_are_not_asked(tmp_path: Path) -> None:
+    """The seconds of a step rank then, and the cost in loss is named as unknown."""
+    experiment = simulated_only(tmp_path)
+    large = experiment.replace(workload=replace(experiment.workload, eval_every=60_000))
+    found, _ = tune_simulated(large, out=tmp_path, learn=pytest.fail)  # called, it fails
+    assert (found.strategy.local_steps, found.to_target, found.target_loss) == (16, None, None)
+    assert any(note.startswith("virtual trainers are not asked") for note in found.notes)
+    assert any("local steps cost in loss is not simulated" in note for note in found.notes)
+    sizes = tune_sizes(lambda _: large, Axis.parse("run.seed=0"), out=tmp_path)
+    assert any(note.startswith("a sweep trains nothing") for note in sizes.notes)
 
 
 def test_ways_are_named() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -16,14 +19,17 @@ from fleetbench.digests import sealed_json, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import profile_of, table_for
-from fleetbench.quantities import hours_or_days
+from fleetbench.quantities import counted, hours_or_days
 from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
 from sim.run import simulate
 from tuner.simulated import candidates
 from tuner.simulated.assumptions import assumptions, changed
-from tuner.simulated.uncertainty import Spread, spread_of, ways_outside
+from tuner.simulated.uncertainty import CONFIDENCE, Spread, spread_of, ways_outside
 from tuner.space import FIELDS
+from tuner.to_target import Updates
+from tuner.verify import num_seeds
+from tuner.ways import Learn, Ways, by_virtual_trainers, over_seeds
 
 SCHEMA = 1
 _DEFAULTS = "Fleet's defaults"
@@ -33,6 +39,7 @@ RUNNERS_UP = 4
 PARTS = ("compute_s", "wait_s", "exposed_comm_s", "update_s", "other_s")
 KNOBS: dict[str, tuple[str, ...]] = {
     "local steps": FIELDS["local_steps"],
+    "merged gradients": ("gradient_merge", "gradient_merge_configs"),
     "fusion": FIELDS["fusion"],
     "communicators": ("nccl_comm_num", "sync_nccl_allreduce"),
     "hierarchy": FIELDS["hierarchy"],
@@ -53,6 +60,8 @@ class Rival(Config):
 
     strategy: DistributedStrategy
     step_s: float
+    to_target: float | None = None
+    """How many times as soon as the experiment's own it is at the target, where virtual trainers say so; ``interval`` is then of this."""
     interval: tuple[float, ...] = ()
     """Where the answer is to keep the experiment's own strategy, and of the first alone: both ends of the 90 % interval of its speed-up."""
 
@@ -63,7 +72,7 @@ class Knob(Config):
 
     name: str
     worth: float
-    """Step time with the knob as in the experiment, all others as recommended, over the recommended strategy's."""
+    """Time, of a step or to the target, with the knob as in the experiment, all others as recommended, over the recommended strategy's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +82,7 @@ class Case(Config):
     assumption: str
     best: DistributedStrategy
     best_s: float
-    """Seconds of a step, as are the next two."""
+    """Seconds of a step, or to the target where virtual trainers say how many steps that takes; as are the next two."""
     recommended_s: float
     default_s: float
     changes_answer: bool
@@ -113,6 +122,16 @@ class SimulatedRecommendation(Config):
     """What the interval is made of; where the answer is to keep the experiment's own strategy, that of the first runner-up."""
     outside: tuple[str, ...]
     """In which ways the experiment lies outside of what the simulator was compared with."""
+    target_loss: float | None = None
+    """Where virtual trainers have priced ways of training: what is compared is the time to it."""
+    to_target: float | None = None
+    """How many times as soon as the experiment's own the recommended strategy is there; none where it trains like that."""
+    to_target_interval: tuple[float, ...] = ()
+    """Ends of its 90 % interval; none where one seed was trained, or both arrived with fewer than two."""
+    trained: int = 0
+    """Seeds of virtual trainers."""
+    arrived: int = 0
+    """Of these, with which both arrive."""
     fits_in_memory: bool | None
     knobs: tuple[Knob, ...]
     runners_up: tuple[Rival, ...]
@@ -124,15 +143,33 @@ class SimulatedRecommendation(Config):
     notes: tuple[str, ...]
 
     @property
+    def keeps(self) -> bool:
+        """Whether the answer is to keep the experiment's own strategy."""
+        return self.speedup == 1.0 and self.to_target is None
+
+    @property
     def line(self) -> str:
         """The answer in one line."""
-        if self.speedup == 1.0:
-            keep = f"SIMULATED, {self.compute}: keep the experiment's own strategy; nothing tried is faster by more than tune.min_gain"
-            ratios = [(self.default_s / best.step_s, *best.interval) for best in self.runners_up[:1]]
+        if self.keeps:
+            faster = "faster" if self.target_loss is None else f"sooner at loss {self.target_loss:g}"
+            keep = f"SIMULATED, {self.compute}: keep the experiment's own strategy; nothing tried is {faster} by more than tune.min_gain"
+            rivals = [best for best in self.runners_up[:1] if best.interval]
+            ratios = [(best.to_target or self.default_s / best.step_s, *best.interval) for best in rivals]
             return keep + "".join(f": the best other {ratio:.3f}x [{low:.2f}, {high:.2f}]" for ratio, low, high in ratios)
         fields = flat(self.strategy.changes())
         changes = ", ".join(f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in fields)
-        return f"SIMULATED, {self.compute}: use {changes or _DEFAULTS}: {self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+        return f"SIMULATED, {self.compute}: use {changes or _DEFAULTS}: {self._gain}"
+
+    @property
+    def _gain(self) -> str:
+        step = f"{self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+        if self.to_target is None:
+            return step if self.target_loss is None else f"{step} to loss {self.target_loss:g} and a step"
+        ends = f" [{', '.join(f'{end:.2f}' for end in self.to_target_interval)}]" if self.to_target_interval else ""
+        missed = "" if self.arrived == self.trained else f", {self.arrived} of which arrive with both"
+        trained = f"{counted(self.trained, 'seed')} of virtual trainers{missed}"
+        least = "" if self.arrived else "at least "
+        return f"{least}{self.to_target:.2f}x{ends} to loss {self.target_loss:g} ({step} a step; {trained})"
 
     def save(self, folder: Path) -> None:
         """Write ``recommended.toml``, then ``recommendation.json``, each whole or not at all."""
@@ -142,17 +179,18 @@ class SimulatedRecommendation(Config):
 
 
 def tune_simulated(
-    experiment: Experiment, *, out: Path = Path("runs"), progress: Progress | None = None
+    experiment: Experiment, *, out: Path = Path("runs"), progress: Progress | None = None, learn: Learn = by_virtual_trainers
 ) -> tuple[SimulatedRecommendation, Path]:
     """Recommend a strategy by simulation alone, and return it with its folder below ``out``.
 
+    With a target, virtual trainers say (``learn``) how many steps ways of training take to it, as for ``tuner.tune``.
     Raises ``ConfigError`` for what cannot be simulated, and where layer times are neither declared nor in a profile.
     """
     experiment = candidates.with_compute(experiment, out)
     folder = out / f"{experiment.name}-simulated-{experiment.digest()}-{new_run_id()}"
     try:
         with tempfile.TemporaryDirectory(prefix="fleetbench-") as scratch:
-            found = _Answering(experiment, out, Path(scratch), progress or (lambda *_: None)).answer()
+            found = _Answering(experiment, out, Path(scratch), progress or (lambda *_: None), learn).answer()
         folder.mkdir(parents=True, exist_ok=True)
         experiment.save(folder / "experiment.toml")
         found.save(folder)
@@ -168,19 +206,25 @@ class _Answering:
     out: Path
     scratch: Path
     progress: Progress
+    learn: Learn
+    ways: Ways = field(default_factory=Ways)
 
     def answer(self) -> SimulatedRecommendation:
         experiment, default = self.experiment, self.experiment.strategy
-        ranking = candidates.ranked(experiment, out=self.out, progress=lambda done, total: self.progress("simulated trials", done, total))
-        best, measure = candidates.finalists(default, ranking.step_s), candidates.over_seeds(experiment)
+        trials, learning = partial(self.progress, "simulated trials"), partial(self.progress, "virtual trainers")
+        ranking = candidates.ranked(experiment, out=self.out, progress=trials, learn=self.learn, learning=learning)
+        best, measure = candidates.finalists(default, ranking.with_ways(experiment.tune.finalists)), self._over_seeds(experiment)
+        self.ways = over_seeds(experiment, ranking.ways, best, self.learn, self.out, num_seeds(experiment), learning)
+        best = [strategy for strategy in best if self.ways.arrives(strategy)]
         times = {strategy: measure(strategy) for strategy in self._told("the best under other seeds", best)}
         step_s = {strategy: statistics.fmean(found) for strategy, found in times.items()}
-        retried = list(dict.fromkeys([*best, *ranking.telling(SERVED_RERANKED if default.mode == "ps" else RERANKED)]))
+        telling = ranking.telling(SERVED_RERANKED if default.mode == "ps" else RERANKED)
+        retried = list(dict.fromkeys([*best, *filter(self.ways.arrives, telling)]))
         assumed, notes = assumptions(experiment, self.scratch)
         trials_s: dict[str, candidates.Times] = {}
         for name in self._told("other assumptions", list(assumed)):  # with the first of the answer's seeds
             trial = candidates.step_time(candidates.shortened(assumed[name].replace(run=candidates.seeded(assumed[name])[0].run)))
-            trials_s[name] = {strategy: trial(strategy) for strategy in retried}
+            trials_s[name] = {strategy: trial(strategy) * self.ways.weight(strategy) for strategy in retried}
 
         def at_worst(strategy: DistributedStrategy) -> float:
             costs = (found[strategy] / min(found.values()) for found in trials_s.values())
@@ -191,24 +235,32 @@ class _Answering:
         others = [other for other in sorted(step_s, key=lambda strategy: step_s[strategy]) if other != chosen]
         keeps, compared = chosen == default, [chosen, *others][chosen == default and bool(others)]
         ratios = [own / other for own, other in zip(times[default], times[compared], strict=True)]
-        outside, speedup = ways_outside(experiment), statistics.geometric_mean(ratios)
+        outside, gain, updates = ways_outside(experiment), statistics.geometric_mean(ratios), self.ways.ratios(compared)
         spread = spread_of(ratios, outside, self._ends(default, compared)) if compared != default else Spread(seeds=0.0, model=0.0)
-        interval = spread.interval(speedup)
-        low, high = (1.0, 1.0) if keeps else interval
-        samples_per_s, tokens_per_s = candidates.samples_and_tokens(experiment, step_s[chosen])
-        rivals = [Rival(strategy=other, step_s=step_s[other], interval=interval if other == compared else ()) for other in others]
+        own_s, chosen_s = (step_s[strategy] / self.ways.weight(strategy) for strategy in (default, chosen))
+        speedup = 1.0 if keeps else gain * self.ways.weight(chosen) / self.ways.weight(default)
+        low, high = (1.0, 1.0) if keeps else spread.interval(speedup)
+        spread, interval = _with_updates(spread, gain, updates)
+        arrives = not keeps and updates is not None
+        samples_per_s, tokens_per_s = candidates.samples_and_tokens(experiment, chosen_s)
+        rivals = [self._rival(other, step_s, interval if other == compared else ()) for other in others]
         return SimulatedRecommendation(
             experiment=experiment.digest(),
             name=experiment.name,
             compute=candidates.says(experiment),
             trainers=experiment.cluster.trainers,
             strategy=chosen,
-            step_s=step_s[chosen],
-            default_s=step_s[default],
+            step_s=chosen_s,
+            default_s=own_s,
             parts=self._parts(chosen),
             samples_per_s=samples_per_s,
             tokens_per_s=tokens_per_s,
-            speedup=1.0 if keeps else speedup,
+            speedup=speedup,
+            target_loss=experiment.workload.target_loss if self.ways.updates else None,
+            trained=len(self.ways.updates.get(self.ways.own, ())),
+            to_target=gain if arrives else None,
+            to_target_interval=interval if arrives else (),
+            arrived=0 if updates is None else updates.num_known,
             low=low,
             high=high,
             spread=spread,
@@ -220,8 +272,23 @@ class _Answering:
             seeds=len(ratios),
             num_trials=ranking.num_trials,
             num_reranked=len(retried),
-            notes=(*self._caveats(chosen, low, samples_per_s), *ranking.notes, *notes),
+            notes=(
+                *self._caveats(chosen, interval[0] if arrives and interval else low, samples_per_s),
+                *ranking.notes,
+                *self.ways.notes,
+                *notes,
+            ),
         )
+
+    def _over_seeds(self, experiment: Experiment) -> Callable[[DistributedStrategy], list[float]]:
+        """Seconds of a step by strategy, under each of the answer's seeds, times the steps to the target, where these are known."""
+        measure = candidates.over_seeds(experiment)
+        return lambda strategy: [step_s * self.ways.weight(strategy) for step_s in measure(strategy)]
+
+    def _rival(self, strategy: DistributedStrategy, objective_s: candidates.Times, interval: tuple[float, ...]) -> Rival:
+        to_target = objective_s[self.experiment.strategy] / objective_s[strategy] if self.ways.updates else None
+        step_s = objective_s[strategy] / self.ways.weight(strategy)
+        return Rival(strategy=strategy, step_s=step_s, to_target=to_target, interval=interval)
 
     def _told(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
         """The items, as progress is told of them."""
@@ -244,7 +311,7 @@ class _Answering:
             return []
         found = []
         for factor in (1 - profile.estimated, 1 + profile.estimated):
-            measure = candidates.over_seeds(changed(self.experiment, "compute", factor, self.scratch))
+            measure = self._over_seeds(changed(self.experiment, "compute", factor, self.scratch))
             found.append(statistics.fmean(measure(default)) / statistics.fmean(measure(chosen)))
         return found
 
@@ -256,7 +323,9 @@ class _Answering:
                 continue
             try:
                 without = chosen.replace(**{field: getattr(default, field) for field in fields})
-                found.append(Knob(name=name, worth=step_s(without) / step_s(chosen)))
+                if self.ways.arrives(without):
+                    weights = self.ways.weight(without) / self.ways.weight(chosen)
+                    found.append(Knob(name=name, worth=weights * step_s(without) / step_s(chosen)))
             except ConfigError:  # it goes with another knob alone
                 continue
         return tuple(sorted(found, key=lambda knob: -knob.worth))
@@ -265,7 +334,7 @@ class _Answering:
         """Seconds of a step of the own strategy, the recommended one and the best of the trials, if that tells it from the recommended."""
         best = min(trial_s, key=lambda strategy: trial_s[strategy])
         asked = [self.experiment.strategy, chosen, *([best] if trial_s[chosen] / trial_s[best] > 1 + candidates.TIE else [])]
-        measure = candidates.over_seeds(experiment)
+        measure = self._over_seeds(experiment)
         return {strategy: statistics.fmean(measure(strategy)) for strategy in dict.fromkeys(asked)}
 
     def _case(self, name: str, step_s: candidates.Times, chosen: DistributedStrategy) -> Case:
@@ -284,7 +353,7 @@ class _Answering:
         notes = []
         if low < 1:
             notes.append("the interval reaches below 1: whether the strategy gains anything, only a measurement says")
-        if chosen.local_steps > 1:
+        if chosen.local_steps > 1 and not self.ways.updates:
             notes.append(f"what {chosen.local_steps} local steps cost in loss is not simulated: train to the target before relying on them")
         if candidates.fits(self.experiment) is False:
             notes.append(f"a trainer needs more memory than {self.experiment.cluster.gpu} has")
@@ -295,3 +364,13 @@ class _Answering:
         if costs or tune.samples is not None:
             notes.append(f"{samples:g} samples take {hours_or_days(hours)}{costs}")
         return [*notes, *candidates.caveats(self.experiment)]
+
+
+def _with_updates(spread: Spread, gain: float, updates: Updates | None) -> tuple[Spread, tuple[float, ...]]:
+    """The spread with that of the steps to the target, and the gain's interval; none of one seed, or where too few arrived."""
+    if updates is not None:
+        low, high = (updates.half((1 - CONFIDENCE) / 2, side) for side in (-1, 1))
+        if len(updates.ratios) < 2 or math.isinf(low + high):
+            return spread, ()
+        spread = dataclasses.replace(spread, updates_low=low, updates_high=high)
+    return spread, spread.interval(gain)

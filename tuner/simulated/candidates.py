@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from sim.many.objective import StepTime
 from sim.run import simulate
 from tuner.search import StepS, enumerated, proposed, with_steps
 from tuner.search import shortened as of_collectives
-from tuner.space import Equivalence, parameters_of, search_space
+from tuner.space import Equivalence, parameters_of, search_space, way_of
 from tuner.study import open_study
+from tuner.ways import Learn, Ways, price_ways
 
 PER_SAMPLES = 10**6
 """Samples that a cost is for where ``tune.samples`` names no number."""
@@ -57,6 +58,14 @@ class Ranking:
     """Of different strategies, fastest first and of equal ones the simplest, the experiment's own among them."""
     num_trials: int
     notes: tuple[str, ...]
+    ways: Ways = field(default_factory=Ways)
+    """Where virtual trainers price them, "fastest" is to the target, and those that do not arrive are left out."""
+
+    def with_ways(self, count: int) -> list[DistributedStrategy]:
+        """The strategies, the best of each of the first ``count`` priced ways of training before others."""
+        leaders = dict.fromkeys(way_of(strategy) for strategy in self.step_s)
+        best = [next(one for one in self.step_s if way_of(one) == way) for way in leaders] if self.ways.updates else []
+        return list(dict.fromkeys([*best[:count], *self.step_s]))
 
     def telling(self, count: int) -> list[DistributedStrategy]:
         """The best ``count`` strategies, and the best one with each value that any of the others has."""
@@ -64,8 +73,13 @@ class Ranking:
         return list(dict.fromkeys([*islice(self.step_s, count), *leaders.values()]))
 
 
-def ranked(experiment: Experiment, *, out: Path, progress: Progress | None = None) -> Ranking:
-    """Try every different candidate, or as many as ``tune.trials`` allows, by Optuna. Raises ``ConfigError`` as ``simulate`` does."""
+def ranked(
+    experiment: Experiment, *, out: Path, progress: Progress | None = None, learn: Learn | None = None, learning: Progress | None = None
+) -> Ranking:
+    """Try every different candidate, or as many as ``tune.trials`` allows, by Optuna. Raises ``ConfigError`` as ``simulate`` does.
+
+    ``learn``: see ``tuner.ways``; ``learning`` hears of it.
+    """
     tell = progress or (lambda *_: None)
     measure, own = step_time(shortened(experiment)), experiment.strategy
     if own.mode == "ps":
@@ -78,8 +92,12 @@ def ranked(experiment: Experiment, *, out: Path, progress: Progress | None = Non
             found = proposed(experiment, space, arms, same, measure, tell, study)
     tell(len(found.tried), len(found.tried))
     first = {tried.key: tried for tried in reversed(found.tried)}
-    step_s = {tried.strategy: tried.trial.simulated_s for tried in first.values()}
-    return Ranking(step_s=ordered(step_s), num_trials=len(found.tried), notes=tuple(dict.fromkeys((*space.notes, *found.notes))))
+    ways = price_ways(experiment, found, measure, learn, out, learning)
+    tried = (*first.values(), *ways.others)
+    step_s = {one.strategy: one.trial.simulated_s for one in tried}
+    by_price = ordered({one.strategy: price for one in tried if (price := ways.seconds(one)) is not None})
+    notes = tuple(dict.fromkeys((*space.notes, *found.notes)))
+    return Ranking(step_s={one: step_s[one] for one in by_price}, num_trials=len(found.tried) + len(ways.others), notes=notes, ways=ways)
 
 
 def _ranked_served(experiment: Experiment, measure: StepS, tell: Progress) -> Ranking:
@@ -155,7 +173,7 @@ def choose(experiment: Experiment, step_s: Times, risk: Callable[[DistributedStr
 
 def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
     """What the candidates differ in."""
-    return [*parameters_of(strategy).items(), ("mode", (strategy.a_sync, strategy.a_sync_configs.k_steps > 0))]
+    return [*parameters_of(strategy).items(), ("way", way_of(strategy)), ("mode", (strategy.a_sync, strategy.a_sync_configs.k_steps > 0))]
 
 
 def _geo_steps(experiment: Experiment) -> tuple[int, ...]:

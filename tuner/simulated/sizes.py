@@ -109,6 +109,8 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
         sizes.append(_size(value, experiment, times[index], index in anchors, sizes[0] if sizes else None))
     notes = [note if len(of) == len(anchors) else f"at {axis.key} = {', '.join(of)}: {note}" for note, of in noted.items()]
     notes += candidates.caveats(first)
+    if first.workload.target_loss is not None:
+        notes.append("a sweep trains nothing: what local steps cost in loss is not simulated; ask for one size without --sweep")
     notes.append("batch_size is a trainer's: the global batch grows with the trainers, and what that costs in loss is not simulated")
     return Sizes(
         name=first.name,

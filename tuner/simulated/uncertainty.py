@@ -34,11 +34,14 @@ class Spread(Config):
     estimate_low: float = 0.0
     """Below the speed-up; above it: ``estimate_high``."""
     estimate_high: float = 0.0
+    updates_low: float = 0.0
+    """Of the speed-up to a target: its steps, by seed."""
+    updates_high: float = 0.0
 
     def interval(self, speedup: float) -> tuple[float, float]:
         """The ends around a speed-up."""
-        low = math.hypot(self.seeds, self.model, self.estimate_low)
-        high = math.hypot(self.seeds, self.model, self.estimate_high)
+        low = math.hypot(self.seeds, self.model, self.estimate_low, self.updates_low)
+        high = math.hypot(self.seeds, self.model, self.estimate_high, self.updates_high)
         return speedup * math.exp(-low), speedup * math.exp(high)
 
 
