@@ -49,7 +49,7 @@ class Tune(Config):
     """Simulated trials, the default strategy among them, where all different strategies would take more than ``search_seconds``."""
     search_seconds: float = 30.0
     """All different strategies are simulated if that takes no longer; otherwise Optuna's TPE proposes. As long again virtual trainers may
-    take, if there is a target."""
+    take, if there is a target; with ``--simulate-only`` with each seed."""
     allow: tuple[Literal["wire16"], ...] = ()
     """``wire16``: gradients may travel as FP16 or BF16, without a target as well."""
     simulated_steps: int = 10
@@ -61,8 +61,9 @@ class Tune(Config):
     pairs: int = 48
     """Most fresh pairs of finalist and default; they stop at a look before, where the verdict is known."""
     target_seeds: int | None = None
-    """Most runs to ``workload.target_loss`` of each way of training, paired by their seeds, as far as a budget has room. Default: 3; 1 of a
-    script, which must take its seed from ``FLEETBENCH_SEED``; 1 where compute is emulated."""
+    """Most runs to ``workload.target_loss`` of each way of training, paired by their seeds, as far as a budget has room; with
+    ``--simulate-only`` of virtual trainers. Default: 3; 1 of a script, which must take its seed from ``FLEETBENCH_SEED``; 1 where compute
+    is emulated."""
     metric: str | None = None
     """With a target: what must not fall. ``accuracy`` of the registry's classifiers, or the name of what a script reports beside its loss,
     ``fleet.report(loss=loss, NAME=value)``; at the target, in the mean over seeds. More is better."""

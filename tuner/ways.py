@@ -185,10 +185,9 @@ def over_seeds(
 
 
 def _on_one_wire(experiment: Experiment, strategy: DistributedStrategy) -> Experiment:
-    """Ways are compared on the experiment's wire, but for local steps, which average in full precision."""
+    """Ways are compared on the experiment's wire."""
     base = experiment.strategy
-    wire = {} if strategy.is_local else {"fp16_allreduce": base.fp16_allreduce, "bf16_allreduce": base.bf16_allreduce}
-    return experiment.replace(strategy=strategy.replace(**wire))
+    return experiment.replace(strategy=strategy.replace(fp16_allreduce=base.fp16_allreduce, bf16_allreduce=base.bf16_allreduce))
 
 
 def _least_s(experiment: Experiment) -> float:

@@ -205,7 +205,8 @@ def test_what_a_script_cannot_combine_with_an_outer_optimizer_is_said(tmp_path: 
 
 def test_real_runs_decide_on_a_scripts_outer_optimizer(tmp_path: Path) -> None:
     """By formula: plain local steps never arrive, an outer optimizer does; the default and one of its own way are among those that ran."""
-    experiment = script_of(profiled_experiment(tmp_path, thread_num=(1,), nccl_comm_num=(1,), wire=("fp32",), pairs=8, finalists=2))
+    few: dict[str, object] = {"thread_num": (1,), "nccl_comm_num": (1,), "wire": ("fp32",), "fuse_grad_size_in_MB": (1.0, 32.0)}
+    experiment = script_of(profiled_experiment(tmp_path, **few, local_steps=(1, 16), pairs=8, finalists=2))
 
     def updates(leg: Leg) -> float | None:
         return None if leg.strategy.localsgd and not leg.strategy.localsgd_configs.has_outer else 100.0
@@ -317,7 +318,8 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: 
     best = min(expected, key=lambda name: expected[name])
     assert name_of(found.strategy) == best
     assert any("by virtual trainers of seed 0" in note for note in found.notes)
-    simulated, _ = tune_simulated(experiment, out=tmp_path / "simulated")
+    once = experiment.replace(tune=replace(experiment.tune, target_seeds=1))
+    simulated, _ = tune_simulated(once, out=tmp_path / "simulated")
     tables = [next(note for note in one.notes if "by virtual trainers of seed 0" in note) for one in (found, simulated)]
     assert {*tables[0].partition("seed 0: ")[2].split(", ")} == {*tables[1].partition("seed 0: ")[2].split(", ")}
     monkeypatch.setattr("tuner.tune.by_virtual_trainers", lambda *_: pytest.fail("trained again"))
