@@ -20,11 +20,11 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from tuner.recommendation import Trial
-from tuner.space import Equivalence, Parameters, Space, parameters_of, way_of, without_equal_values
+from tuner.space import Equivalence, Parameters, Space, parameters_of, way_of, with_different_sizes
 from tuner.study import ask, complete, open_study, trials
 
 MOST_PLANS = 20_000
-"""Points of a space up to which its different strategies are looked for."""
+"""Points of a space up to which its different strategies are looked for; sizes of fusion that give equal buckets are one value."""
 PROBED = 20
 """Trials after which it is known how long all of them take."""
 _TRIES_ALL = "all different strategies are simulated"
@@ -199,11 +199,11 @@ def enumerated(
     whatever_it_takes: bool = False,
 ) -> Search | None:
     """All different strategies; none where they are too many, or would take too long and are more than ``tune.trials``."""
-    tune = experiment.tune
-    if space.size > MOST_PLANS:
+    tune, began = experiment.tune, time.monotonic()
+    fewer = with_different_sizes(space, same)
+    if fewer.size > MOST_PLANS:
         return None
-    began = time.monotonic()
-    candidates = different(space, same, [*arms.values()])
+    candidates = different(fewer, same, [*arms.values()])
     total, planned, values = len(arms) + len(candidates), time.monotonic(), dict[str, float]()
     limit_s = math.inf if whatever_it_takes or total <= tune.trials else tune.search_seconds
     if limit_s == 0:
@@ -244,7 +244,7 @@ class _Proposing:
         self, experiment: Experiment, space: Space, arms: dict[str, DistributedStrategy], same: Equivalence, study: optuna.Study
     ) -> None:
         self.experiment = experiment
-        self.space = without_equal_values(space, same) if space.size <= MOST_PLANS else space
+        self.space = with_different_sizes(space, same)
         self.arms = arms
         self.same = same
         self.study = study

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import math
 import os
@@ -320,28 +321,19 @@ class Equivalence:
         if not (strategy.localsgd_configs.has_fragments or strategy.quantises):
             planned = planned.replace(localsgd=False, localsgd_configs=LocalSGDConfigs())
         if (planned, table.key) not in self._digests:
-            self._digests[planned, table.key] = build_plan(planned, table.by_readiness(), setting_of(self.experiment, table)).digest
+            plan = build_plan(planned, table.by_readiness(), setting_of(self.experiment, table))
+            self._digests[planned, table.key] = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]  # sooner than its own digest
         return self._digests[planned, table.key]
 
 
-def without_equal_values(space: Space, same: Equivalence) -> Space:
-    """The space without values that are equal, at every point, to one that stays.
-
-    The base strategy's own value stays before others, then the first.
-    """
-    keys = {tuple(point.items()): same.key(space.strategy(point)) for point in space.points()}
-    base = parameters_of(space.base)
-    choices, fixed = [], list(space.fixed)
-    for name, values in space.choices:
-        kept: list[Value] = []
-        effects: set[tuple[str, ...]] = set()
-        for value in sorted(values, key=lambda value: value != base[name]):
-            effect = tuple(key for point, key in keys.items() if (name, value) in point)
-            if effect not in effects:
-                effects.add(effect)
-                kept.append(value)
-        if len(kept) == 1:
-            fixed.append((name, kept[0]))
-        else:
-            choices.append((name, tuple(value for value in values if value in kept)))
-    return dataclasses.replace(space, choices=tuple(choices), fixed=tuple(fixed))
+def with_different_sizes(space: Space, same: Equivalence) -> Space:
+    """The space without sizes of fusion that give the buckets of one that stays: the base strategy's own, then the largest."""
+    own, choices = parameters_of(space.base)["fusion"], dict(space.choices)
+    names = [name for name in ("local_steps", "thread_num") if name in choices]
+    ways: list[Parameters] = [dict(zip(names, values, strict=True)) for values in itertools.product(*(choices[name] for name in names))]
+    sizes = [value for value in choices.get("fusion", ()) if not isinstance(value, str)]
+    kept: dict[tuple[str, ...], Value] = {}
+    for size in sorted(sizes, key=lambda size: (size != own, -size)):
+        kept.setdefault(tuple(same.key(space.strategy({**way, "fusion": size})) for way in ways), size)
+    choices["fusion"] = tuple(value for value in choices.get("fusion", ()) if value in kept.values() or isinstance(value, str))
+    return dataclasses.replace(space, choices=tuple((name, choices[name]) for name, _ in space.choices))

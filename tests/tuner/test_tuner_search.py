@@ -101,7 +101,7 @@ def test_the_planted_best_is_found_among_many(tmp_path: Path) -> None:
         fuse_grad_size_in_MB=sizes,
     )
     fake = FakeSimulate(
-        lambda s: 0.1 + 0.001 * abs(s.local_steps - 21) + 0.02 * abs(s.fuse_grad_size_in_MB - 0.5) + 0.002 * s.nccl_comm_num
+        lambda s: 0.1 + 0.001 * abs(s.local_steps - 21) + 0.02 * abs(s.fuse_grad_size_in_MB - 0.75) + 0.002 * s.nccl_comm_num
     )
     found = searched(experiment, tmp_path, fake)
     assert min(tried.trial.simulated_s for tried in found.tried) <= 0.102 * 1.03

@@ -10,7 +10,7 @@ import tuner_fakes
 from fleetbench.config import encode
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import BuildStrategy, DistributedStrategy
-from tuner.space import Equivalence, Space, search_space
+from tuner.space import Equivalence, Space, search_space, with_different_sizes
 
 RULES = ("merged_gradient", "optimal", "off")
 WHOLE: dict[str, object] = {"local_steps": (1, 2, 4, 8, 16), "wire": ("fp32", "fp16", "bf16"), "update_by_bucket": (False, True)}
@@ -218,3 +218,10 @@ def test_keys_of_notes_can_be_typed_back() -> None:
     for one in found:
         assert one is not None
         Experiment.load(overrides=[f"{one[1]}=[{one[2]}]"])
+
+
+def test_sizes_of_equal_buckets_are_one_value() -> None:
+    """Ten layers of 0.38 MiB: 0.2 and 0.3 MiB send each alone, 4 and 64 all together; the experiment's own 32 stands for these."""
+    experiment = layers_experiment(fuse_grad_size_in_MB=(0.2, 0.3, 0.5, 4.0, 32.0, 64.0), fusion=("off", "optimal"))
+    space = with_different_sizes(search_space(experiment), Equivalence(experiment))
+    assert dict(space.choices)["fusion"] == (0.3, 0.5, 32.0, "off", "optimal")
