@@ -21,12 +21,14 @@ from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from tuner.recommendation import Trial
 from tuner.space import Equivalence, Parameters, Space, parameters_of, way_of, with_different_sizes
-from tuner.study import ask, complete, open_study, trials
+from tuner.study import ask, complete, open_study, record, trials
 
 MOST_PLANS = 20_000
 """Points of a space up to which its different strategies are looked for; sizes of fusion that give equal buckets are one value."""
 PROBED = 20
 """Trials after which it is known how long all of them take."""
+RECORDED = 10
+"""Of strategies that were all simulated, so many of the best stand in the study, beside default and advice."""
 _TRIES_ALL = "all different strategies are simulated"
 """Attribute of a study: what was decided by the time that a simulation took; a search that goes on does not decide otherwise."""
 WARMUP_STEPS = 2
@@ -128,6 +130,8 @@ def search(
         study.set_user_attr(_TRIES_ALL, found is not None)
         if found is None:
             found = proposed(experiment, space, arms, same, step_s, tell, study)
+        else:
+            _keep(study, space, found)
     tell(len(found.tried), len(found.tried))
     return found
 
@@ -235,6 +239,18 @@ def _in_turn(
 ) -> Iterator[tuple[str | None, str, DistributedStrategy]]:
     yield from ((arm, same.key(strategy), strategy) for arm, strategy in arms.items())
     yield from ((None, key, strategy) for key, strategy in candidates.items())
+
+
+def _keep(study: optuna.Study, space: Space, found: Search) -> None:
+    """Leave default, advice and the best in the study, for who looks at it; nothing is read back."""
+    if trials(study, TrialState.COMPLETE):
+        return
+    named = [tried for tried in found.tried if tried.arm is not None]
+    best = sorted((tried for tried in found.tried if tried.arm is None), key=_rank)[:RECORDED]
+    for tried in (*named, *best):
+        point = space.point_of(tried.strategy) or {}
+        attributes = {"key": tried.key} | ({} if tried.arm is None else {"arm": tried.arm})
+        record(study, point, dict(space.choices), tried.trial.simulated_s, attributes)
 
 
 class _Proposing:

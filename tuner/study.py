@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -84,6 +85,15 @@ def complete(study: optuna.Study, trial: Trial, value: float | None) -> None:
     """The trial's outcome, and a digest of all that the search reads of it."""
     trial.set_user_attr(_DIGEST, _digest(trial.number, trial.params, value, trial.user_attrs))
     study.tell(trial, value, skip_if_finished=True)
+
+
+def record(
+    study: optuna.Study, point: Mapping[str, Any], choices: Mapping[str, tuple[Any, ...]], value: float, attributes: Mapping[str, Any]
+) -> None:
+    """Add a trial that is complete; ``point`` may be of none of the ``choices``."""
+    distributions: dict[str, BaseDistribution] = {name: CategoricalDistribution(choices[name]) for name in point}
+    kept = {**attributes, _DIGEST: _digest(len(study.get_trials(deepcopy=False)), point, value, attributes)}
+    study.add_trial(optuna.create_trial(params=dict(point), distributions=distributions, value=value, user_attrs=kept))
 
 
 def _digest(number: int, parameters: Mapping[str, Any], value: float | None, attributes: Mapping[str, Any]) -> str:
