@@ -49,6 +49,7 @@ NOTICED = 0.9
 """Share of the default's steps below which another learning rate is worth a note."""
 _LEARNT, _NEVER, _LEFT = "steps to the target by virtual trainers", "never", "no time"
 """Attribute of a study: steps by training, or that it does not arrive, or that there was no time for it."""
+_FLAT: dict[str, Any] = {"use_hierarchical_allreduce": False, "hierarchical_inner_ranks": 0, "hierarchical_variant": "leader"}
 _CORE_FLOPS_S = 1e11
 """What one core computes at most."""
 _BY_STEPS = "ways of training are ranked by the seconds of a step alone"
@@ -131,7 +132,9 @@ def price_ways(
     if learn is None or workload.target_loss is None or workload.model == LAYERS or run.device == "emulated":
         return Ways()
     if (least_s := _least_s(experiment)) > experiment.tune.search_seconds:
-        large = f"virtual trainers are not asked: to the target they take {least_s:.3g} s of one core at the least (tune.search_seconds)"
+        large = (
+            f"virtual trainers are not asked: to the target they would take about {least_s:.3g} s of one core or more (tune.search_seconds)"
+        )
         return Ways(notes=(large, _BY_STEPS))
     own = way_of(experiment.strategy)
     leaders = {way_of(tried.strategy): tried for tried in reversed(found.ranked)}
@@ -176,6 +179,8 @@ def over_seeds(
         if len(found) < len(trainings):
             break
         updates = {way: (*updates[way], found[number]) for number, way in enumerate(of_ways)}
+    if not updates[ways.own]:
+        return ways
     said = [
         f"{name_of(of_ways[way])}: {', '.join('never' if one is None else f'{one:.0f}' for one in each)}" for way, each in updates.items()
     ]
@@ -185,15 +190,18 @@ def over_seeds(
 
 
 def _on_one_wire(experiment: Experiment, strategy: DistributedStrategy) -> Experiment:
-    """Ways are compared on the experiment's wire."""
+    """Ways are compared on the experiment's wire, and without a hierarchy, in which sums have another order and ways no other name."""
     base = experiment.strategy
-    return experiment.replace(strategy=strategy.replace(fp16_allreduce=base.fp16_allreduce, bf16_allreduce=base.bf16_allreduce))
+    wire = {"fp16_allreduce": base.fp16_allreduce, "bf16_allreduce": base.bf16_allreduce}
+    return experiment.replace(strategy=strategy.replace(**wire, **_FLAT))
 
 
 def _least_s(experiment: Experiment) -> float:
-    """Seconds that no training to a target falls below: dense layers take 6 operations a number and token, a target some evaluations."""
+    """About the least that a training to a target takes: a dense layer 6 operations a number and token, a look-up none."""
     workload = experiment.workload
-    numbers = sum(gradient.numel for gradient in table_for(experiment).by_readiness() if not gradient.sparse)
+    numbers = sum(
+        gradient.numel for gradient in table_for(experiment).by_readiness() if not gradient.sparse and "embeddings" not in gradient.name
+    )
     length = workload.data_options.get("length")
     tokens = experiment.cluster.trainers * workload.batch_size * (length if isinstance(length, int) else 1)
     return 6 * numbers * tokens * (experiment.run.warmup_steps + HITS_IN_A_ROW * workload.eval_every) / _CORE_FLOPS_S

@@ -42,7 +42,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("b", type=Path, metavar="B", help="another; ratios are B / A")
     repeats = "further real runs of the same experiment: what they differ by is the noise beside the simulation's error"
     parser.add_argument("repeats", type=Path, nargs="*", metavar="REPEAT", help=repeats)
-    drawn = "draw the losses of all of them against steps and seconds; runs that differ in run.seed alone become one line with a band"
+    drawn = "draw all losses against steps and seconds; runs of one experiment, whatever their seed, become a line with a band"
     parser.add_argument("--losses", type=Path, metavar="PNG", help=drawn)
     gate = "exit 1 when the mean step times differ by more, in per cent of A's"
     parser.add_argument("--fail-over", type=number("a percentage", 0), metavar="PERCENT", help=gate)
@@ -87,7 +87,7 @@ def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
     named = {
         executor if executors.count(executor) == 1 else str(own[0].path and own[0].path.name): own for (executor, _), own in lines.items()
     }
-    picture = figures.loss_against_time(named, target=runs[0].experiment.workload.target_loss)
+    picture = figures.loss_against_time(named)  # without a target, which is one of held-out losses
     try:
         figures.save_png(picture, path)
     except (OSError, ValueError) as error:

@@ -105,21 +105,22 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FieldHasNoEffect)
         data = Experiment.read(arguments.experiment, [*arguments.overrides, *seed, *more])
+        nodes = Experiment.read(arguments.experiment, [*arguments.overrides, *seed])["cluster"].get("nodes", 1) if more else 1
         for override in more:
-            _leave_out_nodes(data, override)
+            _leave_out_nodes(data, override, nodes)
         experiment = Experiment.from_dict(data)
     stands_for = described(data)
     notes = [stands_for] if stands_for is not None else []
     return experiment, list(dict.fromkeys([*notes, *(str(entry.message) for entry in caught)]))
 
 
-def _leave_out_nodes(data: dict[str, Any], override: str) -> None:
-    """Leave out of undecoded data what they say of nodes that ``cluster.nodes=N`` has not, and say so."""
+def _leave_out_nodes(data: dict[str, Any], override: str, nodes: int) -> None:
+    """Leave out of undecoded data what they say of nodes that the file has, ``nodes`` of them, and ``cluster.nodes=N`` has not; say so."""
     key, _, value = override.partition("=")
     given = data["cluster"].get("node_overrides") if key == "cluster.nodes" and value.isdecimal() else None
     for entry in list(given) if isinstance(given, list) else ():
         named = entry.get("nodes") if isinstance(entry, dict) else None
-        missing = [node for node in named if isinstance(node, int) and node >= int(value)] if isinstance(named, list) else []
+        missing = [node for node in named if isinstance(node, int) and int(value) <= node < nodes] if isinstance(named, list) else []
         if missing:
             entry["nodes"] = [node for node in entry["nodes"] if node not in missing]
             data["cluster"]["node_overrides"] = [each for each in data["cluster"]["node_overrides"] if each is not entry or entry["nodes"]]

@@ -195,8 +195,6 @@ def _serve(modules: Sequence[str]) -> None:
     """Fork what is asked for on the socket, which is the standard input, until its other end is closed."""
     for name in modules:
         importlib.import_module(name)
-    # threads that libraries start as they load wait for work, and hold no lock that a fork could miss
-    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)  # Python 3.12 and later
     gc.freeze()  # a fork's garbage collection leaves what was imported alone, and its pages shared
     asked = socket.socket(fileno=0)
     forks: dict[int, tuple[int, socket.socket]] = {}  # process and connection of each, by the file that is readable once it has ended
@@ -229,7 +227,9 @@ def _fork(wanted: Mapping[str, Any], connections: Sequence[socket.socket]) -> in
     """
     parent = os.getpid()
     log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    pid = os.fork()
+    with warnings.catch_warnings():  # Python 3.12 and later warn of the threads that libraries start as they load, which wait for work
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        pid = os.fork()
     if pid == 0:
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

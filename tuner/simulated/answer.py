@@ -265,7 +265,7 @@ class _Answering:
             high=high,
             spread=spread,
             outside=outside,
-            fits_in_memory=candidates.fits(experiment),
+            fits_in_memory=candidates.fits(experiment.replace(strategy=chosen)),
             knobs=self._knobs(default, chosen),
             runners_up=tuple(rivals[:RUNNERS_UP]),
             cases=tuple(self._case(name, found, chosen) for name, found in {"as declared": step_s, **rows}.items()),
@@ -355,7 +355,7 @@ class _Answering:
             notes.append("the interval reaches below 1: whether the strategy gains anything, only a measurement says")
         if chosen.local_steps > 1 and not self.ways.updates:
             notes.append(f"what {chosen.local_steps} local steps cost in loss is not simulated: train to the target before relying on them")
-        if candidates.fits(self.experiment) is False:
+        if candidates.fits(self.experiment.replace(strategy=chosen)) is False:
             notes.append(f"a trainer needs more memory than {self.experiment.cluster.gpu} has")
         tune, trainers = self.experiment.tune, self.experiment.cluster.trainers
         samples, price = tune.samples or candidates.PER_SAMPLES, tune.price_per_trainer_hour

@@ -92,7 +92,7 @@ def ranked(
             found = proposed(experiment, space, arms, same, measure, tell, study)
     tell(len(found.tried), len(found.tried))
     first = {tried.key: tried for tried in reversed(found.tried)}
-    ways = price_ways(experiment, found, measure, learn, out, learning)
+    ways = Ways() if experiment.run.launcher == "command" else price_ways(experiment, found, measure, learn, out, learning)
     tried = (*first.values(), *ways.others)
     step_s = {one.strategy: one.trial.simulated_s for one in tried}
     by_price = ordered({one.strategy: price for one in tried if (price := ways.seconds(one)) is not None})
