@@ -263,7 +263,7 @@ def _described(hint: Any) -> tuple[str, str]:
     known = {
         bool: ("true or false", "write true or false"),
         int: ("a whole number", "for example 2"),
-        float: ("a number", "for example 0.5; write 1e7 for 10M"),
+        float: ("a number", "for example 0.5, or 1e7 for ten million"),
         str: ("text", 'write it in quotes: "text"'),
     }
     return known.get(hint, (name, f"give a value of type {name}"))

@@ -70,6 +70,8 @@ class Ways:
     """The default's way."""
     learnt: Mapping[str, float | str] = field(default_factory=dict)
     """What a later tuning need not train again, by ``_key``: steps, or that it does not arrive."""
+    in_vain: bool = False
+    """Virtual trainers were asked, and no way but the default's is known to arrive."""
 
     def of(self, strategy: DistributedStrategy) -> float | None:
         """Steps to the target, at least; none where nothing is known of them."""
@@ -151,7 +153,7 @@ def price_ways(
     updates = {way: (steps,) for way, steps in learnt.items() if way in names}
     notes = (*_notes(experiment, learnt, names), *refused)
     if own not in updates or len(updates) == 1 or not any(map(any, updates.values())):
-        return Ways(notes=(*notes, _BY_STEPS), learnt=kept)
+        return Ways(notes=(*notes, _BY_STEPS), learnt=kept, in_vain=True)
     return Ways(updates=updates, others=tuple(others), notes=notes, steps=workload.steps, own=own, learnt=kept)
 
 
@@ -311,4 +313,7 @@ def _notes(experiment: Experiment, learnt: Mapping[Any, float | None], names: Ma
             lr = f"with workload.lr = {workload.lr * rate:g}"
             notes.append(f"{lr} the default itself takes {steps:.0f} steps {before} (one seed): set that first")
     left = [name for way, name in names.items() if way not in learnt]
-    return [*notes, *([f"not trained within tune.search_seconds, or refused: {', '.join(left)}"] if left else [])]
+    return [
+        *notes,
+        *([f"not trained within tune.search_seconds, or refused: {', '.join(left)}"] if left else []),
+    ]

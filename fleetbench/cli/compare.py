@@ -90,8 +90,8 @@ def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
     picture = figures.loss_against_time(named)  # without a target, which is one of held-out losses
     try:
         figures.save_png(picture, path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the picture cannot be written: {error}", "--losses", str(path), "a file whose name ends in .png") from None
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", "--losses", str(path), "a file in a folder that is there") from None
 
 
 def _print_fidelity(fidelity: Figures) -> None:

@@ -315,7 +315,7 @@ def data_uri(figure: Figure) -> str:
 def save_png(figure: Figure, path: Path) -> None:
     """Write the figure as a PNG."""
     with mpl.rc_context(_STYLE):
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, format="png")
 
 
 def _figure(height: float, data: pd.DataFrame) -> Drawing:

@@ -100,7 +100,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"workload": {"optimizer": "adan"}}, "workload.optimizer: not one of the choices", "Did you mean 'adam'?"),
     ({"workload": {"lr": float("nan")}}, "workload.lr: expected a finite number", "nan"),
     ({"workload": {"lr": "0.1"}}, "workload.lr: expected a number", "'0.1'"),
-    ({"tune": {"samples": "10M"}}, "tune.samples: expected a number", "write 1e7 for 10M"),
+    ({"tune": {"samples": "10M"}}, "tune.samples: expected a number", "1e7 for ten million"),
     ({"workload": {"lr_decay": [{"step": 1}]}}, "workload.lr_decay[0].factor: this key is missing", "add factor"),
     ({"workload": {"lr_decay": [{"step": 1, "factr": 2}]}}, "workload.lr_decay[0].factr: unknown key", "Did you mean 'factor'?"),
     ({"workload": {"model_options": {"width": [1]}}}, "workload.model_options.width: expected", "[1]"),

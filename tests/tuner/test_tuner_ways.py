@@ -426,6 +426,19 @@ def test_where_no_time_is_left_for_seeds_the_ranking_stands(tmp_path: Path) -> N
     assert len(keys) == len(set(keys)), "no way is trained twice"
 
 
+@pytest.mark.parametrize("reached", ["never", "no time"])
+def test_what_is_not_known_to_arrive_is_not_recommended(reached: str, tmp_path: Path) -> None:
+    """However fast its steps are; the notes say what to raise."""
+
+    def learn(_experiment: Experiment, _limit_s: float) -> float | None:
+        if reached == "no time":
+            raise TimeoutError
+
+    found, _ = tune_simulated(simulated_only(tmp_path), out=tmp_path, learn=learn)
+    assert (found.strategy.local_steps, found.keeps) == (1, True)
+    assert any(note.startswith("no other way of training is recommended: raise workload.steps") for note in found.notes)
+
+
 def test_memory_is_that_of_the_recommended_strategy(tmp_path: Path) -> None:
     """70 GB fit into 80; with the copies of 20 GB of parameters that local steps keep they do not, and a note says so."""
     experiment, giga = simulated_only(tmp_path), 10**9

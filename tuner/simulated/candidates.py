@@ -25,7 +25,7 @@ from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate
-from tuner.search import StepS, enumerated, proposed, with_steps
+from tuner.search import StepS, Tried, enumerated, proposed, with_steps
 from tuner.search import shortened as of_collectives
 from tuner.space import Equivalence, parameters_of, search_space, way_of
 from tuner.study import open_study
@@ -93,7 +93,11 @@ def ranked(
     tell(len(found.tried), len(found.tried))
     first = {tried.key: tried for tried in reversed(found.tried)}
     ways = Ways() if experiment.run.launcher == "command" else price_ways(experiment, found, measure, learn, out, learning)
-    tried = (*first.values(), *ways.others)
+    tried: tuple[Tried, ...] = (*first.values(), *ways.others)
+    if ways.in_vain:  # nothing would price another way
+        tried = tuple(one for one in tried if way_of(one.strategy) == way_of(own))
+        kept = "no other way of training is recommended: raise workload.steps or the target, or tune.search_seconds"
+        ways = dataclasses.replace(ways, notes=(*ways.notes[:-1], kept))
     step_s = {one.strategy: one.trial.simulated_s for one in tried}
     by_price = ordered({one.strategy: price for one in tried if (price := ways.seconds(one)) is not None})
     notes = tuple(dict.fromkeys((*space.notes, *found.notes)))
