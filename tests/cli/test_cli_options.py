@@ -14,7 +14,7 @@ OPTIONS = {
     "tune": sorted([*EXPERIMENT, "--from", "--simulate-only", "--sweep", "--workdir"]),
     "profile": sorted([*EXPERIMENT, "--seconds", "--workdir", "--from"]),
     "report": ["--help", "--json", "-h", "FOLDER"],
-    "compare": ["--fail-over", "--help", "--json", "-h", "A", "B", "REPEAT"],
+    "compare": ["--fail-over", "--help", "--json", "--losses", "-h", "A", "B", "REPEAT"],
     "launch": [
         "--help",
         "--log-dir",
