@@ -4,8 +4,6 @@ Users import from here only. Names are loaded on first use, so that importing th
 neither torch nor numpy.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """``python -m fleetbench``: the same as the ``fleetbench`` command."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

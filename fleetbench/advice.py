@@ -7,8 +7,6 @@ rate; a fused optimizer; mixed precision. What does not fit the workload, the cl
 strategy that is built on is left out and listed.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from fleetbench.cluster import Cluster

@@ -4,8 +4,6 @@
 project's, so that it costs milliseconds and needs no import path.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -7,8 +7,6 @@ plain TOML data and these values; unknown keys, wrong types and wrong units beco
 with the path of the key, the value, and the nearest known name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

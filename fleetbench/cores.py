@@ -7,8 +7,6 @@ thread counts, with straight lines between them on two logarithmic axes. Below t
 measured, threads take turns: half the cores, twice the time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

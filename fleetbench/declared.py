@@ -5,8 +5,6 @@ follow a curve, the learning rate follows its decay, and an epoch has as many st
 the file says. Every executor reads the same, so that a strategy that follows them decides alike.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fleetbench.errors import ConfigError

@@ -6,8 +6,6 @@
 - Folders: ``manifest.json`` holds the digest of every other file under ``files``, and its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -3,8 +3,6 @@
 ``environment.toml`` has the exact list. A user who needs more sets it in the shell that starts the command.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import tomllib

@@ -11,8 +11,6 @@ An error is rebuilt from its ``args`` alone, because SimPy re-raises a process's
 exception as ``type(e)(*e.args)``.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 LONGEST = 1000

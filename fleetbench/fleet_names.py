@@ -1,7 +1,5 @@
 """Fleet's names: what strategies of Fleet, and older ones, call the fields of today."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

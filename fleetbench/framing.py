@@ -14,8 +14,6 @@ A declared bandwidth is the wire's. Every packet on it has headers:
 - ``none``: every declared bit carries payload, as in a host's memory.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Measurements: what a profile keeps beside layer tables and links, as plain data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from fleetbench.config import Config

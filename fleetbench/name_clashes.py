@@ -1,7 +1,5 @@
 """Strangers: packages of a user's that have the name of one of ours, and are found before it."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

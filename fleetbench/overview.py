@@ -1,7 +1,5 @@
 """The "DistributedStrategy Overview" box that a run prints at its start."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ formatted here and nowhere else. Bits and bytes are told apart (``b``/``bit`` ag
 MB is 10^6 and MiB is 2^20.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from typing import NewType

@@ -4,8 +4,6 @@ A workload is known by what its plan is made from, the gradients; a cluster by i
 ``KEY.toml`` holds a ``[strategy]`` table below its digest, and can be read and, without that line, changed as any strategy file.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Staleness: how old the parameters were that a parameter server's pushes came from, and how many it had to work on."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence

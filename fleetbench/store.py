@@ -1,7 +1,5 @@
 """Store: folders below ``--out``, of runs and of others. One counts once its manifest, written last with all files' digests, is there."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

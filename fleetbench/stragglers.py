@@ -6,8 +6,6 @@ read it, and it is quantised to 2^-24 once, after the product over the entries i
 that clocks agree to the nanosecond.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal

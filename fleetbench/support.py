@@ -1,7 +1,5 @@
 """What an executor does not execute yet is refused by name, never silently ignored."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Set as AbstractSet
 from typing import Any

@@ -1,7 +1,5 @@
 """Target: when a training has reached its loss, and what several runs say of it of which some never do."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

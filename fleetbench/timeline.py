@@ -1,7 +1,5 @@
 """Timeline: what every rank did when, as a Chrome trace that Perfetto opens."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable

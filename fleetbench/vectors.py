@@ -3,8 +3,6 @@
 A file is Parquet with the columns ``id`` (text or whole numbers) and ``vector`` (lists of float32).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Workload: what is trained, on which data, with which optimizer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

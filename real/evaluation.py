@@ -8,8 +8,6 @@ The factory takes no arguments and returns a model, which is evaluated on the da
 is, or a model, the inputs of a whole data set (a tensor, or several as a tuple) and a loss, which plays no part.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import pkgutil

@@ -10,8 +10,6 @@ layer's backward is what passes until its last gradient is. Inside a compiled bl
 the whole block is filed under the last of its layers.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Leg: one strategy for so many steps of a living launch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

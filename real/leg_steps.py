@@ -5,8 +5,6 @@ instead, and returns this rank's part of the results, as plain data. Legs change
 may not be changed while they run.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator

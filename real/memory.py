@@ -1,7 +1,5 @@
 """Memory: what one trainer's process holds."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the real executor executes, on a device that computes and on an emulated one; everything else is refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from fleetbench.declared import LOSSES, UNFOLLOWED, refuse_undeclared

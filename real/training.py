@@ -1,7 +1,5 @@
 """Training: what an experiment trains on one rank, leg by leg. ``real.emulated.emulated_training`` sleeps instead of computing."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The training log: Fleet's line of a batch, ``[Epoch 0, batch 5] loss: 1.01921, acc1: 0.00000, acc5: 0.00000``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

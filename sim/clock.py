@@ -1,7 +1,5 @@
 """Clock: SimPy's environment in integer nanoseconds."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import simpy

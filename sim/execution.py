@@ -1,7 +1,5 @@
 """Execution: what an engine saw of a run, and what of it a timeline shows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

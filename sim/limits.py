@@ -3,8 +3,6 @@
 Each limit is some ten minutes or some gigabytes, on the machine of ``reports/simulator_speed``.
 """
 
-from __future__ import annotations
-
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.stragglers import Episode, Trace

@@ -1,7 +1,5 @@
 """Own work: when a rank's buckets are ready, and what a strategy's operations take of it, the same in every engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -6,8 +6,6 @@
 What the vector engine does not execute, and recordings, the reference does; the summary's ``engine`` says why.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Collection

@@ -6,8 +6,6 @@ about 0; how large they are is one of ``SCALES``, weighed by what was measured. 
 shrunk towards 0, and what few legs say of a strategy that did not run is said with a deviation.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

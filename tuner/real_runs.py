@@ -1,7 +1,5 @@
 """Real runs: legs of strategies through one launch, each on disk before the next starts."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

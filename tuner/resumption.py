@@ -12,8 +12,6 @@ that was run before is the answer to the n-th that is asked for. Legs that are t
 that broke is kept as its leg's failure once the tuning has gone on without that leg.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

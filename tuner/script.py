@@ -1,7 +1,5 @@
 """Tune a user's script: its profile, a search in the simulator, trials in the living script, a verdict."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Every different strategy of the space is simulated where that takes at most ``tu
 proposes ``tune.trials`` of them. All trials share their draws of stragglers, so that their difference is that of the strategies.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

@@ -11,8 +11,6 @@ learnt. The second needs ``tune.allow`` or a target, the third a target.
 Two strategies that a simulation cannot tell apart are equivalent, and simulated once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

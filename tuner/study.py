@@ -5,8 +5,6 @@ then running under the process that asked for it, then complete; a process that 
 its trial running, and the next one to open the study marks it failed. Failed trials do not count.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Tune: profile, search in the simulator, verify with real runs, recommend."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import shutil

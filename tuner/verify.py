@@ -13,8 +13,6 @@ Wherever several finalists are compared, the chance of a USE without the gain is
 it, the next that share of what is left, the last all of it. One whose legs fail leaves what its looks had not spent.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

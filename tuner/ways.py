@@ -8,8 +8,6 @@ Ways beside the search space take the fastest timing knobs that the search found
 begins of local steps, whose steps take other times late in a training than early, so that pairs of legs do not price them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

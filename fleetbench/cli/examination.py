@@ -1,7 +1,5 @@
 """What ``fleetbench doctor`` looks at: this machine. Reads only."""
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """``fleetbench``: reads the command line, runs one command, and turns its end into an exit code."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

@@ -11,8 +11,6 @@ from the fitted law, fit again, and compare distances, until enough were as far 
 "Sequential Monte Carlo p-values").
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

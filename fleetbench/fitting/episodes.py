@@ -6,8 +6,6 @@ two states without memory. Skewed times alone favour both alike; only slow steps
 favour memory.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Hockney 1994, "The communication challenge for MPP", equation 1, for a ring all-
 ``T(S) = 2 (P - 1) latency + 2 ((P - 1) / P) S / bandwidth``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ So 1 is what a link does that two share, and 2 is two that know nothing of each 
 The simulator integrates the same rules.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ launched. Communication is told from compute by the kernels' names, and a traine
 kernel: names that are not known would make every rank look as slow as the slowest. So they are an error, and never "no stragglers".
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

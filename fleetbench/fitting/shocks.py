@@ -12,8 +12,6 @@ same variance, but equally likely within its bounds, leaves a difference of the 
 every step has one number fewer; the Bayesian information criterion decides.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

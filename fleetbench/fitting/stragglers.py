@@ -5,8 +5,6 @@ episode's x what a step has for all ranks. So they are taken out one by one: fir
 has, then what comes and goes over many steps, then what ranks share in a step, and the rest is jitter.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence

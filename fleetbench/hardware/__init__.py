@@ -1,7 +1,5 @@
 """GPUs, nodes and networks by name, as ``catalogue.toml`` has them with the source of every figure."""
 
-from __future__ import annotations
-
 import functools
 import tomllib
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ NCCL's latencies are those of its own cost model (``catalogue.toml``): a simulat
 only what EFA adds is declared.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from fractions import Fraction

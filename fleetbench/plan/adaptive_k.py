@@ -13,8 +13,6 @@ Where a formula has no value (a loss that is NaN, a learning rate of 0, ...) K s
 ``AdaptiveStepsKept`` says why.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import warnings

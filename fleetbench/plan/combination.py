@@ -1,7 +1,5 @@
 """Combination: what a strategy combines. Every question about a strategy that its plan does not answer is asked here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Self
 

@@ -12,8 +12,6 @@ makes each event happen (it computes, say, until a bucket's gradients are there)
 ``Flush`` is told between steps, too, whenever the model is read. A strategy is never told two things at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal

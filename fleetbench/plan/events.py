@@ -1,7 +1,5 @@
 """Events: what an executor tells a strategy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import get_args
 

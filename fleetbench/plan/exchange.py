@@ -11,8 +11,6 @@ A sparse gradient's rows are gathered by all. Outer differences in INT8 are an a
 which send what an all-reduce of as many bytes sends.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

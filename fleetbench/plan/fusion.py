@@ -6,8 +6,6 @@ caps, which are therefore soft; a group of several types splits by type. A group
 layer is under both caps.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ device (``ProcessGroupGloo``'s ``options->threads``), and takes one device. That
 DistributedDataParallel has in flight on one group.
 """
 
-from __future__ import annotations
-
 from fleetbench.strategy import check_hierarchy
 
 Parts = tuple[tuple[int, ...], ...]

@@ -1,7 +1,5 @@
 """LayerTable: what a plan and a simulator must know of a model, measured or declared; and what a trainer's host does before a forward."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import deque

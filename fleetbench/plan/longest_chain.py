@@ -6,8 +6,6 @@ and on trees, both ends go on when a message has arrived. A collective ends with
 chain takes ``latency_ns + nbytes * ns_per_byte``, so the longest, over all sizes, is the upper envelope of a few lines.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Paddle's ``update_loss_scaling`` operator. Every trainer must decide from the sa
 the maximum over all trainers, or their scales part.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Transfers go one at a time, in order, each from when its last gradient is ready.
 ``latency_ns + S ns_per_byte``, for the exact partition the longest of several such lines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

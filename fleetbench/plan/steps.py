@@ -4,8 +4,6 @@ Accumulation says whether the step ends an update, cadence whether trainers meet
 exchange what carries a bucket, and the scaler whether the update waits for a word on overflow.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ averages first (Fleet does not): what is in flight is merged, then what has not 
 merge lets several steps share an update; a cadence counts updates.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from fleetbench.plan.build import Plan

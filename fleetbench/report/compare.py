@@ -1,7 +1,5 @@
 """Two runs side by side: every key of their summaries, the quantiles of their step times, their plans."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

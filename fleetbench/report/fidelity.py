@@ -8,8 +8,6 @@ All figures are plain data, as ``compare --json`` prints them. An error is predi
 slow. The prediction is a simulated run; or, for the A/A noise, one real run taken for the prediction of another.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the folder of a profile holds."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

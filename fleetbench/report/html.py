@@ -1,7 +1,5 @@
 """The report: a tuning or a run in one HTML file that needs no network."""
 
-from __future__ import annotations
-
 from importlib import resources
 from pathlib import Path
 

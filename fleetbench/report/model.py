@@ -1,7 +1,5 @@
 """What a report shows, as one value: built from a tuning's folder or from a single run's."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Mapping, Sequence

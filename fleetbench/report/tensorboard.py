@@ -1,7 +1,5 @@
 """TensorBoard: a run's steps as scalars, on request."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fleetbench.errors import ConfigError

@@ -1,7 +1,5 @@
 """How a report writes numbers: each with the unit and the digits that a reader needs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

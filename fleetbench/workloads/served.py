@@ -7,8 +7,6 @@ keep their parameters and their state (torch calls this lazy): for SGD and Adagr
 momentum and Adam it is not.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import threading

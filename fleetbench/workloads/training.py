@@ -1,7 +1,5 @@
 """Training a workload: what every executor that really trains it does alike, so that one experiment is one trajectory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -9,8 +9,6 @@ only then the one before goes. Whatever is killed, and whenever, leaves the old 
 at most a folder that the next save removes. Nothing on disk is ever executed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The model for a server: exported, so that it is loaded without this package and without the model's own code."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ On a gloo group of its own, so that a trainer that does something else in the me
 that agrees, and its gradients are not taken for an answer.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ training itself is not disturbed. With an outer optimizer or fragments it is wha
 a fragment's exchange that is under way is waited for, and its mean is saved beside the outer momentum.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

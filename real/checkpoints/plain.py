@@ -5,8 +5,6 @@ dictionaries with any plain keys, counters, numpy's arrays, and tensors. Reading
 floats, the same bits. Nothing in it can be code.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

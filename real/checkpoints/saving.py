@@ -1,7 +1,5 @@
 """Saving and loading by all trainers together: each does its part, and all succeed or none does."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

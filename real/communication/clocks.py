@@ -4,8 +4,6 @@ On a device, operations run long after the host has enqueued them, so a time is 
 current stream, and a number once the device has passed it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ every group that this rank is in. They are made in one order on every rank and k
 of the process, because making one is itself a collective.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Device: where a trainer computes, and what runs beside its compute there."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from typing import Any

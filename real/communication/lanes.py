@@ -8,8 +8,6 @@ what torch.distributed returned: on NCCL that orders the side stream after the c
 it blocks who waits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ which a rank has a NaN or an infinity is NaN on all ranks: neither becomes finit
 Never executed with NCCL so far.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 

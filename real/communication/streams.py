@@ -8,8 +8,6 @@ nothing to order, ``torch.cpu`` has them; the tests bring a third implementation
 left unordered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -7,8 +7,6 @@ parameters (activations) belong to the block before them. A lone layer of torch'
 and is left alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 from collections.abc import Callable, Collection, Sequence

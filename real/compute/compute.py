@@ -1,7 +1,5 @@
 """Compute: everything of a strategy that changes how one trainer computes, put in place and taken back."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings

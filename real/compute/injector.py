@@ -5,8 +5,6 @@ up over the layers. On a CPU a delay is a sleep; on a CUDA device it is a kernel
 stream, because the host runs ahead of the device and sleeping there would delay nothing.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable

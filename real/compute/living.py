@@ -4,8 +4,6 @@ Strategies change between legs inside one process, so each change hands back an 
 leaves modules, hooks, forward methods and flags as they were. Changes are undone in reverse order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

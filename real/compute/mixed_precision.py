@@ -16,8 +16,6 @@ the tensor, or use bf16, which has no scale. Gradients that are part of a loss t
 (``create_graph``) reach the parameters on both ways, and are refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

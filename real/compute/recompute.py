@@ -4,8 +4,6 @@ The second forward of a submodule sees the random numbers of the first and leave
 running statistics of batch norms move once a step. ``SavedForBackward`` counts what autograd keeps.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence

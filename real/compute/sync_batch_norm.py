@@ -8,8 +8,6 @@ business.
 On CUDA torch's own SyncBatchNorm does the same with fused kernels.
 """
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 from typing import Any, cast

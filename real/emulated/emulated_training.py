@@ -6,8 +6,6 @@ unpacking, merging gradients and averaging parameters are real. With parameter s
 that servers do are real, their updates among it; a trainer's own update, in GeoSGD, sleeps.
 """
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 import torch

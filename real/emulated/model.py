@@ -5,8 +5,6 @@ they take, and the values: a parameter's gradient is the same in every step (``g
 that averages of gradients can be checked by a closed form.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from itertools import accumulate

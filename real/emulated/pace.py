@@ -4,8 +4,6 @@ Compute that is emulated sleeps to deadlines that are fixed once a step has begu
 layer is late by is gone by the next one: lateness does not add up over layers.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import time

@@ -13,8 +13,6 @@ The first update's plan takes the gradients in reverse registration order; then 
 order of readiness is broadcast, and the plan that all ranks build from it stays.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

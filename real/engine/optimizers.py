@@ -7,8 +7,6 @@ What happens outside of the user's step happens in a copy of the optimizer, with
 state, and without hooks.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

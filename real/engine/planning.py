@@ -4,8 +4,6 @@ Before the first backward that is the reverse of the order in which parameters w
 registered; then it is rank 0's observed order, which all ranks plan by.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence

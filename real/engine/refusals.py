@@ -1,7 +1,5 @@
 """Refusals: what a training loop does that no strategy can make right, named at the line that does it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection, Sequence
 from typing import NoReturn

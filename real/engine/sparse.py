@@ -1,7 +1,5 @@
 """Sparse gradients, those of embeddings: where their rows lie, and how trainers exchange them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import torch

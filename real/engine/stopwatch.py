@@ -5,8 +5,6 @@ step becomes a record once the device has passed its end, which is looked at whe
 begin, and waited for in ``finish``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import time

@@ -4,8 +4,6 @@ The tensors are on the CPU, so what CUDA does otherwise is put right here: atten
 and what autocast computes in float32 on CUDA moves as many bytes more.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack

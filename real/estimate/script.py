@@ -4,8 +4,6 @@ The script runs in a process of its own, with ``python``. From the first forward
 data; what asks for some there, as ``loss.item()`` does, cannot be answered, and the estimate is refused.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -3,8 +3,6 @@
 A price is a roofline's: from the GPU's data sheet and a few efficiencies fitted to published runs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping

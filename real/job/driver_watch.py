@@ -4,8 +4,6 @@ A daemon thread looks at the job's folder, because the rank itself may hang in a
 because its launcher (torchrun, srun) need not pass on a signal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

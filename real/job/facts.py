@@ -1,7 +1,5 @@
 """Facts: what a script turned out to be, as far as a plan, a simulation and a verdict must know it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -10,8 +10,6 @@ Trainers of a launch meet through a file in its folder, so that launches do not 
 ``met`` (rank 0 has told the folder) -> launches, one after another -> ``ended``: the driver says stop, or is gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -7,8 +7,6 @@ How a command's rank ended, who has started it says: ``fleetbench launch`` and a
 torch's agent reports it at its own end. Under a launcher that says nothing, a rank that was killed is the one that fell silent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

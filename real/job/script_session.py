@@ -6,8 +6,6 @@ can have only once, where a leg has failed, and where the script's own data end:
 one launch is known, and legs are cut to it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

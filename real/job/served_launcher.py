@@ -6,8 +6,6 @@ job or is started again, a trainer that dies is the servers' to judge. A launche
 everywhere, and learns from the job's board what it does not see itself.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """Session: an experiment's trainers on this machine, which run many legs in one launch."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import sys

@@ -3,8 +3,6 @@
 The launchers ask about interfaces too, and need no torch for that.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

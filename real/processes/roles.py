@@ -16,8 +16,6 @@ Sources: torch's documentation of torchrun; Paddle's ``PaddleCloudRoleMaker``; s
 environment variables".
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

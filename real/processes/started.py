@@ -1,7 +1,5 @@
 """Processes that a launch has started on this machine: servers and trainers, which end with it and are known by name."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

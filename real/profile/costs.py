@@ -5,8 +5,6 @@ of which the slowest few in a hundred are left out (``typical``); a median would
 makes real steps long.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ Three of them per thread count, three more for communication:
 All but ``queued, two in flight`` keep one collective in flight (``sync_nccl_allreduce``).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -7,8 +7,6 @@ nothing is hooked. What communication costs, and by how much it and compute slow
 off runs of the strategies themselves; see ``legs``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping

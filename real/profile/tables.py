@@ -1,7 +1,5 @@
 """Layer tables from what ranks measured: medians with their spread, in the backward order of gradient readiness."""
 
-from __future__ import annotations
-
 import dataclasses
 from statistics import median
 from typing import Any

@@ -10,8 +10,6 @@ parameters and the optimizer's state are the file's. What is lost: the pushes th
 after the file was written; trainers say how many. Shards of different servers are not of one moment.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ The same line on every host: ``--servers 10.0.0.1:7164,10.0.0.2:7164 --workers 1
 itself in the lists by its addresses. Two counts instead are a job of this machine alone.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Iterator

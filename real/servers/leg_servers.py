@@ -3,8 +3,6 @@
 Each is ``python -m real.servers.leg_servers FOLDER NUMBER``, which reads FOLDER/servers.json and leaves its report beside it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -8,8 +8,6 @@ the trainer had joined with, says which requests its checkpoint holds, and gets 
 without a gap, because some between them may have been answered.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

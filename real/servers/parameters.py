@@ -7,8 +7,6 @@ Dense parameters are moved into one storage, whose views they stay; tables stay 
 work on rows is done by torch, which lets other threads go on in the meantime.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

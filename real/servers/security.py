@@ -6,8 +6,6 @@ connections that do not leave the machine. There libzmq asks for each connection
 answered from the server's own loop, which never logs one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

@@ -5,8 +5,6 @@ a queue. An error ends the thread; the trainer raises it at its next message. Wh
 ``fleetbench.plan.servers.sender``, GeoSGD's rounds too; their deltas are ``fleetbench.workloads.served``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import sys

@@ -1,7 +1,5 @@
 """Served: what ``fleet`` is in a job with parameter servers, on a server and on a trainer."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ the gradients on and waits for what the mode says; in GeoSGD it is the optimizer
 embedding with sparse gradients first pulls the rows that it reads.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import time

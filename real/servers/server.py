@@ -14,8 +14,6 @@ A message is read, and found to fit, before anything is done because of it: what
 fault. Any other error is this program's own and ends the server.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

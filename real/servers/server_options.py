@@ -1,7 +1,5 @@
 """ServerOptions, which a launcher or a session gives a server, and ServerReport, which the server gives back."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Silence: for how long each of several processes has not been heard. Time in which this process itself is stopped does not count."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar

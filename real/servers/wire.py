@@ -4,8 +4,6 @@ All numbers are little-endian. ``join``, and ``watch`` to and from a board, carr
 ended the job, and whom that names.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ The settings are those that made a pair of virtual devices behave as a link: sho
 not spent at once, one CPU set for every receive queue so that packets keep their order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

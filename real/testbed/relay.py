@@ -6,8 +6,6 @@ host's interface, so that a packet first takes its time on the wire, and then it
 ``python -m real.testbed.relay HOSTS``: descriptors and delays of every host, as JSON.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import heapq

@@ -5,8 +5,6 @@ bridge that has an address of its own, so that the rate of each single wire can 
 its two ends. A wire is a pair of virtual Ethernet devices, shaped at both ends.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fleetbench.cluster import Cluster, Link

@@ -3,8 +3,6 @@
 A socket belongs to the namespace in which it was made, so one process holds both ends.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -5,8 +5,6 @@ stragglers, emulated compute and evaluation as the file says. Where a driver ord
 trains these.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

@@ -1,7 +1,5 @@
 """Stretches: what compute takes with its delays, for all ranks at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine: runs a scenario's steps, many blocks of them side by side where their ranks begin together."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction

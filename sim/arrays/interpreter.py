@@ -9,8 +9,6 @@ through, and what it gives is the next assumption, until the two are equal. Whil
 case, so that few rounds do.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from fractions import Fraction
 

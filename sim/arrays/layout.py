@@ -1,7 +1,5 @@
 """Layout: process groups as arrays of ranks, and what collectives take in each part of them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Sequence
 from itertools import chain

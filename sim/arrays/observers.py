@@ -1,7 +1,5 @@
 """Observers: what is kept of every step: when it ends, sums for a summary, the rows of a table, the spans of a timeline."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction

@@ -5,8 +5,6 @@ Most steps come at a stroke (``CollectiveTraining.whole_step``). The last one of
 is observed, are told event by event.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property

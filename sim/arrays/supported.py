@@ -4,8 +4,6 @@ No two collectives may be in flight together that share a port, unless they are 
 that compute slows have ended before compute of the next step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction

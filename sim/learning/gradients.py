@@ -7,8 +7,6 @@ Both give the same numbers up to the order of sums. Which one is faster depends 
 wide layers they are alike. Tracing takes seconds, so that short trainings stay in a loop.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Prepared: what virtual trainers begin with, whether collectives or parameter servers hold them together."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator

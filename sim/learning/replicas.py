@@ -4,8 +4,6 @@ The first dimension counts trainers; trainers that never part share one member. 
 everything else divides by the number of trainers, casts to the wire's type, and adds up in that type, one rank after the other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

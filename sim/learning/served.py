@@ -5,8 +5,6 @@ make of it. ``sim.servers`` notes that order and needs nothing of the loss; a ``
 gradients. What a push, a delta or a pull does to them is ``fleetbench.workloads.served``, as with real servers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import tempfile

@@ -5,8 +5,6 @@ a node of the hierarchy are in the key, and of the strategy only what changes an
 stragglers or fusion share one trajectory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

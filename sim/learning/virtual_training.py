@@ -1,7 +1,5 @@
 """Training without a clock: ``fleetbench.plan.drive``'s protocol over all trainers' replicas at once; and the store of what was learnt."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

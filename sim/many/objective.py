@@ -1,7 +1,5 @@
 """Objective: seconds of a step of one experiment, strategy after strategy, and nothing else of a run."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """pool: several simulations at once, over this machine's cores, by forks of this process."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

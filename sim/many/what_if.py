@@ -16,8 +16,6 @@ What makes a node slow by itself (``node_overrides``) stays in all cases: the fi
 A gain is the run's time over the time without: 1.25 means that the run would be 1.25 times as fast.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -23,8 +23,6 @@ Among P ranks, for S bytes, with a latency of alpha a message and B bytes/s on e
 What an algorithm has no way of its own for, the ring does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import pairwise

@@ -14,8 +14,6 @@ A broadcast goes down a binomial tree, ceil(log2 P) (alpha + S / B); a reduce is
 whose P parts the root gathers. Reduce-scatter and all-gather are rings.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from fleetbench.plan.longest_chain import Pace

@@ -12,8 +12,6 @@ that a cluster's file does not tell of. Channels are as many as NCCL finds on NV
 ``CHANNEL_GBPS``, and between nodes one for each interface, and for each 48 GB/s of a fast one.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Routes: what every collective of a run takes alone, and which ports it keeps busy; no clock is in it."""
 
-from __future__ import annotations
-
 import dataclasses
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ other. Where several flows together were measured to carry more, or less, than o
 carries that much.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction

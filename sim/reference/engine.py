@@ -3,8 +3,6 @@
 The slow and readable one, whose decisions are the strategy's own ``on``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import count
 

@@ -6,8 +6,6 @@ several in flight were measured to. Collectives inside two nodes share nothing; 
 share the nodes' interfaces, and those that cross racks their uplinks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Trainer: one rank's steps on the simulated clock, and how far its compute has come where collectives in flight slow it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Actor: a role of a job on the simulated clock, which does one thing after the other; and the job that all of them execute."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence

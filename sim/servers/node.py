@@ -3,8 +3,6 @@
 The node has one communicator, on which a reduce or a broadcast waits for the one before it. To the servers the node is one trainer.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 

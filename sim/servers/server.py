@@ -1,7 +1,5 @@
 """Server: a shard of the parameters, a queue of what trainers want of it, and what was seen of both."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

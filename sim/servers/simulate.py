@@ -1,7 +1,5 @@
 """simulate_servers: how long an experiment with parameter servers will take, event by event on SimPy's clock; and the job that it is."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence

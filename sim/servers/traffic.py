@@ -4,8 +4,6 @@ Which rows a step touches is known from the data (``KnownRows``), or not; then h
 the mean: with independent draws of probability p_r each, n draws touch sum over r of 1 - (1 - p_r)^n rows.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

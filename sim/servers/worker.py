@@ -1,7 +1,5 @@
 """Worker: a trainer's steps, and the sender beside it."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

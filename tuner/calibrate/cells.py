@@ -1,7 +1,5 @@
 """Cells: measurements to calibrate by, read from a CSV file or from nccl-tests' output."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Mapping, Sequence

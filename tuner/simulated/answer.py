@@ -1,7 +1,5 @@
 """Answer: a strategy for a cluster that one does not have, how much faster it should be, and what that hangs on."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import shutil

@@ -3,8 +3,6 @@
 What a profile measured is changed in a copy of it, and what the file declares in the file; all else, draws among it, stays.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, TypeVar

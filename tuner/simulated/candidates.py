@@ -4,8 +4,6 @@ They are the space of ``fleetbench tune``; with parameter servers, Fleet's three
 ``over_seeds`` and ``choose`` make one answer of one cluster, alone or as a size among others.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable

@@ -5,8 +5,6 @@ two searched neighbours compete, with the experiment's own. The best are then si
 (``over_seeds``), so that both answers have the same step; which of several within 0.2 % is recommended, no assumption decides here.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Three parts, of independent causes, in logarithms of the speed-up, each a half-w
 in quadrature: the draws of stragglers, the simulator's own error, and the error of estimated compute.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ indexed Job with the service through which its pods find pod 0. All three train 
 script of an experiment with parameter servers, which trains alone.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Rules: which of Fleet's three modes trainers and servers follow, with what bounds; and which server holds what."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

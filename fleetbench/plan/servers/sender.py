@@ -1,7 +1,5 @@
 """Sender: the worker beside a trainer. It merges and pushes what was handed to it, and pulls what others changed."""
 
-from __future__ import annotations
-
 from fleetbench.plan.events import Event, Message, TimerFired
 from fleetbench.plan.operations import Operations
 from fleetbench.plan.servers.rules import ServerRules

@@ -1,7 +1,5 @@
 """Server: applies what trainers push, in the order in which it comes or round by round, and sends what they ask for."""
 
-from __future__ import annotations
-
 from fleetbench.plan.events import Event, Message
 from fleetbench.plan.operations import Operations
 from fleetbench.plan.servers.rules import ServerRules

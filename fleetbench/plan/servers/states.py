@@ -1,7 +1,5 @@
 """States of the three roles: plain tuples of numbers and names, recorded, replayed, and saved as JSON; and what a role issues."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple
 
 from fleetbench.plan.operations import Operation, Operations

@@ -1,7 +1,5 @@
 """Trainer: computes gradients, or in GeoSGD trains its own copy, and hands on what its sender is to exchange."""
 
-from __future__ import annotations
-
 from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, Message, StepBegin
 from fleetbench.plan.operations import Operations
 from fleetbench.plan.servers.rules import ServerRules

@@ -72,8 +72,6 @@ Operations of a rank, where servers give them a meaning of their own:
 Rows and bytes are in no operation: which rows are marked is bookkeeping, and the executor's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fleetbench.plan.events import Event

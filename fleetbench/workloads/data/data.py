@@ -7,8 +7,6 @@ Pairs of words have ``counts.npy`` and ``words.json``, words by their number, an
 ``planted_eval.npy`` has the probabilities that synthetic clicks of the held-out split were drawn with.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ The draws of a training picture are a function of (seed, epoch, sample), so that
 thread decodes it, nor on what was decoded before.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import time

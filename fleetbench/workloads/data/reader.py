@@ -1,7 +1,5 @@
 """Reader: all samples of some data as arrays, what gives a rank its batches, which samples those are, and the shape of images in one."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache

@@ -8,8 +8,6 @@ Negatives are words that are no neighbours, drawn from their frequency to the po
 of seed, position and place in the joint batch alone, so ranks laid end to end read what one process with the joint batch would.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The registry's models, by the names of the experiment file, the data that fit them, and the options of both with their defaults."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from inspect import signature

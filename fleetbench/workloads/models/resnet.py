@@ -4,8 +4,6 @@ Names and the order of registration are those of torchvision's model, so that fu
 checkpoints of the two agree; as there, a block's stride stands at its 3x3 convolution.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -4,8 +4,6 @@ Wide & Deep (Cheng et al. 2016, arXiv 1606.07792) has the sizes of Fleet's examp
 (Mikolov et al. 2013, arXiv 1310.4546, equation 4).
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -1,7 +1,5 @@
 """Transformers: BERT (Devlin et al. 2018, arXiv 1810.04805), an encoder with a classifier, and GPT-2 (Radford et al. 2019), a decoder."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
