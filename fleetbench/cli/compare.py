@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli.options import add_command, add_json, number
 from fleetbench.cli.output import emit, emit_table, new_table
+from fleetbench.config import encode, flat
 from fleetbench.errors import ConfigError, GateFailed
 from fleetbench.report import units
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from fleetbench.result import RunResult
 
 
+MOST_NAMED = 3
+"""Values that name a line of a picture."""
 _NAMES = {
     "step": "step",
     "compute": "  compute",
@@ -42,7 +44,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("b", type=Path, metavar="B", help="another; ratios are B / A")
     repeats = "further real runs of the same experiment: what they differ by is the noise beside the simulation's error"
     parser.add_argument("repeats", type=Path, nargs="*", metavar="REPEAT", help=repeats)
-    drawn = "draw all losses against steps and seconds; runs of one experiment, whatever their seed, become a line with a band"
+    drawn = "draw all losses, of REPEAT too, against steps and seconds; runs that differ in their seed alone become a line with a band"
     parser.add_argument("--losses", type=Path, metavar="PNG", help=drawn)
     gate = "exit 1 when the mean step times differ by more, in per cent of A's"
     parser.add_argument("--fail-over", type=number("a percentage", 0), metavar="PERCENT", help=gate)
@@ -56,10 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     from fleetbench.report.model import read_run
 
     a, b, *repeats = (read_run(folder) for folder in (arguments.a, arguments.b, *arguments.repeats))
+    comparison = compare_runs(a, b)
+    fidelity = compare_fidelity(a, b, repeats if arguments.losses is None else ())
     if arguments.losses is not None:
         _draw_losses([a, b, *repeats], arguments.losses)
-    comparison = compare_runs(a, b)
-    fidelity = compare_fidelity(a, b, repeats)
     if arguments.json:
         emit(json.dumps(comparison.to_dict() | ({} if fidelity is None else {"fidelity": fidelity}), indent=1))
     else:
@@ -76,22 +78,39 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
-    """Write the picture. A line is named by what executed its runs, or by the folder of its first where that says too little."""
+    """Write the picture. Runs that differ in what a run is for, such as its seed, and in when it ended are one line."""
     from fleetbench.report import figures
 
     lines: dict[tuple[str, str], list[RunResult]] = {}
     for run in runs:
-        seedless = run.experiment.replace(run=dataclasses.replace(run.experiment.run, seed=0))
-        lines.setdefault((run.summary.executor, seedless.digest()), []).append(run)
-    executors = [executor for executor, _ in lines]
-    named = {
-        executor if executors.count(executor) == 1 else str(own[0].path and own[0].path.name): own for (executor, _), own in lines.items()
-    }
+        lines.setdefault((run.summary.executor, repr(_conditions(run))), []).append(run)
+    several = list(lines.values())
+    named = dict(zip(_labels([own[0] for own in several]), several, strict=True))
     picture = figures.loss_against_time(named)  # without a target, which is one of held-out losses
     try:
         figures.save_png(picture, path)
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", "--losses", str(path), "a file in a folder that is there") from None
+
+
+def _conditions(run: RunResult) -> dict[str, Any]:
+    """What the losses and times of a run depend on, but its seed and its end."""
+    rows = dict(flat(encode(run.experiment)))
+    return {key: value for key, value in rows.items() if key != "workload.steps" and not key.startswith(("run.", "name"))}
+
+
+def _labels(runs: Sequence[RunResult]) -> list[str]:
+    """By what executed them and the values they differ in; with its folder where these are more than a legend has room for."""
+    conditions = [_conditions(run) for run in runs]
+    keys = [
+        key for key in dict.fromkeys(key for each in conditions for key in each) if len({repr(each.get(key)) for each in conditions}) > 1
+    ]
+    labels = list[str]()
+    for run, each in zip(runs, conditions, strict=True):
+        values = [f"{key.rpartition('.')[2]} = {each.get(key, 'none')}" for key in keys[:MOST_NAMED]]
+        folder = [str(run.path)] if run.path is not None and len(keys) > MOST_NAMED else []
+        labels.append(", ".join([run.summary.executor, *(folder or values)]))
+    return labels
 
 
 def _print_fidelity(fidelity: Figures) -> None:

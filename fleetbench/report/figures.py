@@ -50,6 +50,8 @@ _SPANS = {
     "other": ("#d0d0d0", ""),
 }
 _WIDTH_INCHES = 8.0
+_WIDE = 24
+"""Characters of a label above which a legend would cover the lines."""
 _ROUNDING_S = 1e-9
 """Times are whole nanoseconds."""
 _STYLE: Any = {"font.size": 10, "svg.hashsalt": "fleetbench", "svg.fonttype": "path", "axes.titlesize": 11, "hatch.linewidth": 0.5}
@@ -148,7 +150,8 @@ def loss_against_time(
     else:
         several = {label: [run] if isinstance(run, RunResult) else run for label, run in runs.items()}
         data = pd.concat([_over_seeds(label, own, (held_out or {}).get(label)) for label, own in several.items()])
-    figure = _figure(3.6, data)
+    wide = data["label"].str.len().max() > _WIDE
+    figure = _figure(3.6 + 0.15 * wide * data["label"].nunique(), data)
     left, right = figure.subplots(1, 2, sharey=True)
     for (label, own), (colour, marker, style) in zip(data.groupby("label", sort=False), cycle(_LINES)):
         for axes, column in ((left, "step"), (right, "seconds")):
@@ -160,7 +163,9 @@ def loss_against_time(
         if target is not None:
             axes.axhline(target, color="black", linewidth=0.8, linestyle=(0, (1, 3)), label=f"target, {target:g}")
         axes.set_xlabel(label)
-        _finish(axes, legend=axes is right)
+        _finish(axes, legend=axes is right and not wide)
+    if wide:
+        figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     left.set_ylabel("held-out loss" if held_out or isinstance(runs, pd.DataFrame) else "loss of the batches")
     return figure
 

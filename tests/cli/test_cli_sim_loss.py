@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 from tuner_fakes import profiled_experiment
 
+from fleetbench.report import figures
 from sim.learning.virtual_training import train
 
 
@@ -65,13 +67,18 @@ def test_loss_with_parameter_servers(command: Callable, path: Path, tmp_path: Pa
     assert "virtual trainers take" not in command(*asked, "--seeds", "2").err
 
 
-def test_losses_of_two_seeds_are_drawn_as_one_band(command: Callable, path: Path, tmp_path: Path) -> None:
-    """``compare --losses`` writes a picture; where it cannot, the error says so and the code is 2; nor are runs without losses drawn."""
-    for seed in ("0", "1"):
-        command("sim", path, "--loss", "--set", f"run.seed={seed}", "--out", tmp_path / "runs")
-    runs = sorted(tmp_path.glob("runs/profiled-sim-*"))
+def test_losses_of_two_seeds_are_drawn_as_one_band(command: Callable, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that differ in seed and end are one line, named by what it differs in; without losses, or a folder, nothing is drawn."""
+    drawn, draw = list[Any](), figures.loss_against_time
+    monkeypatch.setattr(figures, "loss_against_time", lambda named: [drawn.append(named), draw(named)][1])
+    for folder, changes in {"a": (), "b": ("run.seed=1", "workload.steps=5"), "c": ("workload.lr=0.5",)}.items():
+        command("sim", path, "--loss", *(word for change in changes for word in ("--set", change)), "--out", tmp_path / folder)
+    runs = [next((tmp_path / folder).glob("profiled-sim-*")) for folder in "abc"]
     assert command("compare", *runs, "--losses", tmp_path / "l.png").code == 0
     assert (tmp_path / "l.png").read_bytes()[1:4] == b"PNG"
+    ((first, seeds), (second, other)) = drawn[0].items()
+    assert (first, second) == ("sim, lr = 0.1", "sim, lr = 0.5")
+    assert ([run.path for run in seeds], [run.path for run in other]) == (runs[:2], runs[2:])
     wrong = command("compare", *runs, "--losses", tmp_path / "no" / "l.png")
     assert (wrong.code, "--losses" in wrong.err) == (2, True)
     command("sim", path, "--out", tmp_path / "bare")
