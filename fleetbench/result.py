@@ -19,6 +19,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import is_busy
 from fleetbench.plan.build import Plan
+from fleetbench.plan.combination import Combination
 from fleetbench.plan.replay import Recording
 from fleetbench.plan.servers.rules import early_exchanges, rules_of
 from fleetbench.quantities import LARGEST
@@ -259,6 +260,20 @@ def no_steps() -> pd.DataFrame:
 def step_times(table: pd.DataFrame) -> pd.Series:
     """Seconds of every counted step of every rank, start to start."""
     return table.loc[table["step"] >= 1, list(PARTS)].sum(axis=1)
+
+
+def step_s_of(result: RunResult) -> float:
+    """Seconds of a step in whole rounds of training by collectives: what a sample costs at a fixed batch in a training of any length.
+
+    Of runs shorter than a round, and with parameter servers, from the first start to the last end.
+    """
+    strategy, table = result.experiment.strategy, result.steps
+    rounds = None if strategy.mode == "ps" else Combination.of(strategy).whole_rounds(result.summary.steps)
+    if rounds is None:
+        return result.summary.wall_s / result.summary.steps
+    ends = (table["start_s"] + table[list(PARTS)].sum(axis=1)).groupby(table["step"]).max()
+    first, last = rounds
+    return float(ends[last] - ends[first]) / (last - first)
 
 
 def summarise(experiment: Experiment, table: pd.DataFrame, **known: Any) -> Summary:

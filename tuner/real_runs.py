@@ -39,11 +39,6 @@ class Runner(Protocol):
         ...
 
 
-def step_s_of(result: RunResult) -> float:
-    """Seconds of a step of a run, from its first start to its last end: what a sample costs at a fixed batch."""
-    return result.summary.wall_s / result.summary.steps
-
-
 class BudgetSpent(Exception):  # noqa: N818  # an end of measuring, not an error of anybody
     """The next leg would exceed the budget of the real runs."""
 

@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.plan.combination import OUTSIDE
 from fleetbench.strategy import DistributedStrategy
 from tuner.recommendation import Trial
 from tuner.space import Equivalence, Parameters, Space, parameters_of, way_of, with_different_sizes
@@ -153,21 +154,23 @@ def proposed(
     return dataclasses.replace(found, notes=(*found.notes, note))
 
 
-def shortened(experiment: Experiment) -> Experiment:
-    """The experiment with ``tune.simulated_steps`` counted steps, or as many more as whole rounds take, and at most the workload's.
+def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
+    """The experiment with at least so many counted steps, whole rounds of every strategy that is tried; those of a trial where none.
 
     Where no straggler is drawn, steps are alike, and a few are enough.
     """
     strategy, tune = experiment.strategy, experiment.tune
-    least = tune.simulated_steps if experiment.cluster.stragglers else min(tune.simulated_steps, STEADY_STEPS)
+    least = least or tune.simulated_steps
+    least = least if experiment.cluster.stragglers else min(least, STEADY_STEPS)
     tried = (*tune.local_steps, *tune.gradient_merge) if experiment.workload.target_loss is not None else ()
     cadences = (strategy.local_steps, *tried)
-    return with_steps(experiment, least, math.lcm(*cadences) * strategy.gradient_merge_configs.k_steps)
+    rounds = math.lcm(*cadences) if math.lcm(*cadences) <= experiment.workload.steps else max(cadences)
+    return with_steps(experiment, least, rounds * strategy.gradient_merge_configs.k_steps, beside=OUTSIDE)
 
 
-def with_steps(experiment: Experiment, least: int, rounds: int = 1) -> Experiment:
-    """The experiment with at least so many counted steps, in whole rounds, and at most the workload's; and little warm-up."""
-    steps = min(rounds * math.ceil(least / rounds), experiment.workload.steps)
+def with_steps(experiment: Experiment, least: int, rounds: int, *, beside: int = 0) -> Experiment:
+    """The experiment with at least so many counted steps, or its own if fewer, in whole rounds, and ``beside`` more; and little warm-up."""
+    steps = rounds * math.ceil(min(least, experiment.workload.steps) / rounds) + beside
     workload = dataclasses.replace(experiment.workload, steps=steps)
     run = dataclasses.replace(experiment.run, warmup_steps=min(WARMUP_STEPS, experiment.run.warmup_steps))
     return experiment.replace(workload=workload, run=run)

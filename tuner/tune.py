@@ -17,14 +17,14 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import profile_of, table_for
 from fleetbench.quantities import counted
 from fleetbench.recommended import folder_of, keep, key_of_profiled
-from fleetbench.result import RunResult
+from fleetbench.result import RunResult, step_s_of
 from fleetbench.store import new_run_id, save_run
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate as in_simulator
 from tuner.earlier import RUNS, Earlier, Held, keep_inputs
-from tuner.real_runs import SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_of, step_s_of
+from tuner.real_runs import SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_of
 from tuner.recommendation import Arm, Recommendation
 from tuner.resumption import Journal, Resumption, inputs_of
 from tuner.search import Search, StepS, search, shortened

@@ -25,14 +25,14 @@ from typing import Any
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
-from fleetbench.result import RunResult
+from fleetbench.result import RunResult, step_s_of
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import median_arrival
 from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.roles import SEED
 from tuner.bias import named
 from tuner.earlier import Held
-from tuner.real_runs import BudgetSpent, RealRuns, budget_of, step_s_of
+from tuner.real_runs import BudgetSpent, RealRuns, budget_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
 from tuner.space import name_of, parameters_of, way_of

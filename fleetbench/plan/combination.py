@@ -9,6 +9,9 @@ from fleetbench.plan.loss_scaling import LossScaler
 from fleetbench.plan.outer import Fragments, Outer
 from fleetbench.strategy import DistributedStrategy
 
+OUTSIDE = 2
+"""Steps of a run that lie in none of its whole rounds, the first and the last."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
@@ -84,6 +87,23 @@ class Combination:
         """Copies of the parameters on the device for local steps: Theta, the outer momentum, the differences, what quantising took."""
         kept = 0 if self.keeps_on_host else 1 + (self.outer is not None and self.outer.momentum != 0)
         return kept + 1 + self.feeds_back if self.is_local else 0
+
+    @property
+    def steps_per_round(self) -> int:
+        """Steps after which the same operations come again; of those whose rounds have no fixed length, of an update."""
+        if self.fragments is not None:
+            return self.steps_per_update * self.fragments.number * self.fragments.period
+        k_steps = None if self.cadence is None else self.cadence.k_steps
+        return self.steps_per_update * (k_steps or 1)
+
+    def whole_rounds(self, steps: int) -> tuple[int, int] | None:
+        """The first step, and a later one, between whose ends whole rounds lie; none where ``steps``, numbered from 1, hold no round.
+
+        A round of Local SGD ends with the first step already, and training that ends in the middle of one averages once more: ``n``
+        rounds from a first step to a last one would have ``n + 1`` exchanges. So neither these two steps count.
+        """
+        rounds = (steps - OUTSIDE) // self.steps_per_round
+        return (1, 1 + rounds * self.steps_per_round) if rounds > 0 else None
 
     @property
     def merges(self) -> bool:

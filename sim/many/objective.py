@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
+from fleetbench.plan.combination import Combination
 from fleetbench.plan.groups import Parts
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import compute_part
-from fleetbench.result import takes_no_time
+from fleetbench.result import step_s_of, takes_no_time
 from fleetbench.strategy import DistributedStrategy
 from sim.arrays.engine import Engine
 from sim.arrays.layout import Layout
@@ -25,7 +26,7 @@ MOST_KEPT = 20_000_000
 
 @dataclass(slots=True)
 class StepTime:
-    """What ``simulate`` says of ``wall_s`` over steps, to a rounding of floats.
+    """``step_s_of`` what ``simulate`` says, to a rounding of floats.
 
     Strategies share what does not depend on them: draws, and what collectives take. A strategy whose
     steps are not of the vector engine's kind is simulated as ever.
@@ -38,7 +39,7 @@ class StepTime:
     _layouts: dict[tuple[tuple[str, Parts], ...], Layout] = field(default_factory=dict)
 
     def __call__(self, strategy: DistributedStrategy) -> float:
-        """Seconds of a step, from the first start to the last end. Raises what ``simulate`` raises."""
+        """See ``step_s_of``. Raises what ``simulate`` raises."""
         experiment = self.experiment.replace(strategy=strategy)
         compute = compute_part(strategy)
         scenario = Scenario.of(experiment, table=self.tables.get(compute))
@@ -48,12 +49,15 @@ class StepTime:
         try:
             Engine(scenario, self._layout(scenario.plan, scenario.links)).run([ends], lambda _: None, looks=False)
         except Unsupported:
-            summary = simulate(experiment, timeline=False, engine="reference").summary
-            return summary.wall_s / summary.steps
-        begin_ns, end_ns = ends.of_counted(scenario.steps.index(1))
+            return step_s_of(simulate(experiment, timeline=False, table=True, engine="reference"))
+        counted = scenario.steps.index(1)
+        begin_ns, end_ns = ends.of_counted(counted)
         if end_ns == 0:
             raise takes_no_time()
-        return (end_ns - begin_ns) / 1e9 / experiment.workload.steps
+        first, last = Combination.of(strategy).whole_rounds(experiment.workload.steps) or (0, experiment.workload.steps)
+        if first:
+            begin_ns, end_ns = (int(ends.last_end[counted + step - 1]) for step in (first, last))
+        return (end_ns - begin_ns) / 1e9 / (last - first)
 
     def _drawn(self, draws: Draws) -> Draws:
         """The same draws, kept where they are few."""

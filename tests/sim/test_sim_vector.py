@@ -12,6 +12,7 @@ from sim_cases import layered, link
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.operations import Operation
+from fleetbench.result import step_s_of
 from fleetbench.stragglers import ONE, Jitter, stretch
 from sim.arrays.compute import Stretches, stretched
 from sim.arrays.engine import CELLS
@@ -135,6 +136,26 @@ def test_the_objective_refuses_what_a_run_refuses() -> None:
 
 
 @pytest.mark.parametrize(
+    ("strategy", "rounds"),
+    [
+        ({}, 1),
+        ({"localsgd": True, "localsgd_configs": {"k_steps": 16}}, 16),
+        ({"localsgd": True, "localsgd_configs": {"k_steps": 16, "outer_lr": 0.7, "outer_momentum": 0.9}}, 16),
+        ({"localsgd": True, "localsgd_configs": {"k_steps": 4}, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 4}}, 16),
+        ({"gradient_merge": True, "gradient_merge_configs": {"k_steps": 8}}, 8),
+    ],
+)
+def test_a_step_of_whole_rounds_costs_the_same_in_runs_of_any_length(strategy: dict[str, Any], rounds: int) -> None:
+    """Its compute, and that share of the exchange that a synchronous step pays; though a run also begins and ends with one."""
+    compute_s, layers = 60e-6, [(25_000, 20_000, 40_000)]
+    synchronous = layered(layers, nodes=2, inter=link(8, 10))
+    exchange_s = StepTime(synchronous)(synchronous.strategy) - compute_s
+    for steps in (rounds + 2, rounds + 9, 3 * rounds + 2):
+        experiment = layered(layers, nodes=2, inter=link(8, 10), steps=steps, strategy=strategy)
+        assert step_s_of(simulate(experiment)) == pytest.approx(compute_s + exchange_s / rounds, rel=1e-6), steps
+
+
+@pytest.mark.parametrize(
     "strategy",
     [
         {},
@@ -154,6 +175,5 @@ def test_the_objective_is_what_a_run_takes(strategy: dict[str, Any]) -> None:
         )
         if "localsgd_configs" in strategy:
             asked = layered([(250, 900, 700)], strategy=strategy).strategy
-        summary = simulate(experiment.replace(strategy=asked), timeline=False).summary
-        assert step_s(asked) == pytest.approx(summary.wall_s / summary.steps, rel=1e-12)
+        assert step_s(asked) == pytest.approx(step_s_of(simulate(experiment.replace(strategy=asked), timeline=False)), rel=1e-12)
         assert step_s(experiment.strategy) > 0

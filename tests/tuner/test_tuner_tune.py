@@ -201,9 +201,9 @@ def test_parameter_servers_are_refused_before_anything_is_done(tmp_path: Path) -
 
 
 def test_trials_are_as_short_as_asked_and_share_their_draws(tmp_path: Path) -> None:
-    """A trial runs ``simulated_steps``, at most the workload's, under the experiment's own seed and stragglers; arms as long as a leg.
+    """A trial counts ``simulated_steps``, at most the workload's, under the experiment's own seed and stragglers; arms as long as a leg.
 
-    Three, where no straggler makes a step differ from the next.
+    Beside them a first and a last step. Three, where no straggler makes a step differ from the next.
     """
     jitter = {"stragglers": [{"kind": "jitter", "mean": 0.2}]}
     for simulated_steps, stragglers, expected in ((7, jitter, 7), (1000, jitter, 40), (7, {}, 3)):
@@ -215,7 +215,7 @@ def test_trials_are_as_short_as_asked_and_share_their_draws(tmp_path: Path) -> N
             return FakeSimulate(formula)(asked)
 
         tune(experiment, out=tmp_path, runner=FakeRunner(experiment, formula), simulate=watched)
-        assert {asked.workload.steps for asked in seen} == {expected, experiment.tune.leg_steps}
+        assert {asked.workload.steps for asked in seen} == {expected + 2, experiment.tune.leg_steps}
         assert all((asked.run.seed, asked.cluster) == (experiment.run.seed, experiment.cluster) for asked in seen)
 
 

@@ -353,7 +353,7 @@ def by_seed(default: Sequence[float | None], many: Sequence[float | None]) -> Le
 
 
 def test_simulation_alone_ranks_by_time_to_the_target(tmp_path: Path) -> None:
-    """By hand, as 16 steps begin and end with an exchange: 100 steps of 4 s, 200 of 2/16 of that, 90 of 5/16 with an outer optimizer.
+    """By hand: 100 steps of 4 s, 200 of 1/16 of that, 90 of 1/4 with an outer optimizer at K = 4.
 
     At half the bandwidth all times are twice as long, and nothing is trained again.
     """
@@ -366,13 +366,13 @@ def test_simulation_alone_ranks_by_time_to_the_target(tmp_path: Path) -> None:
     found, _ = tune_simulated(simulated_only(tmp_path), out=tmp_path, learn=noting)
     ratios = [math.log(default / own) for default, own in ((100, 200), (110, 198), (90, 198))]
     assert (found.strategy.local_steps, found.strategy.localsgd_configs.has_outer) == (16, False)
-    assert (found.default_s, found.step_s, found.speedup) == pytest.approx((4.0, 0.5, 8.0), rel=1e-4)
-    assert found.to_target == pytest.approx(8 * math.exp(statistics.fmean(ratios)), rel=1e-4)
+    assert (found.default_s, found.step_s, found.speedup) == pytest.approx((4.0, 0.25, 16.0), rel=1e-4)
+    assert found.to_target == pytest.approx(16 * math.exp(statistics.fmean(ratios)), rel=1e-4)
     assert found.spread.updates_low == pytest.approx(2.920 * statistics.stdev(ratios) / math.sqrt(3), rel=1e-3)  # t of 2 at 95 %
     low, high = found.to_target_interval
     assert math.log(found.to_target / low) == pytest.approx(math.hypot(found.spread.model, found.spread.updates_low))
     assert found.line.endswith(
-        f": 4.01x [{low:.2f}, {high:.2f}] to loss 0.5 (8.00x [{found.low:.2f}, {found.high:.2f}] a step; 3 seeds of virtual trainers)"
+        f": 8.03x [{low:.2f}, {high:.2f}] to loss 0.5 (16.00x [{found.low:.2f}, {found.high:.2f}] a step; 3 seeds of virtual trainers)"
     )
     cases = {case.assumption: case for case in found.cases}
     declared, half = cases["as declared"], cases["bandwidth x 0.5"]
@@ -384,7 +384,7 @@ def test_simulation_alone_ranks_by_time_to_the_target(tmp_path: Path) -> None:
     assert any(note.startswith("steps to loss 0.5, by virtual trainers of seed 0: synchronous: 100, K = 16: 200") for note in found.notes)
     assert not any("is not simulated" in note for note in found.notes)
     rivals = {name_of(rival.strategy): rival.to_target for rival in found.runners_up}
-    assert rivals["K = 4 and an outer optimizer"] == pytest.approx(16 / 5 * (100 * 110 * 90) ** (1 / 3) / 90, rel=1e-3)
+    assert rivals["K = 4 and an outer optimizer"] == pytest.approx(4 * (100 * 110 * 90) ** (1 / 3) / 90, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -403,9 +403,9 @@ def test_runs_that_never_arrive_are_censored_and_counted(
     assert name_of(found.strategy) == chosen
     assert found.line.endswith(says)
     assert found.to_target is not None
-    assert ("at least 16.00x to loss" in found.line) == (default[0] is None)  # 400 steps of 4 s at least, over 200 of 0.5
+    assert ("at least 32.00x to loss" in found.line) == (default[0] is None)  # 400 steps of 4 s at least, over 200 of 0.25
     if default[1] is None and default[0] is not None:
-        assert found.to_target > 8 / 2
+        assert found.to_target > 16 / 2
 
 
 def test_where_no_time_is_left_for_seeds_the_ranking_stands(tmp_path: Path) -> None:

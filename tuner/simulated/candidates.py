@@ -124,9 +124,7 @@ def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
     if own.mode == "ps":
         rounds = SERVED_ROUNDS * max(max(_geo_steps(experiment), default=1), own.a_sync_configs.k_steps)
         return with_steps(experiment, least or experiment.tune.simulated_steps, rounds)
-    if least is None or not experiment.cluster.stragglers:
-        return of_collectives(experiment)
-    return with_steps(experiment, least, shortened(experiment).workload.steps)
+    return of_collectives(experiment, least)
 
 
 def ordered(step_s: Times) -> Times:
