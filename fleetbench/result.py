@@ -267,13 +267,27 @@ def step_s_of(result: RunResult) -> float:
 
     Of runs shorter than a round, and with parameter servers, from the first start to the last end.
     """
-    strategy, table = result.experiment.strategy, result.steps
-    rounds = None if strategy.mode == "ps" else Combination.of(strategy).whole_rounds(result.summary.steps)
+    table, rounds = result.steps, _rounds_of(result)
     if rounds is None:
         return result.summary.wall_s / result.summary.steps
     ends = (table["start_s"] + table[list(PARTS)].sum(axis=1)).groupby(table["step"]).max()
     first, last = rounds
     return float(ends[last] - ends[first]) / (last - first)
+
+
+def parts_of(result: RunResult) -> dict[str, float]:
+    """Where the seconds of ``step_s_of`` go, by the summary's names: means over trainers and steps."""
+    names, rounds = ("compute_s", "wait_s", "exposed_comm_s", "update_s", "other_s"), _rounds_of(result)
+    if rounds is None:
+        return {name: getattr(result.summary, name) for name in names}
+    mean = result.steps[result.steps["step"].between(rounds[0] + 1, rounds[1])].mean(numeric_only=True)
+    mean["compute_s"] = mean["forward_s"] + mean["backward_s"]
+    return {name: float(mean[name]) for name in names}
+
+
+def _rounds_of(result: RunResult) -> tuple[int, int] | None:
+    strategy = result.experiment.strategy
+    return None if strategy.mode == "ps" else Combination.of(strategy).whole_rounds(result.summary.steps)
 
 
 def summarise(experiment: Experiment, table: pd.DataFrame, **known: Any) -> Summary:

@@ -22,6 +22,7 @@ from fleetbench.result import step_s_of
 from fleetbench.strategy import DistributedStrategy
 from sim.many.sweep import Axis
 from sim.run import simulate
+from tuner.simulated import candidates
 from tuner.simulated.answer import SimulatedRecommendation, tune_simulated
 from tuner.simulated.candidates import fits, ranked
 from tuner.simulated.sizes import tune_sizes
@@ -315,12 +316,18 @@ def test_a_space_that_takes_too_long_is_searched_by_optuna(tmp_path: Path) -> No
     assert list(tmp_path.glob("studies/*.journal"))
 
 
-def test_servers_modes_are_compared(tmp_path: Path) -> None:
-    """Two trainers 5 ms from a server: who waits for every push is slower than who exchanges every 8 steps, and the loss is not priced."""
+def test_servers_modes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two trainers 5 ms from a server: who waits for every push is slower than who exchanges every 8 steps, and the loss is not priced.
+
+    Nothing is simulated twice.
+    """
+    ran = list[str]()
+    monkeypatch.setattr(candidates, "simulate", lambda experiment, **how: [ran.append(experiment.digest()), simulate(experiment, **how)][1])
     servers: dict[str, Any] = {"cluster": {"servers": 1}, "strategy": {"mode": "ps", "fuse_grad_size_in_MB": 32.0}}
     layers = [{"name": "block", "params": MIB_NUMBERS, "forward": "4 ms", "backward": "8 ms"}]
     served = _experiment(**servers, tune={"local_steps": [1, 8]}, workload={"optimizer": "sgd", "layers": layers})
     found, _ = tune_simulated(served, out=tmp_path)
+    assert len(set(ran)) == len(ran) > 20
     assert found.strategy.a_sync
     assert found.speedup > 1.5
     assert "parameter servers" in found.outside

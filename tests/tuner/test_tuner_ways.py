@@ -367,6 +367,7 @@ def test_simulation_alone_ranks_by_time_to_the_target(tmp_path: Path) -> None:
     ratios = [math.log(default / own) for default, own in ((100, 200), (110, 198), (90, 198))]
     assert (found.strategy.local_steps, found.strategy.localsgd_configs.has_outer) == (16, False)
     assert (found.default_s, found.step_s, found.speedup) == pytest.approx((4.0, 0.25, 16.0), rel=1e-4)
+    assert sum(found.parts.values()) - found.parts["undelayed_s"] == pytest.approx(found.step_s, rel=1e-3)
     assert found.to_target == pytest.approx(16 * math.exp(statistics.fmean(ratios)), rel=1e-4)
     assert found.spread.updates_low == pytest.approx(2.920 * statistics.stdev(ratios) / math.sqrt(3), rel=1e-3)  # t of 2 at 95 %
     low, high = found.to_target_interval

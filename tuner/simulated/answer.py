@@ -18,9 +18,9 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import profile_of, table_for
 from fleetbench.quantities import counted, hours_or_days
+from fleetbench.result import RunResult, parts_of
 from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
-from sim.run import simulate
 from tuner.simulated import candidates
 from tuner.simulated.assumptions import assumptions, changed
 from tuner.simulated.uncertainty import CONFIDENCE, Spread, spread_of, ways_outside
@@ -34,7 +34,6 @@ _DEFAULTS = "Fleet's defaults"
 RERANKED, SERVED_RERANKED = 6, 3
 """Of the best strategies, simulated again under each changed assumption; beside them the best one with each value of any knob."""
 RUNNERS_UP = 4
-PARTS = ("compute_s", "wait_s", "exposed_comm_s", "update_s", "other_s")
 KNOBS: dict[str, tuple[str, ...]] = {
     "local steps": FIELDS["local_steps"],
     "merged gradients": ("gradient_merge", "gradient_merge_configs"),
@@ -108,7 +107,7 @@ class SimulatedRecommendation(Config):
     step_s: float
     default_s: float
     parts: dict[str, float]
-    """Where the recommended strategy's step goes, in seconds: ``PARTS``, means over trainers, steps and seeds as in ``summary.json``, and
+    """Where the recommended strategy's step goes, in seconds: means over trainers, steps and seeds by the names of ``summary.json``, and
     ``undelayed_s``, what compute is without delays: forward and backward of the layer table."""
     samples_per_s: float
     tokens_per_s: float | None
@@ -206,11 +205,13 @@ class _Answering:
     progress: Progress
     learn: Learn
     ways: Ways = field(default_factory=Ways)
+    served: dict[str, RunResult] = field(default_factory=dict)
+    """What has been simulated with servers, by the experiment's digest: it takes a hundred times as long, and rows ask for the same."""
 
     def answer(self) -> SimulatedRecommendation:
         experiment, default = self.experiment, self.experiment.strategy
         trials, learning = partial(self.progress, "simulated trials"), partial(self.progress, "virtual trainers")
-        ranking = candidates.ranked(experiment, out=self.out, progress=trials, learn=self.learn, learning=learning)
+        ranking = candidates.ranked(experiment, out=self.out, progress=trials, learn=self.learn, learning=learning, known=self.served)
         best, measure = candidates.finalists(default, ranking.with_ways(experiment.tune.finalists)), self._over_seeds(experiment)
         self.ways = over_seeds(experiment, ranking.ways, best, self.learn, self.out, num_seeds(experiment), learning)
         best = [strategy for strategy in best if self.ways.arrives(strategy)]
@@ -221,7 +222,8 @@ class _Answering:
         assumed, notes = assumptions(experiment, self.scratch)
         trials_s: dict[str, candidates.Times] = {}
         for name in self._told("other assumptions", list(assumed)):  # with the first of the answer's seeds
-            trial = candidates.step_time(candidates.shortened(assumed[name].replace(run=candidates.seeded(assumed[name])[0].run)))
+            first = assumed[name].replace(run=candidates.seeded(assumed[name])[0].run)
+            trial = candidates.step_time(candidates.shortened(first), self.served)
             trials_s[name] = {strategy: trial(strategy) * self.ways.weight(strategy) for strategy in retried}
 
         def at_worst(strategy: DistributedStrategy) -> float:
@@ -280,7 +282,7 @@ class _Answering:
 
     def _over_seeds(self, experiment: Experiment) -> Callable[[DistributedStrategy], list[float]]:
         """Seconds of a step by strategy, under each of the answer's seeds, times the steps to the target, where these are known."""
-        measure = candidates.over_seeds(experiment)
+        measure = candidates.over_seeds(experiment, self.served)
         return lambda strategy: [step_s * self.ways.weight(strategy) for step_s in measure(strategy)]
 
     def _rival(self, strategy: DistributedStrategy, objective_s: candidates.Times, interval: tuple[float, ...]) -> Rival:
@@ -297,9 +299,9 @@ class _Answering:
 
     def _parts(self, chosen: DistributedStrategy) -> dict[str, float]:
         experiments = [experiment.replace(strategy=chosen) for experiment in candidates.seeded(self.experiment)]
-        runs = [simulate(experiment, timeline=False, table=False).summary for experiment in experiments]
+        found = [parts_of(candidates.simulated(experiment, self.served)) for experiment in experiments]
         table = on_cores(experiments[0], table_for(experiments[0]))
-        means = {name: statistics.fmean(getattr(run, name) for run in runs) for name in PARTS}
+        means = {name: statistics.fmean(parts[name] for parts in found) for name in found[0]}
         return {"undelayed_s": (table.forward_ns + table.backward_ns) / 1e9, **means}
 
     def _ends(self, default: DistributedStrategy, chosen: DistributedStrategy) -> list[float]:
@@ -315,7 +317,7 @@ class _Answering:
 
     def _knobs(self, default: DistributedStrategy, chosen: DistributedStrategy) -> tuple[Knob, ...]:
         """Each knob that the recommended strategy changes, set back alone; over one seed."""
-        step_s, found = candidates.step_time(candidates.shortened(self.experiment)), []
+        step_s, found = candidates.step_time(candidates.shortened(self.experiment), self.served), []
         for name, fields in KNOBS.items():
             if all(getattr(default, field) == getattr(chosen, field) for field in fields):
                 continue

@@ -19,6 +19,7 @@ from fleetbench.hardware import gpu_named
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.servers.rules import WAIT_NS
 from fleetbench.profile import profile_of, table_for
+from fleetbench.result import RunResult, step_s_of
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
@@ -72,14 +73,20 @@ class Ranking:
 
 
 def ranked(
-    experiment: Experiment, *, out: Path, progress: Progress | None = None, learn: Learn | None = None, learning: Progress | None = None
+    experiment: Experiment,
+    *,
+    out: Path,
+    progress: Progress | None = None,
+    learn: Learn | None = None,
+    learning: Progress | None = None,
+    known: dict[str, RunResult] | None = None,
 ) -> Ranking:
     """Try every different candidate, or as many as ``tune.trials`` allows, by Optuna. Raises ``ConfigError`` as ``simulate`` does.
 
-    ``learn``: see ``tuner.ways``; ``learning`` hears of it.
+    ``learn``: see ``tuner.ways``; ``learning`` hears of it. ``known``: see ``simulated``.
     """
     tell = progress or (lambda *_: None)
-    measure, own = step_time(shortened(experiment)), experiment.strategy
+    measure, own = step_time(shortened(experiment), known), experiment.strategy
     if own.mode == "ps":
         return _ranked_served(experiment, measure, tell)
     space, same = search_space(experiment), Equivalence(experiment)
@@ -132,16 +139,21 @@ def ordered(step_s: Times) -> Times:
     return dict(sorted(step_s.items(), key=lambda item: (item[1], len(flat(item[0].changes())))))
 
 
-def step_time(experiment: Experiment) -> StepS:
-    """Seconds of a step by strategy; strategies of one experiment share their draws."""
+def step_time(experiment: Experiment, known: dict[str, RunResult] | None = None) -> StepS:
+    """Seconds of a step by strategy; strategies of one experiment share their draws. ``known``: see ``simulated``."""
     if experiment.strategy.mode != "ps":
         return StepTime(experiment)
+    kept = {} if known is None else known
+    return lambda strategy: step_s_of(simulated(experiment.replace(strategy=strategy), kept))
 
-    def served(strategy: DistributedStrategy) -> float:
-        summary = simulate(experiment.replace(strategy=strategy), timeline=False, table=False).summary
-        return summary.wall_s / summary.steps
 
-    return served
+def simulated(experiment: Experiment, known: dict[str, RunResult]) -> RunResult:
+    """What ``simulate`` says; with servers only once, by the experiment's digest in ``known``."""
+    if experiment.strategy.mode != "ps":
+        return simulate(experiment, timeline=False, table=True)
+    if (key := experiment.digest()) not in known:
+        known[key] = simulate(experiment, timeline=False, table=False)
+    return known[key]
 
 
 def seeded(experiment: Experiment) -> list[Experiment]:
@@ -152,9 +164,9 @@ def seeded(experiment: Experiment) -> list[Experiment]:
     return [length.replace(run=dataclasses.replace(length.run, seed=seed)) for seed in seeds]
 
 
-def over_seeds(experiment: Experiment) -> Callable[[DistributedStrategy], list[float]]:
-    """Seconds of a step by strategy, under each of ``seeded``: equal clusters give equal times."""
-    measures = [step_time(each) for each in seeded(experiment)]
+def over_seeds(experiment: Experiment, known: dict[str, RunResult] | None = None) -> Callable[[DistributedStrategy], list[float]]:
+    """Seconds of a step by strategy, under each of ``seeded``: equal clusters give equal times. ``known``: see ``simulated``."""
+    measures = [step_time(each, known) for each in seeded(experiment)]
     return lambda strategy: [measure(strategy) for measure in measures]
 
 
