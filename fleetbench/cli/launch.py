@@ -15,28 +15,11 @@ from fleetbench.quantities import counted
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
-    from real.job.launcher import Nodes
 
 FORMS = ("slurm", "torchrun", "kubernetes")
-_ENDPOINT_HINT = "--rdzv-endpoint 10.0.0.1:29500, an address of node 0 that every node reaches"
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"not a port (1 to 65535): {text}")
-    return int(text)
-
-
-def _endpoint(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or ":" in host:
-        raise argparse.ArgumentTypeError(f"not HOST:PORT: {text}")
-    return host, _port(port)
-
-
 _AT_LEAST_1 = number("a number of seconds, at least 1", 1)
 _OPTIONS: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
-    ("--nproc", whole(1), None, "N", "number of trainers, on each node"),
+    ("--nproc", whole(1), None, "N", "number of trainers, all here; torchrun and srun start them on several nodes"),
     (
         "--servers",
         str,
@@ -46,10 +29,7 @@ _OPTIONS: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
     ),
     ("--workers", str, None, "W|HOST:N,...", "trainers of parameter servers: how many, all here, or on which host"),
     ("--restart-servers", whole(0), 0, "N", "start a server that was killed again, up to so many times; default: 0"),
-    ("--nnodes", whole(1), None, "N", "number of nodes; start the same command on each. Default: 1"),
-    ("--node-rank", whole(0), None, "R", "which of the nodes this is, from 0"),
-    ("--rdzv-endpoint", _endpoint, None, "HOST:PORT", "where node 0 listens, as every node sees it"),
-    ("--startup-timeout", _AT_LEAST_1, 300.0, "S", "seconds until all nodes, or all servers and trainers, are there; default: 300"),
+    ("--startup-timeout", _AT_LEAST_1, 300.0, "S", "seconds until all servers and trainers are there; default: 300"),
     ("--log-dir", Path, Path("log"), "DIR", "a file a rank goes here; default: log"),
 )
 """Each with how its value is read, its default, what stands for it in the help, and the help."""
@@ -57,7 +37,7 @@ _OPTIONS: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
 
 def register(commands: Commands) -> None:
     """Declare the command."""
-    parser = add_command(commands, "launch", "start a training script on several processes, here or as one node of several", run)
+    parser = add_command(commands, "launch", "start a training script on several processes", run)
     for option, read, default, metavar, text in _OPTIONS:
         parser.add_argument(option, type=read, default=default, metavar=metavar, help=text)
     parser.add_argument(
@@ -83,18 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     _require_script(arguments.script, usage)
     from real.job.launcher import launch_script
 
-    nodes = nodes_of(arguments)
-    place = "a file" if nodes is None else f"{nodes.host}:{nodes.port}"
-    meeting = f"rendezvous {place}, logs in {arguments.log_dir}"
-    if nodes is None:
-        emit(f"{arguments.script}: {counted(arguments.nproc, 'trainer')}, {meeting}")
-    elif nodes.rank == 0:
-        emit(f"{arguments.script}: {counted(arguments.nproc * nodes.num, 'trainer')} on {nodes.num} nodes, {meeting}")
-    else:
-        emit(f"node {nodes.rank} of {nodes.num}: {counted(arguments.nproc, 'trainer')}, {meeting}")
-    script = [arguments.script, *arguments.arguments]
-    joined = launch_script(arguments.nproc, script, log_dir=arguments.log_dir, nodes=nodes, echo=echo)
-    if not joined and (arguments.nproc > 1 or nodes is not None):
+    emit(f"{arguments.script}: {counted(arguments.nproc, 'trainer')}, rendezvous a file, logs in {arguments.log_dir}")
+    joined = launch_script(arguments.nproc, [arguments.script, *arguments.arguments], log_dir=arguments.log_dir, echo=echo)
+    if not joined and arguments.nproc > 1:
         say("note: no trainer called fleet.init: unless the script brings them together by other means, each has trained alone")
     return 0
 
@@ -103,10 +74,9 @@ def _launch_served(arguments: argparse.Namespace) -> int:
     usage = "fleetbench launch --servers 1 --workers 2 train.py [its arguments]"
     if arguments.servers is None or arguments.workers is None:
         raise ConfigError("how many servers, and how many trainers?", "--servers, --workers", hint=usage)
-    for option in ("nproc", "nnodes", "node_rank", "rdzv_endpoint"):
-        if (value := getattr(arguments, option)) is not None:
-            hint = "leave it out; on several hosts --servers 10.0.0.1:7164 --workers 10.0.0.2:4,10.0.0.3:4 says it all"
-            raise ConfigError("is of trainers that meet in collectives", f"--{option.replace('_', '-')}", str(value), hint)
+    if arguments.nproc is not None:
+        hint = "leave it out; on several hosts --servers 10.0.0.1:7164 --workers 10.0.0.2:4,10.0.0.3:4 says it all"
+        raise ConfigError("is of trainers that meet in collectives", "--nproc", str(arguments.nproc), hint)
     _require_script(arguments.script, usage)
     from real.job.served_launcher import launch_placed
     from real.servers.hosts import place
@@ -132,24 +102,6 @@ def _launch_served(arguments: argparse.Namespace) -> int:
 def _require_script(script: str | None, usage: str) -> None:
     if script is None or not Path(script).is_file():
         raise ConfigError("no such script", "SCRIPT", repr(script), usage)
-
-
-def nodes_of(arguments: argparse.Namespace) -> Nodes | None:
-    """Where the options put this machine; none for a launch on it alone. Raises ``ConfigError`` where they do not say."""
-    from real.job.launcher import Nodes
-
-    num, rank, endpoint = arguments.nnodes or 1, arguments.node_rank, arguments.rdzv_endpoint
-    if num == 1:
-        if rank not in (None, 0):
-            raise ConfigError("there is one node", "--node-rank", str(rank), "say how many there are: --nnodes 2")
-        return None
-    if endpoint is None:
-        raise ConfigError(f"{num} nodes need a place to meet", "--rdzv-endpoint", hint=_ENDPOINT_HINT)
-    if rank is None:
-        raise ConfigError(f"which of {num} nodes is this?", "--node-rank", hint="0 on the node of --rdzv-endpoint, 1, 2, ... on the others")
-    if rank >= num:
-        raise ConfigError(f"no such node of {num}", "--node-rank", str(rank), f"0 to {num - 1}")
-    return Nodes(num=num, rank=rank, host=endpoint[0], port=endpoint[1], startup_timeout_s=arguments.startup_timeout)
 
 
 def _print_template(arguments: argparse.Namespace) -> int:

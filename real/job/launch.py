@@ -190,7 +190,7 @@ class WorkerLaunch(Launch):
         self._server = fork_server(base) if forks else None
         meeting = meeting_variables(self._folder.path)
         for rank in range(self._num_expected):
-            own = torchrun_variables(rank, self._num_expected, local_rank=rank, local_trainers=self._num_expected)
+            own = torchrun_variables(rank, self._num_expected)
             variables, log = {**own, **meeting, **QUIET, **environment, TUNING: str(self._folder.path)}, self.log / f"workerlog.{rank}"
             if self._server is None:
                 self._processes.append(start("trainer", rank, command, {**base, **variables}, log))

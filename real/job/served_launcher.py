@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fleetbench.errors import FleetbenchError, WorkerFailed
-from real.job.launcher import ENDED_THERE, POLL_S, Echo, Job, prepare_logs
+from real.job.launcher import POLL_S, Echo, Job, prepare_logs
 from real.processes.diagnosis import STOPPED, how_it_ended
 from real.processes.joining import GLOO
 from real.processes.roles import STARTUP
@@ -24,6 +24,7 @@ from real.servers.hosts import Placement, require_addresses
 from real.servers.security import TOKEN, encrypts, new_token, token_of
 from real.servers.server_options import AGAIN
 
+ENDED_THERE = "the launch was ended there"
 _OTHER_ROLES = ("RANK", "PADDLE_TRAINER_ENDPOINTS")
 """Variables of other launchers, by which a process would not know its role from ours."""
 _GRACE_S = 5.0
@@ -79,7 +80,14 @@ class ServedJob(Job):
     """A job with servers. Life cycle: made; ``run``, to the end; ``part``, where that came early."""
 
     def __init__(self, placement: Placement, board: Board | None, restarts: int = 0) -> None:
-        super().__init__(placement, board)
+        super().__init__()
+        self.lost: dict[str, Entry] = {}
+        """Trainers that servers have gone on without."""
+        self.failure: Entry | None = None
+        self.gone: set[str] = set()
+        """Hosts whose launchers are."""
+        self.placement, self.board = placement, board
+        self.places = placement.places
         self._restarts = restarts
         self._servers = [name for name in self.places if name.startswith("server")]
         self._trainers = [name for name in self.places if name.startswith("rank")]
@@ -100,6 +108,32 @@ class ServedJob(Job):
             self.turn()
         for sentence in self.judge():
             _say(sentence)
+
+    def turn(self) -> None:
+        """See ``Job``."""
+        if self.board is None:
+            return
+        for entry in self.board.turn():
+            self.hear(entry)
+        if self.board.is_silent:
+            self.gone.add(self.placement.hosts[0])
+
+    def hear(self, entry: Entry) -> None:
+        """Note one entry of the board."""
+        if entry.kind == "ended":
+            self.codes.pop(entry.name, None)
+            self.codes[entry.name] = entry.code
+        elif entry.kind == "lost":
+            self.lost[entry.name] = entry
+        elif entry.kind == "gone":
+            self.gone.add(entry.name)
+        elif self.failure is None:
+            self.failure = entry
+
+    def tell(self, entry: Entry) -> None:
+        """Tell servers and the other launchers."""
+        if self.board is not None:
+            self.board.write(entry)
 
     def part(self, error: BaseException) -> None:
         """Let the other hosts know that this one's part has ended, and why."""
@@ -124,6 +158,7 @@ class ServedJob(Job):
             process.start_again()
             return
         super().see_end(process, code)
+        self.tell(Entry(kind="ended", name=process.name, code=code))
         if is_server and code < 0:
             hint = f"its output: {process.log}; fleetbench launch --restart-servers 3 starts it again, from its checkpoint"
             raise WorkerFailed(how, self.placement.located(process.name), hint=hint)

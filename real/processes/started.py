@@ -90,10 +90,10 @@ def meeting_variables(folder: Path) -> dict[str, str]:
     return {"MASTER_ADDR": LOCAL, "MASTER_PORT": str(free_ports(1)[0]), STORE: str(folder / "store")}
 
 
-def torchrun_variables(rank: int, trainers: int, *, local_rank: int, local_trainers: int, node: int = 0, nodes: int = 1) -> dict[str, str]:
-    """What torchrun tells a rank of itself, beside where ranks meet."""
-    numbers = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node}
-    numbers |= {"WORLD_SIZE": trainers, "ROLE_WORLD_SIZE": trainers, "LOCAL_WORLD_SIZE": local_trainers, "GROUP_WORLD_SIZE": nodes}
+def torchrun_variables(rank: int, trainers: int) -> dict[str, str]:
+    """What torchrun tells a rank of one node of itself, beside where ranks meet."""
+    numbers = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+    numbers |= {"WORLD_SIZE": trainers, "ROLE_WORLD_SIZE": trainers, "LOCAL_WORLD_SIZE": trainers}
     named = {"ROLE_NAME": "trainer", "TORCHELASTIC_RUN_ID": "fleetbench"}
     named["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     return named | {name: str(value) for name, value in numbers.items()}

@@ -33,13 +33,12 @@ _CLOSE_S = 3.0
 class Entry:
     """What one process tells all others.
 
-    ``here``: the launcher of node ``name`` starts ``code`` trainers. ``ended``: the launcher of ``name``, ``rank 1`` or ``server 0``, saw
-    it end with ``code``. ``lost``: servers go on without trainer ``name``, which raises by itself within ``seconds`` if it lives.
-    ``failed``: the job ends because of ``name``. ``done``: the launcher of node ``name`` has said all. ``gone``: that of host ``name`` has
-    not been heard for too long.
+    ``ended``: the launcher of ``name``, ``rank 1`` or ``server 0``, saw it end with ``code``. ``lost``: servers go on without trainer
+    ``name``, which raises by itself within ``seconds`` if it lives. ``failed``: the job ends because of ``name``. ``gone``: the launcher of
+    host ``name`` has not been heard for too long.
     """
 
-    kind: Literal["here", "ended", "lost", "failed", "done", "gone"]
+    kind: Literal["ended", "lost", "failed", "gone"]
     name: str
     why: str = ""
     code: int = 0

@@ -11,7 +11,6 @@ import pytest
 
 from fleetbench.errors import WorkerFailed
 from real.job import launcher, served_launcher
-from real.job.launcher import Nodes
 from real.servers import hosts
 from real.servers.hosts import Placement
 from real.servers.security import TOKEN
@@ -53,7 +52,7 @@ def test_the_scripts_own_options_stay_its_own(command: Callable, launches: _Laun
     """What stands after the script belongs to it, even where fleetbench has an option of that name."""
     ended = command("launch", "--nproc", "3", "--log-dir", "logs", script, "--lr", "0.1", "--log-dir", "1", "data")
     assert ended.code == 0
-    expected = (3, [str(script), "--lr", "0.1", "--log-dir", "1", "data"], {"log_dir": Path("logs"), "nodes": None})
+    expected = (3, [str(script), "--lr", "0.1", "--log-dir", "1", "data"], {"log_dir": Path("logs")})
     assert launches.asked == [expected]
 
 
@@ -103,10 +102,7 @@ def test_a_script_that_is_missing_starts_nothing(command: Callable, launches: _L
     [
         ("--nproc", "0"),
         ("--nproc", "two"),
-        ("--nproc", "2", "--rdzv-endpoint", "a:70000"),
         ("--nnodes", "2"),
-        ("--nproc", "2", "--rdzv-endpoint", "29500"),
-        ("--nproc", "2", "--node-rank", "-1"),
         ("--nproc", "2", "--startup-timeout", "0"),
         ("--nproc", "2", "--startup-timeout", "soon"),
     ],
@@ -114,40 +110,6 @@ def test_a_script_that_is_missing_starts_nothing(command: Callable, launches: _L
 def test_numbers_that_make_no_sense_are_bad_usage(arguments: tuple[str, ...], command: Callable, launches: _Launches, script: Path) -> None:
     """Exit code 2, and nothing starts."""
     assert command("launch", *arguments, script).code == 2
-    assert launches.asked == []
-
-
-def test_one_of_several_nodes(command: Callable, launches: _Launches, script: Path) -> None:
-    """The options say how many nodes there are, which this is, and where node 0 listens; each says how many trainers there are."""
-    options = ("--nproc", "4", "--nnodes", "3", "--rdzv-endpoint", "10.0.0.1:29511", "--startup-timeout", "60")
-    first = command("launch", *options, "--node-rank", "0", script)
-    other = command("launch", *options, "--node-rank", "2", script)
-    nodes = [asked[2]["nodes"] for asked in launches.asked]
-    assert nodes == [Nodes(num=3, rank=rank, host="10.0.0.1", port=29511, startup_timeout_s=60.0) for rank in (0, 2)]
-    assert "12 trainers on 3 nodes" in first.out
-    assert "10.0.0.1:29511" in first.out
-    assert other.out.startswith("node 2 of 3: 4 trainers,")
-    alone = command("launch", "--nproc", "1", *options[2:], "--node-rank", "1", script)
-    assert alone.out.startswith("node 1 of 3: 1 trainer,")
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (("--nnodes", "2", "--node-rank", "0"), "--rdzv-endpoint"),
-        (("--nnodes", "2", "--rdzv-endpoint", "a:1"), "--node-rank"),
-        (("--nnodes", "2", "--rdzv-endpoint", "a:1", "--node-rank", "2"), "--node-rank"),
-        (("--node-rank", "1"), "--node-rank"),
-    ],
-)
-def test_nodes_that_are_half_described_are_refused(
-    options: tuple[str, ...], named: str, command: Callable, launches: _Launches, script: Path
-) -> None:
-    """The option that is missing or one too many is named, with what to write."""
-    ended = command("launch", "--nproc", "1", *options, script)
-    assert ended.code == 2
-    assert ended.err.startswith(f"error: {named}: ")
-    assert "HINT" in ended.err
     assert launches.asked == []
 
 
@@ -210,7 +172,6 @@ def test_servers_and_trainers_are_counted_or_placed(
         (("--servers", "192.0.2.1:1", "--workers", "192.0.2.2:1"), "--servers, --workers"),
         (("--servers", "127.0.0.1:1", "--workers", "192.0.2.2:1"), "--servers"),
         (("--servers", "1", "--workers", "1", "--nproc", "1"), "--nproc"),
-        (("--servers", "a:1", "--workers", "a:1", "--nnodes", "2"), "--nnodes"),
     ],
 )
 def test_servers_that_are_half_described_are_refused(

@@ -18,11 +18,8 @@ OPTIONS = {
     "launch": [
         "--help",
         "--log-dir",
-        "--nnodes",
-        "--node-rank",
         "--nproc",
         "--print",
-        "--rdzv-endpoint",
         "--restart-servers",
         "--servers",
         "--startup-timeout",

@@ -267,7 +267,6 @@ def test_a_checkpoint_that_cannot_be_written_keeps_nobody_waiting(monkeypatch: p
         (["--servers", "1", "x.py"], "--servers, --workers"),
         (["--workers", "1", "x.py"], "--servers, --workers"),
         (["--servers", "1", "--workers", "1", "--nproc", "2", "x.py"], "--nproc"),
-        (["--servers", "1", "--workers", "1", "--nnodes", "2", "x.py"], "--nnodes"),
         (["--servers", "1", "--workers", "1", "nowhere.py"], "no such script"),
     ],
 )
