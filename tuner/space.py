@@ -121,11 +121,14 @@ def parameters_of(strategy: DistributedStrategy) -> Parameters:
 def way_of(strategy: DistributedStrategy) -> tuple[object, ...]:
     """What of a strategy makes another training, but for rounding on the wire."""
     local = strategy.localsgd, strategy.localsgd_configs, strategy.adaptive_localsgd, strategy.adaptive_localsgd_configs
-    return *local, strategy.gradient_merge, strategy.gradient_merge_configs, strategy.amp, strategy.amp_configs
+    served = (strategy.a_sync, strategy.a_sync_configs) if strategy.mode == "ps" else ()
+    return *local, strategy.gradient_merge, strategy.gradient_merge_configs, strategy.amp, strategy.amp_configs, *served
 
 
 def name_of(strategy: DistributedStrategy) -> str:
     """A way of training in words."""
+    if strategy.mode == "ps":
+        return _mode(strategy)
     if strategy.adaptive_localsgd:
         return "adaptive K"
     local, merge = strategy.localsgd_configs, strategy.gradient_merge_configs
@@ -136,6 +139,15 @@ def name_of(strategy: DistributedStrategy) -> str:
         "an outer optimizer" if strategy.localsgd and local.has_outer else "",
     ]
     return " and ".join(filter(None, words))
+
+
+def _mode(strategy: DistributedStrategy) -> str:
+    """Of parameter servers, in words."""
+    configs = strategy.a_sync_configs
+    if not strategy.a_sync:
+        return "synchronous servers"
+    several = f", sums of {configs.max_merge_var_num} gradients" if configs.max_merge_var_num > 1 else ""
+    return f"GeoSGD with K = {configs.k_steps}" if configs.k_steps else f"asynchronous servers{several}"
 
 
 def search_space(experiment: Experiment) -> Space:

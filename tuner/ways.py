@@ -141,7 +141,9 @@ def price_ways(
     for arm in filter(None, (found.default, found.advice)):
         leaders.setdefault(way_of(arm.strategy), arm)
     others, refused = _others(experiment, leaders, step_s, len(found.tried))
-    tried = sorted((*leaders.values(), *others), key=lambda one: (way_of(one.strategy) != own, -one.strategy.local_steps))
+    tried = sorted(
+        (*leaders.values(), *others), key=lambda one: (way_of(one.strategy) != own, -one.strategy.local_steps, one.trial.simulated_s)
+    )
     names = {way_of(one.strategy): name_of(one.strategy) for one in tried}
     ways: list[tuple[object, Experiment]] = [(way_of(one.strategy), _on_one_wire(experiment, one.strategy)) for one in tried]
     higher, lower = ((rate, experiment.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate))) for rate in RATES)
@@ -209,7 +211,8 @@ def _least_s(experiment: Experiment) -> float:
 
 def _key(experiment: Experiment) -> str:
     """Of all that the steps to the target depend on, among it the seed. Raises ``ConfigError`` for what virtual trainers do not execute."""
-    return f"{key_of(experiment)} to {experiment.workload.target_loss}"
+    learnt = key_of(experiment) if experiment.strategy.mode != "ps" else experiment.digest()  # with servers the clock is part of it
+    return f"{learnt} to {experiment.workload.target_loss}"
 
 
 def _learnt(
@@ -257,6 +260,8 @@ def _others(
     And what of them cannot be simulated.
     """
     tune, changes = experiment.tune, list[_Change]()
+    if experiment.strategy.mode == "ps":
+        return [], []
     for strategy in (tried.strategy for tried in leaders.values()):
         configs = strategy.localsgd_configs
         if strategy.localsgd and not configs.has_outer and tune.diloco:

@@ -23,6 +23,7 @@ from torch.optim.sgd import sgd
 from fleetbench.declared import learning_rate
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
+from fleetbench.target import crossing
 from fleetbench.workloads.models.registry import build_model
 from fleetbench.workloads.served import (
     DTYPES,
@@ -152,7 +153,8 @@ class ServedReplay:
         self._trainers = [self._trainer() for _ in range(cluster.trainers)]
         self._losses = np.zeros((len(self._job.steps), cluster.trainers))
         self._sums: dict[int, torch.Tensor] = {}
-        """By evaluated step: the sum over trainers of their parameters at its end."""
+        """By evaluated step, until all have ended it: the sum over trainers of their parameters then."""
+        self._held_out_losses: list[tuple[int, float]] = []
 
     def _expected_bytes(self) -> int:
         """At most, beside what a forward leaves for its backward: copies, gradients on their way, and what servers hold."""
@@ -181,24 +183,27 @@ class ServedReplay:
             num_answers=[0] * servers,
         )
 
-    def run(self, progress: Progress | None = None) -> Trajectory:
-        """Train to the last act, and evaluate what servers hold then."""
+    def run(self, progress: Progress | None = None, until: float | None = None) -> Trajectory:
+        """Train to the last act, or ``until`` a held-out loss is reached, and evaluate what servers hold then."""
         total, done = self._losses.size, 0
         with contextlib.closing(self._data.batches):
             for act in self._order.acts:
                 getattr(self, f"_{act.role}_{act.kind}")(act)
-                if act.kind == "forward" and progress is not None:
-                    done += 1
+                if act.kind != "forward":
+                    continue
+                done += 1
+                if progress is not None:
                     progress(done, total)
-        trainers, held_out = len(self._trainers), self._data.held_out
+                if crossing(self._held_out_losses, until) is not None:
+                    break
         return Trajectory(
-            key=self.key,
+            key=self.key if until is None else f"{self.key} until {until:g}",
             workload=self._learnt.workload,
             first_step=self._job.steps.start,
             losses=self._losses,
             observed={},
-            held_out=tuple((step, held_out.loss(total / trainers)) for step, total in sorted(self._sums.items())),
-            final_loss=held_out.loss(self.evaluated()),
+            held_out=tuple(self._held_out_losses),
+            final_loss=self._data.held_out.loss(self.evaluated()),
             local_steps=(),
             steps_per_epoch=self._data.steps_per_epoch,
             way="loop",
@@ -270,6 +275,9 @@ class ServedReplay:
         if step >= 1 and step % workload.eval_every == 0:
             vector = self._vector(one.flat, one.tables if self._geo else self.held_tables(), one.buffers)
             self._sums[step] = vector if step not in self._sums else self._sums[step] + vector
+            if all(other.index >= one.index for other in self._trainers):
+                mean = self._sums.pop(step) / len(self._trainers)
+                self._held_out_losses.append((step, self._data.held_out.loss(mean)))
 
     def _sender_merge(self, act: Act) -> None:
         one = self._trainers[act.rank]

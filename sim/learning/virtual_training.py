@@ -44,14 +44,14 @@ def train(
     """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
 
     Computes on one thread of the CPU. ``played``: the order in which trainers of parameter servers do so, where it is known; else it
-    is simulated first. ``until``: of collectives, a held-out loss; where it is reached, as ``workload.target_loss`` is, training is over,
-    and was that of an experiment of so many steps.
+    is simulated first. ``until``: a held-out loss; where it is reached, as ``workload.target_loss`` is, training is over, and, of
+    collectives, was that of an experiment of so many steps.
 
     Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory does not suffice.
     """
     with one_thread(), tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
         if experiment.strategy.mode == "ps":
-            return ServedReplay(experiment, played or Played.of(experiment), Path(folder), say).run(progress)
+            return ServedReplay(experiment, played or Played.of(experiment), Path(folder), say).run(progress, until)
         return VirtualTraining(experiment, Path(folder), say=say).run(progress, until)
 
 

@@ -348,6 +348,20 @@ def test_the_clock_decides_what_is_learnt(workload: dict[str, Any], strategy: di
         simulate(slower, learnt=found)
 
 
+@pytest.mark.parametrize("strategy", [SYNCHRONOUS, ASYNCHRONOUS, geo_sgd(3)])
+def test_a_training_that_ends_at_its_target_is_the_whole_ones_beginning(strategy: dict[str, Any]) -> None:
+    """Evaluations up to the third at or below it, and the same crossing; a target that is not reached cuts nothing."""
+    experiment = served({**DIGITS, "steps": 24, "eval_every": 2}, strategy)
+    whole = train(experiment)
+    target = whole.held_out[4][1]
+    first = next(step for step, loss in whole.held_out if loss <= target)
+    cut = train(experiment, until=target)
+    assert cut.held_out == whole.held_out[: len(cut.held_out)]
+    assert first + 4 <= cut.held_out[-1][0] < 24
+    assert cut.crossing(target) == whole.crossing(target) is not None
+    assert train(experiment, until=0.0).held_out == whole.held_out
+
+
 def test_synchronous_servers_learn_the_same_over_any_link(tmp_path: Path) -> None:
     """One training serves all bandwidths: what is done one by one is the same; not so with asynchronous servers."""
     said: list[str] = []

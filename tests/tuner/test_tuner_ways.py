@@ -388,6 +388,29 @@ def test_simulation_alone_ranks_by_time_to_the_target(tmp_path: Path) -> None:
     assert rivals["K = 4 and an outer optimizer"] == pytest.approx(4 * (100 * 110 * 90) ** (1 / 3) / 90, rel=1e-3)
 
 
+def test_servers_modes_are_priced_to_the_target(tmp_path: Path) -> None:
+    """GeoSGD with K = 16 has the fastest step and takes four times K = 4's; asynchronous servers never arrive; nothing trains twice."""
+    base = simulated_only(tmp_path, on_a_node=2)
+    strategy = DistributedStrategy(mode="ps", fuse_grad_size_in_MB=32.0)
+    experiment = base.replace(
+        cluster=replace(base.cluster, servers=1), strategy=strategy, workload=replace(base.workload, optimizer="sgd", steps=600)
+    )
+    steps, asked = {"synchronous servers": 100.0, "GeoSGD with K = 4": 130.0, "GeoSGD with K = 16": 520.0}, list[tuple[str, int, float]]()
+
+    def learn(one: Experiment, _limit_s: float) -> float | None:
+        asked.append((name_of(one.strategy), one.run.seed, one.workload.lr))
+        return steps.get(name_of(one.strategy))
+
+    found, _ = tune_simulated(experiment, out=tmp_path, learn=learn)
+    rivals = {name_of(rival.strategy): rival for rival in found.runners_up}
+    assert name_of(found.strategy) == "GeoSGD with K = 4"
+    assert rivals["GeoSGD with K = 16"].step_s < found.step_s
+    assert not any("asynchronous" in name for name in rivals)
+    assert found.to_target == pytest.approx(found.speedup * 100 / 130, rel=1e-6)
+    assert sorted(asked) == sorted(set(asked))
+    assert any(note.startswith("steps to the target are those of the declared cluster") for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("default", "many", "chosen", "says"),
     [

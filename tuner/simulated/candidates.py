@@ -24,7 +24,8 @@ from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate
-from tuner.search import StepS, Tried, enumerated, proposed, with_steps
+from tuner.recommendation import Trial
+from tuner.search import Search, StepS, Tried, enumerated, proposed, with_steps
 from tuner.search import shortened as of_collectives
 from tuner.space import Equivalence, parameters_of, search_space, way_of
 from tuner.study import open_study
@@ -87,14 +88,7 @@ def ranked(
     """
     tell = progress or (lambda *_: None)
     measure, own = step_time(shortened(experiment), known), experiment.strategy
-    if own.mode == "ps":
-        return _ranked_served(experiment, measure, tell)
-    space, same = search_space(experiment), Equivalence(experiment)
-    arms = {"default": own}
-    found = enumerated(experiment, space, arms, same, measure, tell)
-    if found is None:
-        with open_study(experiment, out) as study:
-            found = proposed(experiment, space, arms, same, measure, tell, study)
+    found = _searched(experiment, measure, tell, out) if own.mode != "ps" else _of_modes(experiment, measure, tell)
     tell(len(found.tried), len(found.tried))
     first = {tried.key: tried for tried in reversed(found.tried)}
     ways = Ways() if experiment.run.launcher == "command" else price_ways(experiment, found, measure, learn, out, learning)
@@ -105,24 +99,44 @@ def ranked(
         ways = dataclasses.replace(ways, notes=(*ways.notes[:-1], kept))
     step_s = {one.strategy: one.trial.simulated_s for one in tried}
     by_price = ordered({one.strategy: price for one in tried if (price := ways.seconds(one)) is not None})
-    notes = tuple(dict.fromkeys((*space.notes, *found.notes)))
+    notes = tuple(dict.fromkeys((*found.notes, *_of_loss(experiment, ways))))
     return Ranking(step_s={one: step_s[one] for one in by_price}, num_trials=len(found.tried) + len(ways.others), notes=notes, ways=ways)
 
 
-def _ranked_served(experiment: Experiment, measure: StepS, tell: Progress) -> Ranking:
-    notes: list[str] = []
-    step_s: dict[DistributedStrategy, float] = {}
+def _of_loss(experiment: Experiment, ways: Ways) -> list[str]:
+    """What an answer with servers says of the loss."""
+    if experiment.strategy.mode != "ps":
+        return []
+    if not ways.updates:
+        return ["what staleness, or K steps between two exchanges, costs in loss is not simulated"]
+    return ["steps to the target are those of the declared cluster, which orders pushes and pulls, under every assumption"]
+
+
+def _searched(experiment: Experiment, measure: StepS, tell: Progress, out: Path) -> Search:
+    """Of training by collectives: every different candidate, or those that Optuna proposes."""
+    space, same, arms = search_space(experiment), Equivalence(experiment), {"default": experiment.strategy}
+    found = enumerated(experiment, space, arms, same, measure, tell)
+    if found is None:
+        with open_study(experiment, out) as study:
+            found = proposed(experiment, space, arms, same, measure, tell, study)
+    return dataclasses.replace(found, notes=(*space.notes, *found.notes))
+
+
+def _of_modes(experiment: Experiment, measure: StepS, tell: Progress) -> Search:
+    """Of training with servers: Fleet's modes, the experiment's own first."""
+    notes, found = list[str](), list[Tried]()
     candidates = _served(experiment, notes)
     for done, strategy in enumerate(candidates):
         tell(done, len(candidates))
         try:
-            step_s[strategy] = measure(strategy)
+            trial = Trial(number=done, parameters=parameters_of(strategy), simulated_s=measure(strategy))
         except ConfigError as error:
             if strategy == experiment.strategy:
                 raise
             notes.append(f"not simulated: {error.where}: {error.what}")
-    tell(len(candidates), len(candidates))
-    return Ranking(step_s=ordered(step_s), num_trials=len(step_s), notes=tuple(dict.fromkeys(notes)))
+        else:
+            found.append(Tried(trial, strategy, f"mode {done}", None if found else "default"))
+    return Search(tuple(found), tuple(notes))
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
@@ -205,7 +219,6 @@ def _served(experiment: Experiment, notes: list[str]) -> list[DistributedStrateg
     modes: list[dict[str, Any]] = [{"k_steps": 0, "max_merge_var_num": 1}]
     modes += [{"k_steps": 0, "max_merge_var_num": merged, "send_wait_times": pauses} for merged in MERGED]
     modes += [{"k_steps": k_steps, "send_wait_times": pauses} for k_steps in _geo_steps(experiment)]
-    notes.append("what staleness, or K steps between two exchanges, costs in loss is not simulated")
     if not _geo_steps(experiment):
         notes.append(f"GeoSGD is not tried: it is for SGD, and workload.optimizer is {experiment.workload.optimizer}")
     found = [strategy, strategy.replace(a_sync=False, a_sync_configs=ASyncConfigs())]
