@@ -2,8 +2,8 @@
 
 Every process runs the same script; variables say which of them it is (Paddle's, as its own launchers
 set them). Unlike trainers that meet in collectives, these need not all live: a server that dies ends the
-job or is started again, a trainer that dies is the servers' to judge. A launcher stays until the job has ended
-everywhere, and learns from the job's board what it does not see itself.
+job or is started again, a trainer that dies is the servers' to judge. A launcher stays until its own processes have ended. It tells all
+servers how these ended, and reads on its host's board what they say of the job.
 """
 
 import math
@@ -17,10 +17,11 @@ from fleetbench.errors import FleetbenchError, WorkerFailed
 from real.job.launcher import POLL_S, Echo, Job, prepare_logs
 from real.processes.diagnosis import STOPPED, how_it_ended
 from real.processes.joining import GLOO
+from real.processes.place import temporary_folder
 from real.processes.roles import STARTUP
 from real.processes.started import QUIET, Started, end, start
-from real.servers.board import ADDRESS, Board, Entry, Holder
-from real.servers.hosts import Placement, require_addresses
+from real.servers.board import BOARD, Board, Entry, Messenger
+from real.servers.hosts import Placement, host_of, require_addresses
 from real.servers.security import TOKEN, encrypts, new_token, token_of
 from real.servers.server_options import AGAIN
 
@@ -44,57 +45,55 @@ def launch_placed(
     startup_timeout_s: float = 300.0,
     echo: Echo = sys.stdout.buffer.write,
 ) -> None:
-    """Run ``script`` (a Python file and its arguments) as this machine's servers and trainers, until the job has ended on all hosts.
+    """Run ``script`` (a Python file and its arguments) as this machine's servers and trainers, until they have ended.
 
     Server N's output is in ``log_dir/serverlog.N``, trainer N's in ``workerlog.N``; trainer 0's is echoed where it runs. A
-    server that dies is started again up to ``restarts`` times. ``startup_timeout_s``: for servers, trainers and the launchers of
-    other hosts to come. Raises ``ConfigError`` for a job of several hosts without a token,
-    ``EnvironmentLacks`` for a server's address that is taken, ``WorkerFailed`` naming the server, rank or host that ended the job;
-    trainers that were lost in a job that went on without them are named on stderr.
+    server that dies is started again up to ``restarts`` times. ``startup_timeout_s``: for servers and trainers to come. Raises
+    ``ConfigError`` for a job of several hosts without a token, ``EnvironmentLacks`` for a server's address that is taken,
+    ``WorkerFailed`` naming the server, rank or host that ended the job; trainers that were lost in a job that went on without them are
+    named on stderr.
     """
     token = token_of(os.environ) if placement.is_spread else new_token()
     require_addresses(placement)
     prepare_logs(log_dir, placement)
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ and not (placement.is_spread and name == GLOO)}
     inherited = {name: value for name, value in os.environ.items() if name not in _OTHER_ROLES}
-    common = {**inherited, **quiet, TOKEN: token, ADDRESS: placement.board, STARTUP: str(startup_timeout_s)}
+    common = {**inherited, **quiet, TOKEN: token, STARTUP: str(startup_timeout_s)}
     common |= {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(placement.endpoints), "PADDLE_TRAINERS_NUM": str(len(placement.workers))}
-    encrypted = encrypts(common, placement.endpoints)
-    others = [host for host in placement.hosts if host not in placement.own]
-    holder = None
-    if 0 in placement.own_servers:
-        holder = Holder(placement.board, token, others, encrypted=encrypted, startup_timeout_s=startup_timeout_s)
-    board = Board(placement.board, token, placement.own_name, encrypted=encrypted, startup_timeout_s=startup_timeout_s, holder=holder)
-    job = ServedJob(placement, board, restarts)
-    try:
-        job.run([sys.executable, "-u", *script], common, log_dir, echo)
-    except BaseException as error:
-        job.part(error)
-        raise
-    finally:
-        end(job.processes)
-        board.close()
+    elsewhere = [endpoint for endpoint in placement.endpoints if host_of(endpoint) not in placement.own]
+    messenger = Messenger(elsewhere, token, encrypted=encrypts(common, placement.endpoints))
+    with temporary_folder() as folder:
+        path = folder / "board"
+        job = ServedJob(placement, Board(path), messenger, restarts)
+        try:
+            job.run([sys.executable, "-u", *script], {**common, BOARD: str(path)}, log_dir, echo)
+            for sentence in job.judge():
+                _say(sentence)
+        finally:
+            end(job.processes)
+            messenger.close()
 
 
 class ServedJob(Job):
-    """A job with servers. Life cycle: made; ``run``, to the end; ``part``, where that came early."""
+    """A job with servers, as one host sees it. Life cycle: made; ``run``, to the end of its processes; ``judge``."""
 
-    def __init__(self, placement: Placement, board: Board | None, restarts: int = 0) -> None:
+    def __init__(self, placement: Placement, board: Board, messenger: Messenger, restarts: int = 0) -> None:
         super().__init__()
         self.lost: dict[str, Entry] = {}
         """Trainers that servers have gone on without."""
         self.failure: Entry | None = None
-        self.gone: set[str] = set()
-        """Hosts whose launchers are."""
-        self.placement, self.board = placement, board
+        self.blamed: Entry | None = None
+        """Whom the first trainer of this host names that ended because of another process."""
+        self.placement = placement
         self.places = placement.places
+        self._board, self._messenger = board, messenger
         self._restarts = restarts
         self._servers = [name for name in self.places if name.startswith("server")]
         self._trainers = [name for name in self.places if name.startswith("rank")]
         self._since: dict[str, float] = {}
 
     def run(self, command: list[str], common: Mapping[str, str], log_dir: Path, echo: Echo) -> None:
-        """Start this machine's processes, and follow them to the job's end. Raises what became of a job that did not end well."""
+        """Start this machine's processes, and follow them to their end."""
         for number in self.placement.own_servers:
             host, _, port = self.placement.endpoints[number].rpartition(":")
             which = {"TRAINING_ROLE": "PSERVER", "POD_IP": host, "PADDLE_PORT": port}
@@ -102,41 +101,34 @@ class ServedJob(Job):
         for rank in self.placement.own_trainers:
             which = {"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": str(rank)}
             self.processes.append(start("trainer", rank, command, {**common, **which}, log_dir / f"workerlog.{rank}"))
-        self.follow(echo)
-        for _ in range(4 if any(self.codes.values()) else 0):  # what a process told before it ended may be on its way
-            time.sleep(POLL_S)
-            self.turn()
-        for sentence in self.judge():
-            _say(sentence)
+        try:
+            self.follow(echo)
+        except BaseException as error:
+            self._part(error)
+            raise
+        self.turn()  # what a process told before it ended
 
     def turn(self) -> None:
         """See ``Job``."""
-        if self.board is None:
-            return
-        for entry in self.board.turn():
+        for entry in self._board.turn():
             self.hear(entry)
-        if self.board.is_silent:
-            self.gone.add(self.placement.hosts[0])
 
     def hear(self, entry: Entry) -> None:
-        """Note one entry of the board."""
-        if entry.kind == "ended":
-            self.codes.pop(entry.name, None)
-            self.codes[entry.name] = entry.code
-        elif entry.kind == "lost":
+        """Note one entry of the board; how processes ended is seen."""
+        if entry.kind == "lost":
             self.lost[entry.name] = entry
-        elif entry.kind == "gone":
-            self.gone.add(entry.name)
-        elif self.failure is None:
-            self.failure = entry
+        elif entry.kind == "failed":
+            self.failure = self.failure or entry
+        elif entry.kind == "blamed":
+            self.blamed = self.blamed or entry
 
     def tell(self, entry: Entry) -> None:
-        """Tell servers and the other launchers."""
-        if self.board is not None:
-            self.board.write(entry)
+        """Tell all servers."""
+        self._board.write(entry)
+        self._messenger.tell(entry)
 
-    def part(self, error: BaseException) -> None:
-        """Let the other hosts know that this one's part has ended, and why."""
+    def _part(self, error: BaseException) -> None:
+        """Let servers know that this host's part has ended, and why; they tell all who train."""
         if not self.placement.is_spread:
             return
         if isinstance(error, FleetbenchError) and error.where is not None:
@@ -168,8 +160,8 @@ class ServedJob(Job):
             _say(f"{process.name} {how}")
 
     def _lives(self, name: str) -> bool:
-        """Whether a process has not ended, as far as is known here."""
-        return name not in self.codes and self.places[name] not in self.gone
+        """Whether a process has not ended, as far as is known here: of other hosts' it is not."""
+        return name not in self.codes
 
     def _is_trained(self) -> bool:
         """Whether a trainer lives: servers that are killed are started again for it, and end by themselves later."""
@@ -180,15 +172,15 @@ class ServedJob(Job):
     def is_over(self) -> bool:
         """Whether there is nothing left to wait for: all have ended, or have had their time since the job failed or had no more to do."""
         living = [process for process in self.processes if process.code is None]
-        servers_live = any(map(self._lives, self._servers))
-        has_failed = self.failure is not None or any(self.codes.get(name, 1) and not self._lives(name) for name in self._servers)
-        if not living and (has_failed or not servers_live):
+        if not living:
             return True
+        servers_live = any(map(self._lives, self._servers))
+        has_failed = self.failure is not None or any(self.codes.get(name) for name in self._servers)
         if servers_live and not has_failed and self._is_trained():
             return False
         now, since = time.monotonic(), "failed" if has_failed else "no trainer left" if servers_live else "no server lives"
         held_s = now - self._since.setdefault(since, now)
-        return held_s > max((self._patience_s(process, has_failed=has_failed) for process in living), default=_SERVER_GRACE_S)
+        return held_s > max(self._patience_s(process, has_failed=has_failed) for process in living)
 
     def _patience_s(self, process: Started, *, has_failed: bool) -> float:
         """For how long a process is waited for then.
@@ -207,13 +199,15 @@ class ServedJob(Job):
     def judge(self) -> list[str]:
         """Sentences on trainers without which the job went on. Raises ``WorkerFailed`` for a job that did not end well.
 
-        The error names what the servers or another launcher name; then a server that is stopped or whose launcher is gone; then, of the
-        trainers, who was killed, who was stopped, who failed, who was lost. All launchers of a job name the same.
+        The error names what the servers name; then a server that is stopped; then, of the trainers, who was killed, who was stopped, who
+        failed, or whom that one names, who was lost.
         """
-        codes = [self.codes.get(name) for name in self._trainers]
+        own = [process.name for process in self.processes]
+        codes = [self.codes.get(name) for name in own if name in self._trainers]
         has_raised = any((code or 0) > 0 for code in codes)
-        has_trained = any(code == 0 or code is None for code in codes)
-        if self.failure or has_raised or not has_trained or any(self.codes.get(name) != 0 for name in self._servers):
+        servers = [self.codes.get(name) for name in own if name in self._servers]
+        has_trained = any(not code for code in codes) or bool(self.placement.is_spread and servers)
+        if self.failure or has_raised or not has_trained or any(code != 0 for code in servers):
             name, how = next(self._blamed())
             raise WorkerFailed(how, self.placement.located(name), hint=self._hint(name))
         return [f"{self.placement.located(name)} {how}; the others trained on without it" for name, how in self._left_behind()]
@@ -228,14 +222,13 @@ class ServedJob(Job):
             has_own_cause = name in own and ended.get(name, 0) < 0
             yield name, STOPPED if name in stopped else how_it_ended(ended[name]) if has_own_cause else self.failure.why
         yield from ((name, STOPPED) for name in stopped if name.startswith("server"))
-        for name, endpoint in zip(self._servers, self.placement.endpoints, strict=True):
-            if name not in self.codes and not self._lives(name):
-                yield name, f"has not answered at {endpoint}, nor has its launcher"
         yield from ((name, how_it_ended(code)) for name, code in ended.items() if code < 0)
         yield from ((name, STOPPED) for name in stopped)
+        if self.blamed is not None:
+            yield self.blamed.name, self.blamed.why
         yield from ((name, how_it_ended(code)) for name, code in ended.items())
         yield from ((name, entry.why) for name, entry in self.lost.items())
-        yield from ((name, "did not end") for name in (*own, *self.places) if name not in self.codes)
+        yield from ((name, "did not end") for name in own if name not in self.codes)
         yield "this host", "no trainer has trained"
 
     def _hint(self, name: str) -> str:

@@ -4,7 +4,7 @@ Each is asked by another party, and sees what the others cannot:
 
 - a driver sees its ranks' steps and errors in the job's folder, and blames by them (``diagnosis``);
 - the ranks of a script see each other through the store at which they met (``failures``), also where no driver is;
-- the launchers of one job see exit codes, and tell them to each other on a board (``real.job.launcher``, ``served_launcher``);
+- a launcher sees exit codes of its host, and tells them to a job's servers (``real.job.launcher``, ``served_launcher``);
 - trainers and servers see whether the other end of a connection answers (``real.servers.links``);
 - servers see which trainers they have not heard of, and go on without them or end the job (``real.servers.server``).
 

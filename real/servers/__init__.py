@@ -1,7 +1,8 @@
-"""Parameter servers as processes: servers, trainers' connections to them, and the launchers' board.
+"""Parameter servers as processes: servers, and trainers' connections to them.
 
 A job. ``real.job.served_launcher`` starts a user's script in every role (``real.servers.served`` is what ``fleet`` does there);
-``leg_servers`` starts the servers of an experiment's leg. Launchers and servers tell each other on the ``board`` which processes ended.
+``leg_servers`` starts the servers of an experiment's leg. A launcher and its host's servers tell each other on the ``board`` which
+processes ended, and it tells the servers of other hosts.
 
 A push. ``served_training`` hands the gradients of ``optimizer.step()`` to the thread of ``sender``, which sums them, as
 ``fleetbench.plan.servers`` decides, cuts the sum into the servers' parts (``parameters``) and sends each over ``links``, numbered.

@@ -7,7 +7,7 @@ itself in the lists by its addresses. Two counts instead are a job of this machi
 import re
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from real.processes.joining import is_loopback, own_among
@@ -28,8 +28,6 @@ class Placement:
     """Host of every trainer, in order."""
     own: frozenset[str]
     """This machine, by the names and addresses that the lists have for it."""
-    board_port: int = field(default_factory=lambda: free_ports(1)[0])
-    """Where all are on this machine."""
 
     @property
     def own_servers(self) -> tuple[int, ...]:
@@ -61,15 +59,6 @@ class Placement:
         """The host of ``server 0``, ..., ``rank 0``, ..."""
         servers = {f"server {number}": host_of(endpoint) for number, endpoint in enumerate(self.endpoints)}
         return servers | {f"rank {rank}": host for rank, host in enumerate(self.workers)}
-
-    @property
-    def board(self) -> str:
-        """``host:port`` at which launchers and servers meet: of several hosts on server 0's, at the next port that no server has."""
-        if not self.is_spread:
-            return f"{LOCAL}:{self.board_port}"
-        host, _, port = self.endpoints[0].rpartition(":")
-        ports = (*range(int(port) + 1, 65536), *range(1024, int(port)))
-        return next(found for other in ports if (found := f"{host}:{other}") not in self.endpoints)
 
     def located(self, name: str) -> str:
         """``rank 1`` or ``server 0`` with its host, where there are several."""

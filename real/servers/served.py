@@ -2,18 +2,19 @@
 
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from fleetbench.errors import ConfigError
+from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import refuse_unserved
 from fleetbench.strategy import DistributedStrategy
 from real.processes.failures import ExitWatch
 from real.processes.roles import STARTUP, Role, launcher_of
-from real.servers.board import ADDRESS, Board
+from real.servers.board import Board, Entry
 from real.servers.links import TrainerOptions
 from real.servers.security import encrypts, token_of
 from real.servers.served_training import ServedTraining
@@ -59,11 +60,7 @@ class Served:
         self.require("server", "fleet.init_server")
         if self._server is not None:
             raise ConfigError("this server has been initialised already", "fleet.init_server", hint="call it once")
-        common = self._common
-        board = None
-        if ADDRESS in os.environ:
-            board = Board(os.environ[ADDRESS], common["token"], f"server {self.role.rank}", encrypted=common["encrypted"])
-        self._server = ParameterServer(self._server_options(), board)
+        self._server = ParameterServer(self._server_options(), Board.of(os.environ))
         try:
             restored = path is not None and self._server.restore(path)
             self._server.bind()
@@ -208,6 +205,7 @@ class Served:
             self._server.close()
         if self._exits is not None:
             self._exits.end()
+            self._blame(getattr(sys, "last_value", None))
         if self.training is None:
             return
         has_failed = self._exits is not None and self._exits.has_failed
@@ -215,6 +213,14 @@ class Served:
             self.training.close()
         else:
             self.training.finish()
+
+    def _blame(self, error: BaseException | None) -> None:
+        """Let the launcher know because of which other process this trainer ends."""
+        board = Board.of(os.environ)
+        if board is None or not isinstance(error, WorkerFailed) or error.where == f"rank {self.role.rank}":
+            return
+        if error.where is not None and error.where.startswith(("rank ", "server ", "host ")):
+            board.write(Entry(kind="blamed", name=error.where, why=error.what))
 
     def require(self, kind: str, where: str) -> None:
         """Raise ``ConfigError`` on the other kind of process."""

@@ -38,7 +38,7 @@ from real.servers.security import TOKEN, ServerSocket, new_session
 from real.servers.server_options import ServerOptions, ServerReport
 from real.servers.silence import Silence
 from real.servers.spec import Spec, differences
-from real.servers.wire import Head, Tensor, WireError, decode, reading
+from real.servers.wire import Head, Tensor, WireError, decode, read_json, reading
 
 _LOOK_S = 0.5  # between two looks at who is silent
 _WRITING_LOOK_S = 0.02  # between two looks at whether a checkpoint has been written
@@ -110,8 +110,6 @@ class ParameterServer:
             options.endpoint, options.token, encrypted=options.encrypted, say=self._say, timeout_s=options.timeout_s
         )
         self._board = board
-        if board is not None:
-            self._listener.poller.register(board.socket)
 
     def restore(self, folder: Path) -> bool:
         """Begin from a checkpoint; whether there is one. Raises ``ConfigError`` for one that does not fit."""
@@ -158,8 +156,6 @@ class ParameterServer:
         """Release the address."""
         self._writer.close()
         self._listener.close()
-        if self._board is not None:
-            self._board.close()
 
     # What comes in
 
@@ -191,6 +187,11 @@ class ParameterServer:
 
     def _sort(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
         """By what a message is, and whose."""
+        if head.kind == "told":  # by the launcher of another host
+            with reading("no entry of a launcher"):
+                entry = Entry(**read_json(tensors[0]))
+            self._hear_board(entry)
+            return
         peer = self._peers.get(head.session)
         if not 0 <= head.rank < self.options.trainers or (peer is not None and peer.rank != head.rank):
             raise WireError(f"a trainer {head.rank} of {self.options.trainers}{f', which is trainer {peer.rank}' if peer else ''}")
@@ -222,7 +223,7 @@ class ParameterServer:
         return head.version == self._life and head.sequence <= peer.received + 1
 
     def _hear_board(self, entry: Entry) -> None:
-        """What launchers, and the job's other servers, tell."""
+        """What launchers, and the host's other servers, tell."""
         kind, _, number = entry.name.partition(" ")
         if entry.kind == "failed" and self._stopped_at is None:
             self._fail(WorkerFailed(entry.why, entry.name, hint="its own output says why; start the job again"))
@@ -535,7 +536,7 @@ class ParameterServer:
         self._listener.send(peer.identity, answer, tensors)
 
     def _write(self, entry: Entry) -> None:
-        """Tell launchers, and the other servers."""
+        """Tell the launcher, and the host's other servers."""
         if self._board is not None:
             self._board.write(entry)
 

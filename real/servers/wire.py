@@ -1,6 +1,6 @@
 """Wire: messages between trainers and servers: a head as JSON, then each tensor as one frame. Nothing is unpickled or evaluated.
 
-All numbers are little-endian. ``join``, and ``watch`` to and from a board, carry JSON as their tensor; those of ``stopped`` say what
+All numbers are little-endian. ``join``, and ``told`` of a launcher, carry JSON as their tensor; those of ``stopped`` say what
 ended the job, and whom that names.
 """
 

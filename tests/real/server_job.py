@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
-from real.servers.board import Board
 from real.servers.links import TrainerOptions
 from real.servers.served_training import ServedTraining
 from real.servers.server import ParameterServer
@@ -49,14 +48,13 @@ class ServerThread(threading.Thread):
     def __init__(
         self,
         options: ServerOptions,
-        board: Board | None = None,
         *,
         restore: Path | None = None,
         save_to: Path | None = None,
         save_every_s: float | None = None,
     ) -> None:
         super().__init__(daemon=True)
-        self.server = ParameterServer(options, board)
+        self.server = ParameterServer(options)
         self.report: ServerReport | None = None
         self.error: Exception | None = None
         self._save = (save_to, save_every_s)
@@ -95,10 +93,8 @@ class Job:
         num_servers: int,
         trainers: int,
         folder: Path | None = None,
-        boards: Callable[[str], Board] | None = None,
         **options: Any,
     ) -> None:
-        self.boards = boards
         self.num_servers, self.trainers, self.folder = num_servers, trainers, folder or Path("/")
         self.options = {"token": TOKEN, "timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S, **options}
         self.endpoints = tuple(f"127.0.0.1:{free_port()}" for _ in range(num_servers))
@@ -116,7 +112,7 @@ class Job:
             folder=self.folder,
             **self.options,
         )
-        thread = ServerThread(options, None if self.boards is None else self.boards(f"server {number}"), **run)
+        thread = ServerThread(options, **run)
         thread.start()
         return thread
 

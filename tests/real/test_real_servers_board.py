@@ -1,25 +1,20 @@
-"""What launchers and servers of a job tell each other on its board."""
+"""What launchers and servers of a job tell each other: on the board of a host, and from host to host."""
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server_desk import Clock, Desk, desk
-from server_job import PATIENCE_S, SYNCHRONOUS, TOKEN, free_port, job
+from server_desk import Desk, desk
+from server_job import PATIENCE_S, SYNCHRONOUS, TOKEN, job
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.processes.diagnosis import how_it_ended
-from real.servers.board import Board, Entry, Holder
+from real.servers.board import Board, Entry, Messenger
 from real.servers.checkpoints import load_shard
-from real.servers.wire import Head, encode
 
 FAILED = ("host b", "the launch was ended there")
 
@@ -211,51 +206,7 @@ def test_a_trainer_that_comes_back_behind_the_end_is_told_of_it() -> None:
         assert server.state.lost == (1,)
 
 
-# Over a network
-
-
-class Launchers:
-    """A holder and boards, turned together."""
-
-    def __init__(self, *hosts: str, startup_timeout_s: float = 60.0) -> None:
-        self.endpoint = f"127.0.0.1:{free_port()}"
-        self.holder = Holder(self.endpoint, TOKEN, hosts, encrypted=False, startup_timeout_s=startup_timeout_s)
-        self.boards: list[Board] = []
-        self.read: dict[Board, list[Entry]] = {}
-
-    def board(self, name: str, token: str = TOKEN) -> Board:
-        """One more."""
-        made = Board(self.endpoint, token, name, encrypted=False)
-        self.boards.append(made)
-        self.read[made] = []
-        return made
-
-    def turn(self) -> None:
-        """Each once."""
-        self.holder.turn()
-        for board in self.boards:
-            self.read[board] += board.turn()
-
-    def until(self, what: Callable[[], object]) -> None:
-        """Turn until ``what`` is true."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not what():
-            assert time.monotonic() < deadline, "it never came about"
-            self.turn()
-            time.sleep(0.01)
-
-
-@contextmanager
-def launchers(*hosts: str, **options: float) -> Iterator[Launchers]:
-    """Closed after it."""
-    running = Launchers(*hosts, **options)
-    try:
-        yield running
-    finally:
-        for board in running.boards:
-            board.holder = SimpleNamespace(turn=running.holder.turn, is_known=True, close=lambda: None)  # type: ignore[assignment]  # so much of it
-            board.close()
-        running.holder.close()
+# The file, and what comes over a network
 
 
 def ended(name: str, code: int = 0) -> Entry:
@@ -263,137 +214,56 @@ def ended(name: str, code: int = 0) -> Entry:
     return Entry(kind="ended", name=name, code=code)
 
 
-def test_all_read_all_entries_in_one_order() -> None:
-    """Whoever wrote them, and also who comes late."""
-    with launchers("b") as running:
-        first, second = running.board("a"), running.board("b")
-        for number in range(20):
-            (first, second)[number % 2].write(ended(f"rank {number}", number))
-        running.until(lambda: all(len(read) == 20 for read in running.read.values()))
-        late = running.board("server 1")
-        running.until(lambda: len(running.read[late]) == 20)
-        assert running.read[first] == running.read[second] == running.read[late]
-        assert {entry.code for entry in running.read[late]} == set(range(20))
+def test_all_read_all_entries_in_one_order(tmp_path: Path) -> None:
+    """Whoever wrote them, and also who comes late; a line that is not whole yet is read when it is."""
+    path = tmp_path / "board"
+    boards = [Board(path), Board(path)]
+    assert boards[0].turn() == []
+    read: list[list[Entry]] = [[], []]
+    for number in range(20):
+        boards[number % 2].write(ended(f"rank {number}", number))
+        read[number % 2] += boards[number % 2].turn()
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:10])
+    expected = [ended(f"rank {number}", number) for number in range(20)]
+    assert [own + board.turn() for own, board in zip(read, boards, strict=True)] == [expected, expected]
+    path.write_bytes(whole + whole[: whole.index(b"\n") + 1])
+    assert boards[0].turn() == [ended("rank 0")]
+    assert len(Board(path).turn()) == 21
 
 
-def test_an_entry_is_there_once_however_often_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The holder's answers are lost for a while, and the board sends again what was not acknowledged."""
-    with launchers() as running:
-        board = running.board("a")
-        send = running.holder._listener.send
-        monkeypatch.setattr(running.holder._listener, "send", lambda *_message: None)
-        for number in range(3):
-            board.write(ended(f"rank {number}"))
-            for _ in range(5):
-                running.turn()
-                time.sleep(0.01)
-        monkeypatch.setattr(running.holder._listener, "send", send)
-        running.until(lambda: len(running.read[board]) == 3)
-        assert [entry.name for entry in running.read[board]] == ["rank 0", "rank 1", "rank 2"]
+def test_a_board_whose_launcher_is_gone_is_no_error(tmp_path: Path) -> None:
+    """Its folder went with it."""
+    board = Board(tmp_path / "gone" / "board")
+    board.write(ended("rank 0"))
+    assert board.turn() == []
 
 
-def test_a_stranger_reads_and_writes_nothing() -> None:
-    """It does not have the token."""
-    with launchers() as running:
-        own, stranger = running.board("a"), running.board("b", token="another job's token, of no use")  # noqa: S106  # of no use
-        stranger.write(ended("rank 0"))
-        running.until(lambda: running.holder._listener.has_refused)
-        own.write(ended("rank 1"))
-        running.until(lambda: running.read[own])
-        assert [entry.name for entry in running.read[own]] == ["rank 1"]
-        assert running.read[stranger] == []
-        stranger._startup_timeout_s = 0.0  # so that nobody waits for it
-
-
-NO_NAME = b'{"name": "b", "parts": false, "read": 0, "first": 0, "entries": [{"kind": "ended", "name": 3}]}'
-
-
-@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, NO_NAME])
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"kind": "ended", "name": 3}'])
 def test_what_makes_no_sense_is_ignored(text: bytes) -> None:
-    """By the holder, and by a board; so is an exit code that is no number."""
-    with launchers() as running:
-        board = running.board("a")
-        board.socket.send_multipart([*_watch(text)])
-        running.turn()
-        for reader in running.holder._readers.values():
-            running.holder._listener.send(reader.identity, board._head, [text])
-        board.write(ended("rank 0"))
-        running.until(lambda: running.read[board])
-        assert [entry.name for entry in running.read[board]] == ["rank 0"]
+    """Of what a launcher of another host tells; so is an exit code that is no number."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.say("told", 0, 0, [text])
+        assert server.senseless == 1
+        assert server.failure is None
     with pytest.raises(TypeError):
         Entry(kind="ended", name="rank 0", code="seven")  # type: ignore[arg-type]  # as it may come
 
 
-def _watch(text: bytes) -> list[bytes]:
-    return [bytes(frame) for frame in encode(Head("watch", session=5), [text])]
-
-
-def test_a_launcher_that_is_gone_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that asks no more after 10 s, one that never came after the startup timeout, and not while the holder itself stands still."""
-    clock = Clock()
-    with launchers("b", "c", startup_timeout_s=30.0) as running:
-        own, other = running.board("a"), running.board("b")
-        running.until(lambda: len(running.holder._readers) == 2)
-        monkeypatch.setattr("real.servers.silence.time", clock)
-        running.holder._silence._at = clock.now
-        running.boards.remove(other)
-
-        def entries() -> list[Entry]:
-            return [Entry(**entry) for entry in running.holder._entries]
-
-        def passes(seconds: float) -> None:
-            for _ in range(round(seconds / 0.1)):
-                clock.now += 0.1
-                running.turn()
-
-        clock.now += 1000.0
-        passes(9.0)
-        assert [entry.name for entry in running.read[own]] == []
-        passes(3.0)
-        assert Entry(kind="gone", name="b") in entries()
-        passes(15.0)
-        assert Entry(kind="gone", name="c") not in entries()
-        passes(5.0)
-        assert Entry(kind="gone", name="c") in entries()
-        monkeypatch.undo()
-        running.boards.append(other)
-
-
-def test_a_holder_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 s after its last answer; one that has never answered, after the startup timeout."""
-    clock = Clock()
-    with launchers() as running:
-        board = running.board("a")
-        running.until(lambda: board._has_met)
-        monkeypatch.setattr("real.servers.board.time", clock)
-        board._asked_at = clock.now
-        for _ in range(48):
-            clock.now += 0.3
-            board.turn()
-        assert not board.is_silent
-        for _ in range(4):
-            clock.now += 0.3
-            board.turn()
-        assert board.is_silent
-        board._has_met = False
-        assert not board.is_silent
-        monkeypatch.undo()
-        running.turn()
-
-
-def test_a_servers_end_and_a_launchers_failure_reach_all() -> None:
-    """Two servers: a trainer raises with the host's name, and so does each server."""
-    with launchers() as running, job(2, 1, boards=running.board) as own:
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_what_a_launcher_of_another_host_tells_reaches_all(encrypted: bool) -> None:
+    """Two servers: a trainer raises with the host's name, and so does each server; a launcher without the token is not heard."""
+    with job(2, 1, encrypted=encrypted) as own:
         model, optimizer, _ = counting(own, 0, SYNCHRONOUS)
-        for board in running.boards:
-            running.read[board] = []
-        launcher = running.board("a")
-        running.boards[:] = [launcher]  # the others are turned by their servers
-        launcher.write(Entry(kind="failed", name=FAILED[0], why=FAILED[1]))
+        stranger = Messenger(own.endpoints, "another job's token, of no use", encrypted=encrypted)
+        stranger.tell(Entry(kind="failed", name="host c", why="it is a stranger"))
+        messenger = Messenger(own.endpoints, TOKEN, encrypted=encrypted)
+        messenger.tell(Entry(kind="failed", name=FAILED[0], why=FAILED[1]))
         for thread in own.threads:
-            running.until(lambda thread=thread: not thread.is_alive())
+            thread.join(PATIENCE_S)
             assert str(thread.error).startswith("host b: the launch was ended there")
         with pytest.raises(WorkerFailed, match="host b: the launch was ended there"):
             add(model, optimizer, 0, 1.0, 1.0)
-        running.until(lambda: len(running.read[launcher]) >= 3)
-        assert {(entry.kind, entry.name) for entry in running.read[launcher]} == {("failed", "host b")}
+        messenger.close()
+        stranger.close()

@@ -18,7 +18,7 @@ from fleetbench.errors import ConfigError, WorkerFailed
 from real.job.launcher import prepare_logs
 from real.job.served_launcher import launch_placed
 from real.processes.roles import role_of
-from real.servers.board import Entry, Holder
+from real.servers.board import Entry
 from real.servers.hosts import Placement, on_this_machine
 
 pytestmark = pytest.mark.usefixtures("forked_launches")
@@ -224,16 +224,14 @@ def test_processes_are_told_how_long_they_may_wait_for_each_other(tmp_path: Path
 
 
 class Known:
-    """Stands for a launcher's board: what it reads there, and what it writes."""
+    """Stands for the host's board: what a launcher reads there, and what it writes."""
 
-    def __init__(self, *entries: Entry, is_silent: bool = False) -> None:
+    def __init__(self, *entries: Entry) -> None:
         self.entries = list(entries)
         self.told: list[Entry] = []
-        self.is_silent = is_silent
 
-    def __call__(self, *_: object, holder: Holder | None, **__: object) -> Self:
+    def __call__(self, _path: Path) -> Self:
         """Made by the launch."""
-        self.holder = holder
         return self
 
     def write(self, entry: Entry) -> None:
@@ -245,11 +243,6 @@ class Known:
         new, self.entries = self.entries, []
         return new
 
-    def close(self) -> None:
-        """Nothing else is there."""
-        if self.holder is not None:
-            self.holder.close()
-
 
 def lost(rank: int, seconds: float = 0.2) -> Entry:
     """Servers have given it up."""
@@ -260,8 +253,8 @@ def lost(rank: int, seconds: float = 0.2) -> Entry:
 def board(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Known]:
     """Let this stand on the board, and nobody wait long."""
 
-    def make(*entries: Entry, is_silent: bool = False) -> Known:
-        made = Known(*entries, is_silent=is_silent)
+    def make(*entries: Entry) -> Known:
+        made = Known(*entries)
         monkeypatch.setattr("real.job.served_launcher._GRACE_S", 0.2)
         monkeypatch.setattr("real.job.served_launcher.Board", made)
         return made
@@ -387,48 +380,38 @@ def test_a_host_tells_the_others_why_its_part_ended(tmp_path: Path, board: Calla
     placement = spread(endpoints=("10.0.0.9:1", "127.0.0.1:2"), workers=("127.0.0.1", "10.0.0.8"))
     with pytest.raises(WorkerFailed, match=r"server 1 on 127.0.0.1: was killed by SIGKILL"):
         launch_here(tmp_path, placement, "os.kill(os.getpid(), 9) if is_server else time.sleep(60)", monkeypatch)
-    ended, failed = told
+    ended, failed = told[-2:]
     assert (ended.kind, ended.name, ended.code) == ("ended", "server 1", -9)
     assert failed == Entry(kind="failed", name="server 1", why="was killed by SIGKILL")
 
 
 @pytest.mark.timeout(30)
-def test_a_host_waits_for_the_end_of_the_job_elsewhere(
-    tmp_path: Path, board: Callable[..., Known], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_host_without_servers_ends_with_its_trainers(
+    tmp_path: Path, board: Callable[..., Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its one trainer was killed, which it tells; the others train on, and when servers have ended well, so has it."""
+    """Its one trainer was killed, which it tells the servers; what becomes of the job is for other hosts to say."""
     known = board()
-    later = threading.Timer(1.0, lambda: known.entries.append(Entry(kind="ended", name="server 0")))
-    later.start()
+    told: list[Entry] = []
+    monkeypatch.setattr("real.job.served_launcher.Messenger.tell", lambda _self, entry: told.append(entry))
     placement = spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1", "10.0.0.8"))
-    launch_here(tmp_path, placement, "os.kill(os.getpid(), 9)", monkeypatch)
-    assert not later.is_alive()
-    later.join()
-    assert known.told == [Entry(kind="ended", name="rank 0", code=-9)]
-    assert "rank 0 on 127.0.0.1 was killed by SIGKILL; the others trained on without it" in capfd.readouterr().err
+    with pytest.raises(WorkerFailed, match=r"rank 0 on 127\.0\.0\.1: was killed by SIGKILL"):
+        launch_here(tmp_path, placement, "os.kill(os.getpid(), 9)", monkeypatch)
+    assert told == known.told
+    assert told[0] == Entry(kind="ended", name="rank 0", code=-9)
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("is_silent", [True, False], ids=["the first host", "another"])
-def test_servers_of_other_hosts_that_are_gone_end_a_launch(
-    is_silent: bool, tmp_path: Path, board: Callable[..., Known], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether the board is gone with the host, or stands there and says so: the server is named, and not the trainer that failed of it."""
-    gone = () if is_silent else (Entry(kind="ended", name="server 0"), Entry(kind="gone", name="10.0.0.8"))
-    board(*gone, is_silent=is_silent)
-    number, host = (0, "10.0.0.9") if is_silent else (1, "10.0.0.8")
-    with pytest.raises(WorkerFailed, match=rf"server {number} on {re.escape(host)}: has not answered at {re.escape(host)}:1, nor has"):
-        launch_here(tmp_path, spread(endpoints=("10.0.0.9:1", "10.0.0.8:1"), workers=("127.0.0.1",)), "sys.exit(1)", monkeypatch)
-
-
-@pytest.mark.timeout(30)
-def test_a_host_of_lost_trainers_that_is_gone_ends_nothing(
-    tmp_path: Path, board: Callable[..., Known], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Asynchronous training has gone on without them."""
-    board(Entry(kind="gone", name="10.0.0.8"), lost(1), Entry(kind="ended", name="server 0"))
-    launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1", "10.0.0.8")), "pass", monkeypatch)
-    assert "rank 1 on 10.0.0.8 has fallen silent; the others trained on without it" in capfd.readouterr().err
+def test_a_trainer_names_the_server_of_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ended it stands on its host's board."""
+    text = """
+import json
+entry = {"kind": "blamed", "name": "server 0", "why": "has been silent for 6 s", "code": 0, "seconds": 0.0}
+with open(os.environ["FLEETBENCH_BOARD"], "a") as board:
+    board.write(json.dumps(entry) + "\\n")
+sys.exit(1)
+"""
+    with pytest.raises(WorkerFailed, match=r"server 0 on 10\.0\.0\.9: has been silent for 6 s"):
+        launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1",)), text, monkeypatch)
 
 
 def test_a_host_removes_its_own_logs_alone(tmp_path: Path) -> None:

@@ -63,11 +63,11 @@ def test_servers_trainers_and_launchers_of_several_hosts_encrypt(monkeypatch: py
         assert trainer.training._options.encrypted is means
         asked: list[bool] = []
 
-        def board(*_arguments: object, encrypted: bool, asked: list[bool] = asked, **_rest: object) -> None:
+        def messenger(*_arguments: object, encrypted: bool, asked: list[bool] = asked) -> None:
             asked.append(encrypted)
             raise InterruptedError
 
-        monkeypatch.setattr("real.job.served_launcher.Board", board)
+        monkeypatch.setattr("real.job.served_launcher.Messenger", messenger)
         placement = Placement(endpoints=servers, workers=("10.0.0.2",), own=frozenset(["10.0.0.2"]))
         with pytest.raises(InterruptedError):
             launch_placed(placement, [__file__], log_dir=tmp_path / "log")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 
 from fleetbench.errors import WorkerFailed
 from real.job.served_launcher import ServedJob
 from real.processes.started import Started
-from real.servers.board import Entry
+from real.servers.board import Board, Entry, Messenger
 from real.servers.hosts import Placement
 
 ALONE = Placement(endpoints=("127.0.0.1:1", "127.0.0.1:2"), workers=("127.0.0.1",) * 4, own=frozenset(["127.0.0.1"]))
@@ -46,19 +46,20 @@ def judge(
     processes: Sequence[Started],
     placement: Placement = SPREAD,
     *,
-    elsewhere: Mapping[str, int] | None = None,
     lost: Mapping[int, str] | None = None,
     failed: tuple[str, str] | None = None,
-    gone: Sequence[str] = (),
+    blamed: tuple[str, str] | None = None,
 ) -> list[str]:
-    """What a launcher says that has these processes, and has read the rest. Servers of other hosts have ended well."""
-    job = ServedJob(placement, None)
+    """What a launcher says that has these processes, and has read the rest."""
+    job = ServedJob(placement, cast(Board, None), cast(Messenger, None))
     job.processes = list(processes)
-    job.codes = {f"server {number}": 0 for number in range(2) if placement.places[f"server {number}"] not in (*placement.own, *gone)}
-    job.codes |= {process.name: process.code for process in processes if process.code is not None} | dict(elsewhere or {})
-    job.lost = {f"rank {rank}": Entry(kind="lost", name=f"rank {rank}", why=why) for rank, why in (lost or {}).items()}
-    job.failure = None if failed is None else Entry(kind="failed", name=failed[0], why=failed[1])
-    job.gone = set(gone)
+    job.codes = {process.name: process.code for process in processes if process.code is not None}
+    for rank, why in (lost or {}).items():
+        job.hear(Entry(kind="lost", name=f"rank {rank}", why=why))
+    if failed is not None:
+        job.hear(Entry(kind="failed", name=failed[0], why=failed[1]))
+    if blamed is not None:
+        job.hear(Entry(kind="blamed", name=blamed[0], why=blamed[1]))
     return job.judge()
 
 
@@ -71,7 +72,7 @@ def test_a_job_that_ended_well_is_not_spoken_of() -> None:
 
 def test_a_job_that_went_on_without_a_trainer_names_it() -> None:
     """One that was killed here, one that was killed elsewhere, one that fell silent and still lives."""
-    said = judge([*servers(0), *trainers(0, -9)], elsewhere={"rank 2": -15}, lost={2: "was killed by SIGTERM"})
+    said = judge([*servers(0), *trainers(0, -9)], lost={2: "was killed by SIGTERM"})
     assert said == [
         "rank 1 on a was killed by SIGKILL; the others trained on without it",
         "rank 2 on b was killed by SIGTERM; the others trained on without it",
@@ -86,7 +87,7 @@ def test_a_trainer_that_fell_silent_and_came_back_is_not_spoken_of() -> None:
 
 
 def test_a_host_whose_trainers_are_all_lost_ends_well_with_the_others() -> None:
-    """Asynchronous training went on elsewhere, to its end."""
+    """Asynchronous training went on elsewhere, to its end: the host's server says so."""
     said = judge([*servers(0), *trainers(-9, -9)], lost={0: "was killed by SIGKILL", 1: "was killed by SIGKILL"})
     assert said == [f"rank {rank} on a was killed by SIGKILL; the others trained on without it" for rank in (0, 1)]
 
@@ -94,7 +95,7 @@ def test_a_host_whose_trainers_are_all_lost_ends_well_with_the_others() -> None:
 CASES: dict[str, tuple[list[Started], dict[str, Any], str]] = {
     "whom the servers name, elsewhere": (
         [*servers(1), *trainers(1, 1)],
-        {"failed": ("rank 3", "this trainer was killed by SIGKILL, and ..."), "elsewhere": {"rank 3": -9}},
+        {"failed": ("rank 3", "this trainer was killed by SIGKILL, and ...")},
         "rank 3 on b: this trainer was killed by SIGKILL, and ...",
     ),
     "whom the servers name, here, and how it was": (
@@ -112,10 +113,15 @@ CASES: dict[str, tuple[list[Started], dict[str, Any], str]] = {
         {"failed": ("host b", "the launch was ended there")},
         "host b: the launch was ended there",
     ),
-    "a server whose launcher is gone, before trainers that failed because of it": (
-        [*servers(0), *trainers(1, -9)],
-        {"gone": ["b"]},
-        "server 1 on b: has not answered at b:2, nor has its launcher",
+    "whom a trainer names, where servers are elsewhere": (
+        trainers(4, 4),
+        {"blamed": ("server 1", "has been silent for 30 s")},
+        "server 1 on b: has been silent for 30 s",
+    ),
+    "who was killed here, before whom a trainer names": (
+        trainers(4, -9),
+        {"blamed": ("rank 1", "this trainer was killed by SIGKILL, and ...")},
+        "rank 1 on a: was killed by SIGKILL",
     ),
     "a stopped server, before trainers that failed because of it": (
         [process("server", 0, None, stopped=True), *trainers(1, 1)],
@@ -124,11 +130,11 @@ CASES: dict[str, tuple[list[Started], dict[str, Any], str]] = {
     ),
     "who was killed, before who failed": ([*servers(0), *trainers(1, -9)], {}, "rank 1 on a: was killed by SIGKILL"),
     "who failed here": ([*servers(0), *trainers(0, 7)], {}, "rank 1 on a: ended with exit code 7"),
-    "who failed elsewhere": (servers(0), {"elsewhere": {"rank 2": 7}}, "rank 2 on b: ended with exit code 7"),
+    "all trainers of a host without servers, who were killed": (trainers(-9, -15), {}, "rank 0 on a: was killed by SIGKILL"),
     "all trainers, who were killed": (
-        [*servers(0), *trainers(-9, -15)],
-        {"elsewhere": {"rank 2": -9, "rank 3": -9}},
-        "rank 0 on a: was killed by SIGKILL",
+        [*servers(0, 0), *trainers(-9, -15, -9, -9)],
+        {"placement": ALONE},
+        "rank 0: was killed by SIGKILL",
     ),
     "a server that failed": ([*servers(3), *trainers(None, None)], {}, "server 0 on a: ended with exit code 3"),
     "a server that did not end": ([*servers(None), *trainers(0, 0)], {}, "server 0 on a: did not end"),
