@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from fleetbench import __version__
 from fleetbench.cli import calibrate, compare, doctor, estimate, evaluate, launch, profile, real, report, sim, testbed, tune
@@ -28,9 +29,17 @@ exit codes: 0 done, 1 a gate failed, 2 bad usage or configuration, 3 the environ
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Bad usage is an error as any other."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise it as ``ConfigError``."""
+        raise ConfigError(message, self.prog, hint=f"{self.prog} --help")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="fleetbench", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"fleetbench {__version__}")
@@ -41,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; bad usage leaves through argparse's ``SystemExit(2)``.
+    """Run one command and return its exit code; ``--help`` and ``--version`` leave through argparse's ``SystemExit``.
 
     What is no ``FleetbenchError`` is a bug of ours and keeps its traceback.
     """

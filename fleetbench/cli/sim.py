@@ -116,10 +116,13 @@ def _run_several(arguments: argparse.Namespace) -> int:
         return _sweep(arguments)
     if arguments.what_if and arguments.loss:
         raise ConfigError("compares times, which losses do not change", "--what-if", hint="leave --loss out, or --what-if")
+    from sim.many.seeds import check_number, over_seeds
+
+    if arguments.seeds is not None:
+        check_number(arguments.seeds)
     experiment = _with_times(load_experiment(arguments), arguments)
     if arguments.what_if:
         return _what_if(experiment, arguments)
-    from sim.many.seeds import over_seeds
 
     with progress.steps("simulate seeds") as advance:
         found = over_seeds(experiment, arguments.seeds, engine=arguments.engine, progress=advance, learn=_learn(arguments))

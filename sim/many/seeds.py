@@ -95,6 +95,14 @@ class OverSeeds:
         }
 
 
+def check_number(num_seeds: int) -> None:
+    """Raise ``ConfigError`` for a number of seeds of which no interval can be said."""
+    if num_seeds > MOST_SEEDS:
+        raise ConfigError(f"has more than {MOST_SEEDS:,} seeds", "--seeds", f"{num_seeds:,}", "for example --seeds 10")
+    if num_seeds < 2:
+        raise ConfigError("an interval needs at least 2 seeds", "--seeds", repr(num_seeds), "for example --seeds 10")
+
+
 def over_seeds(
     experiment: Experiment,
     num_seeds: int,
@@ -110,10 +118,7 @@ def over_seeds(
 
     Raises ``ConfigError`` for fewer than two seeds, or more than ``MOST_SEEDS``.
     """
-    if num_seeds > MOST_SEEDS:
-        raise ConfigError(f"has more than {MOST_SEEDS:,} seeds", "--seeds", f"{num_seeds:,}", "for example --seeds 10")
-    if num_seeds < 2:
-        raise ConfigError("an interval needs at least 2 seeds", "--seeds", repr(num_seeds), "for example --seeds 10")
+    check_number(num_seeds)
     seeds = tuple(range(experiment.run.seed, experiment.run.seed + num_seeds))
     seeded = [experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)) for seed in seeds]
     jobs = [

@@ -78,9 +78,10 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
         ConfigError: a value does not fit the experiment, or cannot be simulated; the message names it.
     """
     experiments: list[Experiment] = []
-    for value in axis.values:
+    for value in axis.values:  # all, before the first is estimated
         with naming(f"the point {axis.key}={value}"):
-            experiments.append(candidates.with_compute(load([f"{axis.key}={value}"]), out))
+            experiments.append(load([f"{axis.key}={value}"]))
+    experiments = [candidates.with_compute(experiment, out) for experiment in experiments]
     anchors = _anchors([experiment.cluster.trainers for experiment in experiments])
     best: dict[int, candidates.Times] = {}
     times: dict[int, candidates.Times] = {}
