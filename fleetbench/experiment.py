@@ -71,8 +71,6 @@ class Tune(Config):
     """By how much the finalist's ``metric`` may be less than the default's."""
     min_gain: float = 0.02
     """USE needs the interval's lower end above 1 + ``min_gain``."""
-    storage: str | None = None
-    """Optuna storage; such as sqlite:////tmp/study.db; default: a journal beside the runs."""
     budget_gpu_hours: float | None = None
     """Bound on the trainers' time in real runs, summed over them."""
     budget_minutes: float | None = None

@@ -2,16 +2,9 @@
 
 All samples in the data's own order: nothing is held out, shuffled or augmented. Ids are places, from 0, in the data (digits,
 synthetic, text, a factory's own inputs), and the paths of ``val.txt`` for pictures.
-
-A model outside the registry is what ``--model package.module:factory`` returns; no file ever names one, because importing runs code.
-The factory takes no arguments and returns a model, which is evaluated on the data of the experiment's registry model, in whose place it
-is, or a model, the inputs of a whole data set (a tensor, or several as a tuple) and a loss, which plays no part.
 """
 
-import contextlib
 import dataclasses
-import pkgutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +30,6 @@ from real.checkpoints.persistables import model_tensors, refuse_another_model
 from real.communication.device import device_of
 
 _CHECKPOINT = "--checkpoint"
-_MODEL = "--model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +46,12 @@ def evaluate(
     path: Path,
     *,
     checkpoint: Path | None = None,
-    factory: str | None = None,
     samples: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Write the vectors of a data set, as float32, to a Parquet file at ``path``, and return what was evaluated.
 
-    ``checkpoint``: weights of the model; only the model of a ``factory`` (``package.module:factory``) may do without.
-    ``samples``: the first so many, otherwise all.
+    ``checkpoint``: weights of the model, which it needs. ``samples``: the first so many, otherwise all.
 
     The model evaluates (no dropout, batch norm by its stored statistics) in ``workload.dtype``, in
     batches of ``workload.batch_size``, the last one as small as it comes; the strategy plays no part.
@@ -70,38 +60,28 @@ def evaluate(
     if experiment.run.device == "emulated":
         raise ConfigError("emulated compute gives no vectors", "run.device", "'emulated'", "--set run.device=cpu")
     device = device_of(experiment.run.device)
-    file = checkpoint if checkpoint is None or not checkpoint.is_dir() else model_file(checkpoint)
-    if factory is None and file is None:
+    workload, seed = experiment.workload, experiment.run.seed
+    if checkpoint is None:
         hint = "--checkpoint FILE with its weights: what fleet.save_persistables wrote, or torch.save(model.state_dict(), FILE)"
-        raise ConfigError("has random parameters", "workload.model", repr(experiment.workload.model), hint)
-    model, data, source = _registry_model(experiment, device) if factory is None else _external_model(experiment, device, factory)
-    if file is not None:
-        load_weights(model, file)
-    with contextlib.suppress(NotImplementedError):  # an exported program has no modes, and says so
-        model.eval()
+        raise ConfigError("has random parameters", "workload.model", repr(workload.model), hint)
+    file = model_file(checkpoint) if checkpoint.is_dir() else checkpoint
+    data = open_samples(workload, seed)
+    model = build_model(workload.model, workload.model_options, workload.dtype, seed).to(device)
+    load_weights(model, file)
+    model.eval()
     num = len(data.ids) if samples is None else samples
     if num > len(data.ids):
         raise ConfigError("is more than the data have", "--samples", str(num), f"at most {len(data.ids)}, or leave it out for all")
     refuse_repeated(data.ids[:num], "workload.data")
-    where = f"{_MODEL} {factory}" if factory else "workload.model"
     num_not_finite, begin_s = 0, time.perf_counter()
 
     def batches() -> Iterator[tuple[Sequence[str], Values]]:
         nonlocal num_not_finite
-        for first in range(0, num, experiment.workload.batch_size):
-            last = min(first + experiment.workload.batch_size, num)
+        for first in range(0, num, workload.batch_size):
+            last = min(first + workload.batch_size, num)
             inputs = tuple(item.to(device) for item in data.read(first, last))
-            try:
-                with torch.inference_mode():
-                    output = model(*inputs)
-            except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:  # the last by an exported program
-                if factory is None:
-                    raise
-                what = f"does not take the data's batches: {type(error).__name__}: {str(error).splitlines()[0]}"
-                shape = f"inputs {tuple(inputs[0].shape)} of {inputs[0].dtype}"
-                hint = "let the factory return (model, inputs, loss), or choose workload.data that fit; the output must be (batch, classes)"
-                raise ConfigError(what, f"{_MODEL} {factory}", shape, hint) from error
-            values = _vectors(output, last - first, where)
+            with torch.inference_mode():
+                values: Values = model(*inputs).reshape(last - first, -1).to("cpu", torch.float32).numpy()
             num_not_finite += int((~np.isfinite(values).all(axis=1)).sum())
             yield data.ids[first:last], values
             if progress is not None:
@@ -109,38 +89,16 @@ def evaluate(
 
     length = write_vectors(path, batches())
     return {
-        "model": factory or experiment.workload.model,
-        "checkpoint": None if file is None else str(file),
-        "checkpoint_sha256": None if file is None else file_digest(file),
-        "data": source,
+        "model": workload.model,
+        "checkpoint": str(file),
+        "checkpoint_sha256": file_digest(file),
+        "data": workload.data,
         "samples": num,
         "length": length,
         "num_not_finite": num_not_finite,
         "wall_s": time.perf_counter() - begin_s,
         "skipped": [],
     }
-
-
-def _registry_model(experiment: Experiment, device: torch.device) -> tuple[nn.Module, Samples, str | None]:
-    """The experiment's model, its data, and ``workload.data``."""
-    workload, seed = experiment.workload, experiment.run.seed
-    samples = open_samples(workload, seed)
-    return build_model(workload.model, workload.model_options, workload.dtype, seed).to(device), samples, workload.data
-
-
-def _external_model(experiment: Experiment, device: torch.device, factory: str) -> tuple[nn.Module, Samples, str | None]:
-    """The factory's model, what it is fed with, and ``workload.data``; none where the factory brought its inputs."""
-    workload, seed = experiment.workload, experiment.run.seed
-    dtype = getattr(torch, workload.dtype)
-    model, found = load_external(factory, seed)
-    model = model.to(device, dtype)
-    if found is None:
-        return model, open_samples(workload, seed), workload.data
-    inputs, rows = [item.to(device, dtype if item.is_floating_point() else None) for item in found], [len(item) for item in found]
-    if len(set(rows)) > 1 or not rows[0]:
-        hint = "every tensor of inputs has a row for each of the same samples"
-        raise ConfigError("the factory's inputs have no sample, or not the same ones", f"{_MODEL} {factory}", f"{rows} rows", hint)
-    return model, Samples(_places(rows[0]), lambda first, last: tuple(item[first:last] for item in inputs)), None
 
 
 def open_samples(workload: Workload, seed: int) -> Samples:
@@ -170,50 +128,6 @@ def open_samples(workload: Workload, seed: int) -> Samples:
 
 def _places(number: int) -> list[str]:
     return [str(place) for place in range(number)]
-
-
-def _vectors(output: Any, rows: int, where: str) -> Values:
-    """The vectors of a batch of ``rows`` samples. Raises ``ConfigError`` for an output that holds none."""
-    hint = "one tensor is needed, with a row a sample; --model FACTORY may return a model that gives one"
-    if not isinstance(output, torch.Tensor):
-        raise ConfigError("the output is no tensor", where, type(output).__name__, hint)
-    if output.dim() == 0 or len(output) != rows or not output.numel():
-        raise ConfigError(f"the output holds no vector for each of {rows} samples", where, f"shape {tuple(output.shape)}", hint)
-    if not output.is_floating_point():
-        raise ConfigError("the output holds no floating-point numbers", where, str(output.dtype), hint)
-    vectors: Values = output.reshape(rows, -1).to("cpu", torch.float32).numpy()
-    return vectors
-
-
-def load_external(name: str, seed: int) -> tuple[nn.Module, tuple[torch.Tensor, ...] | None]:
-    """Import and call a factory, with torch's random numbers from ``seed``: its model, and the inputs of a data set where it has its own.
-
-    Modules of the working directory are found, after all others. Raises ``ConfigError`` for what is no factory of a model.
-    """
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            made = pkgutil.resolve_name(name)()
-    except (Exception, SystemExit) as error:  # of the user's module, or of its factory
-        hint = "--model package.module:factory; modules of the working directory are found, too; the factory takes no arguments"
-        raise ConfigError(f"gives no model: {type(error).__name__}: {error}", _MODEL, name, hint) from error
-    if isinstance(made, nn.Module):
-        return made, None
-    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2])):
-        raise ConfigError(f"the factory returned {type(made).__name__}", _MODEL, name, "it is to return a model, or (model, inputs, loss)")
-    inputs = (made[1],) if isinstance(made[1], torch.Tensor) else made[1]
-    if not isinstance(inputs, tuple | list) or not inputs or not all(isinstance(item, torch.Tensor) and item.dim() for item in inputs):
-        hint = "a tensor, or a tuple of some, with samples in the first dimension"
-        raise ConfigError("the inputs are no batch of tensors", _MODEL, name, hint)
-    return made[0], tuple(inputs)
-
-
-def named(experiment: Experiment, name: str) -> Experiment:
-    """The experiment of that model: what its vectors are stored under."""
-    return experiment.replace(workload=dataclasses.replace(experiment.workload, model=name, model_options={}))
 
 
 def read_weights(file: Path) -> Mapping[str, torch.Tensor]:
@@ -247,7 +161,7 @@ def load_weights(model: nn.Module, file: Path) -> None:
     first_names = {id(tensor): name for name, tensor in own.items()}
     names = {name: first_names[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}
     stored = {names.get(name, name): value for name, value in read_weights(file).items()}
-    hint = "the model, with the options, that was saved: workload.model, model_options and dtype, or --model package.module:factory"
+    hint = "the model, with the options, that was saved: workload.model, model_options and dtype"
     refuse_another_model(model, stored, None, f"{_CHECKPOINT} {file}", hint)
     for name, value in stored.items():
         own[name].copy_(value)

@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from fleetbench.config import decode, encode
 from fleetbench.digests import reading
-from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from real.processes.place import Place
 
-_ANEW = "remove the file, and the search begins again; tune.storage is such as sqlite:////tmp/study.db"
+_ANEW = "remove the file, and the search begins again"
 _DIGEST = "sha256"
 OWNER = "owner"
 """Attribute of a trial: the ``Place`` of the process that runs it."""
@@ -36,27 +36,15 @@ OWNER = "owner"
 
 @contextmanager
 def open_study(experiment: Experiment, out: Path) -> Iterator[optuna.Study]:
-    """The experiment's study: ``tune.storage``, or ``out/studies/<name>-<digest>.journal``.
-
-    Raises ``ConfigError`` for a storage that cannot be opened or is damaged, and ``EnvironmentLacks`` for one that the disk
-    has no room for. A trial that an older version completed has no digest, and is taken as it is, with a warning.
-    """
+    """The experiment's study, ``out/studies/<name>-<digest>.journal``. Raises ``ConfigError`` for a journal that is damaged."""
     name = f"{experiment.name}-{experiment.digest()}"
-    url = experiment.tune.storage
-    where = str(out / "studies" / f"{name}.journal") if url is None else url
-    with _quiet(), _storage_errors(where):
-        with reading(where, _ANEW, RuntimeError, ImportError):  # Optuna's, of another version; a database's driver
-            storage = _own_storage(Path(where)) if url is None else RDBStorage(url)
-        try:
-            with reading(where, _ANEW, AssertionError):  # Optuna's, of a damaged journal
-                study = optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
-                _fail_leftovers(study)
-                _verify(study, storage)
-            yield study
-        finally:
-            storage.remove_session()
-            if isinstance(storage, RDBStorage):
-                storage.engine.dispose()
+    path = out / "studies" / f"{name}.journal"
+    with _quiet():
+        with reading(path, _ANEW, RuntimeError, AssertionError):  # Optuna's, of another version or a damaged journal
+            study = optuna.create_study(storage=_own_storage(path), study_name=name, direction="minimize", load_if_exists=True)
+            _fail_leftovers(study)
+            _verify(study)
+        yield study
 
 
 def trials(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
@@ -99,32 +87,13 @@ def _digest(number: int, parameters: Mapping[str, Any], value: float | None, att
     return hashlib.sha256(json.dumps([number, parameters, value, kept], sort_keys=True).encode()).hexdigest()
 
 
-def _verify(study: optuna.Study, storage: BaseStorage) -> None:
+def _verify(study: optuna.Study) -> None:
     """Raise ``ValueError`` for a damaged study; see ``complete``."""
-    if isinstance(storage, RDBStorage) and storage.engine.dialect.name == "sqlite":
-        with storage.engine.connect() as connection:
-            found = connection.exec_driver_sql("PRAGMA integrity_check").scalar()
-        if found != "ok":
-            raise ValueError(str(found))
     if study.direction != optuna.study.StudyDirection.MINIMIZE:
         raise ValueError("the study does not minimise")
     for trial in trials(study, TrialState.COMPLETE):
         if trial.user_attrs.get(_DIGEST) != _digest(trial.number, trial.params, trial.value, trial.user_attrs):
             raise ValueError(f"trial {trial.number} is not what was written: its digest differs")
-
-
-@contextmanager
-def _storage_errors(where: str) -> Iterator[None]:
-    """Turn what a database raises, whenever it is asked, into an error that names it."""
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
-        yield
-    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-        told = str(error.__cause__ or error).partition("\n")[0]
-        if " full" in told or "disk I/O" in told:
-            raise EnvironmentLacks(f"takes no more trials: {told}", where, hint="make room there, or name another --out") from None
-        raise ConfigError(f"cannot be opened: {told}", where, hint=_ANEW) from None
 
 
 def _own_storage(path: Path) -> JournalStorage:

@@ -26,8 +26,6 @@ def register(commands: Commands) -> None:
     add_experiment(parser)
     weights = "the model's weights: .safetensors, .pt of a state_dict, or the folder of fleet.save_persistables"
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help=weights)
-    model = "evaluate a model outside the registry: what this factory returns, a model or (model, inputs of the whole data set, loss)"
-    parser.add_argument("--model", metavar="PACKAGE.MODULE:FACTORY", help=model)
     parser.add_argument("--samples", type=whole(1), metavar="N", help="the first N samples only; default: all")
     stored = "evaluate nothing, but compare these: an evaluation's folder, or a file of vectors"
     parser.add_argument("--vectors", type=Path, metavar="OFFLINE", help=stored)
@@ -79,32 +77,30 @@ def _evaluated(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     from fleetbench.result import SCHEMA
     from fleetbench.store import new_folder
     from fleetbench.vectors import FILE
-    from real.evaluation import evaluate, named
+    from real.evaluation import evaluate
 
-    stored = experiment if arguments.model is None else named(experiment, arguments.model)
-    with progress.steps("evaluate") as advance, new_folder(stored, "evaluate", arguments.out) as (folder, manifest):
+    with progress.steps("evaluate") as advance, new_folder(experiment, "evaluate", arguments.out) as (folder, manifest):
         found = evaluate(
             experiment,
             folder / FILE,
             checkpoint=arguments.checkpoint,
-            factory=arguments.model,
             samples=arguments.samples,
             progress=advance,
         )
         summary = {
             "schema": SCHEMA,
             "executor": "evaluate",
-            "name": stored.name,
-            "experiment": stored.digest(),
+            "name": experiment.name,
+            "experiment": experiment.digest(),
             "run_id": manifest["run_id"],
-            "device": stored.run.device,
-            "seed": stored.run.seed,
-            "batch_size": stored.workload.batch_size,
+            "device": experiment.run.device,
+            "seed": experiment.run.seed,
+            "batch_size": experiment.workload.batch_size,
             "dtype": "float32",
             **found,
             "samples_per_s": found["samples"] / found["wall_s"],
         }
-        stored.save(folder / "experiment.toml")
+        experiment.save(folder / "experiment.toml")
         write_whole(folder / "summary.json", json.dumps(summary, indent=1))
         checkpoint = {"path": found["checkpoint"], "sha256": found["checkpoint_sha256"]}
         manifest |= {"kind": "evaluation", "checkpoint": checkpoint, "host_s": found["wall_s"]}
@@ -112,9 +108,8 @@ def _evaluated(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
 
 
 def _print_evaluation(summary: dict[str, Any]) -> None:
-    data = "its factory's inputs" if summary["data"] is None else summary["data"]
-    emit(f"{summary['name']}: {summary['model']} on {data}, device {summary['device']}")
-    emit(f"  weights: {'the factory' if summary['checkpoint'] is None else summary['checkpoint']}")
+    emit(f"{summary['name']}: {summary['model']} on {summary['data']}, device {summary['device']}")
+    emit(f"  weights: {summary['checkpoint']}")
     rate = f"{summary['samples_per_s']:,.0f} samples per second"
     emit(f"  {summary['samples']:,} vectors of {summary['length']:,} numbers, batches of {summary['batch_size']}, {rate}")
     if summary["num_not_finite"]:
@@ -149,7 +144,7 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
             if value is not None:
                 raise ConfigError("there is nothing to compare with", option, str(value), "--against ONLINE names what a service returned")
     arguments.tolerance = TOLERANCE if arguments.tolerance is None else arguments.tolerance
-    for option in ("experiment", "overrides", "checkpoint", "model", "samples") if arguments.vectors is not None else ():
+    for option in ("experiment", "overrides", "checkpoint", "samples") if arguments.vectors is not None else ():
         if value := getattr(arguments, option):
             name = {"experiment": "EXPERIMENT.toml", "overrides": "--set"}.get(option, f"--{option}")
             raise ConfigError("nothing is evaluated where vectors are given", name, str(value), "drop it, or --vectors")

@@ -163,8 +163,6 @@ def test_samples_that_are_missing_are_bad_usage(command: Callable, place: Path) 
         (("--vectors", "a.parquet"), "nothing to compare with"),
         (("served.toml", "--vectors", "a.parquet", "--against", "b.parquet"), "nothing is evaluated"),
         (("--checkpoint", "m.pt", "--vectors", "a.parquet", "--against", "b.parquet"), "nothing is evaluated"),
-        (("--model", "m:f", "--vectors", "a.parquet", "--against", "b.parquet"), "nothing is evaluated"),
-        (("--model", "no_such_module_anywhere:f"), "No module named"),
     ],
 )
 def test_bad_usage_leaves_nothing(command: Callable, place: Path, arguments: tuple[str, ...], said: str) -> None:
@@ -183,20 +181,3 @@ def test_numbers_out_of_range_are_refused_by_the_parser(command: Callable, argum
     ended = command("evaluate", *arguments)
     assert ended.code == 2
     assert ended.err.endswith("HINT: fleetbench evaluate --help\n")
-
-
-def test_a_factory_brings_model_and_samples(command: Callable, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole data set in batches of eight, as whole numbers double it; the stored experiment names the factory, and imports nothing."""
-    text = "import torch\n\ndef doubled():\n    return torch.nn.Linear(1, 1), torch.arange(11.0)[:, None], lambda output: output.sum()\n"
-    (place / "cli_evaluated_models.py").write_text(text, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(place))
-    torch.save({"weight": torch.tensor([[2.0]]), "bias": torch.zeros(1)}, place / "two.pt")
-    _service(place, np.arange(0.0, 22.0, 2.0)[:, None])
-    arguments = ("--model", "cli_evaluated_models:doubled", "--checkpoint", "two.pt", "--against", "online.parquet", "--tolerance", "0")
-    ended = command("evaluate", "served.toml", *arguments)
-    assert ended.code == 0, ended.err
-    assert "(11 equal)" in ended.out
-    assert "on its factory's inputs, device cpu" in ended.out
-    assert json.loads((_folder(place) / "summary.json").read_text())["data"] is None
-    assert 'model = "cli_evaluated_models:doubled"' in (_folder(place) / "experiment.toml").read_text()
-    assert command("evaluate", "served.toml", "--model", "cli_evaluated_models:doubled", "--out", place / "bare").code == 0

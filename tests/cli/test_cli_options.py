@@ -28,7 +28,7 @@ OPTIONS = {
         "ARGS",
         "SCRIPT",
     ],
-    "evaluate": sorted([*EXPERIMENT, "--against", "--checkpoint", "--model", "--samples", "--tolerance", "--vectors"]),
+    "evaluate": sorted([*EXPERIMENT, "--against", "--checkpoint", "--samples", "--tolerance", "--vectors"]),
     "testbed": EXPERIMENT,
     "doctor": ["--help", "--json", "-h"],
     "calibrate": sorted([*EXPERIMENT, "--fit", "CELLS"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,95 +15,10 @@ from PIL import Image
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.vectors import Vectors, read_vectors
-from real.evaluation import evaluate
+from real.evaluation import evaluate, load_weights
 
 SAMPLES = 23
 SEED = 5
-
-MODELS = """
-import torch
-from torch import nn
-
-class Odd(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.drop = nn.BatchNorm1d(2), nn.Dropout(0.5)
-        self.norm.running_mean.copy_(torch.tensor([1.0, -2.0]))
-        self.norm.running_var.copy_(torch.tensor([4.0, 0.25]))
-    def forward(self, x, shift):
-        return self.drop(self.norm(x + shift))
-
-def normed():
-    x = torch.arange(22, dtype=torch.float32).reshape(11, 2)
-    return Odd(), (x, torch.ones(11, 1)), lambda output: output.sum()
-
-def frozen():
-    return nn.Flatten(), torch.arange(24.0).reshape(4, 2, 3), lambda output: output.sum()
-
-def channels():
-    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()).requires_grad_(False)
-
-def uneven():
-    return Odd(), (torch.ones(3, 2), torch.ones(4, 1)), lambda output: output.sum()
-
-def nothing():
-    return nn.Flatten(), torch.ones(0, 2), lambda output: output.sum()
-
-def tokens():
-    return nn.Embedding(9, 4), torch.zeros(8, 5, dtype=torch.int64), lambda output: output.sum()
-
-def tied():
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    model[1].weight = model[0].weight
-    return model, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), lambda output: output.sum()
-
-class Gives(nn.Module):
-    def __init__(self, output):
-        super().__init__()
-        self.output = output
-    def forward(self, x):
-        return self.output(x)
-
-def pair():
-    return Gives(lambda x: (x, x)), torch.ones(4, 2), lambda output: output.sum()
-
-def labels():
-    return Gives(lambda x: x.argmax(dim=1)), torch.ones(4, 2), lambda output: output.sum()
-
-def mean():
-    return Gives(lambda x: x.mean()), torch.ones(4, 2), lambda output: output.sum()
-
-def transposed():
-    return Gives(lambda x: x.T), torch.ones(4, 3), lambda output: output.sum()
-
-def lengths():
-    return Gives(lambda x: x.repeat(1, int(x.sum()))), torch.arange(1.0, 5.0)[:, None], lambda output: output.sum()
-
-def broken():
-    return Gives(lambda x: x.log()), torch.tensor([[1.0], [0.0], [-1.0], [2.0]]), lambda output: output.sum()
-
-def exported(dynamic=True):
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Tanh()).eval(), torch.arange(21.0).reshape(7, 3) / 21
-    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},) if dynamic else None)
-    return program.module(), x, lambda output: output.sum()
-
-def static():
-    return exported(dynamic=False)
-
-def misfit():
-    return nn.Linear(3, 1), torch.ones(4, 2), lambda output: output.sum()
-"""
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module of the working directory."""
-    name = "evaluated_models_of_" + tmp_path.name.replace("-", "_")
-    (tmp_path / f"{name}.py").write_text(MODELS, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return name
 
 
 def _experiment(*overrides: str) -> Experiment:
@@ -198,43 +112,25 @@ def test_safetensors_are_read(tmp_path: Path) -> None:
         _evaluated(tmp_path, _experiment(), checkpoint=file)
 
 
-def test_tied_weights_may_be_stored_once(tmp_path: Path, module: str) -> None:
-    """The square of one matrix, whichever of its two names the file has; without either, it is missing."""
-    matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+def test_tied_weights_may_be_stored_once(tmp_path: Path) -> None:
+    """One matrix, whichever of its two names the file has; without either, it is missing."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
     for names in (["0.weight"], ["1.weight"], ["0.weight", "1.weight"]):
-        torch.save(dict.fromkeys(names, matrix), tmp_path / "tied.pt")
-        vectors, _ = _evaluated(tmp_path, _experiment(), factory=f"{module}:tied", checkpoint=tmp_path / "tied.pt")
-        assert np.array_equal(vectors.values, [[7, 15], [10, 22]])  # the rows of the square, transposed
+        torch.save(dict.fromkeys(names, torch.full((2, 2), len(names)) * 1.5), tmp_path / "tied.pt")
+        load_weights(model, tmp_path / "tied.pt")
+        assert (model[0].weight == 1.5 * len(names)).all()
     torch.save({}, tmp_path / "tied.pt")
     with pytest.raises(ConfigError, match=r"another model.*not saved: 0\.weight"):
-        _evaluated(tmp_path, _experiment(), factory=f"{module}:tied", checkpoint=tmp_path / "tied.pt")
+        load_weights(model, tmp_path / "tied.pt")
 
 
-def test_a_model_of_the_users_evaluates(tmp_path: Path, module: str) -> None:
-    """Stored statistics, no dropout, several inputs, a batch of one; a model without parameters is no reason to refuse.
-
-    (x + shift - mean) / sqrt(variance + 1e-5).
-    """
-    shifted = np.arange(22).reshape(11, 2) + 1.0
-    expected = (shifted - [1, -2]) / np.sqrt(np.array([4, 0.25]) + 1e-5)
-    for batch_size in (1, 5, 64):
-        experiment = _experiment(f"workload.batch_size={batch_size}")
-        vectors, _ = _evaluated(tmp_path, experiment, factory=f"{module}:normed")
-        np.testing.assert_allclose(vectors.values, expected, rtol=1e-6)
-        vectors, found = _evaluated(tmp_path, experiment, factory=f"{module}:frozen")
-        assert np.array_equal(vectors.values, np.arange(24.0).reshape(4, 6))
-        assert (found["checkpoint"], found["checkpoint_sha256"], found["model"]) == (None, None, f"{module}:frozen")
-
-
-def test_types_follow_the_workload_but_whole_numbers_stay(tmp_path: Path, module: str) -> None:
-    """float64 for parameters and inputs; indices are indices."""
-    experiment = _experiment("workload.dtype=float64")
-    assert _evaluated(tmp_path, experiment, factory=f"{module}:tokens")[0].values.shape == (8, 20)
-    assert _evaluated(tmp_path, experiment, factory=f"{module}:normed")[0].values.shape == (11, 2)
-
-
-def test_pictures_go_by_their_paths(tmp_path: Path, module: str) -> None:
+def test_pictures_go_by_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of val.txt in its order, by the path that was found; one-coloured pictures have ImageNet's normalised colour."""
+    channels = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    monkeypatch.setattr("real.evaluation.build_model", lambda *_: channels)
+    torch.save({}, tmp_path / "none.pt")
+    checkpoint = tmp_path / "none.pt"
     root, colours = tmp_path / "pictures", [(10, 200, 30), (0, 0, 255), (90, 91, 92)]
     (root / "val").mkdir(parents=True)
     for number, colour in enumerate(colours):
@@ -249,66 +145,31 @@ def test_pictures_go_by_their_paths(tmp_path: Path, module: str) -> None:
             f"workload.batch_size={batch_size}",
         )
         experiment = _experiment(f"workload.data=imagenet:{root}", *changes)
-        vectors, _ = _evaluated(tmp_path, experiment, factory=f"{module}:channels")
+        vectors, _ = _evaluated(tmp_path, experiment, checkpoint=checkpoint)
         assert vectors.ids == ("val/2.png", "val/0.png", "val/1.png")
         np.testing.assert_allclose(vectors.values, expected, rtol=0, atol=1e-5)
     (root / "val.txt").write_text("2.png 0\nval/2.png 1\n")
     with pytest.raises(ConfigError, match="a sample comes twice"):
-        _evaluated(tmp_path, experiment, factory=f"{module}:channels")
+        _evaluated(tmp_path, experiment, checkpoint=checkpoint)
     (root / "val" / "1.png").write_bytes(b"no picture")
     (root / "val.txt").write_text("2.png 0\n1.png 1\n")
     with pytest.raises(ConfigError, match="cannot be decoded") as caught:
-        _evaluated(tmp_path, experiment, factory=f"{module}:channels")
+        _evaluated(tmp_path, experiment, checkpoint=checkpoint)
     assert "val.txt:2" in str(caught.value.where)
 
 
-def test_what_is_not_finite_is_counted(tmp_path: Path, module: str) -> None:
-    """Logarithms of 1, 0, -1 and 2."""
-    vectors, found = _evaluated(tmp_path, _experiment(), factory=f"{module}:broken")
-    assert found["num_not_finite"] == 2
-    np.testing.assert_allclose(vectors.values[:, 0], [0, -np.inf, np.nan, np.log(2)], rtol=1e-6)
+def test_what_is_not_finite_is_counted(tmp_path: Path) -> None:
+    """A bias that is no number makes every vector of a sample so."""
+    broken = {"3.bias": torch.tensor([0.0, float("nan"), 0.0])}
+    _, found = _evaluated(tmp_path, _experiment(), checkpoint=_checkpoint(tmp_path / "m.pt", **broken))
+    assert found["num_not_finite"] == SAMPLES
 
 
-def test_an_exported_program_evaluates(tmp_path: Path, module: str) -> None:
-    """What a factory loads or exports has no modes, but vectors: tanh(x W + b); one that was exported for one size of batch is refused."""
-    experiment = _experiment("workload.batch_size=3")
-    vectors, _ = _evaluated(tmp_path, experiment, factory=f"{module}:exported")
-    torch.manual_seed(0)
-    linear = torch.nn.Linear(3, 4).double()
-    weight, bias = linear.weight.detach().numpy(), linear.bias.detach().numpy()
-    expected = np.tanh(np.arange(21).reshape(7, 3) / 21 @ weight.T + bias)
-    np.testing.assert_allclose(vectors.values, expected, rtol=0, atol=1e-6)
-    with pytest.raises(ConfigError, match="does not take the data's batches"):
-        _evaluated(tmp_path, experiment, factory=f"{module}:static")
-
-
-@pytest.mark.parametrize(
-    ("factory", "wanted", "said"),
-    [
-        ("pair", {}, "the output is no tensor"),
-        ("labels", {}, "no floating-point numbers"),
-        ("mean", {}, "holds no vector for each of 4 samples"),
-        ("transposed", {}, "holds no vector for each of 4 samples"),
-        ("uneven", {}, "no sample, or not the same ones"),
-        ("nothing", {}, "no sample, or not the same ones"),
-        ("misfit", {}, "does not take the data's batches"),
-        ("frozen", {"samples": 5}, "is more than the data have"),
-    ],
-)
-def test_what_gives_no_vectors_is_refused(tmp_path: Path, module: str, factory: str, wanted: dict[str, Any], said: str) -> None:
+def test_more_samples_than_there_are_are_refused(tmp_path: Path) -> None:
     """With a hint; no file is left."""
-    with pytest.raises(ConfigError, match=said) as caught:
-        _evaluated(tmp_path, _experiment(), factory=f"{module}:{factory}", **wanted)
+    with pytest.raises(ConfigError, match="is more than the data have") as caught:
+        _evaluated(tmp_path, _experiment(), checkpoint=_checkpoint(tmp_path / "m.pt"), samples=SAMPLES + 1)
     assert caught.value.hint
-    assert not list(tmp_path.glob("vectors*"))
-    if factory == "misfit":
-        assert (caught.value.where, caught.value.value) == (f"--model {module}:misfit", "inputs (4, 2) of torch.float32")
-
-
-def test_vectors_of_several_lengths_are_refused(tmp_path: Path, module: str) -> None:
-    """Found at the first batch that differs."""
-    with pytest.raises(ConfigError, match="vectors of 2 numbers after vectors of 1"):
-        _evaluated(tmp_path, _experiment("workload.batch_size=1"), factory=f"{module}:lengths")
     assert not list(tmp_path.glob("vectors*"))
 
 

@@ -183,13 +183,6 @@ def test_a_trial_that_raises_fails_and_is_tried_again(tmp_path: Path) -> None:
     assert len(searched(experiment, tmp_path, FakeSimulate(formula)).tried) == 3
 
 
-def test_a_storage_that_cannot_be_opened_is_a_configuration_error(tmp_path: Path) -> None:
-    """A wrong storage is named with its key."""
-    for url in ("nonsense", f"sqlite:///{tmp_path}/no/such/folder/study.db"):
-        with pytest.raises(ConfigError, match="storage"):
-            searched(layers_experiment(storage=url), tmp_path, FakeSimulate(formula))
-
-
 def test_a_journal_that_was_cut_is_an_error(tmp_path: Path) -> None:
     """A line that is not whole would swallow the next one: the file is named, with what to do."""
     searched(layers_experiment(trials=2), tmp_path, FakeSimulate(formula))
@@ -197,13 +190,6 @@ def test_a_journal_that_was_cut_is_an_error(tmp_path: Path) -> None:
     journal.write_bytes(journal.read_bytes()[:-3])
     with pytest.raises(ConfigError, match="last line is not whole"):
         searched(layers_experiment(trials=2), tmp_path, FakeSimulate(formula))
-
-
-def test_a_named_storage_holds_the_study(tmp_path: Path) -> None:
-    """``tune.storage`` replaces the file beside the runs."""
-    searched(layers_experiment(trials=2, storage=f"sqlite:///{tmp_path / 'mine.db'}"), tmp_path, FakeSimulate(formula))
-    assert (tmp_path / "mine.db").exists()
-    assert not (tmp_path / "studies").exists()
 
 
 def test_finalists_differ_in_local_steps_first(tmp_path: Path) -> None:
