@@ -31,6 +31,7 @@ from fleetbench.plan.servers.states import ServerState
 from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.workloads.served import Change
 from real.processes.diagnosis import how_it_ended
+from real.processes.joining import is_loopback
 from real.servers.board import Board, Entry
 from real.servers.checkpoints import Saved, Writer, load_shard
 from real.servers.parameters import Shard
@@ -41,9 +42,9 @@ from real.servers.spec import Spec, differences
 from real.servers.wire import Head, Tensor, WireError, decode, read_json, reading
 
 _LOOK_S = 0.5  # between two looks at who is silent
-_WRITING_LOOK_S = 0.02  # between two looks at whether a checkpoint has been written
-_FAREWELL_S = 1.0
-"""After the last trainer's leave, for trainers whose answer was lost."""
+_WRITING_LOOK_S = 0.02  # between two looks at whether a checkpoint has been written, or all trainers had their time
+_FAREWELL_S, _NEAR_FAREWELL_S = 1.0, 0.1
+"""After the last trainer's leave, for trainers whose answer was lost; less on the loopback, where all have left in order."""
 _NEVER_CAME = "has never come"
 
 
@@ -132,8 +133,8 @@ class ParameterServer:
         trainer without which the job cannot continue, ``EnvironmentLacks`` where the last checkpoint cannot be written.
         """
         self._writer.every(save_every_s, save_to)
-        while self._stopped_at is None or time.monotonic() - self._stopped_at < _FAREWELL_S:
-            if self._listener.poll(_WRITING_LOOK_S if self._writer.is_busy else _LOOK_S):
+        while self._stopped_at is None or time.monotonic() - self._stopped_at < self._farewell_s:
+            if self._listener.poll(_WRITING_LOOK_S if self._writer.is_busy or self._stopped_at is not None else _LOOK_S):
                 begin = time.monotonic()
                 self._receive()
                 self.report.worked(begin)
@@ -491,6 +492,11 @@ class ParameterServer:
         elif kind == "barrier":
             self._meetings = max(self._meetings, request.head.count)
         self._answer(request, kind, tensors)
+
+    @property
+    def _farewell_s(self) -> float:
+        is_over = self._failure is None and not self._lost and is_loopback(self.options.endpoint.rpartition(":")[0])
+        return _NEAR_FAREWELL_S if is_over else _FAREWELL_S
 
     def _stop(self) -> None:
         self._stopped_at = self._stopped_at or time.monotonic()

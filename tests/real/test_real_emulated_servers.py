@@ -31,7 +31,6 @@ from real.emulated.pace import Pace, lateness_of
 from real.job.results import run_of
 from real.job.session import Session
 from real.leg import Leg
-from real.servers import server
 from real.servers.leg_servers import loads_of
 from real.servers.parameters import Parameters, options_of
 from real.servers.server_options import ServerReport
@@ -50,12 +49,6 @@ MODES: dict[str, dict[str, Any]] = {
     "asynchronous": {"a_sync": True, "a_sync_configs": {"k_steps": 0}},
     "geo_sgd": {"a_sync": True, "a_sync_configs": {"k_steps": 3, "send_wait_times": NEVER_IDLE}},
 }
-
-
-@pytest.fixture(autouse=True)
-def brief_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No answer goes astray within a process: servers need not stay for a second after the last trainer."""
-    monkeypatch.setattr(server, "_FAREWELL_S", 0.1)
 
 
 def experiment(strategy: dict[str, Any], steps: int, **parts: dict[str, Any]) -> Experiment:

@@ -18,7 +18,6 @@ from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.strategy import DistributedStrategy
 from real.job.served_launcher import launch_placed
 from real.processes.roles import Role
-from real.servers import server
 from real.servers.hosts import Placement, local_endpoints
 from real.servers.leg_servers import LegServers
 from real.servers.links import Links, TrainerOptions
@@ -140,9 +139,8 @@ def test_a_frame_may_take_as_long_as_the_job_is_patient(timeout_s: float, silenc
         context.destroy(linger=0)
 
 
-def test_what_nobody_reads_is_not_kept_without_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_nobody_reads_is_not_kept_without_end(tmp_path: Path) -> None:
     """While its server is gone, a trainer's socket takes greetings and no push; the next server gets all pushes, each once."""
-    monkeypatch.setattr(server, "_FAREWELL_S", 0.1)
     many = 150
     configs = {"thread_pool_size": 2 * many, "send_queue_size": 2 * many, "min_send_grad_num_before_recv": 4 * many}
     with job() as running:

@@ -10,18 +10,11 @@ from server_job import SYNCHRONOUS, Job, job, served, together
 
 from fleetbench.result import StepRecord, steps_table
 from fleetbench.strategy import DistributedStrategy
-from real.servers import server
 from real.servers.links import TrainerOptions
 from real.servers.served_training import ServedTraining
 
 SLOWER_S = 0.03
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def brief_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No answer goes astray within a process."""
-    monkeypatch.setattr(server, "_FAREWELL_S", 0.1)
 
 
 def records(running: Job, rank: int, strategy: DistributedStrategy) -> list[StepRecord]:

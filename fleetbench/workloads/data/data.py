@@ -7,7 +7,9 @@ Pairs of words have ``counts.npy`` and ``words.json``, words by their number, an
 ``planted_eval.npy`` has the probabilities that synthetic clicks of the held-out split were drawn with.
 """
 
+import gzip
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -172,10 +174,12 @@ def _arrays(workload: Workload, seed: int) -> tuple[Array, Labels]:
 
 def _digits() -> tuple[Array, Labels]:
     """scikit-learn's 1,797 digits, 8 x 8, scaled to 0..1."""
-    from sklearn.datasets import load_digits  # 1.8 s of imports that only the driver pays
-
-    inputs, labels = load_digits(return_X_y=True)
-    return inputs.reshape(-1, 8, 8) / 16.0, labels
+    found = find_spec("sklearn")  # its file, because to import it takes a second of every process that prepares data
+    assert found is not None
+    assert found.origin is not None
+    with gzip.open(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt", encoding="ascii") as file:
+        numbers = np.loadtxt(file, delimiter=",")
+    return numbers[:, :-1].reshape(-1, 8, 8) / 16.0, numbers[:, -1].astype(np.int64)
 
 
 def _synthetic(workload: Workload, seed: int) -> tuple[Array, Labels]:
