@@ -84,6 +84,9 @@ class Tune(Config):
     diloco: bool = True
     """Rounds of local steps may end with a step of DiLoCo's outer optimizer (Nesterov, rate 0.7, momentum 0.9); tried with a target, where
     virtual trainers train the workload, and in scripts with the fastest K and the next larger one (twice the largest)."""
+    adaptive: bool = True
+    """Adaptive K from the largest of ``local_steps``, and local steps from ``workload.lr_decay``'s first on, may be tried, where virtual
+    trainers train the workload, with a target."""
     gradient_merge: tuple[int, ...] = (1, 2, 4)
     """Micro-batches of an update that may be tried beside 1, where virtual trainers train the workload, with a target."""
     fuse_grad_size_in_MB: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # noqa: N815  # Fleet's name

@@ -29,6 +29,7 @@ FEW: dict[str, object] = {
     "fusion": (),
     "wire": ("fp32",),
     "update_by_bucket": (False,),
+    "adaptive": False,
 }
 """Of ``[tune]``, unless a test asks for other: few values and no rules, for whatever is not about the search space itself."""
 

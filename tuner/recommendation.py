@@ -62,6 +62,8 @@ class Arm(Config):
     name: str
     """``default``, ``advice`` (Fleet's documents), ``candidate 1``, ..."""
     strategy: DistributedStrategy
+    paced_by: DistributedStrategy | None = None
+    """What its legs run, where its rounds differ: a fixed K that exchanges as often on the way to the target. Runs to it are its own."""
     simulated_s: float
     """Simulated seconds of a step."""
     measured_s: tuple[float, ...] = ()
@@ -81,6 +83,11 @@ class Arm(Config):
     """Folders of its real legs (choosing, target, pairs), in the order they ran."""
     void_runs: tuple[str, ...] = ()
     """Of these, those during which the machine was not quiet; pairs with one are left out."""
+
+    @property
+    def timed(self) -> DistributedStrategy:
+        """What has its seconds of a step."""
+        return self.paced_by or self.strategy
 
     @property
     def real_s(self) -> float | None:

@@ -41,7 +41,7 @@ OFF = "off"
 MOST_UNFUSED = 64
 """Gradients up to which it is tried to send each alone."""
 FIELDS: Mapping[str, tuple[str, ...]] = {
-    "local_steps": ("localsgd", "localsgd_configs"),
+    "local_steps": ("localsgd", "localsgd_configs", "adaptive_localsgd", "adaptive_localsgd_configs"),
     "fusion": (
         "fuse_all_reduce_ops",
         "fusion",
@@ -130,7 +130,8 @@ def name_of(strategy: DistributedStrategy) -> str:
     if strategy.mode == "ps":
         return _mode(strategy)
     if strategy.adaptive_localsgd:
-        return "adaptive K"
+        configs = strategy.adaptive_localsgd_configs
+        return f"adaptive K from {configs.init_k_steps} ({configs.variant})"
     local, merge = strategy.localsgd_configs, strategy.gradient_merge_configs
     begins = f" from step {local.begin_step}" if local.begin_step > 1 else ""
     words = [

@@ -124,7 +124,7 @@ def tune(
             legs,
             progress,
             others=_searched(found, ways, [arm.strategy for arm in arms]),
-            prepare=lambda arm: _simulated(dataclasses.replace(arm, virtual_updates=ways.of(arm.strategy)), experiment, simulate, runs),
+            prepare=lambda arm: _simulated(_priced(arm, ways), experiment, simulate, runs),
             held=held,
         )
     cost_s = max(time.monotonic() - began, legs.spent_s / experiment.cluster.trainers)  # a resumed tuning has spent more than it took now
@@ -263,13 +263,18 @@ def _arms(found: Search, finalists: int, ways: Ways) -> tuple[list[Arm], list[st
     best = found.best(finalists, ways.others, ways.seconds) if ways.updates else (*found.best(finalists), *ways.others)
     chosen += [(f"candidate {number}", tried) for number, tried in enumerate(best, start=1)]
     arms = [Arm(name=name, strategy=tried.strategy, simulated_s=tried.trial.simulated_s) for name, tried in chosen]
-    return [dataclasses.replace(arm, virtual_updates=ways.of(arm.strategy)) for arm in arms], notes
+    return [_priced(arm, ways) for arm in arms], notes
+
+
+def _priced(arm: Arm, ways: Ways) -> Arm:
+    paced = ways.paced(arm.strategy)
+    return dataclasses.replace(arm, virtual_updates=ways.of(arm.strategy), paced_by=None if paced == arm.strategy else paced)
 
 
 def _simulated(arm: Arm, experiment: Experiment, simulate: Simulate, runs: Path) -> Arm:
     """The arm with a stored simulated run of a leg's length, to lay beside its real ones."""
     workload = dataclasses.replace(experiment.workload, steps=experiment.tune.leg_steps)
-    stored = save_run(simulate(experiment.replace(strategy=arm.strategy, workload=workload)), runs)
+    stored = save_run(simulate(experiment.replace(strategy=arm.timed, workload=workload)), runs)
     assert stored.path is not None
     return dataclasses.replace(arm, simulated_run=stored.path.name, simulated_s=step_s_of(stored))
 

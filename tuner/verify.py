@@ -211,7 +211,7 @@ class _Verifier:
                 continue
             with self._rejecting(name):
                 window = _ROUNDS * done // len(order)  # of each round, so that arms share draws, and two are seen
-                result = self.legs.run(name, self.arms[name].strategy, steps=self.experiment.tune.leg_steps, window=window)
+                result = self.legs.run(name, self.arms[name].timed, steps=self.experiment.tune.leg_steps, window=window)
                 arm = self.arms[name]
                 peaks = [*result.peak_bytes, *([] if arm.peak_bytes is None else [arm.peak_bytes])]  # of all ranks and legs
                 took.setdefault(name, []).append(step_s_of(result))
@@ -401,7 +401,7 @@ class _Verifier:
         limit = self.experiment.tune.pairs
         try:
             known = () if self.held is None else self.held.pairs(finalist.strategy)
-            fresh = measure_pairs(self.experiment, self.legs, finalist.name, finalist.strategy, first=len(known))
+            fresh = measure_pairs(self.experiment, self.legs, finalist.name, finalist.timed, first=len(known))
             for pair in itertools.chain(known, fresh):
                 self.pairs.append(pair)
                 count = len(self.pairs)

@@ -4,8 +4,8 @@ Bucket sizes and communicators move the seconds of a step; local steps, an outer
 are. What a strategy promises is the product. Virtual trainers train the workload of the registry as real ones would, from the
 parameters and on the data of ``run.seed``; real runs decide.
 
-Ways beside the search space take the fastest timing knobs that the search found for as many local steps. Not tried: adaptive K and later
-begins of local steps, whose steps take other times late in a training than early, so that pairs of legs do not price them.
+Ways beside the search space take the fastest timing knobs that the search found for as many local steps. Rounds of adaptive K, and local
+steps that begin late, are not alike: seconds are those of a fixed K that exchanges as often on the way to the target (``Ways.paced``).
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import table_for
 from fleetbench.quantities import counted
-from fleetbench.strategy import DistributedStrategy, GradientMergeConfigs
+from fleetbench.strategy import AdaptiveLocalSGDConfigs, Averaging, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
 from fleetbench.target import HITS_IN_A_ROW
 from fleetbench.workload import LAYERS
 from sim.learning.trajectory import key_of
@@ -34,9 +34,20 @@ from tuner.to_target import Updates
 Progress = Callable[[int, int], None]
 _Change = tuple[DistributedStrategy, dict[str, Any]]
 """A strategy, and what of it is to change."""
-Learn = Callable[[Experiment, float], float | None]
-"""The seam to virtual trainers: an experiment's steps of a trainer to its target, none where it does not arrive; raises ``TimeoutError``
-where it takes more than so many seconds."""
+
+
+class Arrival(NamedTuple):
+    """A training that reaches its target."""
+
+    steps: float
+    """Of a trainer."""
+    k: float = 1.0
+    """Steps of a round until then, in the mean."""
+
+
+Learn = Callable[[Experiment, float], Arrival | None]
+"""The seam to virtual trainers: how an experiment reaches its target, none where it does not; raises ``TimeoutError`` where it takes more
+than so many seconds."""
 OUTER: Mapping[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
 """DiLoCo's outer optimizer (arXiv 2311.08105, section 3)."""
 RATES = (2.0, 0.5)
@@ -45,6 +56,7 @@ _FIRST = 3
 """Ways that are tried before a rate is."""
 NOTICED = 0.9
 """Share of the default's steps below which another learning rate is worth a note."""
+_PACE = ", steps of a round"
 _LEARNT, _NEVER, _LEFT = "steps to the target by virtual trainers", "never", "no time"
 """Attribute of a study: steps by training, or that it does not arrive, or that there was no time for it."""
 _FLAT: dict[str, Any] = {"use_hierarchical_allreduce": False, "hierarchical_inner_ranks": 0, "hierarchical_variant": "leader"}
@@ -68,6 +80,8 @@ class Ways:
     """The default's way."""
     learnt: Mapping[str, float | str] = field(default_factory=dict)
     """What a later tuning need not train again, by ``_key``: steps, or that it does not arrive."""
+    paces: Mapping[tuple[object, ...], float] = field(default_factory=dict)
+    """Of ways whose rounds differ: their mean, in steps."""
     in_vain: bool = False
     """Virtual trainers were asked, and no way but the default's is known to arrive."""
 
@@ -78,6 +92,16 @@ class Ways:
     def seconds(self, tried: Tried) -> float | None:
         """Simulated seconds to the target, or of a step where no ways are known; none of a way that does not arrive, or is not known."""
         return self.weight(tried.strategy) * tried.trial.simulated_s if self.arrives(tried.strategy) else None
+
+    def paced(self, strategy: DistributedStrategy) -> DistributedStrategy:
+        """What has its seconds of a step: itself, or, where its rounds differ, a fixed K that exchanges as often."""
+        if (pace := self.paces.get(way_of(strategy))) is None:
+            return strategy
+        averaging = strategy.adaptive_localsgd_configs if strategy.adaptive_localsgd else strategy.localsgd_configs
+        kept = {one.name: getattr(averaging, one.name) for one in dataclasses.fields(Averaging)}
+        fixed = LocalSGDConfigs(k_steps=round(pace), **kept) if round(pace) > 1 else LocalSGDConfigs()
+        never = {"adaptive_localsgd": False, "adaptive_localsgd_configs": AdaptiveLocalSGDConfigs()}
+        return strategy.replace(localsgd=round(pace) > 1, localsgd_configs=fixed, **never)
 
     def weight(self, strategy: DistributedStrategy) -> float:
         """Steps to the target, the default's in the mean over seeds and others by their mean ratio to it; 1 where no ways are known."""
@@ -98,18 +122,21 @@ class Ways:
         return ratios is None or (any(self.updates.get(way_of(strategy), ())) and sum(ratios.known) >= 0)
 
 
-def by_virtual_trainers(experiment: Experiment, limit_s: float) -> float | None:
-    """Steps to the target; see ``Learn``. Raises ``ConfigError`` for what virtual trainers do not execute."""
+def by_virtual_trainers(experiment: Experiment, limit_s: float) -> Arrival | None:
+    """How it reaches the target; see ``Learn``. Raises ``ConfigError`` for what virtual trainers do not execute."""
     from sim.learning.virtual_training import train  # torch, which a search without a target does not need
 
-    target, end = experiment.workload.target_loss, time.monotonic() + limit_s
+    target, end = experiment.workload.target_loss, time.process_time() + limit_s
 
     def look(_done: int, _all: int) -> None:
-        if time.monotonic() > end:
+        if time.process_time() > end:
             raise TimeoutError
 
-    reached = train(experiment, look, until=target).crossing(target)
-    return None if reached is None else reached.smooth
+    learnt = train(experiment, look, until=target)
+    if (reached := learnt.crossing(target)) is None:
+        return None
+    counted_steps = learnt.local_steps[1 - learnt.first_step :][: reached.step]
+    return Arrival(reached.smooth, reached.step / max(1, sum(length is not None for length in counted_steps)))
 
 
 def price_ways(
@@ -141,20 +168,28 @@ def price_ways(
     for arm in filter(None, (found.default, found.advice)):
         leaders.setdefault(way_of(arm.strategy), arm)
     others, refused = _others(experiment, leaders, step_s, len(found.tried))
+    varying = _varying(experiment, leaders)
     tried = sorted(
         (*leaders.values(), *others), key=lambda one: (way_of(one.strategy) != own, -one.strategy.local_steps, one.trial.simulated_s)
     )
-    names = {way_of(one.strategy): name_of(one.strategy) for one in tried}
-    ways: list[tuple[object, Experiment]] = [(way_of(one.strategy), _on_one_wire(experiment, one.strategy)) for one in tried]
+    strategies = [*(one.strategy for one in tried), *varying]
+    names = {way_of(strategy): name_of(strategy) for strategy in strategies}
+    ways: list[tuple[object, Experiment]] = [(way_of(strategy), _on_one_wire(experiment, strategy)) for strategy in strategies]
     higher, lower = ((rate, experiment.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate))) for rate in RATES)
     trainings = [*ways[:_FIRST], higher, *ways[_FIRST:], lower]
     by_number, kept = _learnt(experiment, [one for _, one in trainings], learn, out, progress, refused, known or {})
-    learnt = {trainings[number][0]: steps for number, steps in by_number.items()}
+    arrivals = {trainings[number][0]: arrival for number, arrival in by_number.items()}
+    learnt = {way: None if arrival is None else arrival.steps for way, arrival in arrivals.items()}
     updates = {way: (steps,) for way, steps in learnt.items() if way in names}
     notes = (*_notes(experiment, learnt, names), *refused)
     if own not in updates or len(updates) == 1 or not any(map(any, updates.values())):
         return Ways(notes=(*notes, _BY_STEPS), learnt=kept, in_vain=True)
-    return Ways(updates=updates, others=tuple(others), notes=notes, steps=workload.steps, own=own, learnt=kept)
+    paces = {way_of(one): arrival.k for one in varying if (arrival := arrivals.get(way_of(one))) is not None}
+    known_ways = Ways(updates=updates, others=tuple(others), notes=notes, steps=workload.steps, own=own, learnt=kept, paces=paces)
+    arriving = [(one, dict[str, Any]()) for one in varying if way_of(one) in paces]
+    paced, beside = _simulated(arriving, lambda one: step_s(known_ways.paced(one)), len(found.tried) + len(others))
+    slower = [f"{names[way]}: steps are timed as K = {max(1, round(pace))}'s, its mean to the target" for way, pace in paces.items()]
+    return dataclasses.replace(known_ways, others=(*others, *paced), notes=(*notes, *slower, *beside))
 
 
 def over_seeds(
@@ -180,7 +215,8 @@ def over_seeds(
         found, _ = _learnt(experiment, trainings, learn, out, progress, [], {})
         if len(found) < len(trainings):
             break
-        updates = {way: (*updates[way], found[number]) for number, way in enumerate(of_ways)}
+        arrivals = [found[number] for number in range(len(of_ways))]
+        updates = {way: (*updates[way], one and one.steps) for way, one in zip(of_ways, arrivals, strict=True)}
     if not updates[ways.own]:
         return ways
     said = [
@@ -223,21 +259,22 @@ def _learnt(
     progress: Progress | None,
     refused: list[str],
     known: Mapping[str, float | str],
-) -> tuple[dict[int, float | None], dict[str, float | str]]:
-    """Steps to the target by number, of as many as the limit has room for, and by key; what virtual trainers refuse joins ``refused``.
+) -> tuple[dict[int, Arrival | None], dict[str, float | str]]:
+    """How the target is reached, by number, of as many as there is time for; and by key. What is refused joins ``refused``.
 
     The experiment's study below ``out`` keeps them, so that a tuning that is taken up again has the same finalists.
     """
-    tell, end, found = progress or (lambda *_: None), time.monotonic() + experiment.tune.search_seconds, dict[int, float | None]()
+    tell, end, found = progress or (lambda *_: None), time.process_time() + experiment.tune.search_seconds, dict[int, Arrival | None]()
     with open_study(experiment, out) as study:
         kept: dict[str, float | str] = {**known, **study.user_attrs.get(_LEARNT, {})}
         for number, one in enumerate(trainings):
             tell(number, len(trainings))
             try:
-                key, left_s = _key(one), end - time.monotonic()
+                key, left_s = _key(one), end - time.process_time()
                 if key not in kept:
-                    steps = learn(one, left_s) if left_s > 0 else _LEFT
-                    kept[key] = _NEVER if steps is None else steps
+                    arrival = learn(one, left_s) if left_s > 0 else Arrival(math.nan)
+                    kept[key] = _NEVER if arrival is None else _LEFT if math.isnan(arrival.steps) else arrival.steps
+                    kept |= {} if arrival is None else {f"{key}{_PACE}": arrival.k}
             except ConfigError as error:
                 refused.append(f"virtual trainers do not train {name_of(one.strategy)}: {error.where}: {error.what}")
                 if number == 0:
@@ -246,7 +283,7 @@ def _learnt(
             except TimeoutError:
                 kept[key], end = _LEFT, 0.0
             if kept[key] != _LEFT:
-                found[number] = None if kept[key] == _NEVER else float(kept[key])
+                found[number] = None if kept[key] == _NEVER else Arrival(float(kept[key]), float(kept.get(f"{key}{_PACE}", 1.0)))
         study.set_user_attr(_LEARNT, kept)
     tell(len(trainings), len(trainings))
     return found, {key: steps for key, steps in kept.items() if steps != _LEFT}
@@ -271,6 +308,22 @@ def _others(
         merges = [GradientMergeConfigs(k_steps=k) for k in tune.gradient_merge if k > 1]
         changes += [(plain, {"gradient_merge": True, "gradient_merge_configs": merge}) for merge in merges]
     return _simulated(changes, step_s, number)
+
+
+def _varying(experiment: Experiment, leaders: Mapping[tuple[object, ...], Tried]) -> list[DistributedStrategy]:
+    """Adaptive K from the largest K of the search, by two rules that follow the loss; local steps from the learning rate's first decay."""
+    tune, decays = experiment.tune, experiment.workload.lr_decay
+    plain = [one.strategy for one in leaders.values() if one.strategy.localsgd and not one.strategy.localsgd_configs.has_outer]
+    if not plain or not tune.adaptive or experiment.strategy.mode == "ps":
+        return []
+    largest = max(plain, key=lambda strategy: strategy.local_steps)
+    begun = {"localsgd": False, "localsgd_configs": LocalSGDConfigs(), "adaptive_localsgd": True}
+    rules: tuple[Literal["fleet", "paper"], ...] = ("paper", "fleet")
+    adaptive = [AdaptiveLocalSGDConfigs(init_k_steps=largest.local_steps, variant=rule) for rule in rules]
+    found = [largest.replace(adaptive_localsgd_configs=configs, **begun) for configs in adaptive]
+    begin_step = min((decay.step for decay in decays), default=1)
+    late = [one.replace(localsgd_configs=dataclasses.replace(one.localsgd_configs, begin_step=begin_step)) for one in plain]
+    return [*found, *late] if begin_step > 1 else found
 
 
 def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:

@@ -106,7 +106,8 @@ def local(k_steps: int) -> DistributedStrategy:
 def median_steps(experiment: Experiment, seeds: Sequence[int] = FRESH) -> float:
     """Over fresh seeds; infinite where half never arrive."""
     runs = (experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)) for seed in seeds)
-    return statistics.median(math.inf if steps is None else steps for steps in (by_virtual_trainers(one, math.inf) for one in runs))
+    found = (by_virtual_trainers(one, math.inf) for one in runs)
+    return statistics.median(math.inf if arrival is None else arrival.steps for arrival in found)
 
 
 def seconds_of(experiment: Experiment, strategy: DistributedStrategy) -> float:

@@ -19,17 +19,21 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Memory, Profile, compute_key, name_profile, profile_of
 from fleetbench.quantities import Bytes
+from fleetbench.report.model import read_run
 from fleetbench.strategy import AdaptiveLocalSGDConfigs, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
+from fleetbench.workload import LrDecay
 from real.leg import Leg
 from sim.learning.virtual_training import train
+from sim.many.objective import StepTime
 from sim.many.sweep import Axis
+from sim.run import simulate
 from tuner.recommendation import Recommendation
 from tuner.search import Search, search
 from tuner.simulated.answer import tune_simulated
 from tuner.simulated.sizes import tune_sizes
-from tuner.space import name_of, search_space, way_of
+from tuner.space import name_of, parameters_of, search_space, way_of
 from tuner.tune import tune
-from tuner.ways import OUTER, Learn, by_virtual_trainers, over_seeds, price_ways
+from tuner.ways import OUTER, Arrival, Learn, Ways, by_virtual_trainers, over_seeds, price_ways
 
 LOCAL = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=4))
 DILOCO = LOCAL.replace(localsgd_configs=replace(LOCAL.localsgd_configs, **OUTER))
@@ -47,12 +51,12 @@ def step_s(strategy: DistributedStrategy) -> float:
     return 0.010 + (0.009 if strategy.fuse_grad_size_in_MB == 1.0 else 0.010) / every
 
 
-def planted(experiment: Experiment, _limit_s: float) -> float | None:
+def planted(experiment: Experiment, _limit_s: float) -> Arrival | None:
     """Steps to the target; above the default's rate as many fewer."""
     strategy = experiment.strategy
     rate = experiment.workload.lr / 0.1
     steps = UPDATES[strategy.local_steps, strategy.localsgd_configs.has_outer, strategy.gradient_merge_configs.k_steps]
-    return None if steps is None else steps / rate if rate > 1 else steps
+    return None if steps is None else Arrival(steps / rate if rate > 1 else steps)
 
 
 def searched(tmp_path: Path, **tune: object) -> tuple[Experiment, Search]:
@@ -99,7 +103,7 @@ def test_what_there_is_no_time_for_is_named_and_left_out(tmp_path: Path, number:
     experiment, found = searched(tmp_path)
     asked: list[float] = []
 
-    def slow(one: Experiment, limit_s: float) -> float | None:
+    def slow(one: Experiment, limit_s: float) -> Arrival | None:
         asked.append(limit_s)
         if len(asked) > number:
             raise TimeoutError
@@ -135,7 +139,7 @@ def test_what_was_learnt_holds_for_the_same_seed_and_target_alone(tmp_path: Path
     assert price_ways(experiment, found, step_s, pytest.fail, tmp_path / "other", None, known) == first  # type: ignore[arg-type]
     asked: list[Experiment] = []
 
-    def noting(one: Experiment, limit_s: float) -> float | None:
+    def noting(one: Experiment, limit_s: float) -> Arrival | None:
         asked.append(one)
         return planted(one, limit_s)
 
@@ -152,12 +156,12 @@ def test_seeds_are_whole_rows(tmp_path: Path) -> None:
     ways = price_ways(experiment, found, step_s, planted, tmp_path)
     asked: list[int] = []
 
-    def slow(one: Experiment, limit_s: float) -> float | None:
+    def slow(one: Experiment, limit_s: float) -> Arrival | None:
         if len(asked) == 3:
             raise TimeoutError
         asked.append(one.run.seed)
         steps = planted(one, limit_s)
-        return None if steps is None else steps + one.run.seed
+        return None if steps is None else Arrival(steps.steps + one.run.seed)
 
     ways = over_seeds(experiment, ways, [LOCAL], slow, tmp_path, 3)
     assert [*ways.updates.values()][:2] == [(100.0, 101.0), (300.0,)]
@@ -229,7 +233,7 @@ def test_ways_are_compared_on_the_experiments_wire(tmp_path: Path) -> None:
     experiment, found = searched(tmp_path, wire=("fp32", "fp16"))
     asked: list[Experiment] = []
 
-    def noting(one: Experiment, limit_s: float) -> float | None:
+    def noting(one: Experiment, limit_s: float) -> Arrival | None:
         asked.append(one)
         return planted(one, limit_s)
 
@@ -242,7 +246,7 @@ def test_where_the_default_never_arrives_its_own_way_stays(tmp_path: Path) -> No
     """Priced by all of its steps, 40; where no way arrives, the seconds of a step rank."""
     experiment, found = searched(tmp_path)
 
-    def seldom(one: Experiment, limit_s: float) -> float | None:
+    def seldom(one: Experiment, limit_s: float) -> Arrival | None:
         return planted(one, limit_s) if one.strategy.localsgd and not one.strategy.localsgd_configs.has_outer else None
 
     ways = price_ways(experiment, found, step_s, seldom, tmp_path)
@@ -271,7 +275,7 @@ def test_what_virtual_trainers_refuse_is_said(tmp_path: Path) -> None:
     """The ways are then ranked by their steps' times."""
     experiment, found = searched(tmp_path)
 
-    def refuses(_: Experiment, _limit_s: float) -> float | None:
+    def refuses(_: Experiment, _limit_s: float) -> Arrival | None:
         raise ConfigError("do not fit into memory", "cluster")
 
     ways = price_ways(experiment, found, step_s, refuses, tmp_path)
@@ -293,7 +297,7 @@ def test_a_training_to_the_target_is_the_begin_of_the_whole_one(strategy: Distri
     assert early.workload.steps == last < 60
     assert early.losses.tolist() == whole.losses[: len(early.losses)].tolist()
     assert early.held_out == whole.held_out[: len(early.held_out)]
-    assert by_virtual_trainers(experiment, 600.0) == early.crossing(1.6).smooth == reached.smooth  # type: ignore[union-attr]
+    assert by_virtual_trainers(experiment, 600.0).steps == early.crossing(1.6).smooth == reached.smooth  # type: ignore[union-attr]
     short = train(experiment.replace(workload=replace(experiment.workload, steps=last)))
     assert (short.key, short.final_loss, short.local_steps) == (early.key, early.final_loss, early.local_steps)
 
@@ -309,7 +313,12 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: 
     )
     workload = replace(experiment.workload, steps=60, eval_every=2, lr=0.3, target_loss=1.0)
     experiment = experiment.replace(workload=workload)
-    learn = functools.cache(lambda strategy: by_virtual_trainers(experiment.replace(strategy=strategy), 600.0))
+    learnt = functools.cache(lambda strategy: by_virtual_trainers(experiment.replace(strategy=strategy), 600.0))
+
+    def learn(strategy: DistributedStrategy) -> float | None:
+        arrival = learnt(strategy)
+        return arrival and arrival.steps
+
     runner = FakeRunner(experiment, step_s, updates=lambda leg: (learn(leg.strategy) or 0) + 0.01 * (leg.seed or 0) or None)
     found, folder = tune(experiment, out=tmp_path, runner=runner)
     known = {name_of(arm.strategy): arm.virtual_updates for arm in found.arms}
@@ -329,11 +338,70 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: 
     assert (again.line, again.pairs, again.learnt) == (found.line, found.pairs, found.learnt)
 
 
+def test_rounds_that_differ_are_timed_as_a_fixed_k_that_exchanges_as_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: AdaComm arrives after 120 steps in 15 rounds, Fleet's rule never, K = 16 from the first decay after 110 in 55.
+
+    Legs run the fixed K, runs to the target the way itself; so does the simulation that is laid beside the legs.
+    """
+    experiment, found = searched(tmp_path, adaptive=True, diloco=False, gradient_merge=(1,), finalists=3, pairs=8)
+    decayed = replace(experiment.workload, lr_decay=(LrDecay(step=20, factor=0.5),))
+    experiment = experiment.replace(workload=decayed)
+
+    def learn(one: Experiment, limit_s: float) -> Arrival | None:
+        if one.strategy.adaptive_localsgd:
+            return Arrival(120.0, 8.0) if one.strategy.adaptive_localsgd_configs.variant == "paper" else None
+        return Arrival(110.0, 2.0) if one.strategy.localsgd_configs.begin_step > 1 else planted(one, limit_s)
+
+    ways = price_ways(experiment, found, step_s, learn, tmp_path)
+    priced = {name_of(tried.strategy): ways.seconds(tried) for tried in ways.others}
+    late = {"K = 16 from step 20": 110 * (0.010 + 0.009 / 2), "K = 4 from step 20": 110 * (0.010 + 0.009 / 2)}
+    assert priced == pytest.approx({"adaptive K from 16 (paper)": 120 * (0.010 + 0.009 / 8)} | late)
+    adaptive = next(tried.strategy for tried in ways.others if tried.strategy.adaptive_localsgd)
+    assert parameters_of(ways.paced(adaptive)) == parameters_of(adaptive) | {"local_steps": 8}
+    runner = FakeRunner(experiment, step_s, updates=lambda leg: 120.0 if leg.strategy.adaptive_localsgd else 400.0)
+    monkeypatch.setattr("tuner.tune.by_virtual_trainers", learn)
+    ran, folder = tune(experiment, out=tmp_path, runner=runner)
+    (arm,) = (arm for arm in ran.arms if arm.strategy.adaptive_localsgd)
+    assert ran.strategy == arm.strategy
+    assert arm.paced_by is not None
+    assert arm.paced_by.local_steps == 8
+    assert read_run(folder / "runs" / str(arm.simulated_run)).experiment.strategy == arm.paced_by
+    assert all(leg.evaluate == leg.strategy.adaptive_localsgd for leg in runner.legs if leg.strategy in (arm.strategy, arm.paced_by))
+
+
+@pytest.mark.parametrize("configs", [AdaptiveLocalSGDConfigs(init_k_steps=8, variant="paper"), LocalSGDConfigs(k_steps=8, begin_step=12)])
+def test_a_fixed_k_takes_as_long_as_the_rounds_that_it_stands_for(
+    configs: AdaptiveLocalSGDConfigs | LocalSGDConfigs, tmp_path: Path
+) -> None:
+    """To the target, of which virtual trainers say where it is, the simulator's clock shows both within 3 %."""
+    is_adaptive = isinstance(configs, AdaptiveLocalSGDConfigs)
+    strategy = DistributedStrategy().replace(**{"adaptive_localsgd" if is_adaptive else "localsgd": True})
+    strategy = strategy.replace(**{"adaptive_localsgd_configs" if is_adaptive else "localsgd_configs": configs})
+    experiment = profiled_experiment(tmp_path, threads=(1,)).replace(strategy=strategy)
+    experiment = experiment.replace(workload=replace(experiment.workload, steps=90, eval_every=2, lr=0.3, target_loss=0.7))
+    arrival = by_virtual_trainers(experiment, 600.0)
+    assert arrival is not None
+    assert 1.5 < arrival.k < 8
+    whole = simulate(experiment, learnt=train(experiment)).summary
+    assert whole.steps_to_target == pytest.approx(arrival.steps)
+    assert whole.time_to_target_s is not None
+    fixed = Ways(paces={way_of(strategy): arrival.k}).paced(strategy)
+    longer = experiment.replace(workload=replace(experiment.workload, steps=200))
+    assert StepTime(longer)(fixed) * arrival.steps == pytest.approx(whole.time_to_target_s, rel=0.03)
+
+
 def simulated_only(tmp_path: Path, on_a_node: int = 1, **tune: object) -> Experiment:
     """Two nodes at 8 Mbit/s, next to no compute and 4 MB of gradients: an all-reduce of two takes S / B = 4 s."""
     inter = {"bandwidth": "8 Mbit/s", "latency": "0 s", "payload": True}
     cluster = {"nodes": 2, "trainers_per_node": on_a_node, "inter": inter, "intra": {**inter, "bandwidth": "80 Mbit/s"}}
-    wanted = {"wire": ["fp32"], "local_steps": [1, 4, 16], "gradient_merge": [1, 2], "update_by_bucket": [False], "fusion": []}
+    wanted = {
+        "adaptive": False,
+        "wire": ["fp32"],
+        "local_steps": [1, 4, 16],
+        "gradient_merge": [1, 2],
+        "update_by_bucket": [False],
+        "fusion": [],
+    }
     wanted |= {"fuse_grad_size_in_MB": [32.0], "thread_num": [1], "nccl_comm_num": [1]} | tune
     workload = {"model": "digits_mlp", "steps": 400, "lr": 0.1, "target_loss": 0.5}
     experiment = Experiment.from_dict({"name": "far", "workload": workload, "cluster": cluster, "tune": wanted})
@@ -345,9 +413,10 @@ def simulated_only(tmp_path: Path, on_a_node: int = 1, **tune: object) -> Experi
 def by_seed(default: Sequence[float | None], many: Sequence[float | None]) -> Learn:
     """What is planted, but for the default and K = 16, which take other steps with each seed."""
 
-    def learn(one: Experiment, limit_s: float) -> float | None:
+    def learn(one: Experiment, limit_s: float) -> Arrival | None:
         steps = {DistributedStrategy(): default, MANY: many}.get(one.strategy) if one.workload.lr == 0.1 else None
-        return planted(one, limit_s) if steps is None else steps[one.run.seed]
+        own = None if steps is None else steps[one.run.seed]
+        return planted(one, limit_s) if steps is None else own and Arrival(own)
 
     return learn
 
@@ -359,7 +428,7 @@ def test_simulation_alone_ranks_by_time_to_the_target(tmp_path: Path) -> None:
     """
     asked: list[Experiment] = []
 
-    def noting(one: Experiment, limit_s: float) -> float | None:
+    def noting(one: Experiment, limit_s: float) -> Arrival | None:
         asked.append(one)
         return by_seed((100.0, 110.0, 90.0), (200.0, 198.0, 198.0))(one, limit_s)
 
@@ -397,9 +466,10 @@ def test_servers_modes_are_priced_to_the_target(tmp_path: Path) -> None:
     )
     steps, asked = {"synchronous servers": 100.0, "GeoSGD with K = 4": 130.0, "GeoSGD with K = 16": 520.0}, list[tuple[str, int, float]]()
 
-    def learn(one: Experiment, _limit_s: float) -> float | None:
+    def learn(one: Experiment, _limit_s: float) -> Arrival | None:
         asked.append((name_of(one.strategy), one.run.seed, one.workload.lr))
-        return steps.get(name_of(one.strategy))
+        taken = steps.get(name_of(one.strategy))
+        return taken and Arrival(taken)
 
     found, _ = tune_simulated(experiment, out=tmp_path, learn=learn)
     rivals = {name_of(rival.strategy): rival for rival in found.runners_up}
@@ -436,7 +506,7 @@ def test_where_no_time_is_left_for_seeds_the_ranking_stands(tmp_path: Path) -> N
     """Nothing more is trained after the first pass: its one seed says the answer. A hierarchy is no way of its own."""
     trained: list[Experiment] = []
 
-    def learn(experiment: Experiment, _limit_s: float) -> float | None:
+    def learn(experiment: Experiment, _limit_s: float) -> Arrival | None:
         if experiment.run.seed > 0:
             raise TimeoutError
         trained.append(experiment)
@@ -454,7 +524,7 @@ def test_where_no_time_is_left_for_seeds_the_ranking_stands(tmp_path: Path) -> N
 def test_what_is_not_known_to_arrive_is_not_recommended(reached: str, tmp_path: Path) -> None:
     """However fast its steps are; the notes say what to raise."""
 
-    def learn(_experiment: Experiment, _limit_s: float) -> float | None:
+    def learn(_experiment: Experiment, _limit_s: float) -> Arrival | None:
         if reached == "no time":
             raise TimeoutError
 
@@ -497,4 +567,4 @@ def test_ways_are_named() -> None:
     names = [name_of(strategy) for strategy in (DistributedStrategy(), LOCAL, DILOCO, MERGED)]
     assert names == ["synchronous", "K = 4", "K = 4 and an outer optimizer", "synchronous and 2 micro-batches an update"]
     adaptive = DistributedStrategy(adaptive_localsgd=True, adaptive_localsgd_configs=AdaptiveLocalSGDConfigs(init_k_steps=2))
-    assert name_of(adaptive) == "adaptive K"
+    assert name_of(adaptive) == "adaptive K from 2 (fleet)"

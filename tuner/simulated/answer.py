@@ -224,7 +224,7 @@ class _Answering:
         for name in self._told("other assumptions", list(assumed)):  # with the first of the answer's seeds
             first = assumed[name].replace(run=candidates.seeded(assumed[name])[0].run)
             trial = candidates.step_time(candidates.shortened(first), self.served)
-            trials_s[name] = {strategy: trial(strategy) * self.ways.weight(strategy) for strategy in retried}
+            trials_s[name] = {strategy: trial(self.ways.paced(strategy)) * self.ways.weight(strategy) for strategy in retried}
 
         def at_worst(strategy: DistributedStrategy) -> float:
             costs = (found[strategy] / min(found.values()) for found in trials_s.values())
@@ -283,7 +283,7 @@ class _Answering:
     def _over_seeds(self, experiment: Experiment) -> Callable[[DistributedStrategy], list[float]]:
         """Seconds of a step by strategy, under each of the answer's seeds, times the steps to the target, where these are known."""
         measure = candidates.over_seeds(experiment, self.served)
-        return lambda strategy: [step_s * self.ways.weight(strategy) for step_s in measure(strategy)]
+        return lambda strategy: [step_s * self.ways.weight(strategy) for step_s in measure(self.ways.paced(strategy))]
 
     def _rival(self, strategy: DistributedStrategy, objective_s: candidates.Times, interval: tuple[float, ...]) -> Rival:
         to_target = objective_s[self.experiment.strategy] / objective_s[strategy] if self.ways.updates else None
@@ -298,7 +298,7 @@ class _Answering:
         self.progress(what, len(items), len(items))
 
     def _parts(self, chosen: DistributedStrategy) -> dict[str, float]:
-        experiments = [experiment.replace(strategy=chosen) for experiment in candidates.seeded(self.experiment)]
+        experiments = [experiment.replace(strategy=self.ways.paced(chosen)) for experiment in candidates.seeded(self.experiment)]
         found = [parts_of(candidates.simulated(experiment, self.served)) for experiment in experiments]
         table = on_cores(experiments[0], table_for(experiments[0]))
         means = {name: statistics.fmean(parts[name] for parts in found) for name in found[0]}
@@ -325,7 +325,7 @@ class _Answering:
                 without = chosen.replace(**{field: getattr(default, field) for field in fields})
                 if self.ways.arrives(without):
                     weights = self.ways.weight(without) / self.ways.weight(chosen)
-                    found.append(Knob(name=name, worth=weights * step_s(without) / step_s(chosen)))
+                    found.append(Knob(name=name, worth=weights * step_s(self.ways.paced(without)) / step_s(self.ways.paced(chosen))))
             except ConfigError:  # it goes with another knob alone
                 continue
         return tuple(sorted(found, key=lambda knob: -knob.worth))
