@@ -1,7 +1,7 @@
 """Checkpoints of a server: its shard, its optimizer's state and which requests are in it, in one safetensors file, replaced at a stroke.
 
 The file holds a SHA-256 of all that is read from it: of one that was damaged nothing is believed.
-A server copies a moment, and goes on while a thread writes the copy.
+A server answers nobody while it writes.
 
 What is guaranteed: a file is one moment between two updates, whole, or the one before it. A server
 that begins from it goes on from that moment: a push that is in it is not applied again, and one that was
@@ -15,7 +15,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,11 +55,11 @@ def shard_path(folder: Path, server: int, servers: int) -> Path:
 
 
 def _content(saved: Saved) -> tuple[Arrays, dict[str, str]]:
-    """Copies of the arrays of a checkpoint, and its metadata."""
+    """The arrays of a checkpoint, and its metadata."""
     shard = saved.shard
-    tensors = {f"parameters.{number}": array.copy() for number, array in enumerate(shard.arrays)}
+    tensors = {f"parameters.{number}": np.ascontiguousarray(array) for number, array in enumerate(shard.arrays)}
     for number, slots in enumerate(shard.optimizer.state):
-        tensors |= {f"state.{number}.{slot}": array.copy() for slot, array in slots.items()}
+        tensors |= {f"state.{number}.{slot}": np.ascontiguousarray(array) for slot, array in slots.items()}
     metadata = {
         "format": _FORMAT,
         "spec": shard.spec.to_json().decode(),
@@ -133,18 +132,14 @@ def _fill(array: np.ndarray[Any, Any], saved: np.ndarray[Any, Any]) -> None:
 
 
 class Writer:
-    """Writes a server's checkpoints on a thread of its own, one after another, so that trainers are answered in the meantime.
+    """Writes a server's checkpoints: its own, at intervals and at its end, and others that trainers ask for.
 
-    Life cycle: made; ``every``; ``want`` at any time, and ``attend`` now and then; ``close``. Used by one thread.
-    A server has checkpoints of its own, at intervals and at its end, and others that trainers ask for. ``moment`` gives what is to be
-    saved; ``say`` hears of a checkpoint that could not be written.
+    ``moment`` gives what is to be saved; ``say`` hears of a checkpoint that could not be written.
     """
 
     def __init__(self, moment: Callable[[], Saved], say: Callable[[str], None], folder: Path) -> None:
         self._moment, self._say = moment, say
         self._folders = {os.path.realpath(folder)}
-        self._under_way: list[tuple[Path, Callable[[str], None] | None, Future[None]]] = []
-        self._thread = ThreadPoolExecutor(1, "fleetbench-checkpoint")
         self.own: Path | None = None
         """Where the server's own go; none: it has none."""
         self._every_s: float | None = None
@@ -174,49 +169,19 @@ class Writer:
 
     @property
     def is_due(self) -> bool:
-        """Whether one of the server's own is; never while another is written."""
-        return self._every_s is not None and self.own is not None and not self.is_busy and time.monotonic() >= self._due_at
+        """Whether one of the server's own is."""
+        return self._every_s is not None and self.own is not None and time.monotonic() >= self._due_at
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is being written."""
-        return bool(self._under_way)
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether a trainer waits for what is being written."""
-        return any(tell is not None for _, tell, _ in self._under_way)
-
-    def want(self, asked: tuple[Path, Callable[[str], None]] | None = None) -> None:
-        """Write what there is now: one of the server's own, or one to a folder, after which a function hears the error, or nothing."""
-        folder, tell = asked or (self.own, None)
+    def write(self, folder: Path | None = None) -> str:
+        """Write what there is now to a folder, or as one of the server's own; the error, empty where it was written."""
+        if folder is None:
+            folder, self._due_at = self.own, time.monotonic() + (self._every_s or 0.0)
         assert folder is not None
-        if asked is None:
-            self._due_at = time.monotonic() + (self._every_s or 0.0)
         saved = self._moment()
-        path = shard_path(folder, saved.shard.server, saved.shard.spec.rules.servers)
-        written: Future[None] = Future()
         try:
-            written = self._thread.submit(_write, path, *_content(saved))
-        except MemoryError as error:  # there is no room for a copy
-            written.set_exception(error)
-        self._under_way.append((folder, tell, written))
-
-    def attend(self, *, wait: bool = False) -> list[str]:
-        """The errors of what has been written since, empty where it was. ``wait``: until there is nothing left to write."""
-        errors = []
-        while self._under_way and (wait or self._under_way[0][2].done()):
-            folder, tell, result = self._under_way.pop(0)
-            failed = result.exception()
-            if not isinstance(failed, OSError | SafetensorError | ValueError | MemoryError | None):  # ValueError: no folder has that name
-                raise failed
-            errors.append("" if failed is None else str(failed) or type(failed).__name__)
-            if errors[-1]:
-                self._say(f"no checkpoint in {folder}: {errors[-1]}")
-            if tell is not None:
-                tell(errors[-1])
-        return errors
-
-    def close(self) -> None:
-        """Wait for what is under way, and end the thread."""
-        self._thread.shutdown(cancel_futures=True)
+            _write(shard_path(folder, saved.shard.server, saved.shard.spec.rules.servers), *_content(saved))
+        except (OSError, SafetensorError, ValueError, MemoryError) as error:  # ValueError: no folder has that name
+            why = str(error) or type(error).__name__
+            self._say(f"no checkpoint in {folder}: {why}")
+            return why
+        return ""

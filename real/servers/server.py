@@ -42,7 +42,7 @@ from real.servers.spec import Spec, differences
 from real.servers.wire import Head, Tensor, WireError, decode, read_json, reading
 
 _LOOK_S = 0.5  # between two looks at who is silent
-_WRITING_LOOK_S = 0.02  # between two looks at whether a checkpoint has been written, or all trainers had their time
+_ENDING_LOOK_S = 0.02  # between two looks at whether all trainers had their time
 _FAREWELL_S, _NEAR_FAREWELL_S = 1.0, 0.1
 """After the last trainer's leave, for trainers whose answer was lost; less on the loopback, where all have left in order."""
 _NEVER_CAME = "has never come"
@@ -60,7 +60,7 @@ class Peer:
     applied: int
     """The last request whose effect is in the shard, or that has none there."""
     waiting: set[int] = field(default_factory=set)
-    """Of those that were taken, the ones that wait for other trainers, or for a file to be written."""
+    """Of those that were taken, the ones that wait for other trainers."""
     refusal: str | None = None
     """Why a request was refused; all that come after it are refused with it, because they may build on it."""
 
@@ -134,18 +134,17 @@ class ParameterServer:
         """
         self._writer.every(save_every_s, save_to)
         while self._stopped_at is None or time.monotonic() - self._stopped_at < self._farewell_s:
-            if self._listener.poll(_WRITING_LOOK_S if self._writer.is_busy or self._stopped_at is not None else _LOOK_S):
+            if self._listener.poll(_LOOK_S if self._stopped_at is None else _ENDING_LOOK_S):
                 begin = time.monotonic()
                 self._receive()
                 self.report.worked(begin)
             for entry in () if self._board is None else self._board.turn():
                 self._hear_board(entry)
-            self._writer.attend()
             if time.monotonic() - self._looked_at > _LOOK_S:
                 self._looked_at = time.monotonic()
                 self._look()
             if self._writer.is_due and self._state.initialised and self.role is not None:
-                self._writer.want()
+                self._writer.write()
         self._say(str(self.report))
         if (failure := self._save_last() or self._no_trainer_left()) is not None:
             self._fail(failure)
@@ -155,7 +154,6 @@ class ParameterServer:
 
     def close(self) -> None:
         """Release the address."""
-        self._writer.close()
         self._listener.close()
 
     # What comes in
@@ -335,14 +333,8 @@ class ParameterServer:
             if not body or "\0" in str(folder):
                 raise WireError("no name of a folder")
 
-        def answer(error: str) -> None:
-            self._answer(request, "saved", (error.encode(),))
-
-        if why := self._writer.refusal(folder) if self._state.initialised else "there are no parameters yet":
-            answer(why)
-        else:
-            request.peer.waiting.add(request.head.sequence)
-            self._writer.want((folder, answer))
+        why = self._writer.refusal(folder) if self._state.initialised else "there are no parameters yet"
+        self._answer(request, "saved", ((why or self._writer.write(folder)).encode(),))
 
     def _do_push(self, request: Request, shard: Shard) -> None:
         peer, head, mode = request.peer, request.head, shard.spec.rules.mode
@@ -568,7 +560,7 @@ class ParameterServer:
             self._lose(rank, lost.why)
         is_synchronous = self.shard is not None and self.shard.spec.rules.mode == "synchronous"
         waiting = (request for (_, answer), request in self._waiting.items() if answer in ("parameters", "barrier"))
-        longest = next(waiting, None) if is_synchronous and not self._writer.is_asked else None
+        longest = next(waiting, None) if is_synchronous else None
         waited_s = self._longest[1] + passed_s if longest is self._longest[0] else 0.0
         self._longest = longest, waited_s
         if longest is None:
@@ -588,14 +580,9 @@ class ParameterServer:
         return Saved(self.shard, self._state, {**held, **{session: peer.applied for session, peer in self._peers.items()}})
 
     def _save_last(self) -> EnvironmentLacks | None:
-        """Write the last checkpoint, where there is to be one, and all that is under way; the error of the last."""
+        """Write the last checkpoint, where there is to be one; its error."""
         folder = self._writer.own
-        is_wanted = folder is not None and self._failure is None and self._state.initialised
-        if is_wanted:
-            self._writer.want()
-        errors = self._writer.attend(wait=True)
-        if not is_wanted or not errors[-1]:
+        if folder is None or self._failure is not None or not self._state.initialised or not (error := self._writer.write()):
             return None
         hint = "what was trained last is lost; begin again from the checkpoint before, once there is room and the right to write"
-        what, where = f"{folder} does not hold the last checkpoint: {errors[-1]}", f"server {self.options.server}"
-        return EnvironmentLacks(what, where, hint=hint)
+        return EnvironmentLacks(f"{folder} does not hold the last checkpoint: {error}", f"server {self.options.server}", hint=hint)

@@ -403,24 +403,6 @@ def test_trainers_start_again_in_peace_with_a_server_that_begins_again(tmp_path:
         assert stopped.index(True) == 21  # 105 s, of which the first look begins the count
 
 
-def test_nobody_is_late_while_a_trainer_has_a_checkpoint_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 waits for the file, and rank 1 for rank 0: the disk is slow, and no trainer is blamed for it."""
-    clock = Clock()
-    monkeypatch.setattr("real.servers.silence.time", clock)
-    with desk("synchronous", round_timeout_s=60.0, meeting_timeout_s=60.0) as server:
-        server.enter(0, 1)
-        server.say("save", 0, 3, [str(tmp_path).encode()])
-        server.say("barrier", 1, 2, count=1)
-        for _ in range(100):
-            clock.now += 5.0
-            for rank in (0, 1):
-                server.say("beat", rank, 1)
-            server.server._look()
-        assert not server.state.stopped
-        server.server._writer.attend(wait=True)
-        assert [head.rank for head in server.say("barrier", 0, 4, count=1)] == [0, 1]
-
-
 def test_asynchronous_trainers_may_wait_at_a_barrier_for_as_long_as_all_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is lost who beats."""
     clock = Clock()
