@@ -23,7 +23,7 @@ from fleetbench.plan.combination import Combination
 from fleetbench.plan.replay import Recording
 from fleetbench.plan.servers.rules import early_exchanges, rules_of
 from fleetbench.quantities import LARGEST
-from fleetbench.timeline import TIMELINE_FILE, Span, on_tracks, read_timeline, write_rank_traces
+from fleetbench.timeline import TIMELINE_FILE, Span, on_tracks, read_timeline
 
 SCHEMA = 1
 STEPS_FILE = "steps.parquet"
@@ -179,18 +179,6 @@ class RunResult:
         """A row a span: ``rank``, ``stream``, ``row`` of collectives under way together, ``name``, ``start_s``, ``duration_s``."""
         rows = [(*track, span.name, span.start_ns / 1e9, span.duration_ns / 1e9) for track, span in on_tracks(self._all_spans())]
         return pd.DataFrame(rows, columns=["rank", "stream", "row", "name", "start_s", "duration_s"])
-
-    def save_rank_traces(self, folder: str | Path) -> None:
-        """Write the timeline as a trace a rank, for Holistic Trace Analysis; see ``write_rank_traces``. Raises ``ConfigError`` for none."""
-        spans = self._all_spans()
-        if not spans:
-            raise ConfigError(
-                "this run has no timeline", "save_rank_traces", hint="simulate with timeline=True and fewer steps or trainers"
-            )
-        counted = self.steps[self.steps["step"] >= 1]
-        ends = counted["start_s"] + counted[list(PARTS)].sum(axis=1)
-        steps = zip(counted["rank"], counted["step"], counted["start_s"] * 1e9, ends * 1e9, strict=True)
-        write_rank_traces(Path(folder), spans, [(int(rank), int(step), round(start), round(end)) for rank, step, start, end in steps])
 
     def _all_spans(self) -> tuple[Span, ...]:
         return self.spans or (() if self.path is None else read_timeline(self.path / TIMELINE_FILE))

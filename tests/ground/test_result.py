@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -240,23 +239,6 @@ def test_a_stored_run_has_the_timeline_that_it_was_stored_with(tmp_path: Path) -
     assert path is not None
     assert load_run(path).timeline.equals(table)
     assert dataclasses.replace(run, spans=()).timeline.empty
-
-
-def test_rank_traces_are_what_holistic_trace_analysis_reads(tmp_path: Path) -> None:
-    """A file a rank with its rank, steps as annotations, and kernels with a stream and the launch that belongs to each."""
-    result().save_rank_traces(tmp_path / "traces")
-    text = gzip.decompress((tmp_path / "traces" / "rank_0.json.gz").read_bytes()).decode()
-    assert '"rank": 0' in text, "its reader looks for this text, with the blank"
-    events = json.loads(text)["traceEvents"]
-    kernels = {event["name"]: event for event in events if event["cat"] == "kernel"}
-    assert set(kernels) == {"ncclKernel_all_reduce_0", "forward"}
-    assert kernels["forward"]["dur"] == 30.0
-    launches = {event["args"]["correlation"] for event in events if event["cat"] == "cuda_runtime"}
-    assert launches == {event["args"]["correlation"] for event in kernels.values()}
-    assert len({event["args"]["stream"] for event in kernels.values()}) == 2
-    assert {event["name"] for event in events if event["cat"] == "user_annotation"} == {"ProfilerStep#1", "ProfilerStep#2"}
-    with pytest.raises(ConfigError, match="no timeline"):
-        dataclasses.replace(result(), spans=()).save_rank_traces(tmp_path / "none")
 
 
 def test_runs_load_as_one_table_with_the_settings_that_differ(tmp_path: Path) -> None:

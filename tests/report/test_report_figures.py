@@ -201,17 +201,3 @@ def test_curves_are_one_a_value_with_a_bound() -> None:
     lines = figure.axes[0].lines
     assert [list(line.get_ydata()) for line in lines] == [[3, 4], [5, 6], [2, 2]]
     assert figure.axes[0].get_ylabel() == "y (ms)"
-
-
-@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning", "ignore:.*:UserWarning")  # of that library
-def test_holistic_trace_analysis_opens_a_run(run: RunResult, tmp_path: Path) -> None:
-    """It finds both ranks, their steps and what communication compute hides. Needs ``pip install HolisticTraceAnalysis``."""
-    analysis = pytest.importorskip("hta.trace_analysis", reason="SKIPPED: HolisticTraceAnalysis is not installed")
-    run.save_rank_traces(tmp_path)
-    opened = analysis.TraceAnalysis(trace_dir=str(tmp_path))
-    assert sorted(opened.t.get_all_traces()) == [0, 1]
-    assert set(opened.t.get_iterations(0)) >= {1, 2}
-    breakdown = opened.get_temporal_breakdown(visualize=False)
-    assert (breakdown["compute_time(us)"] > 0).all()
-    overlap = opened.get_comm_comp_overlap(visualize=False).set_index("rank")["comp_comm_overlap_pctg"]
-    assert overlap[1] > overlap[0], "collectives begin when the slow trainer is ready, and lie beside its compute alone"
