@@ -18,7 +18,6 @@ from scipy import stats
 from fleetbench.errors import ConfigError
 from fleetbench.fitting.distributions import Fitted, choose_law, goodness
 from fleetbench.fitting.episodes import Episodes, find_episodes
-from fleetbench.fitting.profiler_traces import NCCL, read_profiler_traces, trace_files
 from fleetbench.fitting.shocks import Shared, Shock, choose_shock, correlation, groups_of, split_shared
 from fleetbench.measurements import JitterFit, ShockFit, StragglerFit
 from fleetbench.quantities import Nanoseconds, PerStep, Steps
@@ -104,31 +103,28 @@ def fit_stragglers(times_s: Floats, seed: int, nodes: Sequence[int] | None = Non
     )
 
 
-def fit_source(source: str | Path, *, seed: int = 0, communication: str = NCCL) -> StragglerFit:
-    """The straggler model of a run's folder, a folder of torch's profiler, or a table of seconds; see ``compute_times``.
+def fit_source(source: str | Path, *, seed: int = 0) -> StragglerFit:
+    """The straggler model of a run's folder, or of a table of seconds; see ``compute_times``.
 
     ``seed`` is that of the bootstrap. The ``entries`` are what ``cluster.stragglers`` takes, for a table of layers that takes ``base``.
-    ``communication``: of a profiler's traces, a regular expression of the kernels that communicate.
     """
-    times_s, nodes = compute_times(source, communication)
+    times_s, nodes = compute_times(source)
     return fit_stragglers(times_s, seed, nodes)
 
 
-def compute_times(source: str | Path, communication: str = NCCL) -> tuple[Floats, list[int]]:
+def compute_times(source: str | Path) -> tuple[Floats, list[int]]:
     """Compute in seconds by rank and step, and each rank's node: by the run's experiment; elsewhere each rank is a node.
 
     Raises ``ConfigError`` for a source of no known kind, and for times that are not above 0 or not of every rank and step.
     """
     path, where = Path(source), "--from"
     nodes: Sequence[int] = ()
-    if path.is_dir() and trace_files(path):
-        frame = read_profiler_traces(path, communication)
-    elif path.is_dir():
+    if path.is_dir():
         run = load_run(path)
         frame, nodes = run.steps, run.experiment.cluster.node_by_rank
     else:
         frame = read_table(path, where)
-    columns, hint = compute_columns(frame), f"a source is a run's folder, one of torch's profiler, or {FORMAT}"
+    columns, hint = compute_columns(frame), f"a source is a run's folder, or {FORMAT}"
     if columns is None or not {"rank", "step"} <= set(frame.columns):
         raise ConfigError(f"has the columns {', '.join(map(str, frame.columns[:12]))}", where, str(path), hint)
     times_s, _ = by_rank_and_step(frame, columns, where, str(path))
