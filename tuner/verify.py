@@ -26,12 +26,13 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
 from fleetbench.result import RunResult, step_s_of
-from fleetbench.strategy import DistributedStrategy
+from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.target import median_arrival
 from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.roles import SEED
 from tuner.bias import named
 from tuner.earlier import Held
+from tuner.penalty import Penalty
 from tuner.real_runs import BudgetSpent, RealRuns, budget_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
@@ -139,25 +140,71 @@ class _Verifier:
 
     def _compare(self) -> str:
         """Compare finalists with the default until one is faster, or may be; why none is."""
-        others = [arm for arm in self.arms.values() if arm.name != DEFAULT and arm.rejected is None]
-        ranked, left, ruled_out = sorted(others, key=self._expected), ERROR, []
-        for number, arm in enumerate(ranked):
-            if number and self._expected(arm) >= 1:
-                self._leave_out(ranked[number:])
+        left, compared, ruled_out = ERROR, list[str](), list[str]()
+        while left > 0 and (ranked := self._ranked(compared)):
+            arm = ranked[0]
+            if compared and self._expected(arm) >= 1:
+                self._leave_out(ranked)
                 break
-            self.error = error_of(left, is_last=number == len(ranked) - 1)
+            compared.append(arm.name)
             if self._reaches_target(arm.name):
+                self.error = error_of(left, is_last=len(ranked) == 1)
                 left -= self._measure_pairs(self.arms[arm.name])
+            elif (k := self._between()) is not None:
+                self._rank([DEFAULT, k.name], f"real runs of {k.name}")
             if (rejected := self.arms[arm.name].rejected) is None and (self.judged is None or self.judged.verdict != "NO GAIN"):
                 return ""
             ruled_out.append(f"{arm.name} {rejected or self._measured()}")
         found = "what is faster was rejected" if self.judged is None else f"no gain above {100 * self.experiment.tune.min_gain:g} %"
         return f"{found}: {'; '.join(ruled_out)}" if ruled_out else "no other strategy ran"
 
+    def _ranked(self, compared: Sequence[str]) -> list[Arm]:
+        """The arms that are still to be compared with the default, the most promising first."""
+        left = [arm for arm in self.arms.values() if arm.name not in (DEFAULT, *compared) and arm.rejected is None]
+        return sorted(left, key=self._expected)
+
     def _expected(self, arm: Arm) -> float:
-        """Its time over the default's: of a step as measured, times updates to the target as virtual trainers have it, if they do."""
+        """Its time over the default's: of a step as measured, times updates to the target by virtual trainers, or by runs at other K."""
+        return self.ratios[arm.name] * self._expected_updates(arm)
+
+    def _expected_updates(self, arm: Arm) -> float:
         default = self.arms[DEFAULT].virtual_updates
-        return self.ratios[arm.name] * (1.0 if arm.virtual_updates is None or default is None else arm.virtual_updates / default)
+        if default is not None:
+            return 1.0 if arm.virtual_updates is None else arm.virtual_updates / default
+        penalty = self._penalty()
+        return 1.0 if penalty is None or not _is_plain(arm.strategy) else penalty.ratio(arm.strategy.local_steps)
+
+    def _penalty(self) -> Penalty | None:
+        """What runs to the target with plain local steps say of those at another K, beside a synchronous default."""
+        if not _is_plain(self.arms[DEFAULT].strategy) or self.arms[DEFAULT].strategy.local_steps > 1:
+            return None
+        ran = [arm for arm in self.arms.values() if _is_plain(arm.strategy) and arm.strategy.local_steps > 1]
+        found = {arm.strategy.local_steps: updates for arm in ran if (updates := self._updates(arm.name)) is not None}
+        return Penalty.of({k: [math.exp(-ratio) for ratio in updates.ratios] for k, updates in found.items()})
+
+    def _between(self) -> Arm | None:
+        """An arm with a K that has none, where runs at other K say that it is there before the default and all arms that are left."""
+        penalty, default = self._penalty(), self.arms[DEFAULT]
+        if penalty is None or default.virtual_updates is not None or not self.legs.affords(_KEPT_LEGS, num_targets=2):
+            return None
+        known = {arm.strategy.local_steps for arm in self.arms.values()}
+        prices = {
+            strategy: ratio * penalty.ratio(strategy.local_steps)
+            for strategy, ratio in self.others.items()
+            if _is_plain(strategy) and strategy.local_steps not in known
+        }
+        self.notes.append(penalty.says(sorted({strategy.local_steps for strategy in self.others})))
+        best = min(prices, key=lambda strategy: prices[strategy], default=None)
+        if best is None or prices[best] >= min([1.0, *(self._expected(arm) for arm in self._ranked(()))]):
+            return None
+        return self._added(best)
+
+    def _added(self, strategy: DistributedStrategy) -> Arm:
+        """A strategy of the search as an arm."""
+        number = sum(name.startswith("candidate") for name in self.arms) + 1
+        arm = Arm(name=f"candidate {number}", strategy=strategy, simulated_s=self.others[strategy] * self.arms[DEFAULT].simulated_s)
+        self.arms[arm.name] = arm = self.prepare(arm)
+        return arm
 
     def _leave_out(self, slower: Sequence[Arm]) -> None:
         names = [arm.name for arm in slower if self._way(arm.name) not in self.ways]
@@ -170,7 +217,6 @@ class _Verifier:
         for _ in range(self.experiment.tune.finalists):
             if not self.legs.affords(_KEPT_LEGS, num_targets=2) or (arm := self._following()) is None:
                 break
-            self.arms[arm.name] = arm
             self._rank([DEFAULT, arm.name], f"real runs of {arm.name}")
         if (erred := self._erred()) and self.others:
             self.notes.append(f"real over simulated time, beside the default's: {erred}")
@@ -183,10 +229,7 @@ class _Verifier:
         simulated = {strategy: math.log(ratio) for strategy, ratio in self.others.items() if strategy not in failed}
         has_target = self.experiment.workload.target_loss is not None
         strategy = named(default.strategy, measured, simulated, _learns_as if has_target else lambda _: None)
-        if strategy is None:
-            return None
-        number = sum(name.startswith("candidate") for name in self.arms) + 1
-        return self.prepare(Arm(name=f"candidate {number}", strategy=strategy, simulated_s=self.others[strategy] * default.simulated_s))
+        return None if strategy is None else self._added(strategy)
 
     def _erred(self) -> str:
         """By how much, for each family that ran."""
@@ -492,6 +535,13 @@ def num_seeds(experiment: Experiment) -> int:
     if experiment.run.device == "emulated":
         return 1
     return experiment.tune.target_seeds or (1 if experiment.run.launcher == "command" else 3)
+
+
+def _is_plain(strategy: DistributedStrategy) -> bool:
+    """Synchronous, or local steps of a fixed K that are averaged, on the FP32 wire."""
+    configs = strategy.localsgd_configs
+    way = strategy.replace(localsgd=False, localsgd_configs=LocalSGDConfigs())
+    return way_of(way) == way_of(DistributedStrategy()) and not configs.has_outer and parameters_of(strategy)["wire"] == "fp32"
 
 
 def _learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:

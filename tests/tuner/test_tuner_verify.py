@@ -266,8 +266,9 @@ def test_a_candidate_that_is_later_at_the_target_is_rejected(tmp_path: Path) -> 
 
 
 def test_one_run_to_the_target_stands_for_all_that_train_alike(tmp_path: Path) -> None:
-    """The default's for what differs in buckets alone; one of K = 2 for another, whose time to the target is less by that of its steps."""
-    two, tight = local(2), local(2).replace(fuse_grad_size_in_MB=1.0)
+    """The default's for what differs in buckets alone; one of DiLoCo for another, whose time to it is less by that of its steps."""
+    two = DistributedStrategy().replace(localsgd=True, localsgd_configs={"k_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9})
+    tight = two.replace(fuse_grad_size_in_MB=1.0)
     time_s = {DEFAULT: 1.0, tight: 1.1, two: 0.1}
     found, runner = verified(target_experiment(), arms(two=two, tight=tight, fused=FUSED), tmp_path, by_step, lambda s: time_s[s])
     assert [leg.strategy for leg in runner.legs if leg.evaluate] == [DEFAULT, tight]

@@ -1,0 +1,65 @@
+"""What runs at some K say of steps to the target at another, against planted penalties."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tuner_fakes import FakeRunner, target_experiment
+
+from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
+from tuner.penalty import Penalty
+from tuner.real_runs import RealRuns
+from tuner.recommendation import Arm
+from tuner.verify import verify
+
+LEVELS = (2, 4, 8, 16)
+
+
+def local(k_steps: int) -> DistributedStrategy:
+    """Local SGD with K local steps."""
+    return DistributedStrategy(localsgd=k_steps > 1, localsgd_configs=LocalSGDConfigs(k_steps=k_steps))
+
+
+def step_s(strategy: DistributedStrategy) -> float:
+    """4 ms of compute, and 8 of an exchange that K steps share."""
+    return 0.004 + 0.008 / strategy.local_steps
+
+
+def test_a_straight_line_is_found_as_it_was_planted() -> None:
+    """12 % a local step from one K or from two; beyond the largest it says so, and of synchronous runs alone it says nothing."""
+    for run in ({16: [2.8]}, {4: [1.36, 1.36], 16: [2.8, 2.8]}):
+        found = Penalty.of({1: [1.0], **run})
+        assert found is not None
+        assert [found.ratio(k) for k in LEVELS] == pytest.approx([1.12, 1.36, 1.84, 2.8])
+    alone = Penalty.of({4: [1.36]})
+    assert alone is not None
+    assert alone.half is None
+    assert alone.says(LEVELS) == (
+        "steps to the target grow by 12 % a local step (one run, no interval): K = 2: 1.12x, K = 4: 1.36x; "
+        "outside of what was run K = 8: 1.84x, K = 16: 2.80x"
+    )
+    assert Penalty.of({1: [1.0, 1.1]}) is None
+
+
+def test_its_interval_covers_in_nine_of_ten() -> None:
+    """Three seeds each at K = 4 and 16, with deviations of 0.15 between them."""
+    dice, covered, rounds = np.random.default_rng(1), 0, 2000
+    for _ in range(rounds):
+        found = Penalty.of({k: list(1 + 0.1 * (k - 1) + dice.normal(0, 0.15, 3)) for k in (4, 16)})
+        assert found is not None
+        assert found.half is not None
+        covered += abs(found.c - 0.1) <= found.half
+    assert 0.88 < covered / rounds < 0.92
+
+
+@pytest.mark.parametrize(("c", "chosen", "ran"), [(0.12, 4, {1, 16, 4}), (0.001, 16, {1, 16}), (3.0, 1, {1, 16})])
+def test_a_k_that_no_finalist_had_is_run_where_it_promises_to_be_first(c: float, chosen: int, ran: set[int], tmp_path: Path) -> None:
+    """By hand, over synchronous training's time: K = 2 0.75, 4 0.68, 8 0.77, 16 1.05 with 12 % a step; all slower with 300 %."""
+    experiment = target_experiment(pairs=8, finalists=1)
+    others = {local(k): step_s(local(k)) / step_s(local(1)) for k in (1, *LEVELS)}
+    runner = FakeRunner(experiment, step_s, updates=lambda leg: 100 * (1 + c * (leg.strategy.local_steps - 1)))
+    arms = [Arm(name=name, strategy=local(k), simulated_s=step_s(local(k))) for name, k in (("default", 1), ("candidate 1", 16))]
+    found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01), others=others)
+    assert (found.verdict, found.strategy) == ("USE" if chosen > 1 else "KEEP DEFAULT", local(chosen))
+    assert {leg.strategy.local_steps for leg in runner.legs} == ran
+    assert any("a local step (one run, no interval)" in note for note in found.notes) == (chosen != 16)
