@@ -15,10 +15,11 @@ NAMES = "quickstart stragglers communication local_steps parameter_servers fidel
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("short_profiles")
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["shortened", "whole"])
 @pytest.mark.parametrize("notebook", NOTEBOOKS[1:], ids=lambda path: path.stem)
-def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs(notebook: Path, whole: bool, tmp_path: Path) -> None:
     """Every cell, here where all is imported."""
-    run_notebook(notebook, tmp_path)
+    run_notebook(notebook, tmp_path, whole=whole)
 
 
 def test_there_are_eight_notebooks() -> None:

@@ -104,7 +104,7 @@ LOCAL = (
     local("K = 4, momentum averaged, fused", localsgd_configs={"k_steps": 4, "momentum": "average"}, **FUSED),
     local("K = 4, Adam averaged", optimizer="adam", localsgd_configs={"k_steps": 4, "optimizer_state": "average"}),
     local("K = 2, merge of 3", localsgd_configs={"k_steps": 2}, gradient_merge=True, gradient_merge_configs={"k_steps": 3}),
-    Case("adaptive, K0 = 4", {**SEVERAL, "adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 4, "begin_step": 2}}),
+    Case("adaptive, K0 = 2", {**SEVERAL, "adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 2, "begin_step": 2}}),
     local("K = 4, buffers averaged", "normed", localsgd_configs={"k_steps": 4, "buffers": "average"}),
 )
 LOCAL_HIERARCHICAL = (

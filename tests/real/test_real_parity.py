@@ -132,7 +132,7 @@ class TrainingParity:
             ("K = 1", set(range(1, STEPS + 1)), 1),
             ("K = 4", FOUR, 1),
             ("K = 4, fused update", FOUR, 1),
-            ("K = 3 from 6", {1, 2, 3, 4, 5, 6, 9, 12}, 1),
+            ("K = 3 from 6", {1, 2, 3, 4, 5, 6, 9}, 1),
             ("document, K = 4", FOUR, 1),
             ("torch, K = 4", FOUR, 1),
             ("K = 2, merge of 3", {1, 3}, 3),
@@ -172,12 +172,12 @@ class TrainingParity:
 
     def test_adaptive_steps_follow_the_averaged_loss(self, results: list[Arrays], dtype: str) -> None:
         """K from the trainers' averaged loss and the learning rate, which falls in the middle: as the written-out loop."""
-        schedule = Schedule(k=4, begin=2)
+        schedule = Schedule(k=2, begin=2)
         met: list[int] = []
         schedule.met = lambda update, loss, lr: (met.append(update), Schedule.met(schedule, update, loss, lr))[1]  # type: ignore[method-assign]
         expected = problem.local_training(self.ranks, dtype, MOMENTUM, schedule)
         assert len({later - earlier for earlier, later in itertools.pairwise(met)}) > 2
-        self._agree_by_rank(results, dtype, "adaptive, K0 = 4", expected, set(met))
+        self._agree_by_rank(results, dtype, "adaptive, K0 = 2", expected, set(met))
 
     def test_buffers_are_averaged_where_asked(self, results: list[Arrays], dtype: str) -> None:
         """Batch-norm statistics are the same on every rank after an averaging of buffers, and counts are whole."""

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-STEPS = 14
+STEPS = 10
 """One step into a round of four."""
 BATCH = 8
 LR = 0.05
-DECAY_STEP = 7
+DECAY_STEP = 4
 """From here on the learning rate is a tenth."""
 FEATURES = 12
 CLASSES = 5
