@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from notebook_cells import NOTEBOOKS, ROOT, run_notebook
@@ -30,13 +31,34 @@ def _commands() -> list[str]:
     return [line for line in lines if line and not line.startswith(("#", *SET_UP))]
 
 
+@pytest.fixture
+def smaller(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The built-in experiment with 128 hidden units, not 768, which learn at a higher rate: commands and cells are shown here, no times.
+
+    ``make test-all`` takes it as it stands.
+    """
+    if request.config.getoption("--slow") or request.config.getoption("--whole"):
+        return
+    text = (ROOT / "fleetbench" / "quickstart.toml").read_text(encoding="utf-8")
+    assert "hidden = 768" in text
+    assert "lr = 0.1\n" in text
+    folder = tmp_path_factory.mktemp("built_in")
+    smaller = text.replace("hidden = 768", "hidden = 128").replace("lr = 0.1\n", "lr = 0.3\n")
+    (folder / "quickstart.toml").write_text(smaller, encoding="utf-8")
+    monkeypatch.setattr("fleetbench.experiment.resources", SimpleNamespace(files=lambda _package: folder))
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("short_profiles")
+@pytest.mark.usefixtures("short_profiles", "smaller")
 def test_the_readmes_commands_run(
     profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every command of the README, in its order, ends with exit code 0: bash reads it, and it runs here, where all is imported."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    script = tmp_path / "examples" / "train_digits.py"
+    text = script.read_text(encoding="utf-8")
+    assert "EPOCHS, BATCH = 10, 32" in text
+    script.write_text(text.replace("EPOCHS, BATCH = 10, 32", "EPOCHS, BATCH = 2, 32"), encoding="utf-8")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "profiles").symlink_to(profiles)
     monkeypatch.chdir(tmp_path)
@@ -52,7 +74,7 @@ def test_the_readmes_commands_run(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("short_profiles")
+@pytest.mark.usefixtures("short_profiles", "smaller")
 def test_the_first_notebook_runs(profiles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It ends with a verdict, and its real run reaches the target."""
     (tmp_path / "notebooks" / "runs").mkdir(parents=True)
