@@ -53,11 +53,11 @@ class Tune(Config):
     allow: tuple[Literal["wire16"], ...] = ()
     """``wire16``: gradients may travel as FP16 or BF16, without a target as well."""
     simulated_steps: int = 10
-    """Least counted steps of one simulated trial: whole rounds of all K, at most the workload's."""
+    """Least counted steps of one simulated trial: whole rounds of all K, or the workload's if fewer."""
     finalists: int = 3
     """Best simulated strategies that run for real."""
     leg_steps: int = 60
-    """Counted steps of one real leg."""
+    """Counted steps of one real leg; more where a K that is searched has longer rounds."""
     pairs: int = 48
     """Most fresh pairs of finalist and default; they stop at a look before, where the verdict is known."""
     target_seeds: int | None = None

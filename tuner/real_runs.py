@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from fleetbench.experiment import Experiment
+from fleetbench.plan.combination import OUTSIDE, Combination
 from fleetbench.result import RunResult
 from fleetbench.store import save_run
 from fleetbench.strategy import DistributedStrategy
@@ -41,6 +42,13 @@ class Runner(Protocol):
 
 class BudgetSpent(Exception):  # noqa: N818  # an end of measuring, not an error of anybody
     """The next leg would exceed the budget of the real runs."""
+
+
+def leg_steps_of(experiment: Experiment) -> int:
+    """``tune.leg_steps``, or as many as hold a round of every K that is searched: a step is priced in whole rounds."""
+    own, tune = Combination.of(experiment.strategy), experiment.tune
+    searched = tune.local_steps if experiment.workload.target_loss is not None else ()
+    return max(tune.leg_steps, OUTSIDE + max(own.steps_per_round, own.steps_per_update * max(searched, default=1)))
 
 
 def budget_of(experiment: Experiment) -> tuple[float, str]:
@@ -117,9 +125,9 @@ class RealRuns:
         return stored
 
     def affords(self, number: int, *, num_targets: int = 0) -> bool:
-        """Whether the budget has room for so many legs of ``tune.leg_steps``, and runs to the target, if there is one."""
+        """Whether the budget has room for so many legs, and runs to the target, if there is one."""
         workload = self.experiment.workload
-        steps = number * (self.experiment.tune.leg_steps + self.experiment.run.warmup_steps)
+        steps = number * (leg_steps_of(self.experiment) + self.experiment.run.warmup_steps)
         steps += 0 if workload.target_loss is None else num_targets * self._expected_steps(workload.steps)
         return self._has_room(Leg(steps=steps, warmup_steps=0))
 

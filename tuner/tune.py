@@ -24,7 +24,7 @@ from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate as in_simulator
 from tuner.earlier import RUNS, Earlier, Held, keep_inputs
-from tuner.real_runs import SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_of
+from tuner.real_runs import SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_of, leg_steps_of
 from tuner.recommendation import Arm, Recommendation
 from tuner.resumption import Journal, Resumption, inputs_of
 from tuner.search import Search, StepS, search, shortened
@@ -201,14 +201,14 @@ def refuse_small_budget(experiment: Experiment, arms: Sequence[Arm], spent_s: fl
 
     By simulated times: of runs that choose among the arms, one to the target, if any, and the pairs; without starts.
     """
-    (budget_s, setting), tune, trainers = budget_of(experiment), experiment.tune, experiment.cluster.trainers
-    leg = tune.leg_steps + experiment.run.warmup_steps
+    (budget_s, setting), trainers = budget_of(experiment), experiment.cluster.trainers
+    leg = leg_steps_of(experiment) + experiment.run.warmup_steps
     times, to_target = [arm.simulated_s for arm in arms], experiment.workload.steps if experiment.workload.target_loss is not None else 0
     of_target = f", a run of {to_target} steps to the target" if to_target else ""
     steps_s = 2 * leg * sum(times) + to_target * times[0] + LEAST_PAIRS * leg * (times[0] + min(times[1:]))
     least_s = spent_s + trainers * steps_s
     if least_s > budget_s:
-        what = f"{2 * len(arms)} runs of {tune.leg_steps} steps to choose among {len(arms)} strategies{of_target}"
+        what = f"{2 * len(arms)} runs of {leg_steps_of(experiment)} steps to choose among {len(arms)} strategies{of_target}"
         in_minutes, in_hours = least_s / trainers / 60, least_s / SECONDS_PER_HOUR
         wanted = f"budget_minutes = {in_minutes * 2:.2g}" if "minutes" in setting else f"budget_gpu_hours = {in_hours * 2:.2g}"
         value = f"{what} and {LEAST_PAIRS} pairs would take {in_minutes:.2g} minutes, or {in_hours:.2g} GPU hours"
@@ -273,7 +273,7 @@ def _priced(arm: Arm, ways: Ways) -> Arm:
 
 def _simulated(arm: Arm, experiment: Experiment, simulate: Simulate, runs: Path) -> Arm:
     """The arm with a stored simulated run of a leg's length, to lay beside its real ones."""
-    workload = dataclasses.replace(experiment.workload, steps=experiment.tune.leg_steps)
+    workload = dataclasses.replace(experiment.workload, steps=leg_steps_of(experiment))
     stored = save_run(simulate(experiment.replace(strategy=arm.timed, workload=workload)), runs)
     assert stored.path is not None
     return dataclasses.replace(arm, simulated_run=stored.path.name, simulated_s=step_s_of(stored))
@@ -313,7 +313,7 @@ def advice_for(experiment: Experiment, table: LayerTable) -> Advice:
 def _unmeasured(experiment: Experiment) -> str | None:
     """Why no leg would show what Local SGD costs and gains."""
     workload = experiment.workload
-    measured = experiment.tune.leg_steps
+    measured = leg_steps_of(experiment)
     if workload.target_loss is None:
         return "no workload.target_loss prices it"
     first = min((decay.step for decay in workload.lr_decay), default=0)

@@ -33,7 +33,7 @@ from real.processes.roles import SEED
 from tuner.bias import named
 from tuner.earlier import Held
 from tuner.penalty import Penalty
-from tuner.real_runs import BudgetSpent, RealRuns, budget_of
+from tuner.real_runs import BudgetSpent, RealRuns, budget_of, leg_steps_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
 from tuner.space import name_of, parameters_of, way_of
@@ -63,7 +63,7 @@ def measure_pairs(
     left out. Raises what the legs raise.
     """
     arms = [(DEFAULT, experiment.strategy), (finalist, strategy)]
-    default_first, steps = first % 2 == 0, experiment.tune.leg_steps
+    default_first, steps = first % 2 == 0, leg_steps_of(experiment)
     for window in range(_ROUNDS + first, _ROUNDS + experiment.tune.pairs):
         ordered, void = arms if default_first else arms[::-1], legs.num_void
         legs.together((arm for _, arm in ordered), steps=steps, window=window)
@@ -254,7 +254,7 @@ class _Verifier:
                 continue
             with self._rejecting(name):
                 window = _ROUNDS * done // len(order)  # of each round, so that arms share draws, and two are seen
-                result = self.legs.run(name, self.arms[name].timed, steps=self.experiment.tune.leg_steps, window=window)
+                result = self.legs.run(name, self.arms[name].timed, steps=leg_steps_of(self.experiment), window=window)
                 arm = self.arms[name]
                 peaks = [*result.peak_bytes, *([] if arm.peak_bytes is None else [arm.peak_bytes])]  # of all ranks and legs
                 took.setdefault(name, []).append(step_s_of(result))

@@ -62,4 +62,5 @@ def test_a_k_that_no_finalist_had_is_run_where_it_promises_to_be_first(c: float,
     found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01), others=others)
     assert (found.verdict, found.strategy) == ("USE" if chosen > 1 else "KEEP DEFAULT", local(chosen))
     assert {leg.strategy.local_steps for leg in runner.legs} == ran
+    assert {leg.steps for leg in runner.legs if not leg.evaluate} == {18}  # five were asked for, in which K = 16 has no whole round
     assert any("a local step (one run, no interval)" in note for note in found.notes) == (chosen != 16)

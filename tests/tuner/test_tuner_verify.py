@@ -531,7 +531,7 @@ def test_seeds_that_change_nothing_count_as_one(tmp_path: Path) -> None:
 
 def test_a_budget_has_fewer_seeds(tmp_path: Path) -> None:
     """Half a second a step, warm-up too: 65 s until the first seed has run; a further one and eight legs take 80, and are run for 45."""
-    experiment = target_experiment(target_seeds=5, budget_minutes=160 / 60)
+    experiment = target_experiment(target_seeds=5, budget_minutes=160 / 60, local_steps=(1,))
     experiment = experiment.replace(run=replace(experiment.run, device="cpu"))
     runner = FakeRunner(experiment, by_local_steps, updates=lambda leg: 80.0 + (leg.seed or 0) * (2 if leg.strategy.localsgd else 1))
 
