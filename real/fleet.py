@@ -34,10 +34,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fleetbench.advice import Advice, advice
+from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
 from fleetbench.fleet_names import FieldHasNoEffect
 from fleetbench.overview import overview
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.workload import Workload
 from real.collective import Collective
 from real.processes.roles import TUNING, role_of
 from real.training_log import TrainingLog
@@ -109,6 +112,14 @@ class Fleet:
     def stop_worker(self) -> None:
         """On a trainer: push what is left, and leave; after the last trainer the servers end. For their model see ``pull_model``."""
         self._with_servers("fleet.stop_worker").trained("fleet.stop_worker").finish()
+
+    @staticmethod
+    def advice(workload: Workload, cluster: Cluster, gradient_bytes: int | None = None) -> Advice:
+        """What Fleet's documents would use for a workload on a cluster, and what of it does not fit here.
+
+        ``gradient_bytes`` are those of one step's dense gradients, which the size of buckets follows.
+        """
+        return advice(workload, cluster, gradient_bytes, device="cuda" if torch.cuda.is_available() else "cpu")
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards inside add to ``.grad`` on this trainer alone, invisible to the strategy; the next one outside exchanges the sum.

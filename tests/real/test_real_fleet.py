@@ -13,9 +13,11 @@ import torch
 import training_problem as problem
 from processes import run_scripts
 
+from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.workload import Workload
 from real.communication.device import backend_of_world
 from real.fleet import Fleet
 from real.job.launcher import launch_script
@@ -51,6 +53,12 @@ def test_two_trainers_train_as_one(tmp_path: Path) -> None:
         assert f"rank {rank} of 2 is done" in (tmp_path / "log" / f"workerlog.{rank}").read_text()
     assert b"rank 0 of 2 is done" in text
     assert b"DistributedStrategy Overview" in text
+
+
+def test_the_documents_advice_is_a_strategy() -> None:
+    """A tenth of the gradients' 100 MB in a bucket; two communicators on two nodes, none waiting for the other."""
+    advised = Fleet.advice(Workload(), Cluster(nodes=2, trainers_per_node=4), 100 * 2**20).strategy
+    assert (advised.fuse_grad_size_in_MB, advised.nccl_comm_num, advised.sync_nccl_allreduce) == (10.0, 2, False)
 
 
 def test_the_script_loads_its_strategy(tmp_path: Path) -> None:
