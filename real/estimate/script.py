@@ -22,7 +22,7 @@ from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile, compute_key
 from fleetbench.strategy import DistributedStrategy
-from real.job.facts import Facts, experiment_of
+from real.job.facts import Facts, experiment_of, facts_of
 
 _WHERE = "the script's step"
 
@@ -130,20 +130,8 @@ class _Script:
             optimizer.step = plain_step
             self.step.update(optimizer)
             self.entered.close()
-            group, first = optimizer.param_groups[0], next(self.model.parameters())
-            facts = Facts(
-                trainers=1,
-                trainers_per_node=1,
-                backend="nccl",
-                device="cuda",
-                strategy=self.strategy,
-                optimizer=type(optimizer).__name__,
-                lr=float(group["lr"]),
-                momentum=float(group.get("momentum", 0.0)),
-                weight_decay=float(group.get("weight_decay", 0.0)),
-                dtype=str(first.dtype).removeprefix("torch."),
-                batch_size=self.batch_size,
-            )
+            known = {"strategy": self.strategy, "batch_size": self.batch_size, "backend": "nccl", "device": "cuda"}
+            facts = facts_of(self.model, optimizer, trainers=1, trainers_per_node=1, **known)
             self.write({"facts": encode(facts), "profile": encode(self.step.profile("script"))})
             raise _Reached(0)
 

@@ -1,14 +1,19 @@
 """Facts: what a script turned out to be, as far as a plan, a simulation and a verdict must know it."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fleetbench.cluster import Cluster
 from fleetbench.config import Config
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
+
+if TYPE_CHECKING:
+    import torch
 
 MODEL = "script:"
 """What the name of such a workload's model begins with."""
@@ -37,6 +42,19 @@ class Facts(Config):
     """First dimension of the model's first input; none where the model gets no tensor."""
     reports_loss: bool = False
     """Whether it calls ``fleet.report``."""
+
+
+def facts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **known: Any) -> Facts:
+    """What a script trains. ``known``: the other fields."""
+    group, first = optimizer.param_groups[0], next(parameter for parameter in model.parameters() if parameter.requires_grad)
+    return Facts(
+        optimizer=type(optimizer).__name__,
+        lr=float(group["lr"]),
+        momentum=float(group.get("momentum", 0.0)),
+        weight_decay=float(group.get("weight_decay", 0.0)),
+        dtype=str(first.dtype).removeprefix("torch."),
+        **known,
+    )
 
 
 def optimizer_name(facts: Facts) -> Literal["sgd", "momentum", "adagrad", "adam"]:

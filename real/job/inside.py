@@ -167,7 +167,7 @@ def _meet(role: Role, shared: Path | None) -> Path:
         dist.destroy_process_group()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
-        hint = "fleetbench doctor on each node says which interface gloo takes; GLOO_SOCKET_IFNAME names another"
+        hint = "fleetbench doctor on each node lists its interfaces; gloo takes that of the host name, or the one in GLOO_SOCKET_IFNAME"
         raise EnvironmentLacks("the job's processes did not meet", f"rank {role.rank}", reason, hint) from error
     if not int(sees):
         raise EnvironmentLacks("not every node sees the folder", "--out", str(path), "give one on a disk that all nodes share")

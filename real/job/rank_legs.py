@@ -35,7 +35,7 @@ from real.communication.device import backend_of_world
 from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
 from real.job.driver_watch import end_script
-from real.job.facts import Facts
+from real.job.facts import facts_of
 from real.job.folder import BeatWriter, RankPlace, RankSide
 from real.layer_times import ProfileLeg
 from real.leg import Leg
@@ -295,7 +295,18 @@ class RankLegs:
                 self.folder.finish(number, self._rank, part)
                 return False
             if leg.start == "as_is":
-                part["facts"] = encode(facts_of(trained, reports_loss=any(step["record"]["loss"] is not None for step in part["steps"])))
+                facts = facts_of(
+                    trained.model,
+                    trained.optimizer,
+                    trainers=trained.communicators.trainers,
+                    trainers_per_node=trained.trainers_per_node,
+                    backend=backend_of_world(),
+                    device=trained.device.type,
+                    strategy=trained.own_strategy,
+                    batch_size=trained.batch_size,
+                    reports_loss=any(step["record"]["loss"] is not None for step in part["steps"]),
+                )
+                part["facts"] = encode(facts)
             if self._metrics:
                 part["metrics"] = {name: [[first + at, float(value)] for at, value in told] for name, told in self._metrics.items()}
             offsets_ns.append(self._compared_clocks())  # all ranks are here, and the clocks have drifted since the leg began
@@ -306,26 +317,6 @@ class RankLegs:
     def _compared_clocks(self) -> tuple[int, int]:
         """Now on this rank's clock, and by how much that is ahead of rank 0's."""
         return time.monotonic_ns(), 0 if self._clocks is None else self._clocks.offset_ns()
-
-
-def facts_of(trained: Trained, *, reports_loss: bool) -> Facts:
-    """What this rank knows of the script."""
-    group = trained.optimizer.param_groups[0]
-    first = next(parameter for parameter in trained.model.parameters() if parameter.requires_grad)
-    return Facts(
-        trainers=trained.communicators.trainers,
-        trainers_per_node=trained.trainers_per_node,
-        backend=backend_of_world(),  # type: ignore[arg-type]  # Facts checks both
-        device=trained.device.type,  # type: ignore[arg-type]
-        strategy=trained.own_strategy,
-        optimizer=type(trained.optimizer).__name__,
-        lr=float(group["lr"]),
-        momentum=float(group.get("momentum", 0.0)),
-        weight_decay=float(group.get("weight_decay", 0.0)),
-        dtype=str(first.dtype).removeprefix("torch."),
-        batch_size=trained.batch_size,
-        reports_loss=reports_loss,
-    )
 
 
 def follow_steps(optimizer: torch.optim.Optimizer, on_step: Callable[[], None]) -> None:
