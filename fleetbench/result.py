@@ -253,7 +253,8 @@ def step_times(table: pd.DataFrame) -> pd.Series:
 def step_s_of(result: RunResult) -> float:
     """Seconds of a step in whole rounds of training by collectives: what a sample costs at a fixed batch in a training of any length.
 
-    Of runs shorter than a round, and with parameter servers, from the first start to the last end.
+    Of runs shorter than a round, with parameter servers, and where steps beside an evaluation were left out, from the first start to the
+    last end.
     """
     table, rounds = result.steps, _rounds_of(result)
     if rounds is None:
@@ -274,8 +275,10 @@ def parts_of(result: RunResult) -> dict[str, float]:
 
 
 def _rounds_of(result: RunResult) -> tuple[int, int] | None:
-    strategy = result.experiment.strategy
-    return None if strategy.mode == "ps" else Combination.of(strategy).whole_rounds(result.summary.steps)
+    strategy, steps = result.experiment.strategy, result.summary.steps
+    if strategy.mode == "ps" or (len(result.steps) and result.steps["step"].max() > steps):
+        return None
+    return Combination.of(strategy).whole_rounds(steps)
 
 
 def summarise(experiment: Experiment, table: pd.DataFrame, **known: Any) -> Summary:

@@ -24,6 +24,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.profile import table_for
 from fleetbench.strategy import DistributedStrategy
 from tuner.recommendation import Arm, Pair, Recommendation
+from tuner.resumption import CODE
 from tuner.search import StepS, shortened
 from tuner.space import Space, parameters_of
 
@@ -100,7 +101,7 @@ class Earlier:
         return Held(
             earlier=self,
             moved=tuple(lines),
-            simulated=not searched and not other_times and len(steps) == 1,
+            simulated=not searched and not other_times and len(steps) == 1 and CODE not in elsewhere,
             legs=legs,
             targets=legs and not target and "tune.metric" not in moved,
             has_pairs=legs and not {"tune.pairs", "tune.min_gain"} & {*moved},
@@ -137,16 +138,16 @@ class Held:
 
         return found
 
-    def arm(self, strategy: DistributedStrategy) -> Arm | None:
-        """What ran under the strategy, to its ranking at least."""
+    def arm(self, now: Arm) -> Arm | None:
+        """What ran under an arm's strategy, and what its legs run, to its ranking at least."""
         arms = self.earlier.recommendation.arms if self.legs else ()
-        arm = next((arm for arm in arms if arm.strategy == strategy and arm.ratio is not None), None)
+        arm = next((arm for arm in arms if (arm.strategy, arm.timed) == (now.strategy, now.timed) and arm.ratio is not None), None)
         return arm if arm is None or self.targets else dataclasses.replace(arm, target=None)
 
-    def pairs(self, strategy: DistributedStrategy) -> tuple[Pair, ...]:
-        """Of the finalist, if it was this strategy."""
+    def pairs(self, now: Arm) -> tuple[Pair, ...]:
+        """Of the finalist, if it was this arm."""
         found = self.earlier.recommendation
-        is_finalist = any(arm.name == found.finalist and arm.strategy == strategy for arm in found.arms)
+        is_finalist = any((arm.name, arm.strategy, arm.timed) == (found.finalist, now.strategy, now.timed) for arm in found.arms)
         return found.pairs if self.has_pairs and is_finalist else ()
 
     def copy_runs(self, arm: Arm, runs: Path) -> None:

@@ -47,8 +47,11 @@ class BudgetSpent(Exception):  # noqa: N818  # an end of measuring, not an error
 def leg_steps_of(experiment: Experiment) -> int:
     """``tune.leg_steps``, or as many as hold a round of every K that is searched: a step is priced in whole rounds."""
     own, tune = Combination.of(experiment.strategy), experiment.tune
-    searched = tune.local_steps if experiment.workload.target_loss is not None else ()
-    return max(tune.leg_steps, OUTSIDE + max(own.steps_per_round, own.steps_per_update * max(searched, default=1)))
+    longest = max(tune.local_steps, default=1) if experiment.workload.target_loss is not None else 1
+    longest *= 1 + (
+        experiment.run.launcher == "command" and tune.diloco and longest > 1
+    )  # a script's outer optimizer has twice the largest
+    return max(tune.leg_steps, OUTSIDE + max(own.steps_per_round, own.steps_per_update * longest))
 
 
 def budget_of(experiment: Experiment) -> tuple[float, str]:

@@ -36,6 +36,8 @@ from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.place import Place
 from tuner.real_runs import Runner
 
+CODE = "code of fleetbench"
+"""Of what a tuning depends on: the commit, or the release."""
 _SET_BY_LIBRARIES = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
 """Variables that importing scikit-learn sets in this process."""
 _OWNER, _HELD = "owner.json", "held_s"
@@ -229,7 +231,7 @@ def inputs_of(command: Sequence[str]) -> dict[str, Any]:
         "command": list(command),
         "folder": str(Path.cwd()),
         "files": {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in beside},
-        "code of fleetbench": commit(),
+        CODE: commit(),
         "machine": machine() | {"host": platform.node()},
         "environment": {name: value for name, value in os.environ.items() if name.startswith(RECORDED) and name not in _SET_BY_LIBRARIES},
         "versions": versions(),

@@ -163,7 +163,8 @@ def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
     least = least or tune.simulated_steps
     least = least if experiment.cluster.stragglers else min(least, STEADY_STEPS)
     tried = (*tune.local_steps, *tune.gradient_merge) if experiment.workload.target_loss is not None else ()
-    cadences = (strategy.local_steps, *tried)
+    twice = 2 * max(tried, default=0) if experiment.run.launcher == "command" and tune.diloco else 0
+    cadences = (strategy.local_steps, *tried, *([twice] if twice > 2 else []))
     rounds = math.lcm(*cadences) if math.lcm(*cadences) <= experiment.workload.steps else max(cadences)
     return with_steps(experiment, least, rounds * strategy.gradient_merge_configs.k_steps, beside=OUTSIDE)
 

@@ -26,7 +26,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
 from fleetbench.result import RunResult, step_s_of
-from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
+from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import median_arrival
 from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.roles import SEED
@@ -40,6 +40,8 @@ from tuner.space import name_of, parameters_of, way_of
 from tuner.to_target import Updates
 
 DEFAULT = "default"
+BETWEEN_SEEDS = 3
+"""Of runs to the target at a K that other K have named."""
 FIRST_SHARE = 0.95
 """Of the error that is left, what a finalist takes where others may follow."""
 _ROUNDS = 2
@@ -120,6 +122,8 @@ class _Verifier:
     """The arm that they were of."""
     seeds: range = range(1)
     """Of these runs: as many as may be."""
+    seeds_are_alike: bool = False
+    """Runs with two of them were equal."""
 
     def __post_init__(self) -> None:
         self.seeds = range(self.experiment.run.seed, self.experiment.run.seed + num_seeds(self.experiment))
@@ -150,7 +154,7 @@ class _Verifier:
             if self._reaches_target(arm.name):
                 self.error = error_of(left, is_last=len(ranked) == 1)
                 left -= self._measure_pairs(self.arms[arm.name])
-            elif (k := self._between()) is not None:
+            elif len(compared) <= self.experiment.tune.finalists and (k := self._between()) is not None:
                 self._rank([DEFAULT, k.name], f"real runs of {k.name}")
             if (rejected := self.arms[arm.name].rejected) is None and (self.judged is None or self.judged.verdict != "NO GAIN"):
                 return ""
@@ -172,32 +176,45 @@ class _Verifier:
         if default is not None:
             return 1.0 if arm.virtual_updates is None else arm.virtual_updates / default
         penalty = self._penalty()
-        return 1.0 if penalty is None or not _is_plain(arm.strategy) else penalty.ratio(arm.strategy.local_steps)
+        return 1.0 if penalty is None or not self._is_plain(arm.strategy) else penalty.ratio(arm.strategy.local_steps)
 
     def _penalty(self) -> Penalty | None:
         """What runs to the target with plain local steps say of those at another K, beside a synchronous default."""
-        if not _is_plain(self.arms[DEFAULT].strategy) or self.arms[DEFAULT].strategy.local_steps > 1:
+        if self.arms[DEFAULT].strategy.is_local:
             return None
-        ran = [arm for arm in self.arms.values() if _is_plain(arm.strategy) and arm.strategy.local_steps > 1]
+        ran = [arm for arm in self.arms.values() if arm.strategy.is_local and self._is_plain(arm.strategy)]
         found = {arm.strategy.local_steps: updates for arm in ran if (updates := self._updates(arm.name)) is not None}
         return Penalty.of({k: [math.exp(-ratio) for ratio in updates.ratios] for k, updates in found.items()})
 
     def _between(self) -> Arm | None:
-        """An arm with a K that has none, where runs at other K say that it is there before the default and all arms that are left."""
-        penalty, default = self._penalty(), self.arms[DEFAULT]
-        if penalty is None or default.virtual_updates is not None or not self.legs.affords(_KEPT_LEGS, num_targets=2):
+        """An arm with a K that has none, where runs at other K say that it is there before the default and all arms that are left.
+
+        It and the default are run with ``BETWEEN_SEEDS`` seeds at least, because it was chosen by what one run said of another.
+        """
+        penalty, default, known_by = self._penalty(), self.arms[DEFAULT], 2 * BETWEEN_SEEDS
+        if penalty is None or default.virtual_updates is not None or not self.legs.affords(_KEPT_LEGS, num_targets=known_by):
             return None
         known = {arm.strategy.local_steps for arm in self.arms.values()}
         prices = {
             strategy: ratio * penalty.ratio(strategy.local_steps)
             for strategy, ratio in self.others.items()
-            if _is_plain(strategy) and strategy.local_steps not in known
+            if self._is_plain(strategy) and strategy.local_steps not in known
         }
-        self.notes.append(penalty.says(sorted({strategy.local_steps for strategy in self.others})))
-        best = min(prices, key=lambda strategy: prices[strategy], default=None)
-        if best is None or prices[best] >= min([1.0, *(self._expected(arm) for arm in self._ranked(()))]):
+        if not prices:
             return None
+        self.notes.append(penalty.says(sorted({strategy.local_steps for strategy in prices})))
+        best = min(prices, key=lambda strategy: prices[strategy])
+        if prices[best] >= min([1.0, *(self._expected(arm) for arm in self._ranked(()))]):
+            return None
+        if not self.seeds_are_alike:
+            self.seeds = range(self.seeds.start, self.seeds.start + max(BETWEEN_SEEDS, len(self.seeds)))
         return self._added(best)
+
+    def _is_plain(self, strategy: DistributedStrategy) -> bool:
+        """Synchronous, or fixed local steps that are averaged; in all else that is learnt as the default's."""
+        default = self.arms[DEFAULT].strategy
+        configs = dataclasses.replace(default.localsgd_configs, k_steps=strategy.localsgd_configs.k_steps)
+        return _learns_as(strategy) in (_learns_as(default), _learns_as(default.replace(localsgd=True, localsgd_configs=configs)))
 
     def _added(self, strategy: DistributedStrategy) -> Arm:
         """A strategy of the search as an arm."""
@@ -266,7 +283,7 @@ class _Verifier:
 
     def _recall(self, name: str) -> bool:
         """Take what an earlier tuning has of the arm; whether it has."""
-        earlier = None if self.held is None else self.held.arm(self.arms[name].strategy)
+        earlier = None if self.held is None else self.held.arm(self.arms[name])
         if self.held is None or earlier is None or earlier.ratio is None:
             return False
         if name not in self.ratios:
@@ -346,7 +363,7 @@ class _Verifier:
         self.progress(stage, 1, 1)
         updates, final_loss = result.summary.steps_to_target, result.summary.final_loss
         if number and (updates, final_loss) == (check.updates[0], check.final_loss):
-            self.seeds = self.seeds[:1]
+            self.seeds, self.seeds_are_alike = self.seeds[:1], True
             self.notes.append(f"the runs of {name} with two seeds are equal, and count as one: a script takes its seed from {SEED}")
             return
         self.ways[way] = check.with_run(updates, final_loss, trained, self._metric_of(result))
@@ -443,7 +460,7 @@ class _Verifier:
         self.finalist, self.pairs, self.judged = finalist.name, [], None
         limit = self.experiment.tune.pairs
         try:
-            known = () if self.held is None else self.held.pairs(finalist.strategy)
+            known = () if self.held is None else self.held.pairs(finalist)
             fresh = measure_pairs(self.experiment, self.legs, finalist.name, finalist.timed, first=len(known))
             for pair in itertools.chain(known, fresh):
                 self.pairs.append(pair)
@@ -535,13 +552,6 @@ def num_seeds(experiment: Experiment) -> int:
     if experiment.run.device == "emulated":
         return 1
     return experiment.tune.target_seeds or (1 if experiment.run.launcher == "command" else 3)
-
-
-def _is_plain(strategy: DistributedStrategy) -> bool:
-    """Synchronous, or local steps of a fixed K that are averaged, on the FP32 wire."""
-    configs = strategy.localsgd_configs
-    way = strategy.replace(localsgd=False, localsgd_configs=LocalSGDConfigs())
-    return way_of(way) == way_of(DistributedStrategy()) and not configs.has_outer and parameters_of(strategy)["wire"] == "fp32"
 
 
 def _learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:

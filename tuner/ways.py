@@ -94,14 +94,14 @@ class Ways:
         return self.weight(tried.strategy) * tried.trial.simulated_s if self.arrives(tried.strategy) else None
 
     def paced(self, strategy: DistributedStrategy) -> DistributedStrategy:
-        """What has its seconds of a step: itself, or, where its rounds differ, a fixed K that exchanges as often."""
+        """What has its seconds of a step: itself, or, where its rounds differ, the largest fixed K that exchanges no less often."""
         if (pace := self.paces.get(way_of(strategy))) is None:
             return strategy
-        averaging = strategy.adaptive_localsgd_configs if strategy.adaptive_localsgd else strategy.localsgd_configs
-        kept = {one.name: getattr(averaging, one.name) for one in dataclasses.fields(Averaging)}
-        fixed = LocalSGDConfigs(k_steps=round(pace), **kept) if round(pace) > 1 else LocalSGDConfigs()
+        configs = strategy.localsgd_configs if strategy.localsgd else LocalSGDConfigs(**_averaging(strategy.adaptive_localsgd_configs))
+        k_steps = math.floor(pace) // configs.fragments * configs.fragments
+        fixed = dataclasses.replace(configs, k_steps=k_steps, begin_step=1) if k_steps > 1 else LocalSGDConfigs()
         never = {"adaptive_localsgd": False, "adaptive_localsgd_configs": AdaptiveLocalSGDConfigs()}
-        return strategy.replace(localsgd=round(pace) > 1, localsgd_configs=fixed, **never)
+        return strategy.replace(localsgd=k_steps > 1, localsgd_configs=fixed, **never)
 
     def weight(self, strategy: DistributedStrategy) -> float:
         """Steps to the target, the default's in the mean over seeds and others by their mean ratio to it; 1 where no ways are known."""
@@ -188,8 +188,14 @@ def price_ways(
     known_ways = Ways(updates=updates, others=tuple(others), notes=notes, steps=workload.steps, own=own, learnt=kept, paces=paces)
     arriving = [(one, dict[str, Any]()) for one in varying if way_of(one) in paces]
     paced, beside = _simulated(arriving, lambda one: step_s(known_ways.paced(one)), len(found.tried) + len(others))
-    slower = [f"{names[way]}: steps are timed as K = {max(1, round(pace))}'s, its mean to the target" for way, pace in paces.items()]
-    return dataclasses.replace(known_ways, others=(*others, *paced), notes=(*notes, *slower, *beside))
+    fastest = sorted(paced, key=lambda one: known_ways.weight(one.strategy) * one.trial.simulated_s)
+    adaptive = [one for one in fastest if one.strategy.adaptive_localsgd]  # the rules' legs are alike: one of them is enough
+    timed = [
+        f"{names[way]}: its steps are timed as those of K = {max(1, math.floor(pace))}, for rounds of {pace:.3g} in the mean to the target"
+        for way, pace in paces.items()
+    ]
+    paced = [one for one in paced if one not in adaptive[1:]]
+    return dataclasses.replace(known_ways, others=(*others, *paced), notes=(*notes, *timed, *beside))
 
 
 def over_seeds(
@@ -272,8 +278,8 @@ def _learnt(
             try:
                 key, left_s = _key(one), end - time.process_time()
                 if key not in kept:
-                    arrival = learn(one, left_s) if left_s > 0 else Arrival(math.nan)
-                    kept[key] = _NEVER if arrival is None else _LEFT if math.isnan(arrival.steps) else arrival.steps
+                    arrival = learn(one, left_s) if left_s > 0 else None
+                    kept[key] = _LEFT if left_s <= 0 else _NEVER if arrival is None else arrival.steps
                     kept |= {} if arrival is None else {f"{key}{_PACE}": arrival.k}
             except ConfigError as error:
                 refused.append(f"virtual trainers do not train {name_of(one.strategy)}: {error.where}: {error.what}")
@@ -314,16 +320,23 @@ def _varying(experiment: Experiment, leaders: Mapping[tuple[object, ...], Tried]
     """Adaptive K from the largest K of the search, by two rules that follow the loss; local steps from the learning rate's first decay."""
     tune, decays = experiment.tune, experiment.workload.lr_decay
     plain = [one.strategy for one in leaders.values() if one.strategy.localsgd and not one.strategy.localsgd_configs.has_outer]
-    if not plain or not tune.adaptive or experiment.strategy.mode == "ps":
+    own = experiment.strategy
+    if not plain or not tune.adaptive or own.mode == "ps" or own.adaptive_localsgd or own.localsgd_configs.begin_step > 1:
         return []
     largest = max(plain, key=lambda strategy: strategy.local_steps)
     begun = {"localsgd": False, "localsgd_configs": LocalSGDConfigs(), "adaptive_localsgd": True}
     rules: tuple[Literal["fleet", "paper"], ...] = ("paper", "fleet")
-    adaptive = [AdaptiveLocalSGDConfigs(init_k_steps=largest.local_steps, variant=rule) for rule in rules]
+    averaging = _averaging(largest.localsgd_configs)
+    adaptive = [AdaptiveLocalSGDConfigs(init_k_steps=largest.local_steps, variant=rule, **averaging) for rule in rules]
     found = [largest.replace(adaptive_localsgd_configs=configs, **begun) for configs in adaptive]
     begin_step = min((decay.step for decay in decays), default=1)
     late = [one.replace(localsgd_configs=dataclasses.replace(one.localsgd_configs, begin_step=begin_step)) for one in plain]
     return [*found, *late] if begin_step > 1 else found
+
+
+def _averaging(configs: Averaging) -> dict[str, Any]:
+    """What trainers average, and how, of one kind of local steps for the other."""
+    return {one.name: getattr(configs, one.name) for one in dataclasses.fields(Averaging)}
 
 
 def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:

@@ -10,7 +10,7 @@ import dataclasses
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -53,10 +53,13 @@ class Played(NamedTuple):
     order: Order
 
     @classmethod
-    def of(cls, experiment: Experiment) -> Self:
-        """Simulated. Raises ``ConfigError`` for what cannot be simulated or trained."""
+    def of(cls, experiment: Experiment, step_done: Callable[[], None] | None = None) -> Self:
+        """Simulated; ``step_done`` is called at the end of each of rank 0's steps, and may raise.
+
+        Raises ``ConfigError`` for what cannot be simulated or trained.
+        """
         job, order = served_job(experiment), Order()
-        execute(job, order=order)
+        execute(job, order=order, step_done=step_done)
         return cls(job, order)
 
 

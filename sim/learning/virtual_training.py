@@ -5,6 +5,7 @@ import dataclasses
 import json
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,8 @@ def train(
     """
     with one_thread(), tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
         if experiment.strategy.mode == "ps":
-            return ServedReplay(experiment, played or Played.of(experiment), Path(folder), say).run(progress, until)
+            looking = None if progress is None else partial(progress, 0, experiment.cluster.trainers * experiment.workload.steps)
+            return ServedReplay(experiment, played or Played.of(experiment, looking), Path(folder), say).run(progress, until)
         return VirtualTraining(experiment, Path(folder), say=say).run(progress, until)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from sim_cases import layered, link
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.operations import Operation
-from fleetbench.result import step_s_of
+from fleetbench.result import step_s_of, summarise
 from fleetbench.stragglers import ONE, Jitter, stretch
 from sim.arrays.compute import Stretches, stretched
 from sim.arrays.engine import CELLS
@@ -153,6 +154,18 @@ def test_a_step_of_whole_rounds_costs_the_same_in_runs_of_any_length(strategy: d
     for steps in (rounds + 2, rounds + 9, 3 * rounds + 2):
         experiment = layered(layers, nodes=2, inter=link(8, 10), steps=steps, strategy=strategy)
         assert step_s_of(simulate(experiment)) == pytest.approx(compute_s + exchange_s / rounds, rel=1e-6), steps
+
+
+@pytest.mark.parametrize("cut", [range(1, 3), range(30, 34), range(57, 59)])
+@pytest.mark.parametrize("k_steps", [1, 16])
+def test_a_run_with_steps_left_out_is_priced_from_end_to_end(k_steps: int, cut: range) -> None:
+    """As steps beside a script's evaluations are: where an exchange was among them, rounds cannot be told by their numbers."""
+    strategy = {"localsgd": True, "localsgd_configs": {"k_steps": k_steps}} if k_steps > 1 else {}
+    experiment = layered([(25_000, 20_000, 40_000)], nodes=2, inter=link(8, 10), steps=60, strategy=strategy)
+    whole = simulate(experiment)
+    kept = whole.steps[~whole.steps["step"].isin(cut)]
+    run = dataclasses.replace(whole, steps=kept, summary=summarise(experiment, kept, executor="real", run_id="cut"))
+    assert step_s_of(run) == pytest.approx(run.summary.wall_s / (60 - len(cut)))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from fleetbench.config import encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
-from tuner.earlier import Earlier
-from tuner.recommendation import Recommendation
+from tuner.earlier import Earlier, Held
+from tuner.recommendation import Arm, Pair, Recommendation
 from tuner.resumption import inputs_of
 from tuner.tune import tune
 
@@ -133,3 +133,20 @@ def test_a_folder_that_is_no_tuning_is_refused(tmp_path: Path) -> None:
         tuned(layers_experiment(), tmp_path / "runs", tmp_path)
     assert (caught.value.where, caught.value.value) == ("--from", str(tmp_path))
     assert not (tmp_path / "runs").exists()
+
+
+def test_legs_of_another_pace_are_run_again(tmp_path: Path) -> None:
+    """Adaptive K to another target has other rounds in the mean, so the fixed K that its legs ran is not what has its seconds now."""
+    strategy = DistributedStrategy(adaptive_localsgd=True)
+    eight, two = (DistributedStrategy().replace(localsgd=True, localsgd_configs={"k_steps": k}) for k in (8, 2))
+    arm = Arm(name="candidate 1", strategy=strategy, simulated_s=0.01, paced_by=eight, ratio=0.5, measured_s=(0.01,))
+    pairs = (Pair(default_s=2.0, finalist_s=1.0, default_first=True),)
+    known = Recommendation(
+        experiment="0123abcd", name="x", verdict="USE", reason="none", strategy=strategy, arms=(arm,), finalist=arm.name, pairs=pairs
+    )
+    held = Held(
+        earlier=Earlier(tmp_path, known, layers_experiment(), {}), moved=(), simulated=True, legs=True, targets=True, has_pairs=True
+    )
+    assert (held.arm(arm), held.pairs(arm)) == (arm, pairs)
+    other = replace(arm, paced_by=two)
+    assert (held.arm(other), held.pairs(other)) == (None, ())

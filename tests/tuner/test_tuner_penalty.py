@@ -7,6 +7,7 @@ import pytest
 from tuner_fakes import FakeRunner, target_experiment
 
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
+from real.leg import Leg
 from tuner.penalty import Penalty
 from tuner.real_runs import RealRuns
 from tuner.recommendation import Arm
@@ -64,3 +65,20 @@ def test_a_k_that_no_finalist_had_is_run_where_it_promises_to_be_first(c: float,
     assert {leg.strategy.local_steps for leg in runner.legs} == ran
     assert {leg.steps for leg in runner.legs if not leg.evaluate} == {18}  # five were asked for, in which K = 16 has no whole round
     assert any("a local step (one run, no interval)" in note for note in found.notes) == (chosen != 16)
+
+
+def test_a_k_that_other_runs_have_named_is_run_with_three_seeds(tmp_path: Path) -> None:
+    """Though the file asks for one; by chance synchronous training is late under the first. Over all three it is first, and stays."""
+    experiment = target_experiment(pairs=8, finalists=1, target_seeds=1)
+    others = {local(k): step_s(local(k)) / step_s(local(1)) for k in (1, *LEVELS)}
+
+    def updates(leg: Leg) -> float:
+        k, late = leg.strategy.local_steps, 1.3 if leg.strategy.local_steps == 1 and leg.seed == 0 else 1.0
+        return late * {1: 100.0, 4: 190.0, 8: 205.0, 16: 400.0}[k] + (leg.seed or 0)
+
+    runner = FakeRunner(experiment, step_s, updates=updates)
+    arms = [Arm(name=name, strategy=local(k), simulated_s=step_s(local(k))) for name, k in (("default", 1), ("candidate 1", 16))]
+    found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01), others=others)
+    ran = [(leg.strategy.local_steps, leg.seed) for leg in runner.legs if leg.evaluate]
+    assert ran == [(1, 0), (16, 0), (4, 0), (1, 1), (4, 1), (1, 2), (4, 2)]
+    assert found.strategy == local(1)
