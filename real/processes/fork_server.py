@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -196,6 +197,8 @@ def _serve(modules: Sequence[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     gc.freeze()  # a fork's garbage collection leaves what was imported alone, and its pages shared
+    for imported in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001  # no list of them is public
+        imported.atexit = False  # torch takes its operators apart one by one, for longer than a fork takes to start
     asked = socket.socket(fileno=0)
     forks: dict[int, tuple[int, socket.socket]] = {}  # process and connection of each, by the file that is readable once it has ended
     while True:
