@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import threading
@@ -94,10 +95,10 @@ def nothing_left_behind() -> Iterator[None]:
     threads, environment = set(threading.enumerate()), os.environ._data.copy()  # type: ignore[attr-defined]  # as bytes: a tenth of the time
     yield
     pids |= {server.pid for server in shared}  # it lives as long as this process
-    left_children = []
+    left_children, left_orphans = [], set[object]()
     if _pids() - pids:  # to look for children takes ten times as long
         left_children = [child for child in psutil.Process().children(recursive=True) if child.pid not in pids and _lives(child)]
-    left_orphans = _what_stays(lambda: _ours(_pids() - pids - {child.pid for child in left_children}))
+        left_orphans = _what_stays(lambda: _ours(_pids() - pids - {child.pid for child in left_children}))
     left_folders = _what_stays(lambda: _folders() - folders)
     left_sockets = _listening(_sockets() - open_sockets)
     left_threads = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
@@ -147,10 +148,10 @@ def _ours(pids: set[int]) -> dict[int, str]:
 def _sockets() -> set[int]:
     """Open files of this process that are sockets, by number."""
     found = set()
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # before and after every test
+    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208  # before and after every test
         try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115
-                found.add(int(name))
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                found.add(number)
         except OSError:  # what the folder was listed with
             continue
     return found

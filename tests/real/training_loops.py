@@ -16,7 +16,7 @@ import training_problem as problem
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-UPDATES = 8
+UPDATES = 6
 Loop = Callable[["Script"], Iterator[bool]]
 
 
