@@ -37,6 +37,8 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(2)
 """Gauss and Legendre's points of [-1, 1], and what each counts."""
 _LEAST_SMOOTH_CV = 1e-3
 """Below it, a gamma density is a difference of large numbers."""
+_LEAST_SMOOTH = 150
+"""Pairs of cells: with fewer, arrays cost more than incomplete gamma functions."""
 _TINY = 1e-300
 _MOST_CV = 20.0
 _STEP = 0.2
@@ -94,7 +96,7 @@ def cells(law: Law, bounds: Floats, mean: float, cv: float) -> Floats:
     time that differences of incomplete gamma functions take.
     """
     half = bounds.shape[1] // 2
-    if law != "gamma" or cv < _LEAST_SMOOTH_CV:
+    if law != "gamma" or cv < _LEAST_SMOOTH_CV or half < _LEAST_SMOOTH:
         return _differences(law, bounds, half, mean, cv)
     shape, scale = cv**-2, mean * cv**2
     low, high = np.maximum(bounds, 0.0) / scale
