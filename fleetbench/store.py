@@ -99,7 +99,10 @@ def _write(result: RunResult, path: Path) -> None:
 
 def _runs_below(path: Path) -> str:
     """Where the newest run below a folder is, or where runs are."""
-    found = sorted((file.parent for file in path.glob(f"*/{MANIFEST}")), key=lambda folder: folder.stat().st_mtime)
+    found = sorted(
+        (file.parent for file in path.glob(f"*/{MANIFEST}") if file.with_name("summary.json").exists()),
+        key=lambda folder: folder.stat().st_mtime,
+    )
     return f"the newest run below it: {found[-1]}" if found else "runs are below ./runs, or where --out said"
 
 

@@ -181,7 +181,7 @@ def price_ways(
     arrivals = {trainings[number][0]: arrival for number, arrival in by_number.items()}
     learnt = {way: None if arrival is None else arrival.steps for way, arrival in arrivals.items()}
     updates = {way: (steps,) for way, steps in learnt.items() if way in names}
-    notes = (*_notes(experiment, learnt, names), *refused)
+    notes = (*_notes(experiment, learnt, names, refused), *refused)
     if own not in updates or len(updates) == 1 or not any(map(any, updates.values())):
         return Ways(notes=(*notes, _BY_STEPS), learnt=kept, in_vain=True)
     paces = {way_of(one): arrival.k for one in varying if (arrival := arrivals.get(way_of(one))) is not None}
@@ -368,7 +368,7 @@ def _simulated(changes: Sequence[_Change], step_s: StepS, number: int) -> tuple[
     return found, refused
 
 
-def _notes(experiment: Experiment, learnt: Mapping[Any, float | None], names: Mapping[Any, str]) -> list[str]:
+def _notes(experiment: Experiment, learnt: Mapping[Any, float | None], names: Mapping[Any, str], refused: Sequence[str]) -> list[str]:
     """What each way takes; another learning rate, where the default takes fewer steps with it; and what was not tried."""
     workload, own = experiment.workload, way_of(experiment.strategy)
     said = [f"{names[way]}: {'never' if steps is None else f'{steps:.0f}'}" for way, steps in learnt.items() if way in names]
@@ -380,9 +380,8 @@ def _notes(experiment: Experiment, learnt: Mapping[Any, float | None], names: Ma
         if steps is not None and own in learnt and (now is None or steps < NOTICED * now):
             before = "and never arrives now" if now is None else f"instead of {now:.0f}"
             lr = f"with workload.lr = {workload.lr * rate:g}"
-            notes.append(f"{lr} the default itself takes {steps:.0f} steps {before} (one seed): set that first")
-    left = [name for way, name in names.items() if way not in learnt]
-    return [
-        *notes,
-        *([f"not trained within tune.search_seconds, or refused: {', '.join(left)}"] if left else []),
-    ]
+            notes.insert(0, f"{lr} the default itself takes {steps:.0f} steps {before} (one seed): set that first")
+    if left := [name for way, name in names.items() if way not in learnt and not any(f"not train {name}:" in note for note in refused)]:
+        seconds = f"tune.search_seconds = {experiment.tune.search_seconds:g}"
+        notes.append(f"not compared, for {seconds} had no time to train them (raise it): {', '.join(left)}")
+    return notes

@@ -78,12 +78,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
-    """Write the picture. Runs that differ in what a run is for, such as its seed, and in when it ended are one line."""
+    """Write the picture, a PNG. Runs that differ in what a run is for, such as its seed, and in when it ended are one line."""
     from fleetbench.report import figures
 
     lines: dict[tuple[str, str], list[RunResult]] = {}
     for run in runs:
         lines.setdefault((run.summary.executor, repr(_conditions(run))), []).append(run)
+    if path.suffix != ".png":
+        raise ConfigError("the picture is a PNG", "--losses", str(path), f"for example {path.with_suffix('.png')}")
     several = list(lines.values())
     named = dict(zip(_labels([own[0] for own in several]), several, strict=True))
     picture = figures.loss_against_time(named)  # without a target, which is one of held-out losses

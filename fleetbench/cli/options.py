@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import tempfile
 import warnings
@@ -143,8 +144,14 @@ def with_profile(experiment: Experiment, root: Path) -> Experiment:
         experiment = ensure_profile(experiment, root, progress=advance)
     profile = profile_of(experiment)
     if profile is not None and profile.busy:
-        say(f"warning: {profile.busy}; profile again when it is quiet")
+        _warn(f"warning: {profile.busy}; profile again when it is quiet (docs/profile.md)")
     return experiment
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Once, and not at every point of a sweep."""
+    say(text)
 
 
 def check_writable(root: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,10 +162,11 @@ def _sweep(arguments: argparse.Namespace) -> int:
             if text not in said:  # once, and not at every point
                 say(f"note: {text}")
         said.update(notes)
-        return _with_times(experiment, arguments)
+        return experiment
 
     with progress.steps("simulate points") as advance:
-        found = sweep(load, axes, engine=arguments.engine, progress=advance, learn=_learn(arguments))
+        prepare = partial(_with_times, arguments=arguments)
+        found = sweep(load, axes, engine=arguments.engine, progress=advance, prepare=prepare, learn=_learn(arguments))
     table = _write(found, arguments.out)
     if arguments.json:
         points = json.loads(found.table.to_json(orient="records", double_precision=15))

@@ -265,11 +265,15 @@ def _named(leg: str, strategy: DistributedStrategy) -> str:
     return f"{leg}, {counted(strategy.thread_num, 'thread')}"
 
 
+_BUSY: set[Path] = set()
+"""Profiles of a busy machine that this process has taken: its points are compared with each other."""
+
+
 def ensure_profile(experiment: Experiment, root: Path, *, progress: Progress | None = None) -> Experiment:
     """The experiment with ``workload.profile`` filled in: the file it names, a stored one, or a new one.
 
     Profiles are stored below ``root / "profiles"`` under a hash of all that changes compute; one of a busy machine
-    lies beside them, and serves once.
+    lies beside them, and serves this process.
     A table of layers needs none, and is returned as it is.
     """
     if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
@@ -278,11 +282,15 @@ def ensure_profile(experiment: Experiment, root: Path, *, progress: Progress | N
     computing = with_compute(experiment)
     name = _name(computing)
     path = (folder / f"{name}.toml").resolve()
-    if not path.exists():
+    busy = path.with_name(f"{name}.busy.toml")
+    if not path.exists() and busy in _BUSY:
+        path = busy
+    elif not path.exists():
         profile = take_profile(computing, progress=progress)
         folder.mkdir(parents=True, exist_ok=True)
         if profile.busy:
-            path = path.with_name(f"{name}.busy.toml")
+            path = busy
+            _BUSY.add(path)
         profile.save(path)
     return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
 

@@ -78,6 +78,7 @@ def sweep(
     engine: Engine = "auto",
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    prepare: Callable[[Experiment], Experiment] = lambda experiment: experiment,
     learn: Learn | None = None,
 ) -> Sweep:
     """Simulate every combination of the axes' values, one or two of them.
@@ -88,6 +89,7 @@ def sweep(
         engine: see ``simulate``.
         processes: see ``sim.many.pool``.
         progress: told how many points are done.
+        prepare: what a point takes before it can be simulated, such as a profile; called when all points are read.
         learn: trains a point's virtual trainers; points that differ in the cluster's links or stragglers share what they learn.
 
     Raises:
@@ -100,7 +102,13 @@ def sweep(
     points = list(product(*(axis.values for axis in read)))  # noqa: PD011  # no pandas
     if len(points) > MOST_POINTS:
         raise ConfigError(f"has more than {MOST_POINTS:,} points", "--sweep", f"{len(points):,}", "fewer values")
-    jobs = [_job(load, [f"{axis.key}={value}" for axis, value in zip(read, point, strict=True)], learn) for point in points]
+    labels, experiments = list[str](), list[Experiment]()
+    for point in points:
+        overrides = [f"{axis.key}={value}" for axis, value in zip(read, point, strict=True)]
+        labels.append(f"the point {', '.join(overrides)}")
+        with naming(labels[-1]):
+            experiments.append(load(overrides))
+    jobs = [_job(label, experiment, prepare, learn) for label, experiment in zip(labels, experiments, strict=True)]
     found = summaries(jobs, engine=engine, processes=processes, progress=progress)
     rows = [
         {axis.key: _plain(_resolved(job.experiment, axis.key), value) for axis, value in zip(read, point, strict=True)} | _row(summary)
@@ -130,10 +138,9 @@ def _indistinct(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
     )
 
 
-def _job(load: Load, overrides: Sequence[str], learn: Learn | None) -> Job:
-    label = f"the point {', '.join(overrides)}"
+def _job(label: str, experiment: Experiment, prepare: Callable[[Experiment], Experiment], learn: Learn | None) -> Job:
     with naming(label):
-        experiment = load(overrides)
+        experiment = prepare(experiment)
         return Job(label=label, experiment=experiment, learnt=None if learn is None else learn(experiment))
 
 

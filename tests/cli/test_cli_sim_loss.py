@@ -79,6 +79,7 @@ def test_losses_of_two_seeds_are_drawn_as_one_band(command: Callable, path: Path
     ((first, seeds), (second, other)) = drawn[0].items()
     assert (first, second) == ("sim, lr = 0.1", "sim, lr = 0.5")
     assert ([run.path for run in seeds], [run.path for run in other]) == (runs[:2], runs[2:])
+    assert command("compare", *runs, "--losses", tmp_path / "l.doc").code == 2
     wrong = command("compare", *runs, "--losses", tmp_path / "no" / "l.png")
     assert (wrong.code, "--losses" in wrong.err) == (2, True)
     command("sim", path, "--out", tmp_path / "bare")
