@@ -62,10 +62,13 @@ def _workers() -> dict[int, psutil.Process]:
 
 
 def _strike(rank: int, how: signal.Signals, happened: list[int]) -> Callable[[int, int], None]:
-    """A progress callback that sends ``how`` to a rank once training is under way."""
+    """A progress callback that sends ``how`` to a rank once training is under way.
+
+    And again, where training goes on for a thousand steps: Python drops a KeyboardInterrupt that is raised in a finaliser.
+    """
 
     def progress(step: int, _total: int) -> None:
-        if step >= 20 and not happened:
+        if step >= (happened[-1] + 1000 if happened else 20):
             _workers()[rank].send_signal(how)
             happened.append(step)
 
