@@ -53,7 +53,7 @@ class Job(ABC):
                         echo(text)
                 time.sleep(POLL_S)
 
-    def turn(self) -> None:  # noqa: B027  # a job of this machine's trainers has nobody to hear
+    def turn(self) -> None:  # noqa: B027  # a job of this machine's trainers hears no other host
         """Read what others have told."""
 
     def see_end(self, process: Started, code: int) -> None:

@@ -54,7 +54,7 @@ class Board:
         return cls(Path(environment[BOARD])) if BOARD in environment else None
 
     def write(self, entry: Entry) -> None:
-        """Tell all of this host; nobody listens where the launcher is gone, and its folder with it."""
+        """Tell all of this host; where the launcher is gone, its folder is gone too, and no process is told."""
         with suppress(OSError), self._path.open("ab") as file:
             file.write(json.dumps(asdict(entry)).encode() + b"\n")
 

@@ -1,7 +1,7 @@
 """Checkpoints of a server: its shard, its optimizer's state and which requests are in it, in one safetensors file, replaced at a stroke.
 
 The file holds a SHA-256 of all that is read from it: of one that was damaged nothing is believed.
-A server answers nobody while it writes.
+While a server writes, trainers wait for its answers.
 
 What is guaranteed: a file is one moment between two updates, whole, or the one before it. A server
 that begins from it goes on from that moment: a push that is in it is not applied again, and one that was

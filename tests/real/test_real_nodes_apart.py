@@ -65,7 +65,7 @@ def _torchrun(ground: Ground, node: int, *arguments: str | Path) -> list[str]:
 
 
 def test_torchrun_on_both_nodes_trains(ground: Ground, tmp_path: Path) -> None:
-    """Nobody told gloo an interface: it finds one on both."""
+    """No variable names gloo's interface: it finds one on both."""
     script = [HERE / "four_lines.py", tmp_path / "out"]
     (code, _, err), (other, _, other_err) = _on_both(ground, tmp_path, *(_torchrun(ground, node, *script) for node in range(2)))
     assert (code, other) == (0, 0), err + other_err

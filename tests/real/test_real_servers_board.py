@@ -215,7 +215,7 @@ def ended(name: str, code: int = 0) -> Entry:
 
 
 def test_all_read_all_entries_in_one_order(tmp_path: Path) -> None:
-    """Whoever wrote them, and also who comes late; a line that is not whole yet is read when it is."""
+    """All processes' lines are read, also by one that comes late; a line that is not whole yet is read when it is."""
     path = tmp_path / "board"
     boards = [Board(path), Board(path)]
     assert boards[0].turn() == []

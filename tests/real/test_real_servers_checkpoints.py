@@ -1,4 +1,4 @@
-"""Checkpoints of a server that runs: one that fails is told and ends nobody."""
+"""Checkpoints of a server that runs: one that fails is told, and no process ends."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_a_frame_may_take_as_long_as_the_job_is_patient(timeout_s: float, silenc
         context.destroy(linger=0)
 
 
-def test_what_nobody_reads_is_not_kept_without_end(tmp_path: Path) -> None:
+def test_what_no_process_reads_is_not_kept_without_end(tmp_path: Path) -> None:
     """While its server is gone, a trainer's socket takes greetings and no push; the next server gets all pushes, each once."""
     many = 150
     configs = {"thread_pool_size": 2 * many, "send_queue_size": 2 * many, "min_send_grad_num_before_recv": 4 * many}
