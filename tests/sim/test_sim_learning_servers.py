@@ -362,6 +362,17 @@ def test_a_training_that_ends_at_its_target_is_the_whole_ones_beginning(strategy
     assert train(experiment, until=0.0).held_out == whole.held_out
 
 
+def test_a_limit_holds_while_the_order_is_still_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training has not begun when it ends it."""
+    monkeypatch.setattr("sim.learning.virtual_training.ServedReplay", lambda *_: pytest.fail("trained"))
+
+    def ends(_done: int, _all: int) -> None:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        train(served(DIGITS, ASYNCHRONOUS), ends)
+
+
 def test_synchronous_servers_learn_the_same_over_any_link(tmp_path: Path) -> None:
     """One training serves all bandwidths: what is done one by one is the same; not so with asynchronous servers."""
     said: list[str] = []

@@ -18,7 +18,9 @@ from sim_cases import layered, link, profiled
 import fleetbench
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile
 from fleetbench.stragglers import Jitter
+from real.profile import measuring
 from sim.many import pool
 from sim.many.pool import Job, summaries
 from sim.many.seeds import Interval, over_seeds
@@ -202,3 +204,21 @@ def test_a_profile_goes_along(tmp_path: Path) -> None:
     here, there = summaries(jobs, processes=1), summaries(jobs, processes=2)
     assert [dataclasses.replace(summary, run_id="") for summary in here] == [dataclasses.replace(summary, run_id="") for summary in there]
     assert here[0].update_s == pytest.approx(11e-9)
+
+
+def test_points_share_a_profile_of_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two experiments that compute alike take it once in a process, and it is not stored for the next one."""
+    taken = list[Experiment]()
+
+    def take(experiment: Experiment, **_: object) -> Profile:
+        taken.append(experiment)
+        return Profile(machine="none", created="never", tables=(), foreign_cores=1.0)
+
+    monkeypatch.setattr(measuring, "take_profile", take)
+    base = Experiment.from_dict({"workload": {"model": "digits_mlp"}})
+    slower = Experiment.from_dict({"workload": {"model": "digits_mlp"}, "cluster": {"inter": {"bandwidth": "1 Mbit/s", "latency": "1 ms"}}})
+    paths = {measuring.ensure_profile(one, tmp_path).workload.profile for one in (base, slower)}
+    assert (len(taken), len(paths)) == (1, 1)
+    monkeypatch.setattr(measuring, "_BUSY", set())
+    measuring.ensure_profile(base, tmp_path)
+    assert len(taken) == 2

@@ -13,7 +13,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from tuner.earlier import Earlier, Held
 from tuner.recommendation import Arm, Pair, Recommendation
-from tuner.resumption import inputs_of
+from tuner.resumption import CODE, inputs_of
 from tuner.tune import tune
 
 FEW: dict[str, object] = {"fusion": (), "update_by_bucket": (False,), "nccl_comm_num": (1,), "sync_nccl_allreduce": (True,)}
@@ -150,3 +150,11 @@ def test_legs_of_another_pace_are_run_again(tmp_path: Path) -> None:
     assert (held.arm(arm), held.pairs(arm)) == (arm, pairs)
     other = replace(arm, paced_by=two)
     assert (held.arm(other), held.pairs(other)) == (None, ())
+
+
+def test_simulated_times_of_other_code_are_simulated_again(first: tuple[Experiment, Tuned]) -> None:
+    """A step may be priced otherwise by it; with the same code they hold."""
+    experiment, (_, folder, *_) = first
+    earlier, now = Earlier.load(folder), inputs_of(())
+    assert earlier.beside(experiment, now).simulated
+    assert not earlier.beside(experiment, now | {CODE: "another"}).simulated
