@@ -23,7 +23,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint, Memory, StragglerFit, Threads, is_busy
 from fleetbench.plan.fusion import Cost
-from fleetbench.plan.layers import LayerTable, declared_table
+from fleetbench.plan.layers import LayerTable, declared_table, scaled
 from fleetbench.plan.longest_chain import Pace, around_ring, envelope
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
@@ -205,7 +205,7 @@ def table_for(experiment: Experiment, profile: Profile | None = None) -> LayerTa
         key = compute_key(experiment, device=device)
         for table in profile.tables:
             if table.key == key:
-                return _emulated(table) if experiment.run.device == EMULATED else table
+                return _emulated(table) if experiment.run.device == EMULATED else _as_used(table, experiment.strategy)
     raise ConfigError(
         "holds no layer table for this workload, thread count and device",
         "workload.profile",
@@ -219,11 +219,19 @@ def _measured_on(experiment: Experiment) -> tuple[str, ...]:
     return ("cpu", "cuda") if experiment.run.device == EMULATED else (experiment.run.device,)
 
 
+def _as_used(table: LayerTable, strategy: DistributedStrategy) -> LayerTable:
+    """With the compute of local steps, where trainers update alone."""
+    is_geo = strategy.mode == "ps" and strategy.a_sync and strategy.a_sync_configs.k_steps > 0
+    if table.local_compute == 1.0 or not (strategy.is_local or is_geo):
+        return table
+    return dataclasses.replace(scaled(table, table.local_compute, table.local_compute), local_compute=1.0)
+
+
 def _emulated(table: LayerTable) -> LayerTable:
     """What sleeping by ``table`` takes: no collective slows a sleep, and starting one takes nothing from it."""
     nothing = Nanoseconds(0)
     return dataclasses.replace(
-        table, contention=0.0, collective_contention=0.0, host_per_collective=nothing, pack=nothing, local_update=None
+        table, contention=0.0, collective_contention=0.0, host_per_collective=nothing, pack=nothing, local_update=None, local_compute=1.0
     )
 
 

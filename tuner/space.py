@@ -311,7 +311,7 @@ class Equivalence:
     """Keys of strategies for one experiment; remembers the tables and plans it has seen."""
 
     experiment: Experiment
-    _tables: dict[str, LayerTable] = field(default_factory=dict)
+    _tables: dict[tuple[str, bool], LayerTable] = field(default_factory=dict)
     _digests: dict[tuple[DistributedStrategy, str], str] = field(default_factory=dict)
 
     def key(self, strategy: DistributedStrategy) -> str:
@@ -321,7 +321,7 @@ class Equivalence:
         return f"{self._digest(strategy, table)} {decided} {table.key}"
 
     def _table(self, strategy: DistributedStrategy) -> LayerTable:
-        key = compute_key(self.experiment, strategy)
+        key = compute_key(self.experiment, strategy), strategy.is_local  # of servers, the mode is not searched here
         if key not in self._tables:
             self._tables[key] = table_for(self.experiment.replace(strategy=strategy))
         return self._tables[key]

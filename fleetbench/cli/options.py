@@ -145,6 +145,9 @@ def with_profile(experiment: Experiment, root: Path) -> Experiment:
     profile = profile_of(experiment)
     if profile is not None and profile.busy:
         _warn(f"warning: {profile.busy}; profile again when it is quiet (docs/profile.md)")
+    if profile is not None and profile.stragglers is not None and profile.stragglers.entries and not experiment.cluster.stragglers:
+        what = "the profile's layer times are those of a step that nothing delays, and the experiment declares no stragglers"
+        _warn(f"warning: {what}: simulated steps are too short; measured.toml beside the profile has both (docs/profile.md)")
     return experiment
 
 

@@ -75,6 +75,11 @@ class LayerTable(Config):
     """One optimizer step over all parameters."""
     local_update: Nanoseconds | None = None
     """The same under Local SGD, where parameters lie otherwise; none: as ``update``."""
+    local_compute: float = 1.0
+    """Forward and backward of a local step after another one, as a share of those after an exchange, when caches have cooled.
+
+    What the first steps after an averaging take beyond that is part of ``merge``.
+    """
     read: Nanoseconds = Nanoseconds(0)
     """The loop's own work at the start of a step: fetching one batch, reading the loss back."""
     load: Nanoseconds = Nanoseconds(0)

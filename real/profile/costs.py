@@ -268,17 +268,28 @@ def settled(table: LayerTable, whole: RunResult) -> LayerTable:
 
 
 def with_averaging(table: LayerTable, averaged: RunResult) -> LayerTable:
-    """The table with a local step's update, and with what an averaging adds to it: packing deltas and applying their mean.
+    """The table with a local step's compute and update, and with what an averaging adds: packing deltas and applying their mean.
 
-    Starting the averaging's collectives is in the table already.
+    Starting the averaging's collectives is in the table already. Local compute is that of the later half of a round: the steps
+    before follow a wait, in which caches and clocks of a core cool, and what they take beyond is part of what the averaging adds.
     """
+    k_steps = averaged.experiment.strategy.localsgd_configs.k_steps
+    ordered = averaged.steps.sort_values(["rank", "step"])
+    closed = ordered["local_steps"].notna().groupby(ordered["rank"]).shift(fill_value=False).groupby(ordered["rank"]).cumsum()
+    position = ordered.groupby(["rank", closed]).cumcount()
+    compute_s = (ordered["forward_s"] + ordered["backward_s"])[ordered["step"] >= 1]
+    of_position = [typical(compute_s[position[compute_s.index] == index].to_numpy()) for index in range(k_steps)]
+    warm_s = float(np.mean(of_position[k_steps // 2 :]))
+    cold_s = sum(of_position[: k_steps // 2]) - warm_s * (k_steps // 2)
     steps = counted(averaged)
     local = typical(steps.loc[steps["local_steps"].isna(), "update_s"].to_numpy())
     both = typical(closing(averaged)["update_s"].to_numpy())
     rounds = 2 if averaged.experiment.strategy.averages_state else 1
     starts = rounds * len(averaged.plan.buckets) * table.host_per_collective
+    compute_ns = table.forward_ns + table.backward_ns
     return dataclasses.replace(
         table,
         local_update=Nanoseconds(max(0, round(local * 1e9))),
-        merge=Nanoseconds(max(0, round((both - local) * 1e9) - starts)),
+        local_compute=round(warm_s / (compute_ns * 1e-9), 4) if compute_ns else 1.0,
+        merge=Nanoseconds(max(0, round((both - local + cold_s) * 1e9) - starts)),
     )

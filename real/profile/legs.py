@@ -5,8 +5,9 @@ Three of them per thread count, three more for communication:
 - ``layers``: no exchange, every layer timed (``ProfileLeg``);
 - ``whole``: training in step, all gradients in one bucket, so that nothing travels beside compute;
 - ``several``: training in step, in buckets that travel beside the backward;
-- ``averaged``: Local SGD of two steps, in one bucket: what averaging adds to an update;
-- ``queued`` and ``queued, two in flight``: the same with a bucket a gradient, which queue with no compute
+- ``averaged``: Local SGD of eight steps, or of two where steps are long, in one bucket: what averaging adds to an update, and
+  by how much steps are shorter that wait for nothing before them;
+- ``queued`` and ``queued, two in flight``: of two steps, with a bucket a gradient, which queue with no compute
   beside them: what all-reduces of many sizes take, alone and two at once, on one communicator where it
   carries two (``fleetbench.plan.groups``), and else on two;
 - ``quantised``, where the strategy sends outer differences in INT8: the same in one bucket, in INT8.
@@ -73,6 +74,11 @@ class Legs:
         self._done()
         return self.runs[name]
 
+    def averaged(self, strategy: DistributedStrategy, optimizer: str, step_s: float) -> RunResult:
+        """Of that name, in rounds of eight steps, where six of them pass in time if a step takes ``step_s``, or else of two."""
+        k_steps = 8 if 6 * 8 * step_s <= self._seconds else 2
+        return self.run("averaged", averaged(strategy, optimizer, k_steps), 25 * max(4, k_steps))
+
     def _quietest(self, measure: Callable[[], T]) -> T:
         value, cores = quietest(lambda: (measure(), self._session.foreign_cores), lambda found: found[1])
         if cores is not None:
@@ -96,13 +102,13 @@ def several(strategy: DistributedStrategy, table: LayerTable) -> DistributedStra
     return measured_part(strategy).replace(**_caps(table))
 
 
-def averaged(strategy: DistributedStrategy, optimizer: str) -> DistributedStrategy:
-    """Local SGD of two steps, in one bucket, with the update of the strategy; its state is averaged where the optimizer needs that."""
-    return _local(strategy, optimizer, fuse_grad_size_in_MB=0.0)
+def averaged(strategy: DistributedStrategy, optimizer: str, k_steps: int) -> DistributedStrategy:
+    """Local SGD in one bucket, with the update of the strategy; its state is averaged where the optimizer needs that."""
+    return _local(strategy, optimizer, k_steps, fuse_grad_size_in_MB=0.0)
 
 
 def queued(strategy: DistributedStrategy, optimizer: str) -> DistributedStrategy:
-    """The same with a bucket a gradient."""
+    """The same, of two steps, with a bucket a gradient."""
     return _local(strategy, optimizer, fuse_all_reduce_ops=False)
 
 
@@ -118,10 +124,10 @@ def quantised(strategy: DistributedStrategy) -> DistributedStrategy:
     return measured_part(strategy).replace(localsgd=True, localsgd_configs=configs, fuse_grad_size_in_MB=0.0)
 
 
-def _local(strategy: DistributedStrategy, optimizer: str, **changes: Any) -> DistributedStrategy:
+def _local(strategy: DistributedStrategy, optimizer: str, k_steps: int = 2, **changes: Any) -> DistributedStrategy:
     return DistributedStrategy(
         localsgd=True,
-        localsgd_configs=LocalSGDConfigs(k_steps=2, optimizer_state="local" if optimizer in LINEAR_OPTIMIZERS else "average"),
+        localsgd_configs=LocalSGDConfigs(k_steps=k_steps, optimizer_state="local" if optimizer in LINEAR_OPTIMIZERS else "average"),
         thread_num=strategy.thread_num,
         build_strategy=BuildStrategy(fuse_all_optimizer_ops=strategy.build_strategy.fuse_all_optimizer_ops),
         **changes,

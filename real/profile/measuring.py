@@ -53,7 +53,7 @@ from real.supported import is_emulated, with_compute
 SECONDS = 10.0
 """What a leg may take, unless three steps take longer."""
 STRAGGLER_STEPS = 400
-_METHOD = 5
+_METHOD = 6
 """Of measuring: profiles that were stored by an older one are taken again."""
 Progress = Callable[[int, int], None]
 
@@ -183,7 +183,8 @@ class _Measuring:
             if number != own:
                 strategy = self._own.replace(thread_num=number)
                 table, run = self._settled(strategy, profile_legs.STEPS)
-                table = dataclasses.replace(table, merge=tables[own].merge, local_update=tables[own].local_update)
+                local = {name: getattr(tables[own], name) for name in ("merge", "local_update", "local_compute")}
+                table = dataclasses.replace(table, **local)
                 tables[number], threads[number] = self._beside(strategy, table, run, hockney)
         fit = fit_stragglers(compute_times(whole), self._experiment.run.seed) if stragglers else None
         if fit is not None and fit.entries:
@@ -250,7 +251,8 @@ class _Measuring:
                 collective_contention=found.collective,
             )
             if strategy.thread_num == self._own.thread_num:
-                table = with_averaging(table, self._legs.run("averaged", profile_legs.averaged(strategy, self._quiet.workload.optimizer)))
+                step_s = typical(step_times(whole.steps))
+                table = with_averaging(table, self._legs.averaged(strategy, self._quiet.workload.optimizer, step_s))
         return table, Threads(
             thread_num=strategy.thread_num,
             step=Nanoseconds(round(typical(step_times(whole.steps).to_numpy()) * 1e9)),

@@ -6,17 +6,18 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
+import pandas as pd
 import pytest
 from sim_cases import link, with_profile
 
 from fleetbench.cluster import Link
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint
-from fleetbench.plan.layers import Gradient, Layer, LayerTable
-from fleetbench.profile import Communication, Profile, compute_key
+from fleetbench.plan.layers import Gradient, Layer, LayerTable, scaled
+from fleetbench.profile import Communication, Profile, compute_key, table_for
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.result import RunResult
-from fleetbench.strategy import DistributedStrategy
+from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from real.profile import legs as profile_legs
 from real.profile.costs import (
     closing,
@@ -41,14 +42,14 @@ SIZES = (400_000, 300_000, 5_000, 250_000, 50_000, 350_000, 200, 300_000)
 """Elements of eight layers, in forward order."""
 
 
-def experiment(stragglers: tuple[dict[str, object], ...] = (), optimizer: str = "sgd") -> Experiment:
+def experiment(stragglers: tuple[dict[str, object], ...] = (), optimizer: str = "sgd", steps: int = 12) -> Experiment:
     """Two trainers of one node, and a model that only its table describes."""
     cluster = {
         "trainers_per_node": 2,
         "intra": {"bandwidth": "1 Gbit/s", "latency": "200 us", "payload": True},
         "stragglers": list(stragglers),
     }
-    workload = {"model": "mlp", "steps": 12, "optimizer": optimizer}
+    workload = {"model": "mlp", "steps": steps, "optimizer": optimizer}
     return Experiment.from_dict({"workload": workload, "cluster": cluster, "run": {"warmup_steps": 3}})
 
 
@@ -185,11 +186,51 @@ def test_slowdowns_are_those_of_the_runs(run: Callable[..., RunResult]) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_an_averaging_costs_what_it_was_given(run: Callable[..., RunResult], optimizer: str) -> None:
     """A local update of 4 ms, and 5 ms more after every second step; starting the collectives is not counted twice."""
-    averaged = run(profile_legs.averaged(PLAIN, optimizer), experiment(optimizer=optimizer))
+    averaged = run(profile_legs.averaged(PLAIN, optimizer, 2), experiment(optimizer=optimizer))
     assert len(closing(averaged)) == 2 * 7  # after the first step, every second one, and the last
     found = with_averaging(table(host_per_collective=COSTS["host_per_collective"]), averaged)
     assert found.local_update == 4 * MS
     assert found.merge == pytest.approx(5 * MS, rel=0.005)
+    assert found.local_compute == 1.0
+
+
+def test_the_steps_after_an_exchange_are_told_from_the_others_of_a_round(run: Callable[..., RunResult]) -> None:
+    """Rounds of eight steps of 104 ms, of which the first three after an exchange take 30, 20 and 10 ms more.
+
+    Exchanging in every step, all would take 130 ms: a local step takes 0.8 of it, and an averaging adds those 60 ms.
+    """
+    averaged = run(profile_legs.averaged(PLAIN, "sgd", 8), experiment(steps=40))
+    steps = averaged.steps
+    since = 3
+    for index in steps.sort_values(["rank", "step"]).index:
+        steps.loc[index, "backward_s"] += (0.030, 0.020, 0.010, 0.0)[min(since, 3)]
+        since = 0 if pd.notna(steps.loc[index, "local_steps"]) else since + 1
+    cold = scaled(table(host_per_collective=COSTS["host_per_collective"]), 1.25, 1.25)
+    found = with_averaging(cold, averaged)
+    assert found.local_compute == pytest.approx(0.8, abs=1e-4)
+    assert found.merge == pytest.approx(65 * MS, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "share"),
+    [
+        (PLAIN, 1.0),
+        (DistributedStrategy(localsgd=True), 0.8),
+        (DistributedStrategy(adaptive_localsgd=True), 0.8),
+        (DistributedStrategy(mode="ps", a_sync=True, a_sync_configs=ASyncConfigs(k_steps=8)), 0.8),
+        (DistributedStrategy(mode="ps", a_sync=True), 1.0),
+    ],
+)
+def test_local_steps_have_their_own_compute(strategy: DistributedStrategy, share: float) -> None:
+    """Of local steps and GeoSGD; an emulated device sleeps, and cools nothing."""
+    base = experiment()
+    given = base.replace(strategy=strategy, cluster=dataclasses.replace(base.cluster, servers=1 if strategy.mode == "ps" else 0))
+    kept = dataclasses.replace(table(local_compute=0.8), key=compute_key(given))
+    profile = Profile(machine="", created="", tables=(kept,))
+    found = table_for(given, profile)
+    assert (found.forward_ns, found.backward_ns) == (share * 32 * MS, share * 72 * MS)
+    emulated = given.replace(run=dataclasses.replace(given.run, device="emulated"))
+    assert table_for(emulated, profile).forward_ns == 32 * MS
 
 
 @pytest.mark.parametrize("gbit", [1.0, 0.5, 0.8])

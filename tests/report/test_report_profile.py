@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from sim_cases import with_profile
 
+from fleetbench.cli import options as cli_options
 from fleetbench.cluster import Cluster, Link
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint, JitterFit, Memory, StragglerFit, Threads
@@ -115,6 +116,23 @@ def test_a_folder_simulates_as_it_is(experiment: Experiment, profile: Profile, t
     block = tomllib.loads((folder / "cluster.toml").read_text(encoding="utf-8"))
     assert Experiment.from_dict({"cluster": block["cluster"]}).cluster == measured.cluster
     assert (folder / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["profile.toml", "measured.toml"])
+def test_times_without_their_stragglers_are_warned_of(
+    name: str, experiment: Experiment, profile: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layer times of a step that nothing delays, in an experiment that declares no stragglers, as measured.toml does."""
+    cli_options._warn.cache_clear()
+    folder = save_profile(experiment, profile, {}, tmp_path)
+    alone = experiment.replace(
+        workload=dataclasses.replace(experiment.workload, profile=str(folder / "profile.toml")),
+        cluster=dataclasses.replace(experiment.cluster, stragglers=()),
+    )
+    given = alone if name == "profile.toml" else Experiment.load(folder / name)
+    assert cli_options.with_profile(given, tmp_path) == given
+    said = "declares no stragglers: simulated steps are too short; measured.toml" in capsys.readouterr().err
+    assert said == (name == "profile.toml")
 
 
 def test_declared_layers_keep_what_was_measured_of_two_in_flight(profile: Profile, tmp_path: Path) -> None:
