@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/installed
+INSTALLED := $(VENV)/installed
+TOOLS := $(VENV)/tools-installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # Every process of a test imports our packages: they are compiled once, also where the machine's settings forbid it.
 export PYTHONDONTWRITEBYTECODE :=
@@ -16,12 +18,12 @@ ALONE := $(shell grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)
 
 .PHONY: demo test test-all lint reports clean $(PARTS)
 
-demo: $(STAMP)
+demo: $(INSTALLED)
 	$(BIN)/fleetbench tune
 
 # Three parts run side by side, each in a process that collects no other's tests, and lint beside them: tests wait at times.
 # What measures time runs alone, after all else.
-test: $(STAMP)
+test: $(TOOLS)
 	@echo "lint and three parts of the tests run side by side; each prints its output when it ends, in some minutes"
 	$(MAKE) --no-print-directory --jobs=4 --output-sync=target $(PARTS) lint
 	$(BIN)/python -m pytest -q $(SLOW) -m alone $(ALONE)
@@ -30,26 +32,31 @@ test: $(STAMP)
 test-all:
 	$(MAKE) --no-print-directory SLOW=--slow test
 
-$(PARTS): $(STAMP)
+$(PARTS): $(TOOLS)
 	$(BIN)/python -m pytest -q $(SLOW) -m "not alone" $(TESTS_$@)
 
-lint: $(STAMP)
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 # Figures that any machine computes in minutes, compared with those that are committed.
-reports: $(STAMP)
+reports: $(TOOLS)
 	$(BIN)/python reports/again.py
 
 # The exact versions of constraints.txt: a plain `pip install torch` would fetch gigabytes of CUDA libraries.
-$(STAMP): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group dev --editable .
+	$(PIP) "pip>=25.1"
+	$(PIP) --editable .
 	$(BIN)/python -m compileall -q fleetbench sim real tuner
-	touch $(STAMP)
+	touch $(INSTALLED)
+
+# What checks and tests use besides.
+$(TOOLS): $(INSTALLED)
+	$(PIP) --group dev
+	touch $(TOOLS)
 
 clean:
 	rm -rf $(VENV) runs log

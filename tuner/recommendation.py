@@ -169,6 +169,8 @@ class Recommendation(Config):
     """Steps to the target of all that virtual trainers trained, by what those depend on, or that it does not arrive."""
     advice_left_out: tuple[str, ...] = ()
     """What Fleet's documents advise and this executor, profile or cluster cannot do."""
+    rate: str | None = None
+    """Another learning rate with which the default itself arrives sooner, in words."""
     notes: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
     """Folder names of all stored runs, below ``runs`` beside this file; ``arms`` says which are whose."""
@@ -176,6 +178,10 @@ class Recommendation(Config):
     @property
     def line(self) -> str:
         """The verdict in one line."""
+        return self._verdict if self.rate is None else f"{self._verdict}; {self.rate}"
+
+    @property
+    def _verdict(self) -> str:
         if self.verdict == "KEEP DEFAULT":
             return f"KEEP DEFAULT{' (UNDECIDED)' if self.undecided else ''}: {self.reason}"
         changed = ((key, str(value).lower() if isinstance(value, bool) else value) for key, value in flat(self.strategy.changes()))

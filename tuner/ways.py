@@ -82,6 +82,8 @@ class Ways:
     """What a later tuning need not train again, by ``_key``: steps, or that it does not arrive."""
     paces: Mapping[tuple[object, ...], float] = field(default_factory=dict)
     """Of ways whose rounds differ: their mean, in steps."""
+    rate: str | None = None
+    """Another learning rate with which the default itself takes fewer steps, in words."""
     in_vain: bool = False
     """Virtual trainers were asked, and no way but the default's is known to arrive."""
 
@@ -180,12 +182,21 @@ def price_ways(
     by_number, kept = _learnt(experiment, [one for _, one in trainings], learn, out, progress, refused, known or {})
     arrivals = {trainings[number][0]: arrival for number, arrival in by_number.items()}
     learnt = {way: None if arrival is None else arrival.steps for way, arrival in arrivals.items()}
+    for rate in RATES:
+        if _is_noticed(learnt.get(rate), learnt.get(own)):  # then twice as far
+            further = experiment.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate**2))
+            by_number, kept = _learnt(experiment, [further], learn, out, progress, refused, kept)
+            if (arrival := by_number.get(0)) is not None:
+                learnt[rate**2] = arrival.steps
     updates = {way: (steps,) for way, steps in learnt.items() if way in names}
+    better = _better_rate(workload.lr, learnt, own)
     notes = (*_notes(experiment, learnt, names, refused), *refused)
     if own not in updates or len(updates) == 1 or not any(map(any, updates.values())):
-        return Ways(notes=(*notes, _BY_STEPS), learnt=kept, in_vain=True)
+        return Ways(notes=(*notes, _BY_STEPS), learnt=kept, rate=better, in_vain=True)
     paces = {way_of(one): arrival.k for one in varying if (arrival := arrivals.get(way_of(one))) is not None}
-    known_ways = Ways(updates=updates, others=tuple(others), notes=notes, steps=workload.steps, own=own, learnt=kept, paces=paces)
+    known_ways = Ways(
+        updates=updates, others=tuple(others), notes=notes, steps=workload.steps, own=own, learnt=kept, paces=paces, rate=better
+    )
     arriving = [(one, dict[str, Any]()) for one in varying if way_of(one) in paces]
     paced, beside = _simulated(arriving, lambda one: step_s(known_ways.paced(one)), len(found.tried) + len(others))
     fastest = sorted(paced, key=lambda one: known_ways.weight(one.strategy) * one.trial.simulated_s)
@@ -368,19 +379,30 @@ def _simulated(changes: Sequence[_Change], step_s: StepS, number: int) -> tuple[
     return found, refused
 
 
+def _is_noticed(steps: float | None, now: float | None) -> bool:
+    """Whether so many steps to the target are fewer than now, by enough to be said."""
+    return steps is not None and (now is None or steps < NOTICED * now)
+
+
+def _better_rate(lr: float, learnt: Mapping[Any, float | None], own: tuple[object, ...]) -> str | None:
+    """The learning rate among those that were tried with which the default takes the fewest steps, in words; none where it is its own."""
+    now = learnt.get(own)
+    tried = {rate: steps for rate in (*RATES, *(rate**2 for rate in RATES)) if (steps := learnt.get(rate)) is not None}
+    best = min(tried, key=lambda rate: tried[rate], default=1.0)
+    if own not in learnt or not _is_noticed(tried.get(best), now):
+        return None
+    before = "and never arrives now" if now is None else f"instead of {now:.0f}"
+    takes = f"takes {tried[best]:.0f} steps {before} (virtual trainers, one seed)"
+    return f"with workload.lr = {lr * best:g} the default itself {takes}: set that first"
+
+
 def _notes(experiment: Experiment, learnt: Mapping[Any, float | None], names: Mapping[Any, str], refused: Sequence[str]) -> list[str]:
-    """What each way takes; another learning rate, where the default takes fewer steps with it; and what was not tried."""
-    workload, own = experiment.workload, way_of(experiment.strategy)
+    """What each way takes, and what was not tried."""
+    workload = experiment.workload
     said = [f"{names[way]}: {'never' if steps is None else f'{steps:.0f}'}" for way, steps in learnt.items() if way in names]
     notes = (
         [f"steps to loss {workload.target_loss:g}, by virtual trainers of seed {experiment.run.seed}: {', '.join(said)}"] if said else []
     )
-    for rate in RATES:
-        steps, now = learnt.get(rate), learnt.get(own)
-        if steps is not None and own in learnt and (now is None or steps < NOTICED * now):
-            before = "and never arrives now" if now is None else f"instead of {now:.0f}"
-            lr = f"with workload.lr = {workload.lr * rate:g}"
-            notes.insert(0, f"{lr} the default itself takes {steps:.0f} steps {before} (one seed): set that first")
     if left := [name for way, name in names.items() if way not in learnt and not any(f"not train {name}:" in note for note in refused)]:
         seconds = f"tune.search_seconds = {experiment.tune.search_seconds:g}"
         notes.append(f"not compared, for {seconds} had no time to train them (raise it): {', '.join(left)}")

@@ -3,12 +3,11 @@
     python reports/virtual_trainers/testbed.py predict    # profiles, and writes testbed_profile/ and testbed_predictions.json
     python reports/virtual_trainers/testbed.py measure    # as root, on a quiet machine; appends to testbed.jsonl
     python reports/virtual_trainers/testbed.py table      # the table of README.md
-    python reports/virtual_trainers/testbed.py parts      # one more run with K = 16, whose step is laid beside the simulated one
 
 Two hosts with a trainer each, which compute for real, on a link of 50 Mbit/s and 2 ms. Every row is what a user's three commands say:
 ``fleetbench profile`` once, ``fleetbench sim --loss`` of its ``measured.toml``, and ``fleetbench real`` of the file itself. The target is
-chosen on a seed that is not measured. The profile is taken on this testbed, again where it does not count; no run to the target is looked at
-before the predictions are written. Each measured line names their digest.
+chosen on a seed that is not measured. The profile is taken on this testbed, again where it does not count. No run to the target is looked
+at before the predictions are written; each measured line names their digest.
 """
 
 from __future__ import annotations
@@ -151,23 +150,6 @@ def measure() -> None:
                 print(line, flush=True)
 
 
-def parts() -> None:
-    """Where a step of K = 16 goes, simulated and real, in a run of seed 0 that is made for this; writes testbed_parts.json."""
-    target = json.loads(PREDICTIONS.read_text(encoding="utf-8"))["target"]
-    with tempfile.TemporaryDirectory() as name:
-        path, changes = Path(name) / "e.toml", changed("K = 16", 0, target)
-        Experiment.from_dict(FILE).save(path)
-        fleetbench("sim", MEASURED, "--loss", "--out", Path(name) / "sim", *changes)
-        fleetbench("real", path, "--out", Path(name) / "real", *changes)
-        runs = [next((Path(name) / kind).glob("far_mlp-*")) for kind in ("sim", "real")]
-        errors = json.loads(fleetbench("compare", *runs, "--json"))["fidelity"]["errors"]
-        counts = json.loads((runs[1] / "summary.json").read_text(encoding="utf-8"))["testbed"]["counts"]
-    step = {"step": errors["step"], **errors["phases"]}
-    found = {part: {"simulated_s": own["predicted_s"], "real_s": own["true_s"]} for part, own in step.items()}
-    text = json.dumps({"commit": commit(), "counts": counts, "parts": found}, indent=1)
-    (HERE / "testbed_parts.json").write_text(text + "\n", encoding="utf-8")
-
-
 def _lines() -> list[dict[str, Any]]:
     return [json.loads(line) for line in RAW.read_text(encoding="utf-8").splitlines()] if RAW.exists() else []
 
@@ -197,4 +179,4 @@ def table() -> None:
 
 
 if __name__ == "__main__":
-    {"predict": predict, "measure": measure, "table": table, "parts": parts}[sys.argv[1]]()
+    {"predict": predict, "measure": measure, "table": table}[sys.argv[1]]()

@@ -86,15 +86,32 @@ def test_steps_times_seconds_choose_and_not_seconds_alone(tmp_path: Path) -> Non
 
 
 def test_it_says_what_each_way_takes_and_that_another_rate_is_better(tmp_path: Path) -> None:
-    """Twice the learning rate halves the planted steps; half of it changes nothing, and is not worth a word."""
+    """Twice the learning rate halves the planted steps, and four times of it quarters them; half of it is not worth a word."""
     experiment, found = searched(tmp_path)
-    notes = price_ways(experiment, found, step_s, planted, tmp_path).notes
-    assert notes[1] == (
+    ways = price_ways(experiment, found, step_s, planted, tmp_path)
+    (said,) = ways.notes
+    assert said == (
         "steps to loss 0.5, by virtual trainers of seed 0: synchronous: 100, K = 16: 300, K = 16 and an outer optimizer: never, "
         "K = 4: 110, K = 4 and an outer optimizer: 90, synchronous and 2 micro-batches an update: 150"
     )
-    assert notes[0] == "with workload.lr = 0.2 the default itself takes 50 steps instead of 100 (one seed): set that first"
-    assert len(notes) == 2
+    best = "with workload.lr = 0.4 the default itself takes 25 steps instead of 100 (virtual trainers, one seed): set that first"
+    assert ways.rate == best
+    line = RECOMMENDATION.line
+    assert replace(RECOMMENDATION, rate=best).line == f"{line}; {best}"
+
+
+def test_a_rate_at_which_no_training_is_better_is_not_said(tmp_path: Path) -> None:
+    """The default takes 100 steps at its own rate and at twice of it, where four times is not tried, and never arrives at half."""
+    experiment, found = searched(tmp_path)
+    rates: list[float] = []
+
+    def same(one: Experiment, limit_s: float) -> Arrival | None:
+        rates.append(one.workload.lr)
+        at_own = one.replace(workload=replace(one.workload, lr=0.1))
+        return None if one.workload.lr < 0.1 else planted(at_own, limit_s)
+
+    assert price_ways(experiment, found, step_s, same, tmp_path).rate is None
+    assert set(rates) == {0.05, 0.1, 0.2}
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
@@ -148,7 +165,7 @@ def test_what_was_learnt_holds_for_the_same_seed_and_target_alone(tmp_path: Path
     nearer = experiment.replace(workload=replace(experiment.workload, target_loss=0.6))
     for moved in (seeded, nearer):
         price_ways(moved, found, step_s, noting, tmp_path / "other", None, known)
-    assert len(asked) == 2 * 8
+    assert len(asked) == 2 * 9
 
 
 def test_seeds_are_whole_rows(tmp_path: Path) -> None:
@@ -442,7 +459,7 @@ def test_simulation_alone_ranks_by_time_to_the_target(tmp_path: Path) -> None:
     assert found.spread.updates_low == pytest.approx(2.920 * statistics.stdev(ratios) / math.sqrt(3), rel=1e-3)  # t of 2 at 95 %
     low, high = found.to_target_interval
     assert math.log(found.to_target / low) == pytest.approx(math.hypot(found.spread.model, found.spread.updates_low))
-    assert found.line.endswith(
+    assert found.line.split("; with workload.lr")[0].endswith(
         f": 8.03x [{low:.2f}, {high:.2f}] to loss 0.5 (16.00x [{found.low:.2f}, {found.high:.2f}] a step; 3 seeds of virtual trainers)"
     )
     cases = {case.assumption: case for case in found.cases}
@@ -450,7 +467,7 @@ def test_simulation_alone_ranks_by_time_to_the_target(tmp_path: Path) -> None:
     assert (declared.default_s, declared.recommended_s) == pytest.approx((400.0, 400.0 / found.to_target), rel=1e-4)
     assert (half.default_s, half.recommended_s) == pytest.approx((2 * declared.default_s, 2 * declared.recommended_s), rel=1e-4)
     ways = {name_of(one.strategy) for one in asked}
-    assert len(asked) == 6 + 2 + 2 * 5  # each way but the one that never arrives, with two more seeds; and two rates
+    assert len(asked) == 6 + 3 + 2 * 5  # each way but the one that never arrives, with two more seeds; and three rates
     assert len(ways) == 6
     assert any(note.startswith("steps to loss 0.5, by virtual trainers of seed 0: synchronous: 100, K = 16: 200") for note in found.notes)
     assert not any("is not simulated" in note for note in found.notes)
@@ -496,7 +513,7 @@ def test_runs_that_never_arrive_are_censored_and_counted(
     """A way that arrives less often than the default is none; one that arrives more often takes at least as many times fewer steps."""
     found, _ = tune_simulated(simulated_only(tmp_path, diloco=True), out=tmp_path, learn=by_seed(default, many))
     assert name_of(found.strategy) == chosen
-    assert found.line.endswith(says)
+    assert found.line.split("; with workload.lr")[0].endswith(says)
     assert found.to_target is not None
     assert ("at least 32.00x to loss" in found.line) == (default[0] is None)  # 400 steps of 4 s at least, over 200 of 0.25
     if default[1] is None and default[0] is not None:

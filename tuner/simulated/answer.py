@@ -137,6 +137,8 @@ class SimulatedRecommendation(Config):
     num_trials: int
     num_reranked: int
     """Strategies simulated under each changed assumption."""
+    rate: str | None = None
+    """Another learning rate with which the default itself arrives sooner, in words."""
     notes: tuple[str, ...]
 
     @property
@@ -147,6 +149,10 @@ class SimulatedRecommendation(Config):
     @property
     def line(self) -> str:
         """The answer in one line."""
+        return self._answer if self.rate is None else f"{self._answer}; {self.rate}"
+
+    @property
+    def _answer(self) -> str:
         if self.keeps:
             faster = "faster" if self.target_loss is None else f"sooner at loss {self.target_loss:g}"
             keep = f"SIMULATED, {self.compute}: keep the experiment's own strategy; nothing tried is {faster} by more than tune.min_gain"
@@ -272,6 +278,7 @@ class _Answering:
             seeds=len(ratios),
             num_trials=ranking.num_trials,
             num_reranked=len(retried),
+            rate=self.ways.rate,
             notes=(
                 *self._caveats(chosen, interval[0] if arrives and interval else low, samples_per_s),
                 *ranking.notes,
