@@ -7,7 +7,7 @@ proposes ``tune.trials`` of them. All trials share their draws of stragglers, so
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,17 +19,13 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import OUTSIDE
 from fleetbench.strategy import DistributedStrategy
 from tuner.recommendation import Trial
-from tuner.space import Equivalence, Parameters, Space, parameters_of, way_of, with_different_sizes
-from tuner.study import ask, complete, open_study, record, trials
+from tuner.space import Equivalence, Space, parameters_of, way_of, with_different_sizes
+from tuner.study import open_study, run_trial, trials
 
 MOST_PLANS = 20_000
 """Points of a space up to which its different strategies are looked for; sizes of fusion that give equal buckets are one value."""
 PROBED = 20
 """Trials after which it is known how long all of them take."""
-RECORDED = 10
-"""Of strategies that were all simulated, so many of the best stand in the study, beside default and advice."""
-_TRIES_ALL = "all different strategies are simulated"
-"""Attribute of a study: what was decided by the time that a simulation took; a search that goes on does not decide otherwise."""
 WARMUP_STEPS = 2
 STEADY_STEPS = 3
 
@@ -114,44 +110,18 @@ def _rank(tried: Tried) -> tuple[float, int]:
 def search(
     experiment: Experiment,
     space: Space,
-    advised: DistributedStrategy,
+    advised: DistributedStrategy | None,
     *,
     out: Path,
     step_s: StepS,
     progress: Callable[[int, int], None] | None = None,
 ) -> Search:
-    """Simulate the default, the advice and the space; see the module. Raises what ``step_s`` raises."""
+    """Simulate the default, the advice, if any, and the space; see the module. Raises what ``step_s`` raises."""
     tell, same = progress or (lambda *_: None), Equivalence(experiment)
-    arms = {"default": experiment.strategy, "advice": advised}
-    with open_study(experiment, out) as study:
-        tries_all = study.user_attrs.get(_TRIES_ALL)
-        found = None if tries_all is False else enumerated(experiment, space, arms, same, step_s, tell, whatever_it_takes=tries_all is True)
-        study.set_user_attr(_TRIES_ALL, found is not None)
-        if found is None:
-            found = proposed(experiment, space, arms, same, step_s, tell, study)
-        else:
-            _keep(study, space, found)
+    arms = {"default": experiment.strategy} | ({} if advised is None else {"advice": advised})
+    found = _enumerated(experiment, space, arms, same, step_s, tell) or _proposed(experiment, space, arms, same, step_s, tell, out)
     tell(len(found.tried), len(found.tried))
     return found
-
-
-def proposed(
-    experiment: Experiment,
-    space: Space,
-    arms: dict[str, DistributedStrategy],
-    same: Equivalence,
-    step_s: StepS,
-    progress: Callable[[int, int], None],
-    study: optuna.Study,
-) -> Search:
-    """The arms, and as many strategies of the space that Optuna proposes as ``tune.trials`` allows."""
-    searcher = _Proposing(experiment, space, arms, same, study)
-    while searcher.run_next(step_s, progress):
-        pass
-    found = searcher.result()
-    why = "all are too many, or take more than tune.search_seconds"
-    note = f"of {space.size:,} combinations Optuna proposed {len(found.tried)} (tune.trials): {why}"
-    return dataclasses.replace(found, notes=(*found.notes, note))
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
@@ -194,15 +164,13 @@ def different(space: Space, same: Equivalence, arms: Sequence[DistributedStrateg
     return found
 
 
-def enumerated(
+def _enumerated(
     experiment: Experiment,
     space: Space,
     arms: Mapping[str, DistributedStrategy],
     same: Equivalence,
     step_s: StepS,
     progress: Callable[[int, int], None],
-    *,
-    whatever_it_takes: bool = False,
 ) -> Search | None:
     """All different strategies; none where they are too many, or would take too long and are more than ``tune.trials``."""
     tune, began = experiment.tune, time.monotonic()
@@ -211,12 +179,13 @@ def enumerated(
         return None
     candidates = different(fewer, same, [*arms.values()])
     total, planned, values = len(arms) + len(candidates), time.monotonic(), dict[str, float]()
-    limit_s = math.inf if whatever_it_takes or total <= tune.trials else tune.search_seconds
+    limit_s = math.inf if total <= tune.trials else tune.search_seconds
     if limit_s == 0:
         return None
     tried: list[Tried] = []
     notes: list[str] = []
-    for arm, key, strategy in _in_turn(arms, candidates, same):
+    in_turn = [*((arm, same.key(strategy), strategy) for arm, strategy in arms.items()), *((None, *one) for one in candidates.items())]
+    for arm, key, strategy in in_turn:
         progress(len(tried), total)
         is_known = key in values
         if not is_known:
@@ -236,95 +205,61 @@ def enumerated(
     return Search(tuple(tried), tuple(dict.fromkeys(notes)))
 
 
-def _in_turn(
-    arms: Mapping[str, DistributedStrategy], candidates: Mapping[str, DistributedStrategy], same: Equivalence
-) -> Iterator[tuple[str | None, str, DistributedStrategy]]:
-    yield from ((arm, same.key(strategy), strategy) for arm, strategy in arms.items())
-    yield from ((None, key, strategy) for key, strategy in candidates.items())
+def _proposed(
+    experiment: Experiment,
+    space: Space,
+    arms: Mapping[str, DistributedStrategy],
+    same: Equivalence,
+    step_s: StepS,
+    progress: Callable[[int, int], None],
+    out: Path,
+) -> Search:
+    """The arms, and as many strategies of the space that Optuna proposes as ``tune.trials`` allows, of all that the study has ever run."""
+    fewer, wanted, known = with_different_sizes(space, same), experiment.tune.trials, dict[str, float]()
 
+    def strategy_of(trial: optuna.Trial | FrozenTrial) -> DistributedStrategy:
+        arm = trial.user_attrs.get("arm")
+        return fewer.strategy(trial.params) if arm is None else arms[arm]
 
-def _keep(study: optuna.Study, space: Space, found: Search) -> None:
-    """Leave default, advice and the best in the study, for who looks at it; nothing is read back."""
-    if trials(study, TrialState.COMPLETE):
-        return
-    named = [tried for tried in found.tried if tried.arm is not None]
-    best = sorted((tried for tried in found.tried if tried.arm is None), key=_rank)[:RECORDED]
-    for tried in (*named, *best):
-        point = space.point_of(tried.strategy) or {}
-        attributes = {"key": tried.key} | ({} if tried.arm is None else {"arm": tried.arm})
-        record(study, point, dict(space.choices), tried.trial.simulated_s, attributes)
-
-
-class _Proposing:
-    """One pass over the study. What comes next follows from the trials that are there, so a pass can end anywhere."""
-
-    def __init__(
-        self, experiment: Experiment, space: Space, arms: dict[str, DistributedStrategy], same: Equivalence, study: optuna.Study
-    ) -> None:
-        self.experiment = experiment
-        self.space = with_different_sizes(space, same)
-        self.arms = arms
-        self.same = same
-        self.study = study
-
-    def run_next(self, step_s: StepS, progress: Callable[[int, int], None]) -> bool:
-        """One trial; false where there are as many as are wanted."""
-        wanted = self.experiment.tune.trials
-        taken = trials(self.study, TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING)  # asked for once: it takes a while
-        number = sum(trial.state == TrialState.COMPLETE for trial in taken)
-        if number >= wanted:
-            return False
-        progress(number, wanted)
-        self._enqueue_arm(taken)
-        self._run_one(step_s, taken)
-        return True
-
-    def _enqueue_arm(self, taken: Sequence[FrozenTrial]) -> None:
-        """Enqueue an arm that is not complete: another process may be running it and die of it."""
-        if any(trial.state == TrialState.WAITING for trial in taken):
-            return
-        present = {trial.user_attrs.get("arm") for trial in taken if trial.state == TrialState.COMPLETE}
-        for arm, strategy in self.arms.items():
-            if arm not in present:
-                self.study.enqueue_trial(self.space.point_of(strategy) or {}, user_attrs={"arm": arm})
-                return
-
-    def _run_one(self, step_s: StepS, taken: Sequence[FrozenTrial]) -> None:
-        """Ask for a trial and complete it, by simulation or from an equal one before it; values that exclude each other are pruned."""
-        trial = ask(self.study, self.experiment.run.seed, sum(other.state != TrialState.WAITING for other in taken))
+    def objective(trial: optuna.Trial) -> float:
+        """By simulation, or of an equal trial before it; values that exclude each other are pruned."""
+        arm = trial.user_attrs.get("arm")
+        if arm is None or fewer.point_of(arms[arm]) is not None:
+            for name, values in fewer.choices:
+                trial.suggest_categorical(name, values)
         try:
-            arm = trial.user_attrs.get("arm")
-            if arm is None or self.space.point_of(self.arms[arm]) is not None:
-                for name, values in self.space.choices:
-                    trial.suggest_categorical(name, values)
-            try:
-                strategy = self._strategy(arm, trial.params)
-            except ConfigError:
-                self.study.tell(trial, state=TrialState.PRUNED)
-                return
-            key = self.same.key(strategy)
-            trial.set_user_attr("key", key)
-            before = (other.value for other in taken if other.state == TrialState.COMPLETE and other.user_attrs["key"] == key)
-            value = next(before, None)
-            if value is None:
-                value = step_s(strategy)
-        except BaseException:
-            self.study.tell(trial, state=TrialState.FAIL)
-            raise
-        complete(self.study, trial, value)
+            strategy = strategy_of(trial)
+        except ConfigError:
+            raise optuna.TrialPruned from None
+        key = same.key(strategy)
+        trial.set_user_attr("key", key)
+        if key not in known:
+            known[key] = step_s(strategy)
+        return known[key]
 
-    def result(self) -> Search:
-        """The complete trials, numbered from 0."""
-        seen: set[str] = set()
-        tried = []
-        for number, trial in enumerate(trials(self.study, TrialState.COMPLETE)):
-            arm, key = trial.user_attrs.get("arm"), trial.user_attrs["key"]
-            strategy = self._strategy(arm, trial.params)
-            assert trial.value is not None
-            found = Trial(number=number, parameters=parameters_of(strategy), simulated_s=trial.value, repeated=key in seen)
-            tried.append(Tried(found, strategy, key, arm))
-            seen.add(key)
-        return Search(tuple(tried))
+    with open_study(experiment, out) as study:
+        while True:
+            complete = trials(study, TrialState.COMPLETE)
+            known |= {trial.user_attrs["key"]: trial.value for trial in complete if trial.value is not None}
+            if len(complete) >= wanted:
+                break
+            progress(len(complete), wanted)
+            _enqueue_arm(study, fewer, arms, complete)
+            run_trial(study, experiment.run.seed, objective)
+    tried: list[Tried] = []
+    for number, trial in enumerate(complete):
+        strategy, key = strategy_of(trial), trial.user_attrs["key"]
+        repeated = any(one.key == key for one in tried)
+        found = Trial(number=number, parameters=parameters_of(strategy), simulated_s=known[key], repeated=repeated)
+        tried.append(Tried(found, strategy, key, trial.user_attrs.get("arm")))
+    why = "all are too many, or take more than tune.search_seconds"
+    return Search(tuple(tried), (f"of {space.size:,} combinations Optuna proposed {len(tried)} (tune.trials): {why}",))
 
-    def _strategy(self, arm: str | None, point: Parameters) -> DistributedStrategy:
-        return self.space.strategy(point) if arm is None else self.arms[arm]
+
+def _enqueue_arm(study: optuna.Study, space: Space, arms: Mapping[str, DistributedStrategy], complete: Sequence[FrozenTrial]) -> None:
+    """Enqueue the first arm that is not complete, where nothing waits: another process may have been running it and have died of it."""
+    present = {trial.user_attrs.get("arm") for trial in complete}
+    missing = [arm for arm in arms if arm not in present]
+    if missing and not trials(study, TrialState.WAITING):
+        arm = missing[0]
+        study.enqueue_trial(space.point_of(arms[arm]) or {}, user_attrs={"arm": arm})

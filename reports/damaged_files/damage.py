@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from optuna.trial import TrialState
+from optuna.trial import Trial, TrialState
 
 from fleetbench.cli.main import main
 from fleetbench.cluster import Link
@@ -46,7 +46,7 @@ from real.processes.diagnosis import LegFailed
 from sim.run import simulate
 from tuner.recommendation import Recommendation
 from tuner.resumption import Journal
-from tuner.study import ask, complete, open_study
+from tuner.study import open_study, run_trial
 
 HERE = Path(__file__).resolve().parent
 FLIPS = 500
@@ -185,16 +185,19 @@ def _tunings(folder: Path) -> Iterator[Case]:
             yield Case(f"journal/{name}/{file.name}", file, lambda name=name: _replayed(folder / name, leg))
 
 
+def _objective(trial: Trial) -> float:
+    trial.suggest_categorical("thread_num", [1, 2])
+    trial.set_user_attr("key", f"key {trial.number}")
+    return 0.1 + trial.number / 7
+
+
 def _studies(folder: Path) -> Iterator[Case]:
     folder.mkdir()
     experiment = experiment_of()
     with open_study(experiment, folder) as study:
         for number in range(4):
             study.enqueue_trial({"thread_num": number % 2 + 1}, user_attrs={"arm": f"arm {number}"})
-            trial = ask(study, 0, number)
-            trial.suggest_categorical("thread_num", [1, 2])
-            trial.set_user_attr("key", f"key {number}")
-            complete(study, trial, 0.1 + number / 7)
+            run_trial(study, 0, _objective)
     (journal,) = (folder / "studies").iterdir()
     written = _trials(experiment, folder)
     assert len(written) == 4

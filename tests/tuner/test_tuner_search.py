@@ -166,7 +166,7 @@ def test_a_finished_study_simulates_nothing(tmp_path: Path) -> None:
     fake = FakeSimulate(formula)
     assert searched(experiment, tmp_path, fake) == first
     assert fake.asked == []
-    searched(layers_experiment(trials=3), tmp_path, fake)
+    searched(layers_experiment(trials=3, search_seconds=0), tmp_path, fake)
     assert len(list((tmp_path / "studies").glob("*.journal"))) == 2
 
 
@@ -185,11 +185,11 @@ def test_a_trial_that_raises_fails_and_is_tried_again(tmp_path: Path) -> None:
 
 def test_a_journal_that_was_cut_is_an_error(tmp_path: Path) -> None:
     """A line that is not whole would swallow the next one: the file is named, with what to do."""
-    searched(layers_experiment(trials=2), tmp_path, FakeSimulate(formula))
+    searched(layers_experiment(trials=2, search_seconds=0), tmp_path, FakeSimulate(formula))
     (journal,) = (tmp_path / "studies").iterdir()
     journal.write_bytes(journal.read_bytes()[:-3])
     with pytest.raises(ConfigError, match="last line is not whole"):
-        searched(layers_experiment(trials=2), tmp_path, FakeSimulate(formula))
+        searched(layers_experiment(trials=2, search_seconds=0), tmp_path, FakeSimulate(formula))
 
 
 def test_finalists_differ_in_local_steps_first(tmp_path: Path) -> None:

@@ -25,10 +25,9 @@ from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate
 from tuner.recommendation import Trial
-from tuner.search import Search, StepS, Tried, enumerated, proposed, with_steps
+from tuner.search import Search, StepS, Tried, search, with_steps
 from tuner.search import shortened as of_collectives
-from tuner.space import Equivalence, parameters_of, search_space, way_of
-from tuner.study import open_study
+from tuner.space import parameters_of, search_space, way_of
 from tuner.ways import Learn, Ways, price_ways
 
 PER_SAMPLES = 10**6
@@ -88,7 +87,12 @@ def ranked(
     """
     tell = progress or (lambda *_: None)
     measure, own = step_time(shortened(experiment), known), experiment.strategy
-    found = _searched(experiment, measure, tell, out) if own.mode != "ps" else _of_modes(experiment, measure, tell)
+    if own.mode == "ps":
+        found = _of_modes(experiment, measure, tell)
+    else:
+        space = search_space(experiment)
+        found = search(experiment, space, None, out=out, step_s=measure, progress=tell)
+        found = dataclasses.replace(found, notes=(*space.notes, *found.notes))
     tell(len(found.tried), len(found.tried))
     first = {tried.key: tried for tried in reversed(found.tried)}
     ways = Ways() if experiment.run.launcher == "command" else price_ways(experiment, found, measure, learn, out, learning)
@@ -110,16 +114,6 @@ def _of_loss(experiment: Experiment, ways: Ways) -> list[str]:
     if not ways.updates:
         return ["what staleness, or K steps between two exchanges, costs in loss is not simulated"]
     return ["steps to the target are those of the declared cluster, which orders pushes and pulls, under every assumption"]
-
-
-def _searched(experiment: Experiment, measure: StepS, tell: Progress, out: Path) -> Search:
-    """Of training by collectives: every different candidate, or those that Optuna proposes."""
-    space, same, arms = search_space(experiment), Equivalence(experiment), {"default": experiment.strategy}
-    found = enumerated(experiment, space, arms, same, measure, tell)
-    if found is None:
-        with open_study(experiment, out) as study:
-            found = proposed(experiment, space, arms, same, measure, tell, study)
-    return dataclasses.replace(found, notes=(*space.notes, *found.notes))
 
 
 def _of_modes(experiment: Experiment, measure: StepS, tell: Progress) -> Search:
