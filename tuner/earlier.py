@@ -1,16 +1,14 @@
 """An earlier tuning, from whose folder another one goes on: what has moved since, and what of it still holds.
 
-Simulated times hold while nothing that is simulated has moved; legs, while nothing has that the processes run; runs to the target,
-while the target and its metric, too, are what they were. A strategy that has run keeps its time over the default's, which was taken in
-one round, and a finalist its pairs, unless what they are judged by has moved: more of them after a look would look too often. Links of
-machines that are as they are (launchers ``local`` and ``command``) move no legs, and layer times those alone whose compute is emulated
-or delayed by them.
+Legs hold while nothing has moved that the processes run; runs to the target, while the target and its metric, too, are what they were.
+A strategy that has run keeps its time over the default's, which was taken in one round, and a finalist its pairs, unless what they are
+judged by has moved: more of them after a look would look too often. Links of machines that are as they are (launchers ``local`` and
+``command``) move no legs, and layer times those alone whose compute is emulated or delayed by them. What is simulated is simulated again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,11 +20,7 @@ from fleetbench.digests import file_digest, read_json, reading, sealed_json, wri
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import table_for
-from fleetbench.strategy import DistributedStrategy
 from tuner.recommendation import Arm, Pair, Recommendation
-from tuner.resumption import CODE
-from tuner.search import StepS, shortened
-from tuner.space import Space, parameters_of
 
 INPUTS, PROFILE, RUNS = "inputs.json", "profile.toml", "runs"
 _TARGET = ("target_loss", "eval_every", "steps")
@@ -94,14 +88,11 @@ class Earlier:
         as_they_are = _LINKS if run.launcher in ("local", "command") and run.device != "emulated" else ()
         target = {f"workload.{name}" for name in _TARGET} & {*moved}
         rest = [key for key in moved if key not in target]
-        searched = [key for key in rest if not key.startswith("tune.")]
         ran = [key for key in rest if key == "tune.leg_steps" or not key.startswith(("tune.", *as_they_are))]
-        steps = {shortened(one).workload.steps for one in (self.experiment, experiment)}
         legs = not ran and not elsewhere and not (other_times and by_times)
         return Held(
             earlier=self,
             moved=tuple(lines),
-            simulated=not searched and not other_times and len(steps) == 1 and CODE not in elsewhere,
             legs=legs,
             targets=legs and not target and "tune.metric" not in moved,
             has_pairs=legs and not {"tune.pairs", "tune.min_gain"} & {*moved},
@@ -114,7 +105,6 @@ class Held:
 
     earlier: Earlier
     moved: tuple[str, ...]
-    simulated: bool
     legs: bool
     targets: bool
     has_pairs: bool
@@ -123,20 +113,8 @@ class Held:
     def note(self) -> str:
         """What has moved, and what is not measured again."""
         more = f" and {len(self.moved) - _SHOWN} more" if len(self.moved) > _SHOWN else ""
-        kinds = (("simulated times", self.simulated), ("legs", self.legs), ("runs to the target", self.targets))
-        held = ", ".join(name for name, holds in kinds if holds) or "nothing"
+        held = "legs, runs to the target" if self.targets else "legs" if self.legs else "nothing"
         return f"since {self.earlier.folder.name} moved: {'; '.join(self.moved[:_SHOWN]) or 'nothing'}{more}. Taken from it: {held}"
-
-    def step_s(self, simulated: StepS, space: Space) -> StepS:
-        """What its search said of a step of a strategy of the space, or else ``simulated``."""
-        trials = self.earlier.recommendation.trials if self.simulated else ()
-        known = {json.dumps(one.parameters, sort_keys=True): one.simulated_s for one in trials if one.number != 1}  # but the advice's
-
-        def found(strategy: DistributedStrategy) -> float:
-            value = known.get(json.dumps(parameters_of(strategy), sort_keys=True))
-            return simulated(strategy) if value is None or space.point_of(strategy) is None else value
-
-        return found
 
     def arm(self, now: Arm) -> Arm | None:
         """What ran under an arm's strategy, and what its legs run, to its ranking at least."""

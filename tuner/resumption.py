@@ -12,7 +12,6 @@ that was run before is the answer to the n-th that is asked for. Legs that are t
 that broke is kept as its leg's failure once the tuning has gone on without that leg.
 """
 
-import hashlib
 import json
 import os
 import platform
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetbench.config import decode, encode
-from fleetbench.digests import read_json, sealed_json, write_whole
+from fleetbench.digests import file_digest, json_digest, read_json, sealed_json, write_whole
 from fleetbench.environment import RECORDED
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -36,8 +35,6 @@ from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.place import Place
 from tuner.real_runs import Runner
 
-CODE = "code of fleetbench"
-"""Of what a tuning depends on: the commit, or the release."""
 _SET_BY_LIBRARIES = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
 """Variables that importing scikit-learn sets in this process."""
 _OWNER, _HELD = "owner.json", "held_s"
@@ -230,8 +227,8 @@ def inputs_of(command: Sequence[str]) -> dict[str, Any]:
     return {
         "command": list(command),
         "folder": str(Path.cwd()),
-        "files": {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in beside},
-        CODE: commit(),
+        "files": {str(path): file_digest(path) for path in beside},
+        "code of fleetbench": commit(),
         "machine": machine() | {"host": platform.node()},
         "environment": {name: value for name, value in os.environ.items() if name.startswith(RECORDED) and name not in _SET_BY_LIBRARIES},
         "versions": versions(),
@@ -240,4 +237,4 @@ def inputs_of(command: Sequence[str]) -> dict[str, Any]:
 
 def _key(command: Sequence[str], base: Experiment) -> str:
     what = inputs_of(command) | {"base": encode(base)}
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
+    return json_digest(what)[:12]

@@ -85,7 +85,6 @@ def tune(
     learn = by_virtual_trainers if simulate is None else None
     simulate = simulate or in_simulator
     held = None if beside is None else beside(experiment)
-    step_s = step_s if held is None else held.step_s(step_s, space)
     found = search(experiment, space, advised, out=out, step_s=step_s, progress=_stage(progress, "simulated trials"))
 
     ways = price_ways(

@@ -13,7 +13,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from tuner.earlier import Earlier, Held
 from tuner.recommendation import Arm, Pair, Recommendation
-from tuner.resumption import CODE, inputs_of
+from tuner.resumption import inputs_of
 from tuner.tune import tune
 
 FEW: dict[str, object] = {"fusion": (), "update_by_bucket": (False,), "nccl_comm_num": (1,), "sync_nccl_allreduce": (True,)}
@@ -24,13 +24,13 @@ def formula(strategy: DistributedStrategy) -> float:
     return {2.0: 0.009, 1.0: 0.010}.get(strategy.fuse_grad_size_in_MB, 0.013) / (1 if strategy.local_steps == 1 else 2)
 
 
-Tuned = tuple[Recommendation, Path, FakeRunner, FakeSimulate]
+Tuned = tuple[Recommendation, Path, FakeRunner]
 
 
 def tuned(experiment: Experiment, out: Path, earlier: Path | None = None) -> Tuned:
     """A tuning by formula, and what it asked for."""
-    runner, simulate = FakeRunner(experiment, formula), FakeSimulate(formula)
-    return *tune(experiment, out=out, runner=runner, simulate=simulate, earlier=earlier), runner, simulate
+    runner = FakeRunner(experiment, formula)
+    return *tune(experiment, out=out, runner=runner, simulate=FakeSimulate(formula), earlier=earlier), runner
 
 
 @pytest.fixture(scope="module")
@@ -44,69 +44,66 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, Tuned]:
 
 def test_nothing_is_measured_again_where_nothing_has_moved(first: tuple[Experiment, Tuned], tmp_path: Path) -> None:
     """The same verdict from the same pairs, without a leg; the new folder has the runs of the old one."""
-    experiment, (before, folder, _, _) = first
-    found, again, runner, simulate = tuned(experiment, tmp_path, folder)
+    experiment, (before, folder, _) = first
+    found, again, runner = tuned(experiment, tmp_path, folder)
     assert (runner.legs, found.line, found.pairs) == ([], before.line, before.pairs)
-    assert len(simulate.asked) <= 1 + len(found.arms)  # the advice, and a run to draw of each arm
-    assert any(note.startswith(f"since {folder.name} moved: nothing. Taken from it: simulated times, legs") for note in found.notes)
+    assert any(note.startswith(f"since {folder.name} moved: nothing. Taken from it: legs") for note in found.notes)
     assert {run for arm in found.arms for run in arm.measured_runs} <= {path.name for path in (again / "runs").iterdir()}
-    third, _, runner, _ = tuned(experiment, tmp_path, again)
+    third, _, runner = tuned(experiment, tmp_path, again)
     assert (runner.legs, third.line) == ([], before.line)
 
 
 def test_a_larger_space_measures_what_is_new_beside_the_default(first: tuple[Experiment, Tuned], tmp_path: Path) -> None:
     """Buckets of 2 MB may be tried now: they are the only new strategy, and run against the default alone."""
-    experiment, (_, folder, _, _) = first
+    experiment, (_, folder, _) = first
     larger = experiment.replace(tune=replace(experiment.tune, fuse_grad_size_in_MB=(1.0, 2.0, 32.0)))
-    found, _, runner, simulate = tuned(larger, tmp_path, folder)
+    found, _, runner = tuned(larger, tmp_path, folder)
     assert found.strategy.fuse_grad_size_in_MB == 2.0
     assert {leg.strategy.fuse_grad_size_in_MB for leg in runner.legs} == {2.0, 32.0}
-    assert [strategy.fuse_grad_size_in_MB for strategy in simulate.asked[:2]] == [0.3815, 2.0]  # the advice is of no space
-    assert len(simulate.asked) == 2 + len(found.arms)
     assert any("moved: tune.fuse_grad_size_in_MB [1.0, 32.0] -> [1.0, 2.0, 32.0]." in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
     ("change", "moved", "held"),
     [
-        (lambda data: data["cluster"]["inter"].update(bandwidth="10 Gbit/s"), "cluster.inter.bandwidth", (False, False, False, False)),
-        (lambda data: data["workload"].update(batch_size=9), "workload.batch_size", (False, False, False, False)),
-        (lambda data: data["workload"].update(eval_every=7), "workload.eval_every", (True, True, False, True)),
-        (lambda data: data["tune"].update(pairs=6), "tune.pairs", (True, True, True, False)),
-        (lambda data: data["tune"].update(min_gain=0.03), "tune.min_gain", (True, True, True, False)),
-        (lambda data: data["tune"].update(metric="accuracy"), "tune.metric", (True, True, False, True)),
-        (lambda data: data["tune"].update(leg_steps=6), "tune.leg_steps", (True, False, False, False)),
-        (lambda data: data["run"].update(seed=1), "run.seed", (False, False, False, False)),
+        (lambda data: data["cluster"]["inter"].update(bandwidth="10 Gbit/s"), "cluster.inter.bandwidth", (False, False, False)),
+        (lambda data: data["workload"].update(batch_size=9), "workload.batch_size", (False, False, False)),
+        (lambda data: data["workload"].update(eval_every=7), "workload.eval_every", (True, False, True)),
+        (lambda data: data["tune"].update(pairs=6), "tune.pairs", (True, True, False)),
+        (lambda data: data["tune"].update(min_gain=0.03), "tune.min_gain", (True, True, False)),
+        (lambda data: data["tune"].update(metric="accuracy"), "tune.metric", (True, False, True)),
+        (lambda data: data["tune"].update(leg_steps=6), "tune.leg_steps", (False, False, False)),
+        (lambda data: data["run"].update(seed=1), "run.seed", (False, False, False)),
     ],
 )
 def test_what_has_moved_decides_what_holds(
     first: tuple[Experiment, Tuned], change: Callable[[dict[str, dict[str, dict[str, object]]]], None], moved: str, held: tuple[bool, ...]
 ) -> None:
     """Of emulated trainers, whose legs follow the links."""
-    experiment, (_, folder, _, _) = first
+    experiment, (_, folder, _) = first
     data = encode(experiment)
     change(data)
     found = Earlier.load(folder).beside(Experiment.from_dict(data), inputs_of(()))
     assert [line.split()[0] for line in found.moved] == [moved]
-    assert (found.simulated, found.legs, found.targets, found.has_pairs) == held
+    assert (found.legs, found.targets, found.has_pairs) == held
 
 
 def test_links_of_real_machines_and_layer_times_move_no_legs(tmp_path: Path) -> None:
-    """A profile that was taken again has other times, a script other text: the first is simulated again, the second run again."""
+    """A profile that was taken again has other times, a script other text: legs hold beside the first, and not beside the second."""
     experiment = profiled_experiment(tmp_path, **FEW, local_steps=(1,), fuse_grad_size_in_MB=(1.0, 32.0), thread_num=(1,), wire=("fp32",))
     script = tmp_path / "train.py"
     script.write_text("one")
-    _, folder, _, _ = tuned(experiment, tmp_path / "runs")
+    _, folder, _ = tuned(experiment, tmp_path / "runs")
     earlier, inputs = Earlier.load(folder), inputs_of(())
     assert earlier.beside(experiment, inputs).moved == ()
     cluster = replace(experiment.cluster, intra=replace(experiment.cluster.intra, bandwidth=10**10))  # type: ignore[type-var]  # declared
     faster = earlier.beside(experiment.replace(cluster=cluster), inputs)
-    assert (faster.simulated, faster.legs, faster.targets) == (False, True, True)
+    assert (faster.legs, faster.targets) == (True, True)
     profile = Path(experiment.workload.profile or "")
     profile.write_text("\n".join(profile.read_text().splitlines()[1:]).replace("1 ms", "3 ms"))
     slower = earlier.beside(experiment, inputs)
     assert slower.moved == ("layer times, of a step 30 -> 50 ms",)
-    assert (slower.simulated, slower.legs) == (False, True)
+    assert slower.legs
     other = earlier.beside(experiment, inputs_of(("python", str(script))))
     assert other.moved[-2:] == ("the command", "the files")
     assert not other.legs
@@ -117,7 +114,7 @@ def test_a_script_that_has_not_changed_keeps_its_profile(tmp_path: Path) -> None
     base = Experiment.from_dict({"workload": {"target_loss": 0.5, "steps": 77}, "tune": {"pairs": 9}})
     experiment = profiled_experiment(tmp_path, **FEW, local_steps=(1,), fuse_grad_size_in_MB=(1.0, 32.0), thread_num=(1,), wire=("fp32",))
     experiment = experiment.replace(run=replace(experiment.run, launcher="command"))
-    _, folder, _, _ = tuned(experiment, tmp_path / "runs")
+    _, folder, _ = tuned(experiment, tmp_path / "runs")
     earlier, inputs = Earlier.load(folder), inputs_of(())
     found = earlier.script(base, inputs)
     assert found is not None
@@ -144,17 +141,7 @@ def test_legs_of_another_pace_are_run_again(tmp_path: Path) -> None:
     known = Recommendation(
         experiment="0123abcd", name="x", verdict="USE", reason="none", strategy=strategy, arms=(arm,), finalist=arm.name, pairs=pairs
     )
-    held = Held(
-        earlier=Earlier(tmp_path, known, layers_experiment(), {}), moved=(), simulated=True, legs=True, targets=True, has_pairs=True
-    )
+    held = Held(earlier=Earlier(tmp_path, known, layers_experiment(), {}), moved=(), legs=True, targets=True, has_pairs=True)
     assert (held.arm(arm), held.pairs(arm)) == (arm, pairs)
     other = replace(arm, paced_by=two)
     assert (held.arm(other), held.pairs(other)) == (None, ())
-
-
-def test_simulated_times_of_other_code_are_simulated_again(first: tuple[Experiment, Tuned]) -> None:
-    """A step may be priced otherwise by it; with the same code they hold."""
-    experiment, (_, folder, *_) = first
-    earlier, now = Earlier.load(folder), inputs_of(())
-    assert earlier.beside(experiment, now).simulated
-    assert not earlier.beside(experiment, now | {CODE: "another"}).simulated
