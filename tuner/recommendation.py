@@ -165,8 +165,8 @@ class Recommendation(Config):
     pairs: tuple[Pair, ...] = ()
     arms: tuple[Arm, ...] = ()
     trials: tuple[Trial, ...] = ()
-    learnt: dict[str, float | str] = field(default_factory=dict)
-    """Steps to the target of all that virtual trainers trained, by what those depend on, or that it does not arrive."""
+    learnt: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """How all that virtual trainers trained arrives, by what that depends on (``tuner.ways.Arrival``); empty where it does not."""
     advice_left_out: tuple[str, ...] = ()
     """What Fleet's documents advise and this executor, profile or cluster cannot do."""
     rate: str | None = None

@@ -56,9 +56,10 @@ _FIRST = 3
 """Ways that are tried before a rate is."""
 NOTICED = 0.9
 """Share of the default's steps below which another learning rate is worth a note."""
-_PACE = ", steps of a round"
-_LEARNT, _NEVER, _LEFT = "steps to the target by virtual trainers", "never", "no time"
-"""Attribute of a study: steps by training, or that it does not arrive, or that there was no time for it."""
+_LEARNT = "trainings to the target"
+"""Attribute of a study: an ``Arrival`` by training, empty where it does not arrive, none where there was no time for it."""
+Reached = tuple[float, ...]
+"""An ``Arrival``, or empty."""
 _FLAT: dict[str, Any] = {"use_hierarchical_allreduce": False, "hierarchical_inner_ranks": 0, "hierarchical_variant": "leader"}
 _CORE_FLOPS_S = 1e11
 """What one core computes at most."""
@@ -78,8 +79,8 @@ class Ways:
     """After which a training is over."""
     own: tuple[object, ...] = ()
     """The default's way."""
-    learnt: Mapping[str, float | str] = field(default_factory=dict)
-    """What a later tuning need not train again, by ``_key``: steps, or that it does not arrive."""
+    learnt: Mapping[str, Reached] = field(default_factory=dict)
+    """What a later tuning need not train again, by ``_key``."""
     paces: Mapping[tuple[object, ...], float] = field(default_factory=dict)
     """Of ways whose rounds differ: their mean, in steps."""
     rate: str | None = None
@@ -148,7 +149,7 @@ def price_ways(
     learn: Learn | None,
     out: Path,
     progress: Progress | None = None,
-    known: Mapping[str, float | str] | None = None,
+    known: Mapping[str, Reached] | None = None,
 ) -> Ways:
     """Train the ways of the search and those beside it virtually, largest K first, as many as ``tune.search_seconds`` has room for.
 
@@ -275,35 +276,34 @@ def _learnt(
     out: Path,
     progress: Progress | None,
     refused: list[str],
-    known: Mapping[str, float | str],
-) -> tuple[dict[int, Arrival | None], dict[str, float | str]]:
+    known: Mapping[str, Reached],
+) -> tuple[dict[int, Arrival | None], dict[str, Reached]]:
     """How the target is reached, by number, of as many as there is time for; and by key. What is refused joins ``refused``.
 
     The experiment's study below ``out`` keeps them, so that a tuning that is taken up again has the same finalists.
     """
     tell, end, found = progress or (lambda *_: None), time.process_time() + experiment.tune.search_seconds, dict[int, Arrival | None]()
     with open_study(experiment, out) as study:
-        kept: dict[str, float | str] = {**known, **study.user_attrs.get(_LEARNT, {})}
+        kept: dict[str, Reached | None] = {**known, **study.user_attrs.get(_LEARNT, {})}
         for number, one in enumerate(trainings):
             tell(number, len(trainings))
             try:
                 key, left_s = _key(one), end - time.process_time()
                 if key not in kept:
                     arrival = learn(one, left_s) if left_s > 0 else None
-                    kept[key] = _LEFT if left_s <= 0 else _NEVER if arrival is None else arrival.steps
-                    kept |= {} if arrival is None else {f"{key}{_PACE}": arrival.k}
+                    kept[key] = None if left_s <= 0 else arrival or ()
             except ConfigError as error:
                 refused.append(f"virtual trainers do not train {name_of(one.strategy)}: {error.where}: {error.what}")
                 if number == 0:
                     break
                 continue
             except TimeoutError:
-                kept[key], end = _LEFT, 0.0
-            if kept[key] != _LEFT:
-                found[number] = None if kept[key] == _NEVER else Arrival(float(kept[key]), float(kept.get(f"{key}{_PACE}", 1.0)))
+                kept[key], end = None, 0.0
+            if (reached := kept[key]) is not None:
+                found[number] = Arrival(*reached) if reached else None
         study.set_user_attr(_LEARNT, kept)
     tell(len(trainings), len(trainings))
-    return found, {key: steps for key, steps in kept.items() if steps != _LEFT}
+    return found, {key: tuple(reached) for key, reached in kept.items() if reached is not None}
 
 
 def _others(
@@ -320,28 +320,28 @@ def _others(
         configs = strategy.localsgd_configs
         if strategy.localsgd and not configs.has_outer and tune.diloco:
             changes.append((strategy, {"localsgd_configs": dataclasses.replace(configs, **OUTER)}))
-    plain = leaders[way_of(experiment.strategy)].strategy
-    if not (plain.localsgd or plain.adaptive_localsgd or plain.gradient_merge):
+    own = leaders[way_of(experiment.strategy)].strategy
+    if not (own.localsgd or own.adaptive_localsgd or own.gradient_merge):
         merges = [GradientMergeConfigs(k_steps=k) for k in tune.gradient_merge if k > 1]
-        changes += [(plain, {"gradient_merge": True, "gradient_merge_configs": merge}) for merge in merges]
+        changes += [(own, {"gradient_merge": True, "gradient_merge_configs": merge}) for merge in merges]
     return _simulated(changes, step_s, number)
 
 
 def _varying(experiment: Experiment, leaders: Mapping[tuple[object, ...], Tried]) -> list[DistributedStrategy]:
     """Adaptive K from the largest K of the search, by two rules that follow the loss; local steps from the learning rate's first decay."""
     tune, decays = experiment.tune, experiment.workload.lr_decay
-    plain = [one.strategy for one in leaders.values() if one.strategy.localsgd and not one.strategy.localsgd_configs.has_outer]
+    averaged = [one.strategy for one in leaders.values() if one.strategy.localsgd and not one.strategy.localsgd_configs.has_outer]
     own = experiment.strategy
-    if not plain or not tune.adaptive or own.mode == "ps" or own.adaptive_localsgd or own.localsgd_configs.begin_step > 1:
+    if not averaged or not tune.adaptive or own.mode == "ps" or own.adaptive_localsgd or own.localsgd_configs.begin_step > 1:
         return []
-    largest = max(plain, key=lambda strategy: strategy.local_steps)
+    largest = max(averaged, key=lambda strategy: strategy.local_steps)
     begun = {"localsgd": False, "localsgd_configs": LocalSGDConfigs(), "adaptive_localsgd": True}
     rules: tuple[Literal["fleet", "paper"], ...] = ("paper", "fleet")
     averaging = _averaging(largest.localsgd_configs)
     adaptive = [AdaptiveLocalSGDConfigs(init_k_steps=largest.local_steps, variant=rule, **averaging) for rule in rules]
     found = [largest.replace(adaptive_localsgd_configs=configs, **begun) for configs in adaptive]
     begin_step = min((decay.step for decay in decays), default=1)
-    late = [one.replace(localsgd_configs=dataclasses.replace(one.localsgd_configs, begin_step=begin_step)) for one in plain]
+    late = [one.replace(localsgd_configs=dataclasses.replace(one.localsgd_configs, begin_step=begin_step)) for one in averaged]
     return [*found, *late] if begin_step > 1 else found
 
 
