@@ -7,11 +7,10 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress
-from fleetbench.cli.options import add_command, add_experiment, add_json, load_experiment, with_profile
+from fleetbench.cli.options import Commands, add_command, add_experiment, add_json, load_experiment, with_profile
 from fleetbench.cli.output import emit, emit_table, new_table, say
 
 if TYPE_CHECKING:
-    from fleetbench.cli.options import Commands
     from tuner.calibrate.fit import Calibration, Fitted
 
 _PREFIXES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1.0, "bit/s"))

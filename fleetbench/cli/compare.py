@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetbench.cli.options import add_command, add_json, number
+from fleetbench.cli.options import Commands, add_command, add_json, number
 from fleetbench.cli.output import emit, emit_table, new_table
 from fleetbench.config import encode, flat
 from fleetbench.errors import ConfigError, GateFailed
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from fleetbench.cli.options import Commands
     from fleetbench.report.fidelity import Figures, Spread
     from fleetbench.result import RunResult
 

@@ -9,13 +9,12 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress
-from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json, check_writable, load_experiment
+from fleetbench.cli.options import Commands, add_command, add_command_line, add_experiment, add_json, check_writable, load_experiment
 from fleetbench.cli.profile import show
 from fleetbench.errors import ConfigError
 from fleetbench.report import units
 
 if TYPE_CHECKING:
-    from fleetbench.cli.options import Commands
     from fleetbench.experiment import Experiment
     from fleetbench.profile import Profile
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fleetbench.cli import progress
-from fleetbench.cli.options import add_command, add_experiment, add_json, load_experiment, number, whole
+from fleetbench.cli.options import Commands, add_command, add_experiment, add_json, load_experiment, number, whole
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError, GateFailed
 from fleetbench.report import units
-
-if TYPE_CHECKING:
-    from fleetbench.cli.options import Commands
 
 TOLERANCE = 1e-4
 """Sums of float32 in another order stay below it, computing in half precision does not."""

@@ -4,48 +4,32 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from fleetbench.cli.options import add_command, number, whole
+from fleetbench.cli.options import Commands, add_command, number, whole
 from fleetbench.cli.output import echo, emit, say
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import counted
 
-if TYPE_CHECKING:
-    from fleetbench.cli.options import Commands
-
 FORMS = ("slurm", "torchrun", "kubernetes")
-_AT_LEAST_1 = number("a number of seconds, at least 1", 1)
-_OPTIONS: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
-    ("--nproc", whole(1), None, "N", "number of trainers, all here; torchrun and srun start them on several nodes"),
-    (
-        "--servers",
-        str,
-        None,
-        "S|HOST:PORT,...",
-        "parameter servers, with --workers: how many, all here, or where; the same line on every host",
-    ),
-    ("--workers", str, None, "W|HOST:N,...", "trainers of parameter servers: how many, all here, or on which host"),
-    ("--restart-servers", whole(0), 0, "N", "start a server that was killed again, up to so many times; default: 0"),
-    ("--startup-timeout", _AT_LEAST_1, 300.0, "S", "seconds until all servers and trainers are there; default: 300"),
-    ("--log-dir", Path, Path("log"), "DIR", "a file a rank goes here; default: log"),
-)
-"""Each with how its value is read, its default, what stands for it in the help, and the help."""
 
 
 def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "launch", "start a training script on several processes", run)
-    for option, read, default, metavar, text in _OPTIONS:
-        parser.add_argument(option, type=read, default=default, metavar=metavar, help=text)
-    parser.add_argument(
-        "--print",
-        choices=FORMS,
-        dest="form",
-        help="start nothing: print what starts an experiment's trainers there. SCRIPT is EXPERIMENT.toml then",
-    )
+    nproc = "number of trainers, all here; torchrun and srun start them on several nodes"
+    parser.add_argument("--nproc", type=whole(1), metavar="N", help=nproc)
+    servers = "parameter servers, with --workers: how many, all here, or where; the same line on every host"
+    parser.add_argument("--servers", metavar="S|HOST:PORT,...", help=servers)
+    workers = "trainers of parameter servers: how many, all here, or on which host"
+    parser.add_argument("--workers", metavar="W|HOST:N,...", help=workers)
+    again = "start a server that was killed again, up to so many times; default: 0"
+    parser.add_argument("--restart-servers", type=whole(0), default=0, metavar="N", help=again)
+    startup, at_least_1 = "seconds until all servers and trainers are there; default: 300", number("a number of seconds, at least 1", 1)
+    parser.add_argument("--startup-timeout", type=at_least_1, default=300.0, metavar="S", help=startup)
+    parser.add_argument("--log-dir", type=Path, default=Path("log"), metavar="DIR", help="a file a rank goes here; default: log")
+    form = "start nothing: print what starts an experiment's trainers there. SCRIPT is EXPERIMENT.toml then"
+    parser.add_argument("--print", choices=FORMS, dest="form", help=form)
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments; with --print: -- SCRIPT ARGS")
     parser.set_defaults(interrupted="all trainers were stopped")

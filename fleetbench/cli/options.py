@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fleetbench.cli import progress
 from fleetbench.cli.output import say
@@ -18,7 +18,7 @@ from fleetbench.errors import EnvironmentLacks
 if TYPE_CHECKING:
     from fleetbench.experiment import Experiment
 
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  # argparse has no public name for it
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001  # argparse has no public name for it
 
 
 def add_command(commands: Commands, name: str, summary: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress, your_script
-from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json, load_experiment, number
+from fleetbench.cli.options import Commands, add_command, add_command_line, add_experiment, add_json, load_experiment, number
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import counted
@@ -18,7 +18,6 @@ from fleetbench.report import units
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fleetbench.cli.options import Commands
     from fleetbench.cluster import Link
     from fleetbench.experiment import Experiment
     from fleetbench.measurements import StragglerFit
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _fit_stragglers(arguments)
     arguments.command_line = arguments.command_line or your_script.command_of_job(arguments)
     if arguments.command_line:
-        return your_script.profile(arguments, show)
+        return your_script.drive_script(arguments, _profile_script)
     your_script.refuse_workdir(arguments)
     experiment = load_experiment(arguments)
     if experiment.strategy.mode == "ps":
@@ -69,6 +68,23 @@ def run(arguments: argparse.Namespace) -> int:
     counts = searched_threads(experiment)
     with progress.steps("profile", lines=True) as advance:
         taken = measure_profile(experiment, counts, seconds=arguments.seconds, stragglers=True, progress=advance)
+    return show(taken, arguments)
+
+
+def _profile_script(arguments: argparse.Namespace, command: tuple[str, ...], base: Experiment) -> int:
+    """Of a user's script."""
+    from real.job.script_session import ScriptSession
+    from real.profile.measuring import profile_script, searched_threads
+
+    with (
+        your_script.telling((arguments.workdir or Path()).resolve(), arguments.out),
+        progress.steps("profile", lines=True) as advance,
+        ScriptSession(command, base, workdir=arguments.workdir) as session,
+    ):
+        counts = searched_threads(session.experiment)
+        taken = profile_script(session, counts, seconds=arguments.seconds, stragglers=True, progress=advance)
+    for note in session.notes:
+        say(f"note: {note}")
     return show(taken, arguments)
 
 

@@ -7,13 +7,12 @@ import os
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress
-from fleetbench.cli.options import add_command, add_experiment, add_json, load_experiment, with_profile
+from fleetbench.cli.options import Commands, add_command, add_experiment, add_json, load_experiment, with_profile
 from fleetbench.cli.output import emit, say
 from fleetbench.cli.your_script import REGISTRY_SCRIPT
 from fleetbench.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fleetbench.cli.options import Commands
     from fleetbench.experiment import Experiment
     from fleetbench.result import Summary
 

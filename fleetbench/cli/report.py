@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fleetbench.cli.options import add_command, add_json
+from fleetbench.cli.options import Commands, add_command, add_json
 from fleetbench.cli.output import emit
-
-if TYPE_CHECKING:
-    from fleetbench.cli.options import Commands
 
 
 def register(commands: Commands) -> None:

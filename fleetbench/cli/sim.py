@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress
-from fleetbench.cli.options import add_command, add_experiment, add_json, check_writable, load_experiment, load_with_notes, with_profile
+from fleetbench.cli.options import (
+    Commands,
+    add_command,
+    add_experiment,
+    add_json,
+    check_writable,
+    load_experiment,
+    load_with_notes,
+    with_profile,
+)
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
 from fleetbench.report import units
@@ -20,7 +29,6 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from fleetbench.cli.options import Commands
     from fleetbench.experiment import Experiment
     from sim.learning.trajectory import Trajectory
     from sim.many.seeds import OverSeeds

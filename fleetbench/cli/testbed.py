@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from fleetbench.cli.options import add_command, add_experiment, add_json, load_experiment
+from fleetbench.cli.options import Commands, add_command, add_experiment, add_json, load_experiment
 from fleetbench.cli.output import emit, emit_table, new_table
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import format_bandwidth
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rich.table import Table
-
-    from fleetbench.cli.options import Commands
 
 
 def register(commands: Commands) -> None:

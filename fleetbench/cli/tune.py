@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress, your_script
-from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json, load_experiment, load_with_notes
+from fleetbench.cli.options import Commands, add_command, add_command_line, add_experiment, add_json, load_experiment, load_with_notes
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import hours_or_days
@@ -17,7 +17,7 @@ from fleetbench.report import units
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fleetbench.cli.options import Commands
+    from fleetbench.experiment import Experiment
     from fleetbench.strategy import DistributedStrategy
     from tuner.recommendation import Recommendation
     from tuner.simulated.answer import SimulatedRecommendation
@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_simulated(arguments)
     arguments.command_line = arguments.command_line or your_script.command_of_job(arguments)
     if arguments.command_line:
-        return your_script.tune(arguments, show)
+        arguments.interrupted = "the script was stopped; its profile was not complete, so that nothing is kept"
+        return your_script.drive_script(arguments, _tune_script)
     your_script.refuse_workdir(arguments)
     experiment = load_experiment(arguments)
     say(your_script.what_runs(experiment))
@@ -55,6 +56,22 @@ def run(arguments: argparse.Namespace) -> int:
 
     with progress.stages(lines=True) as advance:
         recommendation, folder = tune(experiment, out=arguments.out, progress=advance, earlier=arguments.earlier)
+    return show(recommendation, folder, arguments)
+
+
+def _tune_script(arguments: argparse.Namespace, command: tuple[str, ...], base: Experiment) -> int:
+    """Of a user's script."""
+    from tuner.script import tune_script
+
+    def kept() -> None:
+        arguments.interrupted = "the script was stopped; the same command goes on after the last leg that is complete"
+
+    say(your_script.budget(base.tune))
+    say(your_script.what_runs(base))
+    told = your_script.telling((arguments.workdir or Path()).resolve(), arguments.out)
+    with told, progress.stages(lines=True) as advance:
+        known = {"out": arguments.out, "workdir": arguments.workdir, "earlier": arguments.earlier}
+        recommendation, folder = tune_script(command, base, **known, progress=advance, kept=kept)
     return show(recommendation, folder, arguments)
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleetbench.cli import progress
 from fleetbench.cli.options import load_experiment
 from fleetbench.cli.output import say
 from fleetbench.errors import ConfigError
@@ -24,16 +21,11 @@ from fleetbench.strategy import DistributedStrategy
 
 if TYPE_CHECKING:
     from fleetbench.experiment import Experiment, Tune
-    from real.profile.measuring import Taken
-    from tuner.recommendation import Recommendation
 
 SEPARATOR = "--"
 REGISTRY_SCRIPT = "real.workloads.train"
 """The module that trains an experiment's own workload as a user's script would."""
 TAKE_A_COMMAND = ("profile", "tune", "estimate")
-_LAUNCHERS = ("torchrun", "python", "python3", "srun", "mpirun", "fleetbench")
-_FLAGS = ("--json",)
-"""Options that take no value; the word after any other is one."""
 _OF_THE_WORKLOAD = ("target_loss", "eval_every", "steps")
 """What may be set of it; model, data and the rest are the script's."""
 _MOST_ENTRIES = 100_000
@@ -51,27 +43,12 @@ EPILOG = (
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """A command line without what follows its first ``--``, and that; other commands keep a ``--`` of theirs.
-
-    Raises ``ConfigError`` for a command without a ``--`` before it.
-    """
+    """A command line without what follows its first ``--``, and that; other commands keep a ``--`` of theirs."""
     words = list(argv)
-    if not words or words[0] not in TAKE_A_COMMAND:
-        return words, ()
-    if SEPARATOR not in words:
-        _refuse_command(words)
+    if not words or words[0] not in TAKE_A_COMMAND or SEPARATOR not in words:
         return words, ()
     place = words.index(SEPARATOR)
     return words[:place], tuple(words[place + 1 :]) or (SEPARATOR,)
-
-
-def _refuse_command(words: Sequence[str]) -> None:
-    for place, word in enumerate(words[1:], 1):
-        before = words[place - 1]
-        is_value = before.startswith(SEPARATOR) and "=" not in before and before not in _FLAGS
-        if not is_value and (Path(word).name in _LAUNCHERS or word.endswith(".py")):
-            line = shlex.join(["fleetbench", *words[:place], SEPARATOR, *words[place:]])
-            raise ConfigError("a command follows --, which is missing", f"fleetbench {words[0]}", repr(word), line)
 
 
 def command_of_job(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -91,18 +68,7 @@ def command_of_job(arguments: argparse.Namespace) -> tuple[str, ...]:
     return (sys.executable, "-u", "-P", "-m", REGISTRY_SCRIPT, arguments.experiment, *arguments.overrides, *seed)
 
 
-def profile(arguments: argparse.Namespace, show: Callable[[Taken, argparse.Namespace], int]) -> int:
-    """Measure a script and ``show`` what was found; returns the exit code."""
-    return _placed(arguments, partial(_profile, show))
-
-
-def tune(arguments: argparse.Namespace, show: Callable[[Recommendation, Path, argparse.Namespace], int]) -> int:
-    """Tune a script and ``show`` the verdict and its folder; returns the exit code."""
-    arguments.interrupted = "the script was stopped; its profile was not complete, so that nothing is kept"
-    return _placed(arguments, partial(_tune, show))
-
-
-def _placed(arguments: argparse.Namespace, drive: Callable[[argparse.Namespace, tuple[str, ...], Experiment], int]) -> int:
+def drive_script(arguments: argparse.Namespace, drive: Callable[[argparse.Namespace, tuple[str, ...], Experiment], int]) -> int:
     """Drive from outside, or as rank 0 of processes that somebody has started already, whose other ranks serve."""
     from real.job.inside import driving, role_inside, serve
 
@@ -129,50 +95,6 @@ def _enter_workdir(arguments: argparse.Namespace) -> None:
     arguments.command_line = tuple(str(Path(word).resolve()) if word.endswith(".py") and Path(word).is_file() else word for word in words)
 
 
-def _profile(
-    show: Callable[[Taken, argparse.Namespace], int],
-    arguments: argparse.Namespace,
-    command: tuple[str, ...],
-    base: Experiment,
-) -> int:
-    from real.job.script_session import ScriptSession
-    from real.profile.measuring import profile_script, searched_threads
-
-    with (
-        _told(arguments),
-        progress.steps("profile", lines=True) as advance,
-        ScriptSession(command, base, workdir=arguments.workdir) as session,
-    ):
-        counts = searched_threads(session.experiment)
-        taken = profile_script(session, counts, seconds=arguments.seconds, stragglers=True, progress=advance)
-    for note in session.notes:
-        say(f"note: {note}")
-    return show(taken, arguments)
-
-
-def _tune(
-    show: Callable[[Recommendation, Path, argparse.Namespace], int],
-    arguments: argparse.Namespace,
-    command: tuple[str, ...],
-    base: Experiment,
-) -> int:
-    from tuner.script import tune_script
-
-    def kept() -> None:
-        arguments.interrupted = "the script was stopped; the same command goes on after the last leg that is complete"
-
-    say(_budget(base.tune))
-    say(what_runs(base))
-    with _told(arguments), progress.stages(lines=True) as advance:
-        known = {"out": arguments.out, "workdir": arguments.workdir, "earlier": arguments.earlier}
-        recommendation, folder = tune_script(command, base, **known, progress=advance, kept=kept)
-    return show(recommendation, folder, arguments)
-
-
-def _told(arguments: argparse.Namespace) -> AbstractContextManager[None]:
-    return telling((arguments.workdir or Path()).resolve(), arguments.out)
-
-
 def refuse_workdir(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for a working folder where no command is started."""
     if arguments.workdir is not None:
@@ -191,7 +113,7 @@ def what_runs(experiment: Experiment) -> str:
     return f"to come: a profile, unless it is known; simulated trials; {legs}{target}"
 
 
-def _budget(tune: Tune) -> str:
+def budget(tune: Tune) -> str:
     """Said before anything is started."""
     bounds = [] if tune.budget_minutes is None else [f"{tune.budget_minutes:g} minutes from the first launch on"]
     if tune.budget_gpu_hours is not None:

@@ -12,7 +12,6 @@ import pytest
 from fleetbench.cli import your_script
 from fleetbench.cli.main import main
 from fleetbench.cli.your_script import telling
-from fleetbench.errors import ConfigError
 
 SCRIPT = """\
 import os, sys
@@ -73,27 +72,3 @@ def test_a_folder_without_a_command_is_refused(command: str, capsys: pytest.Capt
     """Nobody would be started there."""
     assert main([command, "--workdir", "own"]) == 2
     assert "--workdir: is the folder of a command" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (["tune", "torchrun", "--nproc-per-node", "2", "train.py"], "fleetbench tune -- torchrun --nproc-per-node 2 train.py"),
-        (["profile", "--seconds", "3", "train.py"], "fleetbench profile --seconds 3 -- train.py"),
-        (["tune", "--json", "train.py"], "fleetbench tune --json -- train.py"),
-        (["tune", "--out=runs", "train.py"], "fleetbench tune --out=runs -- train.py"),
-        (["tune", "mine.toml", "/usr/bin/python3", "a b.py"], "fleetbench tune mine.toml -- /usr/bin/python3 'a b.py'"),
-    ],
-)
-def test_a_forgotten_separator_is_named(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the line as it was meant."""
-    assert main(words) == 2
-    assert f"HINT: {hint}\n" in capsys.readouterr().err
-
-
-def test_other_command_lines_need_none() -> None:
-    """An experiment's file, options and their values are not taken for a command."""
-    for words in (["tune", "mine.toml", "--set", "name=python"], ["tune", "--out", "/data/fleetbench"], ["sim", "python"], ["tune"]):
-        assert your_script.split_command(words) == (words, ())
-    with pytest.raises(ConfigError):
-        your_script.split_command(["tune", "python", "x"])
