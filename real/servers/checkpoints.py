@@ -113,9 +113,9 @@ def _decoded(metadata: dict[str, str], tensors: Arrays, server: int) -> Saved:
     if int(metadata["server"]) != server:
         raise ValueError(f"it is of server {metadata['server']}")
     for number, array in enumerate(shard.arrays):
-        _fill(array, tensors[f"parameters.{number}"])
+        array[...] = tensors[f"parameters.{number}"]
         for slot, held in shard.optimizer.state[number].items():
-            _fill(held, tensors[f"state.{number}.{slot}"])
+            held[...] = tensors[f"state.{number}.{slot}"]
     shard.optimizer.steps[:] = [int(steps) for steps in json.loads(metadata["steps"])]
     state = state_of("server", json.loads(metadata["state"]))
     assert isinstance(state, ServerState)
@@ -123,12 +123,6 @@ def _decoded(metadata: dict[str, str], tensors: Arrays, server: int) -> Saved:
     # Who had arrived, met or left belongs to processes that may be others by now.
     blank = state._replace(joining=(), arrived=(), met=(), left=(), lost=(), stopped=False)
     return Saved(shard, blank, applied, state.left, state.lost)
-
-
-def _fill(array: np.ndarray[Any, Any], saved: np.ndarray[Any, Any]) -> None:
-    if array.shape != saved.shape or array.dtype != saved.dtype:
-        raise ValueError(f"an array of {saved.dtype} and shape {saved.shape} instead of {array.dtype} and {array.shape}")
-    array[...] = saved
 
 
 class Writer:

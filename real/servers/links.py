@@ -30,11 +30,7 @@ _HANDSHAKES = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_HINTS = {
-    "join": "all trainers of a job have one model, optimizer and strategy; a checkpoint is of the same model and optimizer",
-    "gradient": "is the learning rate a number?",
-}
-_HINT = "do trainers and servers run the same version?"
+_HINT = "all trainers of a job have one model, optimizer and strategy; a checkpoint is of the same model and optimizer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,15 +234,13 @@ class Links:
         elif head.kind == "unknown":
             self._break(link)
         elif head.kind == "stopped":
-            if len(tensors) != 2:
-                raise WireError("a stop that does not say because of whom")
             what, where = (bytes(text).decode("utf-8", "replace") for text in tensors)
             raise WorkerFailed(what, where, hint="its own output says why; start the job again")
         elif (asked := link.outstanding.pop(head.sequence, None)) is not None:
             kind, sent = asked[0].kind, asked[1]
             if head.kind == "refused":
                 why = bytes(tensors[0]).decode("utf-8", "replace") if tensors else "it does not say why"
-                raise ConfigError(f"refuses this trainer's {kind}: {why}", *_place(link), hint=_HINTS.get(kind, _HINT))
+                raise ConfigError(f"refuses this trainer's {kind}: {why}", *_place(link), hint=_HINT)
             if kind in ("join", "barrier"):
                 link.meetings, link.joined_with = head.count, link.joined_with or sent  # a barrier has none
             link.has_left = link.has_left or kind == "leave"

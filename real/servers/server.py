@@ -3,17 +3,15 @@
 Life cycle: ``bind``; ``run``, which returns when all trainers have left; ``close``. Each request of a
 trainer's connection is numbered. The next one is done; one that was done before is answered again
 and not done again; one that waits for others is answered when they have come; one that comes too early is ignored,
-and its trainer sends what is missing. A request that makes no sense is refused, which ends its trainer;
-a message that is no request of any trainer is logged and ignored.
+and its trainer sends what is missing. A message of another version is logged and ignored; whatever else raises is an error of this
+program, of a server or of a trainer with the job's token, and ends the server.
 
 The answer to a repeated request depends on its connection's ``Peer``, the shard and, for barriers, how many
 meetings there have been: a trainer's k-th barrier is its part in the k-th meeting, so one that comes again after that meeting is
 answered, and takes no part in another.
-
-A message is read, and found to fit, before anything is done because of it: what is raised there is a ``WireError``, and its sender's
-fault. Any other error is this program's own and ends the server.
 """
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -39,7 +37,7 @@ from real.servers.security import TOKEN, ServerSocket, new_session
 from real.servers.server_options import ServerOptions, ServerReport
 from real.servers.silence import Silence
 from real.servers.spec import Spec, differences
-from real.servers.wire import Head, Tensor, WireError, decode, read_json, reading
+from real.servers.wire import Head, Tensor, WireError, decode
 
 _LOOK_S = 0.5  # between two looks at who is silent
 _ENDING_LOOK_S = 0.02  # between two looks at whether all trainers had their time
@@ -172,28 +170,15 @@ class ParameterServer:
                 self._hear(identity, head, tensors)
 
     def _hear(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
-        """A trainer's next request that makes no sense is answered with why, and so is all that comes after it."""
-        try:
-            self._sort(identity, head, tensors)
-        except WireError as error:
-            peer = self._peers.get(head.session)
-            if peer is None or not self._is_in_turn(peer, head):
-                self._say(f"a message was ignored: {error}")
-                return
-            self._say(f"a request of trainer {peer.rank} was refused: {error}")
-            self._refuse(Request(peer, head), str(error))
-            peer.received = max(peer.received, head.sequence)
-
-    def _sort(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
         """By what a message is, and whose."""
         if head.kind == "told":  # by the launcher of another host
-            with reading("no entry of a launcher"):
-                entry = Entry(**read_json(tensors[0]))
-            self._hear_board(entry)
+            self._hear_board(Entry(**json.loads(bytes(tensors[0]))))
             return
         peer = self._peers.get(head.session)
         if not 0 <= head.rank < self.options.trainers or (peer is not None and peer.rank != head.rank):
-            raise WireError(f"a trainer {head.rank} of {self.options.trainers}{f', which is trainer {peer.rank}' if peer else ''}")
+            known_as = f", which is trainer {peer.rank}" if peer else ""
+            self._say(f"a message was ignored: a trainer {head.rank} of {self.options.trainers}{known_as}")
+            return
         if head.kind == "hello":  # which is no sign of life: a trainer that lives sends beats as well
             self._greet(identity, head, tensors)
             return
@@ -276,13 +261,11 @@ class ParameterServer:
             return
         if head.sequence in peer.waiting:
             return
-        if head.sequence == 0:
-            raise WireError("a request without a number")
         if head.kind == "join":
             self._join(request)
-        elif self.shard is None or self.role is None:
-            raise WireError(f"{head.kind} before a trainer has joined")
-        elif head.kind in ("gradient", "delta"):
+            return
+        assert self.shard is not None, "a trainer asks for something before it has joined"
+        if head.kind in ("gradient", "delta"):
             self._do_push(request, self.shard)
         else:
             self._serve(request, self.shard)
@@ -292,7 +275,7 @@ class ParameterServer:
         """Do what is no push."""
         head = request.head
         match head.kind:
-            case "initial" if head.rank == 0:
+            case "initial":
                 parameters = shard.read_all(request.tensors)
                 if not self._state.initialised:
                     shard.install(parameters)
@@ -315,31 +298,22 @@ class ParameterServer:
             case "pull":
                 self._wait(request, "parameters")
                 self._tell(Message("sender", head.rank, head.kind))
-            case "barrier" if not 0 < head.count <= self._meetings + 1:
-                raise WireError(f"a meeting {head.count} after {self._meetings}")
             case "barrier" if head.count <= self._meetings:
                 self._answer(request, "barrier")
             case "barrier":
                 self._wait(request, "barrier")
                 self._tell(Message("sender", head.rank, head.kind))
-            case _:
-                raise WireError(f"{head.kind} is no request of trainer {head.rank}")
+            case kind:
+                raise AssertionError(f"{kind} is no request")
 
     def _save(self, request: Request) -> None:
         """A repeated request writes again, if the file was written before its answer was lost."""
-        with reading("no name of a folder"):
-            (body,) = request.tensors
-            folder = Path(bytes(body).decode())
-            if not body or "\0" in str(folder):
-                raise WireError("no name of a folder")
-
+        folder = Path(bytes(request.tensors[0]).decode())
         why = self._writer.refusal(folder) if self._state.initialised else "there are no parameters yet"
         self._answer(request, "saved", ((why or self._writer.write(folder)).encode(),))
 
     def _do_push(self, request: Request, shard: Shard) -> None:
         peer, head, mode = request.peer, request.head, shard.spec.rules.mode
-        if head.kind == ("gradient" if mode == "geo_sgd" else "delta"):
-            raise WireError(f"{head.kind} in {mode} training")
         in_rounds = head.kind == "gradient" and mode == "synchronous"
         if request.again:
             self._answer(request, *(("parameters", shard.parameters(head.rank)) if in_rounds else ("applied",)))
@@ -358,8 +332,6 @@ class ParameterServer:
 
     def _join(self, request: Request) -> None:
         peer, head = request.peer, request.head
-        if len(request.tensors) != 1:
-            raise WireError("it joins without a description")
         if why := self._agree(head.rank, Spec.from_json(request.tensors[0])):
             self._refuse(request, why)
             return

@@ -9,8 +9,6 @@ from typing import Any
 
 from fleetbench.config import Config, decode
 from fleetbench.plan.servers.rules import ServerRules, Shards, Table
-from fleetbench.workloads.served import DTYPES, OPTIONS
-from real.servers.wire import read_json, reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +38,8 @@ class Spec(Config):
 
     @classmethod
     def from_json(cls, text: bytes | memoryview | str) -> Spec:
-        """What ``to_json`` wrote. Raises ``WireError`` for anything else."""
-        with reading("no description of a model"):
-            spec = decode(read_json(text), cls, "")
-            if spec.dtype not in DTYPES or set(spec.options) != set(OPTIONS[spec.optimizer]) or len(spec.names) != len(spec.sizes):
-                raise ValueError("a type, an optimizer or options that are not known")
-        return spec
+        """What ``to_json`` wrote."""
+        return decode(json.loads(text if isinstance(text, str) else bytes(text)), cls, "")
 
 
 _NAMED = 4

@@ -61,9 +61,6 @@ class Desk:
             assert self.server.restore(restore)
         self._sent: list[tuple[Head, list[bytes]]] = []
         self.server._listener.send = self._send  # type: ignore[method-assign]  # the network
-        self.log: list[str] = []
-        say = self.server._say
-        self.server._say = lambda text: (self.log.append(text), say(text))[1]  # type: ignore[method-assign]  # its log
         self.told: list[Entry] = []
         self.server._write = self.told.append  # type: ignore[method-assign]  # its job's board
         self.life = 0
@@ -99,11 +96,6 @@ class Desk:
             self.server._hear_board(Entry(kind="ended", name=f"rank {rank}", code=code))
         if failed is not None:
             self.server._hear_board(Entry(kind="failed", name=failed[0], why=failed[1]))
-
-    @property
-    def senseless(self) -> int:
-        """Messages and requests that made no sense."""
-        return sum("was ignored: " in line or "was refused: " in line for line in self.log)
 
     @property
     def is_stopping(self) -> bool:

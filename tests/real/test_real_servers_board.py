@@ -239,18 +239,6 @@ def test_a_board_whose_launcher_is_gone_is_no_error(tmp_path: Path) -> None:
     assert board.turn() == []
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"kind": "ended", "name": 3}'])
-def test_what_makes_no_sense_is_ignored(text: bytes) -> None:
-    """Of what a launcher of another host tells; so is an exit code that is no number."""
-    with desk() as server:
-        server.enter(0, 1)
-        server.say("told", 0, 0, [text])
-        assert server.senseless == 1
-        assert server.failure is None
-    with pytest.raises(TypeError):
-        Entry(kind="ended", name="rank 0", code="seven")  # type: ignore[arg-type]  # as it may come
-
-
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_what_a_launcher_of_another_host_tells_reaches_all(encrypted: bool) -> None:
     """Two servers: a trainer raises with the host's name, and so does each server; a launcher without the token is not heard."""

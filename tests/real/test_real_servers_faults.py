@@ -80,11 +80,8 @@ def test_garbage_on_the_port_does_not_stop_the_service() -> None:
         still_serves(running)
 
 
-def test_senseless_messages_of_one_who_has_the_token_are_passed_over(capfd: pytest.CaptureFixture[str]) -> None:
-    """No head, another protocol, tensors that do not fit, no such rank: counted, logged, and no more.
-
-    Requests of its own, before joining and with a description that is none, are refused, and so is whatever comes after them.
-    """
+def test_messages_of_another_version_and_of_no_trainer_are_passed_over(capfd: pytest.CaptureFixture[str]) -> None:
+    """No head, another protocol, no such rank: logged, and no more."""
     with job() as running:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         mad = context.socket(zmq.DEALER)
@@ -94,30 +91,20 @@ def test_senseless_messages_of_one_who_has_the_token_are_passed_over(capfd: pyte
             mad.connect(f"tcp://{running.endpoints[0]}")
             mad.send_multipart(encode(Head("hello", 0, 77)))
             assert mad.poll(5000)
-            welcome, _ = decode(mad.recv_multipart(copy=False))
-            mad.send_multipart(encode(Head("hello", 0, 78)))
-            assert mad.poll(5000)
             mad.recv_multipart()
             head = encode(Head("pull", 0, 77, 1))[0]
             for message in (
                 [b"x"],
                 [b""],
-                [bytes(head)[:-1]],
                 [b"WHAT" + bytes(head)[4:]],
                 encode(Head("pull", 9, 77, 1)),
-                encode(Head("pull", 0, 77, 1, version=welcome.version)),
-                encode(Head("join", 0, 77, 2, version=welcome.version), [b"{}"]),
-                encode(Head("join", 0, 78, 1, version=welcome.version), [b"[" * 100_000]),
             ):
                 mad.send_multipart(message)
-            refused = [decode(mad.recv_multipart(copy=False))[0] for _ in range(3) if mad.poll(5000)]
-            assert [head.kind for head in refused] == ["refused"] * 3
-            assert [(head.session, head.sequence) for head in refused] == [(77, 1), (77, 2), (78, 1)]
         finally:
             context.destroy(linger=0)
         still_serves(running)
     text = capfd.readouterr().err
-    assert (text.count("was ignored"), text.count("was refused: ")) == (5, 2)
+    assert text.count("was ignored") == 4
 
 
 @pytest.mark.parametrize("k_steps", [0, 1], ids=["asynchronous", "geo_sgd"])

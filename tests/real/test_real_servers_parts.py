@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -86,46 +85,12 @@ def test_a_tensor_travels_uncopied() -> None:
     assert len(small) == 24
 
 
-@given(parts=st.lists(st.binary(max_size=120), max_size=4), flip=st.integers(0, 60), value=st.integers(0, 255))
-def test_garbage_is_no_message(parts: list[bytes], flip: int, value: int) -> None:
-    """Random frames raise the one error that a server passes over, and a damaged message is that or another message, nothing else."""
-    with pytest.raises(WireError):
-        decode([zmq.Frame(part) for part in parts])
-    text = bytearray(encode(Head("pull", 1, 2, 3), [np.ones(4)])[0])
-    text[min(flip, len(text) - 1)] = value
-    try:
-        decode([zmq.Frame(bytes(text)), zmq.Frame(b"x" * 32)])
-    except WireError:
-        return
-    assert bytes(text[:7]) == b"FBPS 6 "
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"dtype": "object"},
-        {"optimizer": "lion"},
-        {"dense": 1.5},
-        {"rules": {"mode": "none", "trainers": 1, "servers": 1}},
-        {"options": {}},
-        {"tables": 3},
-        {"tables": [{"name": 7, "rows": 2, "width": 1}]},
-        {"names": ["bias", "weight"]},
-        {"names": [["bias"]]},
-        {"rules": {"mode": "asynchronous", "trainers": 1, "servers": 1, "sends_before_receive": 0.5}},
-        {"rules": {"mode": "asynchronous", "trainers": 1, "servers": 1, "has_dense": "no"}},
-        {"options": {"weight_decay": 10**400}},
-        {"more": 1},
-    ],
-)
-def test_a_senseless_description_is_refused(damage: dict[str, object]) -> None:
-    """Each of these is refused on reading, and the sound one comes back equal."""
-    assert Spec.from_json(spec().to_json()) == spec()
-    data = {**json.loads(spec().to_json()), **damage}
-    with pytest.raises(WireError):
-        Spec.from_json(json.dumps(data))
-    with pytest.raises(WireError):
-        Spec.from_json(b"\xff{")
+@given(parts=st.lists(st.binary(max_size=120), min_size=1, max_size=4))
+def test_another_protocol_is_no_message(parts: list[bytes]) -> None:
+    """Nor is another version of this one: the one error that a server passes over."""
+    for text in (parts[0], bytes(encode(Head("pull"))[0]).replace(b"FBPS 6", b"FBPS 5")):
+        with pytest.raises(WireError):
+            decode([zmq.Frame(text), *map(zmq.Frame, parts[1:])])
 
 
 TORCH = {
@@ -155,17 +120,6 @@ def test_dense_updates_are_torchs(name: str, decay: float) -> None:
         ours.update(0, parameter.grad.numpy().copy(), 0.1 / (1 + step))
     assert np.allclose(held, parameter.detach().numpy(), rtol=0, atol=1e-12)
     assert not np.array_equal(held, np.zeros(7))
-
-
-def test_a_model_that_does_not_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What numpy cannot make room for is the one error that a server passes over."""
-
-    def full(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("real.servers.parameters.np.zeros", full)
-    with pytest.raises(WireError, match="server 0 has no memory"):
-        Shard(spec(), 0)
 
 
 def test_the_end_of_a_trainer_that_there_is_not_is_ignored() -> None:
@@ -271,26 +225,6 @@ def test_sums_of_rows_are_the_dense_sums(parts: list[set[int]]) -> None:
     back[rows] = values
     assert np.array_equal(back, dense)
     assert list(rows) == sorted(set().union(*parts))
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        push([0] * 4, [], []),
-        push([0] * 5, [6], [[1, 1]]),
-        push([0] * 5, [-1], [[1, 1]]),
-        push([0] * 5, [1], [[1, 1]], rate=float("inf")),
-        (push([0] * 5, [1], [[1, 1]])[0], push([0] * 5, [1], [[1, 1]])[1][:3]),
-        (push([0] * 5, [1], [[1, 1]])[0], [*push([0] * 5, [1], [[1, 1]])[1][:3], memoryview(b"12345")]),
-    ],
-    ids=["dense", "row", "negative row", "rate", "too few", "half a number"],
-)
-def test_a_push_that_does_not_fit_is_refused(bad: tuple[Head, list[memoryview]]) -> None:
-    """A part of the wrong size, a row that is not there, a rate that is no number: none reaches the parameters."""
-    shard = Shard(spec(), 0)
-    with pytest.raises(WireError):
-        shard.read_push(*bad)
-    assert not shard.dense.any()
 
 
 def test_each_trainer_pulls_what_others_changed_and_once() -> None:

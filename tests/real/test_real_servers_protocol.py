@@ -1,56 +1,44 @@
-"""What a server answers to repeats, to nonsense and after its restart; without a network."""
+"""What a server answers to repeats and after its restart; without a network."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from server_desk import ROWS, Clock, desk, save_shard
+from server_desk import Clock, desk, save_shard
 from server_job import TOKEN
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import Mode, ServerRules
-from fleetbench.workloads.served import ROW
 from real.servers.links import Answer, TrainerOptions
 from real.servers.parameters import Parameters, join
 from real.servers.silence import Silence
 
-# Requests that make no sense
 
-
-@pytest.mark.parametrize(
-    ("kind", "tensors", "fields"),
-    [
-        ("gradient", ([1, 1], [0]), {"rate": math.nan}),
-        ("gradient", ([1, 1], [ROWS]), {"rate": 1.0}),
-        ("look_up", None, {}),
-        ("dance", None, {}),
-    ],
-    ids=["rate", "row", "look up a row", "kind"],
-)
-def test_a_request_that_makes_no_sense_is_refused_once_and_for_all(
-    kind: str, tensors: tuple[list[float], list[int]] | None, fields: dict[str, float], capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It is answered with why, so is its repeat and all that comes after it, none of which counts; its neighbour trains on."""
+def test_meetings_that_were_never_held_are_not_believed() -> None:
+    """A greeting that claims some lets nobody pass a barrier: this server has not begun again, and counts its meetings itself."""
     with desk() as server:
         server.enter(0, 1)
-        kind, bodies = ("welcome", []) if kind == "dance" else (kind, [np.array([ROWS], ROW)] if tensors is None else server.push(*tensors))
-        assert [(head.kind, head.sequence) for head in server.say(kind, 0, 3, bodies, **fields)] == [("refused", 3)]
-        (why,) = server.said("refused")
-        assert len(why) > 10
-        assert server.waiting(0) == []
-        assert [head.kind for head in server.say(kind, 0, 3, bodies, **fields)] == ["refused"]
-        assert [head.kind for head in server.say("gradient", 0, 4, server.push([1, 1], []), rate=1.0)] == ["refused"]
-        assert server.said("refused") == [why]
-        assert server.senseless == 1
-        assert server.dense() == [0, 0]
-        assert [head.kind for head in server.say("gradient", 1, 2, server.push([1, 2], []), rate=1.0)] == ["applied"]
-        assert server.dense() == [-1, -2]
-    assert capfd.readouterr().err.count("a request of trainer 0 was refused") == 1
+        server.say("barrier", 0, 3, count=1)
+        assert [head.kind for head in server.say("hello", 1, session=5, count=2**32 - 1)] == ["welcome"]
+        assert server.waiting(0) == [3]
+        assert [head.rank for head in server.say("barrier", 1, 2, count=1)] == [0, 1]
+
+
+def test_an_error_of_an_update_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may go on with half an update."""
+    with desk() as server:
+        server.enter(0, 1)
+
+        def fail(*_arguments: object) -> None:
+            raise ValueError("a bug")
+
+        monkeypatch.setattr(server.server.shard, "update", fail)
+        with pytest.raises(ValueError, match="a bug"):
+            server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0)
 
 
 def test_warm_up_is_in_no_servers_load() -> None:

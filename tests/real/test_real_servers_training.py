@@ -282,25 +282,6 @@ def test_encryption_is_a_choice() -> None:
         assert torch.equal(running.table()[2], torch.full((2,), -3.0))
 
 
-@pytest.mark.parametrize("strategy", [served(), SYNCHRONOUS], ids=["asynchronous", "synchronous"])
-def test_a_push_that_servers_refuse_ends_its_trainer(strategy: DistributedStrategy) -> None:
-    """Its learning rate is no number on the wire: the trainer raises the server's word for it, where it would wait for an answer."""
-    with job() as running:
-        model, optimizer, training = counting(running, 0, strategy)
-        links = training._sender_links
-        assert links is not None
-        ask = links.ask
-        links.ask = lambda *arguments, **named: ask(*arguments, **{**named, "rate": float("nan")})  # type: ignore[method-assign]  # a trainer gone mad
-
-        def train_on() -> None:
-            add(model, optimizer, 0, 1.0, 1.0)
-            training.flush()
-
-        with pytest.raises(ConfigError, match="refuses this trainer's gradient: a learning rate of nan"):
-            together(train_on)
-        assert torch.equal(running.dense(), torch.zeros(3))
-
-
 @pytest.mark.parametrize("index", [-1, WORDS])
 def test_an_index_that_the_table_does_not_have_raises_as_in_torch(index: int) -> None:
     """At once, torch's own error; training goes on with other indices."""
