@@ -6,7 +6,7 @@ A connection of ``Wires`` carries its messages one after the other; connections 
 Every transfer passes one port of a server and one of a trainer's host. Where servers' ports have more users than trainers' ports, the
 max-min fair speed is one n-th of the server's port for each of its n users. So a single number, how far a user has come that was there
 from the beginning, stands for all users of a port, and the next to end is the first of a heap. ``SharedPorts`` visits all users at every
-start and end instead; results are equal to the nanosecond, the order of what happens within one nanosecond included.
+start and end instead; times are equal to the nanosecond.
 """
 
 from __future__ import annotations
@@ -30,17 +30,6 @@ from sim.network.work import BITS_NS
 
 
 @dataclass(slots=True, eq=False)
-class _Epoch:
-    """The time from a transfer's start or end to the next one that it shares with, directly or not."""
-
-    origin: Transfer
-    """What started or ended."""
-    crowds: list[_Crowd]
-    ending: list[Transfer] = field(default_factory=list)
-    """Those that end in this nanosecond, whatever else happens in it."""
-
-
-@dataclass(slots=True, eq=False)
 class _Crowd:
     """The users of a server's port. Progress counts in units so small that every part of a nanosecond's is a whole number.
 
@@ -59,9 +48,8 @@ class _Crowd:
     """Users since then."""
     waiting: list[tuple[int, int, Transfer]] = field(default_factory=list)
     """A heap: at which ``done`` a transfer ends, a number, and the transfer."""
-    epoch: _Epoch | None = None
-    due_ns: int | None = None
-    """When the first of them ends."""
+    timer: Event | None = None
+    """Goes off when the first of them ends."""
 
     def advance(self, now_ns: int) -> None:
         """All users come to ``now_ns``."""
@@ -105,19 +93,19 @@ class ServerPorts(SharedPorts):
     def transfer(self, ports: tuple[Port, ...], alone_ns: Fraction) -> Event:
         """See ``SharedPorts``."""
         started = Transfer(ports, alone_ns, self._clock.event(), self._clock.now)
+        self._settle(self._reached_from(ports))
         crowds = self._reached_from(ports)
-        self._settle(crowds)
         self._change(started, 1)
         self._share(crowds, started)
         return started.end
 
     def _end(self, transfer: Transfer, timer: Event) -> None:
         if timer is transfer.timer:  # else another start or end has moved this end
+            self._settle(self._reached_from(transfer.ports))
             self._finish(transfer)
 
     def _finish(self, transfer: Transfer) -> None:
         crowds = self._reached_from(transfer.ports)
-        self._settle(crowds)
         self._change(transfer, -1)
         transfer.end.succeed()
         self._share(crowds, transfer)
@@ -175,37 +163,18 @@ class ServerPorts(SharedPorts):
 
     def _settle(self, crowds: list[_Crowd]) -> None:
         """What ends now ends now, whatever is about to change."""
+        due: list[Transfer] = []
         for crowd in crowds:
-            if crowd.epoch is not None and crowd.due_ns == self._clock.now:
-                self._take_due(crowd.epoch)
-
-    def _take_due(self, epoch: _Epoch) -> None:
-        """Take those of an epoch's crowds that end now, in the order in which ``SharedPorts`` would have set their timers."""
-        now_ns = self._clock.now
-        places: dict[Transfer, tuple[int, int, int]] = {}
-        due: list[tuple[_Crowd, Transfer]] = []
-        for crowd in epoch.crowds:
-            if crowd.epoch is epoch and crowd.due_ns == now_ns:
-                while crowd.next_due_ns() == now_ns:
-                    due.append((crowd, heapq.heappop(crowd.waiting)[2]))
-                crowd.due_ns = None
-        if len(due) > 1:
-            order = [transfer for transfer in self._connected(epoch.origin) if not transfer.end.triggered]
-            first: dict[Port, int] = {}
-            for place, transfer in enumerate(order):
-                server = self._server_of(transfer)
-                places[transfer] = (-self._crowds[server].num, first.setdefault(server, place), place)
-            due.sort(key=lambda found: places[found[1]])
-        for _, transfer in due:
-            transfer.due_ns = now_ns
-        epoch.ending += [transfer for _, transfer in due]
-
-    def _ring(self, epoch: _Epoch, _timer: Event) -> None:
-        """The first of an epoch's transfers end; nothing does where they ended already, or another epoch has begun."""
-        self._take_due(epoch)
-        ending, epoch.ending = epoch.ending, []
-        for transfer in ending:
+            while crowd.next_due_ns() == self._clock.now:
+                due.append(heapq.heappop(crowd.waiting)[2])
+        for transfer in due:
+            transfer.due_ns = self._clock.now
+        for transfer in due:
             self._finish(transfer)
+
+    def _ring(self, crowd: _Crowd, timer: Event) -> None:
+        if timer is crowd.timer:  # else another start or end has moved this end
+            self._settle(self._reached_from(crowd.waiting[0][2].ports))
 
     def _share(self, crowds: list[_Crowd], origin: Transfer) -> None:
         """From now on, all that share have the speeds that their numbers leave them."""
@@ -214,17 +183,16 @@ class ServerPorts(SharedPorts):
             if self._users.get(crowd.port):
                 busy.append(crowd)
             else:
-                crowd.apart, crowd.epoch, crowd.due_ns = True, None, None
+                crowd.apart, crowd.timer = True, None
         if len(busy) == 1 or all(len(self._users[crowd.port]) > self._most for crowd in busy):
-            epoch = _Epoch(origin, busy)
             for crowd in busy:
-                self._gather(crowd, epoch)
+                self._gather(crowd, origin)
             return
         for crowd in busy:
             self._disperse(crowd)
         self._share_among({user: None for user in self._connected(origin) if not user.end.triggered})
 
-    def _gather(self, crowd: _Crowd, epoch: _Epoch) -> None:
+    def _gather(self, crowd: _Crowd, origin: Transfer) -> None:
         """All users of a port progress together."""
         now_ns, users = self._clock.now, self._users[crowd.port]
         if crowd.apart:
@@ -236,13 +204,13 @@ class ServerPorts(SharedPorts):
                     crowd.add(user, next(self._numbers))
         else:
             crowd.advance(now_ns)
-            if epoch.origin in users:
-                crowd.add(epoch.origin, next(self._numbers))
-        crowd.num, crowd.epoch = len(users), epoch
+            if origin in users:
+                crowd.add(origin, next(self._numbers))
+        crowd.num, crowd.timer = len(users), None
         crowd.divide_by(crowd.num)
-        crowd.due_ns = crowd.next_due_ns()
-        if crowd.due_ns is not None:
-            self._clock.timeout(crowd.due_ns - now_ns).callbacks.append(partial(self._ring, epoch))
+        if (due_ns := crowd.next_due_ns()) is not None:
+            crowd.timer = timer = self._clock.timeout(due_ns - now_ns)
+            timer.callbacks.append(partial(self._ring, crowd))
 
     def _disperse(self, crowd: _Crowd) -> None:
         """Each user of a port has its own timer."""
@@ -251,7 +219,7 @@ class ServerPorts(SharedPorts):
         crowd.advance(self._clock.now)
         for end, _, user in crowd.waiting:
             user.remaining_ns, user.since_ns = Fraction(end - crowd.done, crowd.unit), self._clock.now
-        crowd.apart, crowd.epoch, crowd.due_ns, crowd.waiting = True, None, None, []
+        crowd.apart, crowd.timer, crowd.waiting = True, None, []
 
 
 Arrived = Callable[[], None]
