@@ -1,6 +1,5 @@
 """Real runs: legs of strategies through one launch, each on disk before the next starts."""
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -111,7 +110,16 @@ class RealRuns:
 
         Raises ``BudgetSpent`` before a leg that would exceed the budget, and what the runner raises.
         """
-        leg = dataclasses.replace(self._leg(strategy, steps, start, evaluate=evaluate, window=window), seed=seed)
+        leg = Leg(
+            strategy=strategy,
+            steps=steps,
+            warmup_steps=self.experiment.run.warmup_steps,
+            start=start,
+            evaluate=evaluate,
+            ends_at_target=evaluate,
+            window=window,
+            seed=seed,
+        )
         if not self._has_room(leg):
             raise BudgetSpent
         result = self._once(leg)
@@ -163,24 +171,5 @@ class RealRuns:
 
     def together(self, strategies: Iterable[DistributedStrategy], *, steps: int, window: int) -> None:
         """Legs of these strategies follow, which are compared with each other."""
-        self.runner.together([self._leg(strategy, steps, window=window) for strategy in strategies])
-
-    def _leg(
-        self,
-        strategy: DistributedStrategy,
-        steps: int,
-        start: Literal["continue", "initial"] = "continue",
-        *,
-        evaluate: bool = False,
-        window: int,
-    ) -> Leg:
         warmup_steps = self.experiment.run.warmup_steps
-        return Leg(
-            strategy=strategy,
-            steps=steps,
-            warmup_steps=warmup_steps,
-            start=start,
-            evaluate=evaluate,
-            ends_at_target=evaluate,
-            window=window,
-        )
+        self.runner.together([Leg(strategy=strategy, steps=steps, warmup_steps=warmup_steps, window=window) for strategy in strategies])

@@ -1,16 +1,16 @@
 """Tune a user's script: its profile, a search in the simulator, trials in the living script, a verdict."""
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from fleetbench.config import encode
+from fleetbench.digests import json_digest
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from fleetbench.quantities import counted
-from fleetbench.store import new_run_id
 from real.job.script_session import ScriptSession
 from real.processes.diagnosis import LegFailed, LegLost
 from real.profile.measuring import profile_script, searched_threads
@@ -118,11 +118,9 @@ def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
 
 
 def _stored(profile: Profile, folder: Path) -> Path:
-    """Write a profile under the digest of its text."""
-    draft = folder / f"draft-{new_run_id()}.toml"  # several tunings may lie below one folder
-    profile.save(draft)
-    path = (folder / f"script-{hashlib.sha256(draft.read_bytes()).hexdigest()[:16]}.toml").resolve()
-    draft.replace(path)
+    """Write a profile under the digest of what it says."""
+    path = (folder / f"script-{json_digest(encode(profile))[:16]}.toml").resolve()
+    profile.save(path)
     return path
 
 

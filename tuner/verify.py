@@ -117,9 +117,7 @@ class _Verifier:
     undecided: bool = False
     """Measuring ended before a verdict."""
     ways: dict[tuple[object, ...], TargetCheck] = field(default_factory=dict)
-    """Runs to the target of each way of training."""
-    whose: dict[tuple[object, ...], str] = field(default_factory=dict)
-    """The arm that they were of."""
+    """Runs to the target of each way of training; ``from_arm`` names the arm that they were of."""
     seeds: range = range(1)
     """Of these runs: as many as may be."""
     seeds_are_alike: bool = False
@@ -292,8 +290,7 @@ class _Verifier:
             self.legs.runs[name], self.legs.void[name] = [*earlier.measured_runs], [*earlier.void_runs]
             self.held.copy_runs(earlier, self.legs.folder)
             if earlier.target is not None and earlier.target.updates:
-                self.ways.setdefault(self._way(name), earlier.target)
-                self.whose.setdefault(self._way(name), name)
+                self.ways.setdefault(self._way(name), dataclasses.replace(earlier.target, from_arm=name))
         return True
 
     @contextmanager
@@ -325,8 +322,8 @@ class _Verifier:
             self._run_other_seeds(name)
         for shown in (DEFAULT, name):
             self._show_target(shown)
-        if not is_new and self.whose[way] not in (name, DEFAULT):
-            self.notes.append(f"{name} trains step for step like {self.whose[way]}, whose runs to the target stand for it")
+        if not is_new and (whose := self.ways[way].from_arm) not in (name, DEFAULT):
+            self.notes.append(f"{name} trains step for step like {whose}, whose runs to the target stand for it")
         if name == DEFAULT and not self.ways[way].reached:
             missed = f"the default does not reach the target loss {target:g} in {self.ways[way].steps} steps"
             self.notes.append(f"{missed}: only a strategy that does can be recommended")
@@ -351,10 +348,9 @@ class _Verifier:
     def _run_to_target(self, name: str, number: int) -> None:
         """The arm's run with the n-th seed, if none of its way has it."""
         way, steps = self._way(name), self.experiment.workload.steps
-        check = self.ways.get(way, TargetCheck(reached=False))
+        check = self.ways.get(way, TargetCheck(reached=False, from_arm=name))
         if number < len(check.updates):
             return
-        self.whose.setdefault(way, name)
         seed = self.seeds[number]
         stage = f"target of {name}" + (f", seed {seed}" if number else "")
         self.progress(stage, 0, 1)
@@ -394,12 +390,11 @@ class _Verifier:
 
     def _show_target(self, name: str) -> None:
         """Let the arm have what is known of its way, in seconds of its own steps."""
-        way = self._way(name)
-        check, whose = self.ways[way], self.whose[way]
+        check = self.ways[self._way(name)]
         assert check.steps is not None
         median, step_s = median_arrival(check.updates, [float(check.steps)] * len(check.updates)), self.arms[name].real_s
         time_s = None if median is None or step_s is None else median * step_s
-        self._update(name, target=dataclasses.replace(check, time_s=time_s, from_arm=None if whose == name else whose))
+        self._update(name, target=dataclasses.replace(check, time_s=time_s, from_arm=None if check.from_arm == name else check.from_arm))
 
     def _misses_more(self, name: str) -> str | None:
         """Says so where the arm arrived less often than the default, with the same seeds."""

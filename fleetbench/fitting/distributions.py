@@ -14,17 +14,16 @@ from the fitted law, fit again, and compare distances, until enough were as far 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special
 from scipy.optimize import OptimizeResult, minimize
 
-from fleetbench.stragglers import quantile
+from fleetbench.stragglers import Distribution, quantile
 
 Floats = npt.NDArray[np.float64]
-Law = Literal["exponential", "gamma", "lognormal", "pareto"]
+Law = Distribution
 LAWS: tuple[Law, ...] = ("exponential", "gamma", "lognormal", "pareto")
 
 _CELLS = 50.0
@@ -52,7 +51,7 @@ _MOST_TIMES = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """A law with its parameters."""
+    """A law with its parameters. ``rate`` is the share of steps that it hits; jitter hits all."""
 
     law: Law
     base_s: float
@@ -61,14 +60,21 @@ class Fitted:
     cv: float
     log_likelihood: float
     bic: float
+    rate: float = 1.0
 
     def cdf(self, t: Floats) -> Floats:
-        """Probability of a time of at most ``t``."""
+        """Probability of a time of at most ``t``, where every step is hit."""
         return chance(self.law, np.asarray(t) / self.base_s - 1.0, self.mean, self.cv)
 
     def quantile(self, u: Floats) -> Floats:
         """The time at probability ``u``."""
-        return self.base_s * (1.0 + quantile(self.law, np.asarray(u, dtype=float), self.mean, self.cv))
+        hit = np.clip((np.asarray(u, dtype=float) - (1.0 - self.rate)) / self.rate, 0.0, 1.0 - 1e-12)
+        return self.base_s * (1.0 + np.where(hit > 0, quantile(self.law, hit, self.mean, self.cv), 0.0))
+
+    @property
+    def always(self) -> bool:
+        """Whether it hits every step."""
+        return self.rate == 1.0
 
 
 def chance(law: Law, x: Floats, mean: float, cv: float, *, above: bool = False) -> Floats:

@@ -15,19 +15,16 @@ every step has one number fewer; the Bayesian information criterion decides.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special, stats
 
-from fleetbench.fitting.distributions import cells, most_likely
-from fleetbench.stragglers import quantile
+from fleetbench.fitting.distributions import Fitted, Law, cells, most_likely
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
-ShockLaw = Literal["constant", "exponential", "gamma", "lognormal"]
-LAWS: tuple[ShockLaw, ...] = ("constant", "exponential", "gamma", "lognormal")
+LAWS: tuple[Law, ...] = ("constant", "exponential", "gamma", "lognormal")
 
 _SMALLEST_NOISE = 0.02
 """As a share of the spread of y."""
@@ -95,50 +92,27 @@ def groups_of(level_s: Floats, nodes: Sequence[int]) -> list[Integers]:
     return groups if min(map(len, groups)) > 1 else []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shock:
-    """A law with its parameters; ``rate`` is the share of steps that it hits."""
-
-    law: ShockLaw
-    base_s: float
-    rate: float
-    mean: float
-    cv: float
-    log_likelihood: float
-    bic: float
-
-    def quantile(self, u: Floats) -> Floats:
-        """The time at probability ``u``."""
-        hit = np.clip((np.asarray(u) - (1.0 - self.rate)) / self.rate, 0.0, 1.0 - 1e-12)
-        return self.base_s * (1.0 + np.where(hit > 0, quantile(self.law, hit, self.mean, self.cv), 0.0))
-
-    @property
-    def always(self) -> bool:
-        """Whether it hits every step."""
-        return self.rate == 1.0
-
-
-def choose_shock(common: Floats, noise: float) -> tuple[Shock, dict[str, float]]:
+def choose_shock(common: Floats, noise: float) -> tuple[Fitted, dict[str, float]]:
     """The law of steps' means ``common``, logarithms of seconds, with the smallest criterion, and by how much all exceed it."""
     fits = [fit_shock(law, common, noise, always=always) for law in LAWS for always in (True, False) if law != "constant" or not always]
     fits.sort(key=lambda fit: fit.bic)
     return fits[0], {f"{fit.law}{'' if fit.always else ', at times'}": fit.bic - fits[0].bic for fit in fits}
 
 
-def fit_shock(law: ShockLaw, common: Floats, noise: float, *, always: bool, start: Shock | None = None) -> Shock:
+def fit_shock(law: Law, common: Floats, noise: float, *, always: bool, start: Fitted | None = None) -> Fitted:
     """The most likely parameters of one law; from ``start``, where they are about known, by a shorter search."""
     search = _Search(law, np.asarray(common, dtype=float), noise, always=always)
     begin = None if start is None else search.encode(math.log(start.base_s), start.rate, start.mean, start.cv)
     numbers, likelihood = most_likely(search.cost, search.guesses(), begin)
     base, rate, mean, cv = search.decode(numbers)
     bic = len(numbers) * math.log(len(common)) - 2 * likelihood
-    return Shock(law=law, base_s=math.exp(base), rate=rate, mean=mean, cv=cv, log_likelihood=likelihood, bic=bic)
+    return Fitted(law=law, base_s=math.exp(base), rate=rate, mean=mean, cv=cv, log_likelihood=likelihood, bic=bic)
 
 
 class _Search:
     """Free numbers for one law's parameters: the base's logarithm, log mean, log cv where it has one, and the share's logit."""
 
-    def __init__(self, law: ShockLaw, common: Floats, noise: float, *, always: bool) -> None:
+    def __init__(self, law: Law, common: Floats, noise: float, *, always: bool) -> None:
         self._law = law
         self._always = always
         self._y = np.sort(common)

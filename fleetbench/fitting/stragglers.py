@@ -18,7 +18,7 @@ from scipy import stats
 from fleetbench.errors import ConfigError
 from fleetbench.fitting.distributions import Fitted, choose_law, goodness
 from fleetbench.fitting.episodes import Episodes, find_episodes
-from fleetbench.fitting.shocks import Shared, Shock, choose_shock, correlation, groups_of, split_shared
+from fleetbench.fitting.shocks import Shared, choose_shock, correlation, groups_of, split_shared
 from fleetbench.measurements import JitterFit, ShockFit, StragglerFit
 from fleetbench.quantities import Nanoseconds, PerStep, Steps
 from fleetbench.store import load_run
@@ -184,7 +184,7 @@ def _shock(parts: Shared, statements: list[str], alike: float | None) -> ShockFi
     return ShockFit(**_law_fit(shock, len(common), excess, rate=round(shock.rate, 4)))
 
 
-def _law_fit(law: Fitted | Shock, num_steps: int, excess: Mapping[str, float], **more: float) -> dict[str, Any]:
+def _law_fit(law: Fitted, num_steps: int, excess: Mapping[str, float], **more: float) -> dict[str, Any]:
     """What both fits keep of a law, and ``more``."""
     return {
         "distribution": law.law,

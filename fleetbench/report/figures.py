@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from fleetbench.errors import ConfigError
-from fleetbench.report.model import SPLIT, run_view
+from fleetbench.report.model import splits_of
 from fleetbench.result import PARTS, RunResult
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def step_breakdown(runs: Mapping[str, RunResult] | pd.DataFrame) -> Drawing:
 
     ``runs``: by label; or a table of seconds, a row a label and a column for each of ``SPLIT``.
     """
-    table = runs if isinstance(runs, pd.DataFrame) else pd.DataFrame([run_view(run).split_s for run in runs.values()], list(runs), SPLIT)
+    table = runs if isinstance(runs, pd.DataFrame) else splits_of({label: [run] for label, run in runs.items()})
     figure = _bars(table * 1e3, "mean time of a step and trainer (ms)", stacked=True, color=_PARTS, hatches=_HATCHES)
     figure.axes[0].set_xlim(0, 1.05 * figure.data.sum(axis=1).max())
     return figure

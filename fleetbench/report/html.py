@@ -4,12 +4,11 @@ from importlib import resources
 from pathlib import Path
 
 import jinja2
-import pandas as pd
 from matplotlib.figure import Figure
 
 from fleetbench.digests import write_whole
 from fleetbench.report import figures, units
-from fleetbench.report.model import SPLIT, Report, read_report
+from fleetbench.report.model import Report, read_report
 
 _SPELLINGS = (units.milliseconds, units.seconds, units.percent, units.number, units.ratio, units.size, units.changes)
 
@@ -41,11 +40,10 @@ def _pictures(report: Report) -> list[tuple[str, str, str]]:
     if tune is not None and tune.recommendation.arms:
         caption = "The simulator chose the candidates; real processes had the last word."
         drawn.append(("Simulated against real step time", caption, figures.simulated_against_real(tune.recommendation.arms)))
-    if report.views:
-        table = pd.DataFrame([view.split_s for view in report.views], [view.label for view in report.views], SPLIT)
+    if len(report.splits):
         caption = (
             "Compute is forward and backward; wait is for the slowest trainer; exposed communication is what the computation did not hide; "
             "update is the optimizer and the merge."
         )
-        drawn.append(("Where a step's time goes", caption, figures.step_breakdown(table)))
+        drawn.append(("Where a step's time goes", caption, figures.step_breakdown(report.splits)))
     return [(title, caption, figures.data_uri(figure)) for title, caption, figure in drawn]

@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
+import pandas as pd
 
 from fleetbench.config import flat
 from fleetbench.errors import ConfigError
@@ -21,22 +21,7 @@ SPLIT = ("compute", "wait", "exposed communication", "update", "other")
 """What a step is made of, in the order of ``Summary``'s five means."""
 
 DEFAULT = "default"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepsView:
-    """The counted steps of one strategy under one executor, over all of its stored runs."""
-
-    arm: str
-    executor: Literal["sim", "real"]
-    num_runs: int
-    split_s: tuple[float, ...]
-    """Mean seconds of a step, one figure for each of ``SPLIT``."""
-
-    @property
-    def label(self) -> str:
-        """Arm and executor."""
-        return f"{self.arm}, {'simulated' if self.executor == 'sim' else 'real'}"
+_EXECUTORS = {"sim": "simulated", "real": "real"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +59,8 @@ class Report:
     experiment: str
     """Digest."""
     tune: TuneView | None = None
-    views: tuple[StepsView, ...]
+    splits: pd.DataFrame
+    """Mean seconds of a step, a row for each strategy and executor and a column for each of ``SPLIT``."""
     summary: tuple[tuple[str, str], ...] = ()
     """Of a single run: every key of its summary, spelled."""
     skipped: tuple[tuple[str, str], ...]
@@ -107,15 +93,20 @@ def read_report(folder: Path) -> Report:
     return _run_report(read_run(folder))
 
 
-def run_view(run: RunResult) -> StepsView:
-    """The counted steps of a single run."""
-    return _view(run.summary.name, [run])
+def splits_of(runs: Mapping[str, Sequence[RunResult]]) -> pd.DataFrame:
+    """Mean seconds of a step: a row a label, over the counted steps of all of its runs, and a column for each of ``SPLIT``."""
+    rows = []
+    for several in runs.values():
+        means = [run.summary for run in several]
+        parts = [(mean.compute_s, mean.wait_s, mean.exposed_comm_s, mean.update_s, mean.other_s) for mean in means]
+        rows.append(np.average(parts, axis=0, weights=[mean.steps for mean in means]))
+    return pd.DataFrame(rows, list(runs), SPLIT)
 
 
 def _run_report(run: RunResult) -> Report:
     summary = run.summary
     rows = [(key, units.number(value)) for key, value in flat(json.loads(summary.to_json())) if key != "skipped"]
-    kind = ("simulated" if summary.executor == "sim" else "real") + (", emulated compute" if summary.emulated else "")
+    kind = _EXECUTORS[summary.executor] + (", emulated compute" if summary.emulated else "")
     busy = f"; {summary.busy}" if summary.busy else ""
     times = f"median {units.seconds(summary.step_s['p50'])}, p95 {units.seconds(summary.step_s['p95'])}"
     return Report(
@@ -123,7 +114,7 @@ def _run_report(run: RunResult) -> Report:
         headline=f"{units.seconds(summary.step_s['mean'])} a step ({kind}; {times}{busy})",
         good=True,
         experiment=summary.experiment,
-        views=(run_view(run),),
+        splits=splits_of({f"{summary.name}, {_EXECUTORS[summary.executor]}": [run]}),
         summary=tuple(rows),
         skipped=_skipped([run]),
         environment=_environment([run]),
@@ -148,7 +139,7 @@ def _tune_report(folder: Path) -> Report:
             min_gain=experiment.tune.min_gain,
             target_loss=experiment.workload.target_loss,
         ),
-        views=_arm_views(runs, recommendation.arms),
+        splits=splits_of(_by_arm(runs, recommendation.arms)),
         skipped=_skipped(stored),
         notes=(*recommendation.notes, *missing),
         environment=_environment(stored) if stored else (),
@@ -167,28 +158,14 @@ def _stored_runs(folder: Path, recommendation: Recommendation) -> tuple[dict[str
     return runs, [note] if note else []
 
 
-def _arm_views(runs: Mapping[str, RunResult], arms: Sequence[Arm]) -> tuple[StepsView, ...]:
+def _by_arm(runs: Mapping[str, RunResult], arms: Sequence[Arm]) -> dict[str, list[RunResult]]:
     """What is stored of every arm: its simulated run, then its real legs together."""
-    views = []
+    found: dict[str, list[RunResult]] = {}
     for arm in arms:
-        for names in ((arm.simulated_run,), arm.measured_runs):
-            found = [runs[name] for name in names if name is not None and name in runs]
-            if found:
-                views.append(_view(arm.name, found))
-    return tuple(views)
-
-
-def _view(arm: str, runs: Sequence[RunResult]) -> StepsView:
-    """Runs of one strategy under one executor, as one."""
-    means = [run.summary for run in runs]
-    parts = np.array([(mean.compute_s, mean.wait_s, mean.exposed_comm_s, mean.update_s, mean.other_s) for mean in means])
-    weights = [mean.steps for mean in means]
-    return StepsView(
-        arm=arm,
-        executor="sim" if runs[0].summary.executor == "sim" else "real",
-        num_runs=len(runs),
-        split_s=tuple(float(part) for part in np.average(parts, axis=0, weights=weights)),
-    )
+        for executor, names in (("simulated", (arm.simulated_run,)), ("real", arm.measured_runs)):
+            if stored := [runs[name] for name in names if name is not None and name in runs]:
+                found[f"{arm.name}, {executor}"] = stored
+    return found
 
 
 def _skipped(runs: Sequence[RunResult]) -> tuple[tuple[str, str], ...]:

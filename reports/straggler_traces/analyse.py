@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 from fleetbench.cluster import Cluster, Link
 from fleetbench.experiment import Experiment, Run
 from fleetbench.fitting.distributions import Fitted
-from fleetbench.fitting.shocks import Shock
 from fleetbench.fitting.stragglers import fit_stragglers
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.store import machine, versions
@@ -132,7 +131,7 @@ def row_of(group: Group) -> dict[str, Any]:
 def told(found: HeldOut) -> dict[str, Any]:
     """A prediction as plain data."""
 
-    def law(fitted: Fitted | Shock | None) -> dict[str, Any] | None:
+    def law(fitted: Fitted | None) -> dict[str, Any] | None:
         kept = ("law", "base_s", "rate", "mean", "cv")
         return None if fitted is None else {name: value for name, value in asdict(fitted).items() if name in kept}
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleetbench.fitting.distributions import Fitted, choose_law, fit_law
-from fleetbench.fitting.shocks import Shock, choose_shock, fit_shock, groups_of, split_shared
+from fleetbench.fitting.shocks import choose_shock, fit_shock, groups_of, split_shared
 from fleetbench.fitting.stragglers import rank_factors
 
 Floats = npt.NDArray[np.float64]
@@ -31,7 +31,7 @@ class Model:
     factors: tuple[float, ...]
     own: Fitted
     """Where nothing is shared, its base is in seconds; else around 1."""
-    shared: Shock | None
+    shared: Fitted | None
 
     def draw(self, generator: Generator, steps: int) -> Floats:
         """Times in seconds by rank and step."""

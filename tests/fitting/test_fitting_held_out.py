@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from fleetbench.fitting.distributions import Fitted
-from fleetbench.fitting.shocks import Shock
 from held_out import Model, fit_model, hold_out
 
 OWN = Fitted(law="gamma", base_s=1.0, mean=0.05, cv=0.8, log_likelihood=0.0, bic=0.0)
 ALONE = Fitted(law="gamma", base_s=0.02, mean=0.2, cv=0.8, log_likelihood=0.0, bic=0.0)
-SHARED = Shock(law="gamma", base_s=0.02, rate=1.0, mean=0.2, cv=0.8, log_likelihood=0.0, bic=0.0)
-AT_TIMES = Shock(law="constant", base_s=0.02, rate=0.7, mean=0.2, cv=0.0, log_likelihood=0.0, bic=0.0)
+SHARED = Fitted(law="gamma", base_s=0.02, rate=1.0, mean=0.2, cv=0.8, log_likelihood=0.0, bic=0.0)
+AT_TIMES = Fitted(law="constant", base_s=0.02, rate=0.7, mean=0.2, cv=0.0, log_likelihood=0.0, bic=0.0)
 FACTORS = (1.0, 2.0, 1.0)
 
 
@@ -39,7 +38,7 @@ def test_factors_are_taken_out() -> None:
 
 
 @pytest.mark.parametrize("shared", [pytest.param(None, marks=pytest.mark.slow), pytest.param(SHARED, marks=pytest.mark.slow), AT_TIMES])
-def test_steps_of_the_same_law_are_predicted(shared: Shock | None) -> None:
+def test_steps_of_the_same_law_are_predicted(shared: Fitted | None) -> None:
     """Three runs: the persistent factor is found, whether ranks share a part is seen, and at least two are predicted at 95 %."""
     model = Model(factors=FACTORS, own=ALONE if shared is None else OWN, shared=shared)
     judged = []

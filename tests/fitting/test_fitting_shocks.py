@@ -7,20 +7,21 @@ import math
 import numpy as np
 import pytest
 
-from fleetbench.fitting.shocks import LAWS, Shock, choose_shock, fit_shock
+from fleetbench.fitting.distributions import Fitted
+from fleetbench.fitting.shocks import LAWS, choose_shock, fit_shock
 
 NOISE = 0.01
 
 
-def seen(law: Shock, steps: int, seed: int, noise: float = NOISE) -> np.ndarray:
+def seen(law: Fitted, steps: int, seed: int, noise: float = NOISE) -> np.ndarray:
     """Logarithms of drawn steps, with noise."""
     generator = np.random.default_rng(seed)
     return np.log(law.quantile(generator.uniform(size=steps))) + generator.normal(0.0, noise, steps)
 
 
-def shock(law: str, rate: float, mean: float, cv: float) -> Shock:
+def shock(law: str, rate: float, mean: float, cv: float) -> Fitted:
     """A law over a base of 20 ms."""
-    return Shock(law=law, base_s=0.02, rate=rate, mean=mean, cv=cv, log_likelihood=0.0, bic=0.0)  # type: ignore[arg-type]  # one of LAWS
+    return Fitted(law=law, base_s=0.02, rate=rate, mean=mean, cv=cv, log_likelihood=0.0, bic=0.0)  # type: ignore[arg-type]  # one of LAWS
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def shock(law: str, rate: float, mean: float, cv: float) -> Shock:
     ],
     ids=lambda law: f"{law.law} {law.rate}",
 )
-def test_what_was_drawn_is_found(truth: Shock) -> None:
+def test_what_was_drawn_is_found(truth: Fitted) -> None:
     """1,500 steps: base within 2 %, the share within 4 standard errors, the mean of all within 10 %; no law is far better."""
     found, excess = choose_shock(seen(truth, 1500, 3), NOISE)
     name = truth.law if truth.always else f"{truth.law}, at times"

@@ -39,10 +39,6 @@ def _bars(container: object) -> list[Rectangle]:
     return list(container)  # type: ignore[call-overload,no-any-return]  # matplotlib's containers are tuples of patches
 
 
-def _splits(report: Report) -> pd.DataFrame:
-    return pd.DataFrame([view.split_s for view in report.views], [view.label for view in report.views], SPLIT)
-
-
 @pytest.fixture(scope="module")
 def run() -> RunResult:
     """Two simulated trainers, three steps, two buckets; the second trainer is slow."""
@@ -80,11 +76,11 @@ def test_the_range_of_the_legs_is_drawn(tune: TuneView) -> None:
 
 def test_stacked_bars_are_the_parts_of_a_step(report: Report) -> None:
     """Each part starts where the last one ended, and the last ends at the mean step time."""
-    axes = figures.step_breakdown(_splits(report)).axes[0]
+    axes = figures.step_breakdown(report.splits).axes[0]
     assert len(axes.containers) == len(SPLIT)
-    for row, view in enumerate(report.views):
+    for row, split in enumerate(report.splits.to_numpy()):
         bars = [_bars(container)[row] for container in axes.containers]
-        assert [bar.get_width() for bar in bars] == pytest.approx([part * 1e3 for part in view.split_s], abs=1e-9)
+        assert [bar.get_width() for bar in bars] == pytest.approx([part * 1e3 for part in split], abs=1e-9)
         assert bars[0].get_x() == 0
         for earlier, later in itertools.pairwise(bars):
             assert later.get_x() == pytest.approx(earlier.get_x() + earlier.get_width())
@@ -94,7 +90,7 @@ def test_stacked_bars_are_the_parts_of_a_step(report: Report) -> None:
 
 def test_equal_figures_give_equal_text(report: Report) -> None:
     """The page of one tuning is the same every time, so that reports can be compared."""
-    first, second = (figures.data_uri(figures.step_breakdown(_splits(report))) for _ in range(2))
+    first, second = (figures.data_uri(figures.step_breakdown(report.splits)) for _ in range(2))
     assert first == second
     assert base64.b64decode(first.partition(",")[2]).startswith(b"<?xml")
 

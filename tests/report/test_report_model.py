@@ -14,18 +14,16 @@ from fleetbench.result import RunResult
 from fleetbench.store import save_run
 
 
-def test_legs_of_one_arm_are_one_view(tuned: Path) -> None:
-    """The default's two real legs are one view, beside the simulated run."""
-    views = {view.label: view for view in read_report(tuned).views}
-    assert list(views) == ["default, simulated", "default, real", "candidate 2, real"]
-    assert views["default, real"].num_runs == 2
+def test_legs_of_one_arm_are_one_row(tuned: Path) -> None:
+    """The default's two real legs are one row, beside the simulated run."""
+    assert list(read_report(tuned).splits.index) == ["default, simulated", "default, real", "candidate 2, real"]
 
 
 def test_the_parts_of_a_step_add_up_to_it(tuned: Path) -> None:
     """Compute, wait, exposed communication, update and other are the mean step: 10 ms for the default."""
-    view = read_report(tuned).views[1]
-    assert sum(view.split_s) == pytest.approx(0.010)
-    compute, wait, exposed, update, other = view.split_s
+    split = read_report(tuned).splits.loc["default, real"]
+    assert split.sum() == pytest.approx(0.010)
+    compute, wait, exposed, update, other = split
     assert compute == pytest.approx(0.00725)  # forward 1 and 1.5 ms, backward 4, 6, 6 and 8 ms
     assert wait == pytest.approx(0.00025)  # rank 0 waits half a millisecond for rank 1
     assert exposed == pytest.approx(0.0015)
@@ -54,7 +52,7 @@ def test_a_run_that_is_gone_is_noted_and_not_fatal(tuned: Path) -> None:
     """A deleted run leaves a report without its bar and with a note."""
     shutil.rmtree(tuned / "runs" / "fused")
     report = read_report(tuned)
-    assert [view.label for view in report.views] == ["default, simulated", "default, real"]
+    assert list(report.splits.index) == ["default, simulated", "default, real"]
     assert any("1 of 4 stored runs are not drawn, among them fused" in note for note in report.notes)
 
 
