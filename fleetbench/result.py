@@ -172,6 +172,8 @@ class RunResult:
     """Every link as verified and every block as watched, of a run on the testbed; kept in ``testbed.json``."""
     peak_bytes: tuple[int, ...] = ()
     """The most memory that each rank has taken, where that was looked at; kept in ``manifest.json``. See ``real.memory.peak_bytes``."""
+    held_out: tuple[tuple[int, float], ...] = ()
+    """Step and held-out loss of every evaluation; kept in ``manifest.json``."""
     path: Path | None = None
 
     @property

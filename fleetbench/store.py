@@ -80,7 +80,12 @@ def save_run(result: RunResult, root: str | Path) -> RunResult:
     try:
         with new_folder(result.experiment, summary.executor, Path(root), summary.run_id) as (path, manifest):
             _write(result, path)
-            manifest |= {"plan": result.plan.digest, "host_s": result.host_s, "peak_bytes": list(result.peak_bytes)}
+            manifest |= {
+                "plan": result.plan.digest,
+                "host_s": result.host_s,
+                "peak_bytes": list(result.peak_bytes),
+                "held_out": result.held_out,
+            }
     except OSError as error:
         raise EnvironmentLacks(f"cannot be written: {error.strerror or error}", str(root), hint=_ELSEWHERE) from None
     return dataclasses.replace(result, path=path)
@@ -132,6 +137,7 @@ def load_run(path: str | Path) -> RunResult:
             host_s=manifest["host_s"],
             testbed=json.loads((path / _TESTBED).read_text(encoding="utf-8")) if (path / _TESTBED).is_file() else None,
             peak_bytes=tuple(manifest.get("peak_bytes", ())),
+            held_out=tuple((step, loss) for step, loss in manifest.get("held_out", ())),
             path=path,
         )
 

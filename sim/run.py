@@ -109,6 +109,7 @@ def simulate(
         plan=execution.plan,
         spans=execution.spans,
         recordings=execution.recordings,
+        held_out=() if learnt is None else learnt.held_out,
         host_s=time.perf_counter() - begin_s,
     )
 

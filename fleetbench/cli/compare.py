@@ -87,7 +87,8 @@ def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
         raise ConfigError("the picture is a PNG", "--losses", str(path), f"for example {path.with_suffix('.png')}")
     several = list(lines.values())
     named = dict(zip(_labels([own[0] for own in several]), several, strict=True))
-    picture = figures.loss_against_time(named)  # without a target, which is one of held-out losses
+    targets = {run.experiment.workload.target_loss for run in runs}
+    picture = figures.loss_against_time(named, targets.pop() if len(targets) == 1 else None)
     try:
         figures.save_png(picture, path)
     except OSError as error:

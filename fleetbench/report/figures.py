@@ -26,7 +26,6 @@ from fleetbench.report.model import splits_of
 from fleetbench.result import PARTS, RunResult
 
 if TYPE_CHECKING:
-    from sim.learning.trajectory import Trajectory
     from sim.many.what_if import Case
     from tuner.recommendation import Arm
     from tuner.simulated.answer import SimulatedRecommendation
@@ -129,27 +128,24 @@ def timeline(run: RunResult | pd.DataFrame, first: int = 1, last: int | None = N
     return figure
 
 
-def loss_against_time(
-    runs: Mapping[str, RunResult | Sequence[RunResult]] | pd.DataFrame,
-    held_out: Mapping[str, Trajectory] | None = None,
-    target: float | None = None,
-) -> Drawing:
+def loss_against_time(runs: Mapping[str, RunResult | Sequence[RunResult]] | pd.DataFrame, target: float | None = None) -> Drawing:
     """The loss over steps, and over seconds beside it: what an update is worth, and what it takes.
 
     Args:
-        runs: by label, each with losses in its steps; several runs of a label, under other seeds, are their median in a band from the
-            lowest to the highest. Or a table with ``label``, ``step``, ``seconds`` and ``loss``.
-        held_out: what the virtual trainers of a label learnt. Its held-out losses are drawn then, and else the mean over trainers of
-            their batches' losses, averaged over a thirtieth of the run.
-        target: a loss to draw a line at.
+        runs: by label; several runs of a label, under other seeds, are their median in a band from the lowest to the highest. Of all of
+            them held-out losses are drawn, if each run has evaluated, and else the mean over trainers of their batches' losses, averaged
+            over a thirtieth of the run. Or a table with ``label``, ``step``, ``seconds`` and ``loss``.
+        target: a held-out loss to draw a line at, where such losses are drawn.
 
     Raises ``ConfigError`` for a run without losses.
     """
+    is_held_out = True
     if isinstance(runs, pd.DataFrame):
         data = runs
     else:
         several = {label: [run] if isinstance(run, RunResult) else run for label, run in runs.items()}
-        data = pd.concat([_over_seeds(label, own, (held_out or {}).get(label)) for label, own in several.items()])
+        is_held_out = all(run.held_out for own in several.values() for run in own)
+        data = pd.concat([_over_seeds(label, own, is_held_out=is_held_out) for label, own in several.items()])
     wide = data["label"].str.len().max() > _WIDE
     figure = _figure(3.6 + 0.15 * wide * data["label"].nunique(), data)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -160,13 +156,13 @@ def loss_against_time(
             if "low" in own and (own["low"] < own["high"]).any():
                 axes.fill_between(own[column], own["low"], own["high"], color=colour, alpha=0.2, linewidth=0)
     for axes, label in ((left, "steps of a trainer"), (right, "time (s)")):
-        if target is not None:
+        if target is not None and is_held_out:
             axes.axhline(target, color="black", linewidth=0.8, linestyle=(0, (1, 3)), label=f"target, {target:g}")
         axes.set_xlabel(label)
         _finish(axes, legend=axes is right and not wide)
     if wide:
         figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    left.set_ylabel("held-out loss" if held_out or isinstance(runs, pd.DataFrame) else "loss of the batches")
+    left.set_ylabel("held-out loss" if is_held_out else "loss of the batches")
     return figure
 
 
@@ -370,22 +366,22 @@ def _kinds(spans: pd.DataFrame) -> pd.Series:
     return kind.mask(spans["stream"].str.startswith("communication"), "communication").mask(spans["stream"] == "update", "update")
 
 
-def _over_seeds(label: str, runs: Sequence[RunResult], learnt: Trajectory | None) -> pd.DataFrame:
+def _over_seeds(label: str, runs: Sequence[RunResult], *, is_held_out: bool) -> pd.DataFrame:
     """The median of the runs at the steps that all of them have, with the lowest and highest loss."""
-    each = pd.concat([_losses(label, run, learnt) for run in runs]).groupby("step")
+    each = pd.concat([_losses(label, run, is_held_out=is_held_out) for run in runs]).groupby("step")
     found = each[["seconds", "loss"]].median().assign(low=each["loss"].min(), high=each["loss"].max(), label=label)
     return found[each.size() == len(runs)].reset_index()
 
 
-def _losses(label: str, run: RunResult, learnt: Trajectory | None) -> pd.DataFrame:
+def _losses(label: str, run: RunResult, *, is_held_out: bool) -> pd.DataFrame:
     """Label, step, seconds from the first counted start to the step's end on the last rank, and the loss."""
     steps = run.steps[run.steps["step"] >= 1]
     ends = (steps["start_s"] + steps[list(PARTS)].sum(axis=1)).groupby(steps["step"]).max() - steps["start_s"].min()
     loss = steps.groupby("step")["loss"].mean().rolling(max(1, len(ends) // 30), min_periods=1).mean()
-    if learnt is not None:
-        loss = pd.Series(dict(learnt.held_out))
+    if is_held_out:
+        loss = pd.Series({step: loss for step, loss in run.held_out if step in ends.index})
     if loss.isna().all():
-        hint = "run it with workload.target_loss, or give what virtual trainers learnt as held_out="
+        hint = "run it with workload.target_loss, or simulate it with --loss"
         raise ConfigError("a run without losses", label, hint=hint)
     return pd.DataFrame({"label": label, "step": loss.index, "seconds": ends[loss.index].to_numpy(), "loss": loss.to_numpy()})
 

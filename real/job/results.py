@@ -164,6 +164,7 @@ def run_of(
         ),
         host_s=collected.host_s,
         peak_bytes=tuple(part["peak_bytes"] for part in parts),
+        held_out=ranks[0].held_out,
     )
 
 

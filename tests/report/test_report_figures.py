@@ -126,7 +126,7 @@ def test_a_timeline_has_one_step_of_each_rank(run: RunResult) -> None:
 
 def test_losses_are_drawn_over_steps_and_seconds(run: RunResult) -> None:
     """Two panels with one loss axis: steps on the left, the ends of these steps on the right; the target is a line of both."""
-    learnt = RunResult(experiment=run.experiment, summary=run.summary, plan=run.plan, steps=run.steps.assign(loss=3.0 - run.steps["step"]))
+    learnt = dataclasses.replace(run, held_out=((1, 2.0), (2, 1.0), (3, 0.0)))
     figure = figures.loss_against_time({"a": learnt, "b": learnt}, target=0.5)
     left, right = figure.axes
     assert left.lines[0].get_xydata().tolist() == [[1, 2], [2, 1], [3, 0]]
@@ -136,8 +136,20 @@ def test_losses_are_drawn_over_steps_and_seconds(run: RunResult) -> None:
     assert [line.get_ydata()[0] for line in (left.lines[-1], right.lines[-1])] == [0.5, 0.5]
     assert left.lines[0].get_marker() != left.lines[1].get_marker()
     assert left.lines[0].get_linestyle() != left.lines[1].get_linestyle()
-    with pytest.raises(ConfigError, match=r"^b: a run without losses\nHINT: .*target_loss.*held_out="):
-        figures.loss_against_time({"a": learnt, "b": run})
+    with pytest.raises(ConfigError, match=r"^b: a run without losses\nHINT: .*target_loss.*--loss"):
+        figures.loss_against_time({"a": dataclasses.replace(run, steps=run.steps.assign(loss=1.0)), "b": run})
+
+
+def test_held_out_losses_are_drawn_where_all_runs_have_them(run: RunResult) -> None:
+    """At the evaluated steps, with the target; beside a run that has batches' losses alone, those, without a target."""
+    batches = dataclasses.replace(run, steps=run.steps.assign(loss=9.0))
+    evaluated = dataclasses.replace(batches, held_out=((1, 0.9), (3, 0.4)))
+    left, _ = figures.loss_against_time({"a": evaluated}, target=0.5).axes
+    assert left.lines[0].get_xydata().tolist() == [[1, 0.9], [3, 0.4]]
+    assert (left.get_ylabel(), len(left.lines)) == ("held-out loss", 2)
+    left, _ = figures.loss_against_time({"a": evaluated, "b": batches}, target=0.5).axes
+    assert [line.get_ydata().tolist() for line in left.lines] == [[9, 9, 9]] * 2
+    assert left.get_ylabel() == "loss of the batches"
 
 
 def test_runs_of_several_seeds_are_their_median_in_a_band(run: RunResult) -> None:
