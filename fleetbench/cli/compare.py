@@ -59,11 +59,14 @@ def run(arguments: argparse.Namespace) -> int:
     a, b, *repeats = (read_run(folder) for folder in (arguments.a, arguments.b, *arguments.repeats))
     comparison = compare_runs(a, b)
     fidelity = compare_fidelity(a, b, repeats if arguments.losses is None else ())
+    several = [a, b, *repeats] if arguments.losses is not None and repeats else []
     if arguments.losses is not None:
         _draw_losses([a, b, *repeats], arguments.losses)
     if arguments.json:
         emit(json.dumps(comparison.to_dict() | ({} if fidelity is None else {"fidelity": fidelity}), indent=1))
     else:
+        if several:
+            emit_table(_table(several))
         emit(comparison.text())
         emit(f"mean step time: {100 * comparison.step_difference:+.2f} %")
         if fidelity is not None:
@@ -93,6 +96,16 @@ def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
         figures.save_png(picture, path)
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", "--losses", str(path), "a file in a folder that is there") from None
+
+
+def _table(runs: Sequence[RunResult]) -> Table:
+    """A row a run: where the losses of each have led it, and when."""
+    table = new_table("all runs", "run", "seed", "step", "steps to target", "time to target", "final loss")
+    for run, label in zip(runs, _labels(runs), strict=True):
+        own = run.summary
+        to_target = units.number(own.steps_to_target), units.seconds(own.time_to_target_s)
+        table.add_row(label, str(own.seed), units.seconds(own.step_s["mean"]), *to_target, units.number(own.final_loss))
+    return table
 
 
 def _conditions(run: RunResult) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tuner_fakes import profiled_experiment
 
 from fleetbench.experiment import Experiment
 from fleetbench.report import figures
+from fleetbench.store import load_run
 from sim.learning.virtual_training import train
 
 
@@ -75,7 +76,10 @@ def test_losses_of_two_seeds_are_drawn_as_one_band(command: Callable, path: Path
     for folder, changes in {"a": (), "b": ("run.seed=1", "workload.steps=5"), "c": ("workload.lr=0.5",)}.items():
         command("sim", path, "--loss", *(word for change in changes for word in ("--set", change)), "--out", tmp_path / folder)
     runs = [next((tmp_path / folder).glob("profiled-sim-*")) for folder in "abc"]
-    assert command("compare", *runs, "--losses", tmp_path / "l.png").code == 0
+    ended = command("compare", *runs, "--losses", tmp_path / "l.png")
+    assert ended.code == 0
+    (row,) = [line.split("│") for line in ended.out.splitlines() if line.startswith("│ sim, lr = 0.5")]
+    assert [row[2].strip(), row[6].strip()] == ["0", f"{load_run(runs[2]).summary.final_loss:.5g}"], "a row a run"
     assert (tmp_path / "l.png").read_bytes()[1:4] == b"PNG"
     ((first, seeds), (second, other)) = drawn[0].items()
     assert (first, second) == ("sim, lr = 0.1", "sim, lr = 0.5")
