@@ -1,10 +1,9 @@
 """Checkpoint: parts of a training's state on disk, replaced as one.
 
-    PATH/checkpoint.json              names the save in force, with the digest of its manifest
-    PATH/save-00000007/manifest.json  what was saved, by whom, and the digest of every part
+    PATH/save-00000007/manifest.json  what was saved, by whom, and the digest of every part and of itself
     PATH/save-00000007/*.safetensors  the parts: tensors, and beside them plain data as JSON in the file's header
 
-A save fills a folder of its own; replacing ``checkpoint.json``, which is atomic, puts it in force, and
+A save fills a folder of its own; its manifest, which is written last and at a stroke, puts it in force, and
 only then the one before goes. Whatever is killed, and whenever, leaves the old save or the new one, and
 at most a folder that the next save removes. Nothing on disk is ever executed.
 """
@@ -20,19 +19,17 @@ from typing import Any
 
 import torch
 
-from fleetbench.digests import atomic_write, file_digest, reading, sync
+from fleetbench.digests import MANIFEST, atomic_write, file_digest, read_json, reading, sealed_json, sync
 from fleetbench.errors import ConfigError, EnvironmentLacks
 
 SCHEMA = 1
-POINTER = "checkpoint.json"
-MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 """Name of the part with parameters and buffers, under their own names."""
 
 _KIND = "fleetbench checkpoint"
 _PLAIN = "fleetbench"
 _FOLDER = re.compile(r"save-(?!0{8})(\d{8})")
-_ANOTHER = "it was damaged since it was saved: take another checkpoint"
+_ANOTHER = "it was damaged since it was saved, or another version wrote it: take another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +42,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A complete save: where it lies, what number it has, and its manifest."""
+    """A complete save: where it lies, and its manifest."""
 
     folder: Path
-    number: int
     manifest: Mapping[str, Any]
 
     def read(self, name: str) -> Part:
@@ -58,11 +54,8 @@ class Save:
     def file(self, name: str) -> Path:
         """A part's file, looked through. Raises ``ConfigError`` where it is missing, or not what was written."""
         path = self.folder / name
-        try:
-            expected = self.manifest["parts"][name]["sha256"]
-        except (KeyError, TypeError):
-            raise ConfigError("holds no such part", str(self.folder / MANIFEST), name, _ANOTHER) from None
         with reading(path, "a checkpoint moves as a whole folder"):
+            expected = self.manifest["parts"][name]["sha256"]
             found = file_digest(path)
         if found != expected:
             what = "is not what was saved: its SHA-256 is another"
@@ -73,7 +66,7 @@ class Save:
 class Draft:
     """A save on its way, below ``root``.
 
-    ``begin``, then ``write`` by every trainer that has a part, then ``seal`` and ``commit``, once; ``discard`` gives up before that.
+    ``begin``, then ``write`` by every trainer that has a part, then ``commit``, once; ``discard`` gives up before that.
     """
 
     def __init__(self, root: Path, number: int) -> None:
@@ -101,26 +94,24 @@ class Draft:
             write_part(path, part)
             return file_digest(path)
 
-    def seal(self, manifest: Mapping[str, Any], parts: Mapping[str, str]) -> None:
-        """Make the save whole: ``parts`` have digests. Raises ``EnvironmentLacks`` where a part of another trainer is not here."""
-        for path in map(self.folder.joinpath, parts):
-            if not path.is_file():
-                hint = "name a folder on a file system that all trainers share"
-                raise EnvironmentLacks("another trainer wrote this part, and it is not here", str(path), hint=hint)
+    def commit(self, manifest: Mapping[str, Any], parts: Mapping[str, str]) -> None:
+        """Put the save in force; ``parts`` have digests. Raises ``EnvironmentLacks`` where a part of another trainer is not here."""
+        if missing := [path for path in map(self.folder.joinpath, parts) if not path.is_file()]:
+            self.discard()
+            hint = "name a folder on a file system that all trainers share"
+            raise EnvironmentLacks("another trainer wrote this part, and it is not here", str(missing[0]), hint=hint)
         described = {name: {"sha256": digest} for name, digest in parts.items()}
-        _write_json(self.folder / MANIFEST, {**manifest, "parts": described})
-
-    def commit(self) -> None:
-        """Put the sealed save in force."""
-        with _writing(self.folder):
-            digest = file_digest(self.folder / MANIFEST)
-        _write_json(self._root / POINTER, {"save": self.folder.name, "sha256": digest})
+        path = self.folder / MANIFEST
+        with _writing(path):
+            sync(self._root)  # the folder is there for good before it counts
+            with atomic_write(path, durable=True) as partial:
+                partial.write_text(sealed_json({"schema": SCHEMA, "kind": _KIND, **manifest, "parts": described}), encoding="utf-8")
 
     def sweep(self) -> None:
         """Remove every other save of this folder; once all trainers know that this one is in force."""
         for path in self._root.iterdir():
             if _FOLDER.fullmatch(path.name) and path != self.folder:
-                shutil.rmtree(path, ignore_errors=True)  # what cannot be removed does no harm: nothing points at it
+                shutil.rmtree(path, ignore_errors=True)  # what cannot be removed does no harm: its number is lower
 
     def discard(self) -> None:
         """Remove what was written so far."""
@@ -128,25 +119,21 @@ class Draft:
 
 
 def last_save(root: Path) -> int:
-    """Number of the save in force below ``root``; 0 where there is none.
-
-    Raises ``ConfigError`` for a folder that is something else, a damaged one, and one of another version.
-    """
-    return int(_pointer(root).get("number", 0))
+    """Number of the save in force below ``root``, which is the last one that is complete; 0 where there is none."""
+    named = [_FOLDER.fullmatch(path.parent.name) for path in root.glob(f"save-*/{MANIFEST}")]
+    return max((int(found[1]) for found in named if found is not None), default=0)
 
 
 def open_save(root: Path, number: int) -> Save:
-    """A complete save, which need not be in force yet. Raises ``ConfigError`` for one that is missing, damaged or of another version."""
+    """A complete save. Raises ``ConfigError`` for one that is missing, damaged or of another version."""
     folder = root / f"save-{number:08d}"
-    manifest = _read_json(folder / MANIFEST)
-    if not isinstance(manifest, dict):
-        hint = "a checkpoint moves as a whole folder, and every trainer must see what it reads of it"
-        raise ConfigError("is missing or no manifest", str(folder / MANIFEST), hint=hint)
-    pointer = _pointer(root)
-    if pointer.get("number") == number and file_digest(folder / MANIFEST) != pointer["sha256"]:
-        raise ConfigError("is not what was saved: its SHA-256 is another", str(folder / MANIFEST), hint=_ANOTHER)
-    _refuse_schema(manifest, folder / MANIFEST)
-    return Save(folder, number, manifest)
+    path = folder / MANIFEST
+    with reading(path, _ANOTHER):
+        manifest = read_json(path.read_text(encoding="utf-8"))
+    if manifest.get("kind") != _KIND or manifest.get("schema") != SCHEMA:
+        told = f"{manifest.get('kind')!r}, schema {manifest.get('schema')!r}"
+        raise ConfigError("is no manifest of this version", str(path), told, f"this version reads schema {SCHEMA} of a {_KIND}")
+    return Save(folder, manifest)
 
 
 def model_file(root: Path) -> Path:
@@ -156,21 +143,6 @@ def model_file(root: Path) -> Path:
     """
     number = last_save(root)
     return open_save(root, number).file(MODEL) if number else root / MODEL
-
-
-def _pointer(root: Path) -> dict[str, Any]:
-    """What ``checkpoint.json`` holds, and the number of the save that it names; empty where there is none."""
-    path = root / POINTER
-    pointer = _read_json(path)
-    if pointer is None:
-        return {}
-    if not isinstance(pointer, dict) or pointer.get("kind") != _KIND:
-        raise ConfigError("was not written by fleet.save_persistables", str(path), hint="name another folder")
-    _refuse_schema(pointer, path)
-    named = _FOLDER.fullmatch(str(pointer.get("save")))
-    if named is None or not isinstance(pointer.get("sha256"), str):
-        raise ConfigError("names no save", str(path), repr(pointer.get("save")), _ANOTHER)
-    return {**pointer, "number": int(named[1])}
 
 
 def write_part(path: Path, part: Part) -> None:
@@ -219,22 +191,6 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         seen.add(own.untyped_storage().data_ptr())
         found[name] = own
     return found
-
-
-def _refuse_schema(data: Mapping[str, Any], path: Path) -> None:
-    if data.get("schema") != SCHEMA:
-        raise ConfigError("not a schema of this version", str(path), repr(data.get("schema")), f"this version reads schema {SCHEMA}")
-
-
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write whole, to the disk itself."""
-    with _writing(path), atomic_write(path, durable=True) as partial:
-        partial.write_text(json.dumps({"schema": SCHEMA, "kind": _KIND, **data}, indent=1), encoding="utf-8")
-
-
-def _read_json(path: Path) -> Any:
-    with reading(path, _ANOTHER):
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 @contextmanager

@@ -97,17 +97,14 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
             written = {name: draft.write(name, part) for name, part in shared.items()} if keeps else {}
             own = draft.write(own_part(meeting.rank), own_tensors)
         owns = meeting.texts(own)
-        with meeting.together(SAVE):
-            if keeps:
-                manifest = {**told, "versions": {"torch": str(torch.__version__)}}
-                draft.seal(manifest, written | {own_part(rank): digest for rank, digest in enumerate(owns)})
     except Exception:
         if keeps:
             draft.discard()
         raise
-    with meeting.together(SAVE):  # from the first that is in force on, all are whole, and none may go
+    with meeting.together(SAVE):  # from the first that knows it to be in force on, it may not go
         if keeps:
-            draft.commit()
+            manifest = {**told, "versions": {"torch": str(torch.__version__)}}
+            draft.commit(manifest, written | {own_part(rank): digest for rank, digest in enumerate(owns)})
     if keeps:
         draft.sweep()
 

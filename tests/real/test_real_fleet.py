@@ -227,4 +227,4 @@ def test_a_script_that_was_killed_in_a_save_goes_on_from_the_save_before(tmp_pat
     for rank in range(2):
         np.testing.assert_allclose(_parameters(tmp_path, rank), expected, rtol=0, atol=1e-12)
         assert np.load(tmp_path / f"out.{rank}.npz")["done"] == 7
-    assert sorted(item.name for item in path.iterdir()) == ["checkpoint.json", "save-00000002"]
+    assert sorted(item.name for item in path.iterdir()) == ["save-00000002"]
