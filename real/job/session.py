@@ -205,7 +205,7 @@ class Session(LegSession):
             self._folder / "servers" / str(number),
             self._folder / "log",
             local_endpoints(cluster.servers) if testbed is None else testbed.topology.server_endpoints,
-            enter=None if testbed is None else testbed.server_command,
+            enter=None if testbed is None else lambda server, program: testbed.command(program, [testbed.topology.server_hosts[server]]),
             environment={**QUIET, **run.environment},
             trainers=cluster.trainers,
             timeout_s=run.timeout * 1e-9,

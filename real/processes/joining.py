@@ -35,7 +35,9 @@ def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
     require_address(role, os.environ)
     backend = backend or ("nccl" if torch.cuda.is_available() and role.launcher != "none" else "gloo")
     if role.store is not None:
-        join_through(role.store, backend, role.rank, role.trainers, timeout)
+        store = dist.FileStore(role.store, role.trainers)  # type: ignore[attr-defined]  # missing from __all__ only
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=role.rank, world_size=role.trainers, timeout=timeout)
         return
     if role.rendezvous is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]  # missing from __all__ only
@@ -44,15 +46,6 @@ def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
     if address is not None:
         take_interface(*address, patience_s=timeout.total_seconds())
     dist.init_process_group(backend, init_method=role.rendezvous, rank=role.rank, world_size=role.trainers, timeout=timeout)
-
-
-def join_through(path: str, backend: str, rank: int, trainers: int, timeout: timedelta) -> None:
-    """Make torch's process group of processes that find each other through a file, whatever characters its name has."""
-    import torch.distributed as dist
-
-    store = dist.FileStore(path, trainers)  # type: ignore[attr-defined]  # missing from __all__ only
-    store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=trainers, timeout=timeout)
 
 
 def _address(role: Role) -> tuple[str, int] | None:

@@ -1,9 +1,7 @@
 """Network: the network namespaces of a testbed, held by the driver as open files. They are gone when the driver is, for whatever reason.
 
-They have no names, so nothing of them shows in the machine's own network, and nothing has to be taken down.
-
-``python -m real.testbed.network FILE,FILE,... PROGRAM ARGUMENT...`` becomes the program inside a namespace: the worker's RANK says which
-of several files. Only the network is the host's: files, users' rights and processes stay those of the machine.
+They have no names, so nothing of them shows in the machine's own network, and nothing has to be taken down. Only the network of a
+process inside is the host's: files, users' rights and processes stay those of the machine.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +39,7 @@ class Network:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        for tool in ("ip", "tc"):
+        for tool in ("ip", "tc", "nsenter"):
             if shutil.which(tool, path=TOOL_PATH) is None:
                 raise lacking(f"the testbed needs {tool}, and it is not installed")
         self._home = _current_network()
@@ -62,6 +59,13 @@ class Network:
     def path(self, name: str) -> str:
         """A file by which other processes enter the namespace."""
         return f"/proc/{os.getpid()}/fd/{self._files[name]}"
+
+    def command(self, names: Sequence[str], program: Sequence[str]) -> list[str]:
+        """A command that becomes ``program`` inside a namespace: the only one of ``names``, or the one of its RANK."""
+        if len(names) == 1:
+            return ["nsenter", f"--net={self.path(names[0])}", *program]
+        choice = f'exec nsenter --net="$(set -- {" ".join(map(self.path, names))}; shift "$RANK"; echo "$1")" "$0" "$@"'
+        return ["sh", "-c", choice, *program]
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
@@ -113,7 +117,8 @@ class Network:
 
 def lacking(what: str) -> EnvironmentLacks:
     """The error of a machine on which no testbed can be built."""
-    hint = "needs Linux with network namespaces, ip and tc of iproute2, and root; else `unshare --map-root-user --net fleetbench ...`"
+    needed = "Linux with network namespaces, ip and tc of iproute2, nsenter of util-linux, and root"
+    hint = f"needs {needed}; else `unshare --map-root-user --net fleetbench ...`"
     return EnvironmentLacks(what, "run.launcher", "'testbed'", hint)
 
 
@@ -167,18 +172,3 @@ def _sysctl(lines: Sequence[str]) -> str | None:
             else:
                 break
     return reason
-
-
-def main(paths: str, program: list[str]) -> None:
-    """Become the program inside its namespace."""
-    files = paths.split(",")
-    try:
-        file = os.open(files[0] if len(files) == 1 else files[int(os.environ["RANK"])], os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        sys.exit(f"the testbed is gone: {error}")
-    _call("setns", file, _NEW_NET)
-    os.execv(program[0], program)  # noqa: S606  # the same process goes on as the program
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])

@@ -9,9 +9,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import psutil
 
@@ -84,10 +84,8 @@ def between(before: Reading, after: Reading) -> Noise:
         seconds=seconds,
         foreign_cores=max(0.0, foreign / seconds),
         stolen_cores=(after.stolen_s - before.stolen_s) / seconds,
-        retransmits=sum(counters["retransmits"] for counters in per_host.values()),
-        timeouts=sum(counters["timeouts"] for counters in per_host.values()),
-        reorders=sum(counters["reorders"] for counters in per_host.values()),
         per_host=per_host,
+        **{name: sum(counters[name] for counters in per_host.values()) for name in ("retransmits", "timeouts", "reorders")},
     )
 
 
@@ -126,17 +124,13 @@ class Block:
     sentinel_before_s: float
     sentinel_after_s: float
     noise: Noise
-    void: tuple[str, ...]
+    void: list[str]
     """Reasons why it does not count; none where it does."""
 
     @property
     def moved(self) -> float:
         """By which share the sentinel took longer afterwards."""
         return self.sentinel_after_s / self.sentinel_before_s - 1.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {**asdict(self), "void": list(self.void)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +163,7 @@ def quietly(testbed: Testbed, measure: Callable[[], T], tries: int = TRIES) -> T
         after = testbed.sentinel()
         if noise.seconds < _SHORT_S:
             noise = between(outer, testbed.read())
-        blocks.append(Block(sentinel_before_s=before, sentinel_after_s=after, noise=noise, void=tuple(why_void(noise, before, after))))
+        blocks.append(Block(sentinel_before_s=before, sentinel_after_s=after, noise=noise, void=why_void(noise, before, after)))
         if not blocks[-1].void or len(blocks) >= tries:
             return Trial(value=value, blocks=tuple(blocks))
 

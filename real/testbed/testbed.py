@@ -11,7 +11,6 @@ import functools
 import os
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, Self, TypeVar
@@ -54,7 +53,7 @@ class Testbed:
     def __init__(self, cluster: Cluster) -> None:
         self.topology = topology_of(cluster)
         self.links: list[LinkRate] = []
-        self.round_trips: list[RoundTrip] = []
+        self.round_trips: list[dict[str, Any]] = []
         """What ``verify`` has found."""
         self._cluster = cluster
         self._network: Network | None = None
@@ -118,11 +117,7 @@ class Testbed:
         """
         if hosts is None:
             hosts = [self.topology.host_of(rank) for rank in range(self._cluster.trainers)]
-        return [sys.executable, "-P", "-m", "real.testbed.network", ",".join(map(self._built.path, hosts)), *program]
-
-    def server_command(self, server: int, program: Sequence[str]) -> list[str]:
-        """The command by which a process becomes ``program`` on a parameter server's host."""
-        return self.command(program, [self.topology.server_hosts[server]])
+        return self._built.command(hosts, program)
 
     def run(self, measure: Callable[[], T]) -> T:
         """Measure, again where the machine was not quiet; ``summary`` and ``record`` tell of the last time."""
@@ -179,11 +174,7 @@ class Testbed:
             "largest_link_error": max((abs(rate.error) for rate in self.links), default=None),
             "counts": self._trial.counts,
             "void_runs": self._trial.num_void,
-            "foreign_cores": block.noise.foreign_cores,
-            "stolen_cores": block.noise.stolen_cores,
-            "retransmits": block.noise.retransmits,
-            "timeouts": block.noise.timeouts,
-            "reorders": block.noise.reorders,
+            **{name: value for name, value in asdict(block.noise).items() if name not in ("seconds", "per_host")},
             "sentinel_moved": block.moved,
         }
 
@@ -191,8 +182,6 @@ class Testbed:
         """What was built, how it was verified, and every try of the last measurement, for ``testbed.json``."""
         return {
             "schema": 1,
-            "hosts": self.topology.num_hosts,
-            "rootless": is_rootless(),
             "shaping": {
                 "tbf_burst_bytes": link_shaping.BURST_BYTES,
                 "tbf_limit": link_shaping.LIMIT,
@@ -201,10 +190,10 @@ class Testbed:
                 "congestion_control": self._built.congestion_control(),
             },
             "refused": self._refused,
-            "links": [rate.to_dict() for rate in self.links],
-            "round_trips": [asdict(trip) for trip in self.round_trips],
+            "links": [asdict(rate) for rate in self.links],
+            "round_trips": self.round_trips,
             **(self.summary() or {}),
-            "blocks": [] if self._trial is None else [block.to_dict() for block in self._trial.blocks],
+            "blocks": [] if self._trial is None else [asdict(block) for block in self._trial.blocks],
         }
 
 
@@ -237,10 +226,6 @@ Measure = Callable[[Sequence[Flow]], Sequence[float]]
 """Payload in bit/s of flows that run at once."""
 
 
-MeasureRoundTrips = Callable[[Flow, int], Sequence[float]]
-"""Seconds of so many round trips of a byte."""
-
-
 class LinkOff(EnvironmentLacks):
     """A link does not carry what was declared."""
 
@@ -255,34 +240,12 @@ class LinkRate:
     """``up``: from the host towards the others."""
     declared_bps: int
     """Of Ethernet frames."""
-    measured_bps: float
-    """Of TCP payload."""
-
-    @property
-    def expected_bps(self) -> float:
-        """Payload of the declared rate."""
-        return self.declared_bps * PAYLOAD_SHARE
-
-    @property
-    def error(self) -> float:
-        """Measured over expected, minus one."""
-        return self.measured_bps / self.expected_bps - 1.0
-
-    @property
-    def is_off(self) -> bool:
-        """Whether it is further from what was declared than the tolerance."""
-        return abs(self.error) > TOLERANCE
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain data."""
-        return {
-            "link": self.link,
-            "direction": self.direction,
-            "declared_bps": self.declared_bps,
-            "expected_payload_bps": round(self.expected_bps),
-            "measured_payload_bps": round(self.measured_bps),
-            "error": self.error,
-        }
+    expected_payload_bps: int
+    """Of the declared rate."""
+    measured_payload_bps: int
+    """Of TCP."""
+    error: float
+    """Measured over expected, minus one."""
 
 
 def verify(topology: Topology, measure: Measure) -> list[LinkRate]:
@@ -292,14 +255,15 @@ def verify(topology: Topology, measure: Measure) -> list[LinkRate]:
         for _ in range(1 + _AGAIN):
             rates = _measured(topology, direction, measure)
             worst = max(rates, key=lambda rate: abs(rate.error))
-            if not worst.is_off:
+            if abs(worst.error) <= TOLERANCE:
                 break
         else:
             raise LinkOff(
                 f"the link of {worst.link} is not as declared: {direction}wards, {format_bandwidth(worst.declared_bps)} carry "
-                f"{_spell(worst.expected_bps)} of payload, and it is off by {100 * worst.error:+.1f} % (at most {100 * TOLERANCE:.0f} %)",
+                f"{_spell(worst.expected_payload_bps)} of payload, and it is off by {100 * worst.error:+.1f} % "
+                f"(at most {100 * TOLERANCE:.0f} %)",
                 f"testbed link {worst.link}, {direction}",
-                _spell(worst.measured_bps),
+                _spell(worst.measured_payload_bps),
                 f"is something else running? are {len(rates)} links at once more than this machine carries? "
                 "else declare slower links and slower compute: only their ratio matters",
             )
@@ -307,20 +271,11 @@ def verify(topology: Topology, measure: Measure) -> list[LinkRate]:
     return sorted(found, key=lambda rate: [wire.lower for wire in topology.wires].index(rate.link))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundTrip:
-    """A byte there and back between two hosts."""
+def verify_latency(topology: Topology, measure: Callable[[Flow, int], Sequence[float]]) -> list[dict[str, Any]]:
+    """A byte from each host to the next and back, one after the other. Raises ``LinkOff`` for the first link that is off.
 
-    source: str
-    target: str
-    declared_s: float
-    """Twice the latency."""
-    measured_s: float
-    """The least of several."""
-
-
-def verify_latency(topology: Topology, measure: MeasureRoundTrips) -> list[RoundTrip]:
-    """From each host to the next, one after the other. Raises ``LinkOff`` for the first that is off."""
+    ``measure``: seconds of so many round trips. Returned are hosts, ``declared_s``, twice the latency, and ``measured_s``, the least.
+    """
     found = []
     for source, target in zip(topology.hosts, (*topology.hosts[1:], topology.hosts[0]), strict=True):
         declared_s = 2e-9 * topology.latency_ns(source, target)
@@ -334,20 +289,27 @@ def verify_latency(topology: Topology, measure: MeasureRoundTrips) -> list[Round
                 f"{1e3 * measured_s:.4g} ms",
                 "is something else running? a packet that is held needs a processor when it is due",
             )
-        found.append(RoundTrip(source=source, target=target, declared_s=declared_s, measured_s=measured_s))
+        found.append({"source": source, "target": target, "declared_s": declared_s, "measured_s": measured_s})
     return found
 
 
 def _measured(topology: Topology, direction: Direction, measure: Measure) -> list[LinkRate]:
     """What the wires carry, all at once."""
-    flows: list[Flow] = []
-    for wire in topology.wires:
-        source, target = (wire.lower, wire.upper) if direction == "up" else (wire.upper, wire.lower)
-        flows.append((source, target, topology.address(target)))
-    return [
-        LinkRate(link=wire.lower, direction=direction, declared_bps=wire.rate_bps, measured_bps=measured)
-        for wire, measured in zip(topology.wires, measure(flows), strict=True)
-    ]
+    ends = [(wire.lower, wire.upper) if direction == "up" else (wire.upper, wire.lower) for wire in topology.wires]
+    found = []
+    for wire, measured in zip(topology.wires, measure([(*end, topology.address(end[1])) for end in ends]), strict=True):
+        expected = wire.rate_bps * PAYLOAD_SHARE
+        found.append(
+            LinkRate(
+                link=wire.lower,
+                direction=direction,
+                declared_bps=wire.rate_bps,
+                expected_payload_bps=round(expected),
+                measured_payload_bps=round(measured),
+                error=measured / expected - 1.0,
+            )
+        )
+    return found
 
 
 def _spell(bps: float) -> str:

@@ -21,6 +21,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -90,7 +91,7 @@ class Ground:
 
 def blocks_of(trial: Trial[Any]) -> Entry:
     """Whether it counts, and the noise of every try."""
-    return {"counts": trial.counts, "num_void": trial.num_void, "blocks": [block.to_dict() for block in trial.blocks]}
+    return {"counts": trial.counts, "num_void": trial.num_void, "blocks": [asdict(block) for block in trial.blocks]}
 
 
 def queue(rounds: int, *, quick: bool) -> Iterator[Entry]:

@@ -15,7 +15,7 @@ import secrets
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
@@ -127,7 +127,7 @@ def measure(rates: Sequence[int], rounds: int, sizes: Sequence[str], steps: int)
     for rate in rates:
         cluster = Cluster(nodes=HOSTS, inter=Link(bandwidth=BitsPerSecond(rate * MBIT)))
         with tempfile.TemporaryDirectory(prefix="fleetbench-") as name, Testbed(cluster) as testbed:
-            links = [link.to_dict() for link in testbed.verify()]
+            links = [asdict(link) for link in testbed.verify()]
             with Cast(testbed, Path(name), sizes) as cast:
                 yield {"kind": "ground", "rate_mbit": rate, "rootless": is_rootless(), "links": links, "buckets": cast.buckets}
                 counted = dict.fromkeys(sizes, 0)
@@ -138,7 +138,7 @@ def measure(rates: Sequence[int], rounds: int, sizes: Sequence[str], steps: int)
                         trial = quietly(testbed, lambda order=order: cast.visit(order, steps), tries=1)
                         counted[size] += trial.counts
                         entry = {"kind": "round", "rate_mbit": rate, "round": number, "size": size, "counts": trial.counts}
-                        yield {**entry, "arms": trial.value, "block": trial.blocks[-1].to_dict()}
+                        yield {**entry, "arms": trial.value, "block": asdict(trial.blocks[-1])}
                 yield {"kind": "lateness", "rate_mbit": rate, "lateness_s": cast.lateness()}
 
 

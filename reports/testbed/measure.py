@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def all_reduces(rounds: int, *, hosts: tuple[int, ...] = HOSTS) -> Iterator[Entr
             for number in range(rounds):
                 for rate in RATES_MBIT:
                     reshape(testbed, rate * MBIT)
-                    links = [link.to_dict() for link in testbed.verify()]
+                    links = [asdict(link) for link in testbed.verify()]
                     ranks.open()
                     for idle_s in (0.0, IDLE_S) if number % 2 == 0 else (IDLE_S, 0.0):
                         _await_quiet()
@@ -104,7 +105,7 @@ def _times(trial: Trial[dict[int, float]]) -> Entry:
         "times_s": {str(nbytes): time_s for nbytes, time_s in trial.value.items()},
         "counts": trial.counts,
         "num_void": trial.num_void,
-        "blocks": [block.to_dict() for block in trial.blocks],
+        "blocks": [asdict(block) for block in trial.blocks],
     }
 
 

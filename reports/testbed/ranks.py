@@ -239,7 +239,8 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from real.processes.joining import join_through
+    from real.processes.joining import join
+    from real.processes.roles import Role
 
     torch.set_num_threads(1)
 
@@ -248,7 +249,7 @@ def main() -> None:
             return _all_reduces(request["nbytes"], request["rounds"], request["start_ns"], request["period_ns"])
         if dist.is_initialized():
             dist.destroy_process_group()
-        join_through(request["store"], "gloo", request["rank"], request["size"], _TIMEOUT)
+        join(Role(rank=request["rank"], trainers=request["size"], store=request["store"]), _TIMEOUT, "gloo")
         dist.barrier()
         return {}
 

@@ -159,7 +159,7 @@ def test_links_have_the_declared_latency() -> None:
         if skipped := ground.skipped():
             pytest.skip(f"SKIPPED: {skipped[0]['why']}")
         ground.verify()
-        trips = {(trip.source, trip.target): 1000 * trip.measured_s for trip in ground.round_trips}
+        trips = {(trip["source"], trip["target"]): 1000 * trip["measured_s"] for trip in ground.round_trips}
         assert trips == {
             ("host0", "host1"): pytest.approx(8, abs=0.46),
             ("host1", "host2"): pytest.approx(16, abs=0.62),
