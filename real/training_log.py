@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from real.communication.streams import host_reads
+from real.communication.lanes import host_reads
 
 
 class TrainingLog:

@@ -23,8 +23,7 @@ from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.plan.groups import Parts, part_of, queue_depth, world_of
 from fleetbench.strategy import DistributedStrategy
 from real.communication.device import group_options, make_lane
-from real.communication.lanes import InlineLane, Lane, Started
-from real.communication.streams import host_reads
+from real.communication.lanes import InlineLane, Lane, Started, host_reads
 from real.processes.failures import CollectiveFailed
 
 _ROUNDS = 4
@@ -151,12 +150,6 @@ class _StartedWork:
         return self._work.is_completed()
 
 
-def _finish(work: dist.Work | None) -> None:
-    """Order what comes after a collective: on gloo by blocking, on NCCL in the current stream."""
-    if work is not None:
-        work.wait()
-
-
 class Communicators:
     """Process groups over all ranks and over parts of them, numbered from 0; the first is made at once, the others on first use.
 
@@ -279,8 +272,7 @@ class Communicators:
 
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str = "world", communicator: int = 0) -> None:
         """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``, bit-identical on each of its ranks."""
-        with self.errors():
-            _finish(dist.all_reduce(tensor, op=_OPERATORS[operator], group=self._group(group, communicator), async_op=True))
+        self._run(partial(dist.all_reduce, tensor, op=_OPERATORS[operator]), group, communicator)
 
     def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None = None) -> Started:
         """Begin to replace ``tensor`` by its mean over all ranks; ``ended`` runs on the backend's thread as it ends, or fails."""
@@ -293,28 +285,23 @@ class Communicators:
 
     def reduce(self, tensor: torch.Tensor, group: str, communicator: int) -> None:
         """Replace ``tensor`` on the part's first rank by the sum over the part."""
-        with self.errors():
-            _finish(dist.reduce(tensor, dst=self.part(group)[0], group=self._group(group, communicator), async_op=True))
+        self._run(partial(dist.reduce, tensor, dst=self.part(group)[0]), group, communicator)
 
     def spread(self, tensor: torch.Tensor, group: str, communicator: int) -> None:
         """Replace ``tensor`` by that of the part's first rank."""
-        with self.errors():
-            _finish(dist.broadcast(tensor, src=self.part(group)[0], group=self._group(group, communicator), async_op=True))
+        self._run(partial(dist.broadcast, tensor, src=self.part(group)[0]), group, communicator)
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, group: str, communicator: int) -> None:
         """Put this rank's piece of the sum of ``whole`` into ``own``; ``whole`` is as many of it as the part has ranks."""
-        with self.errors():
-            _finish(dist.reduce_scatter_single(own, whole, group=self._group(group, communicator), async_op=True))
+        self._run(partial(dist.reduce_scatter_single, own, whole), group, communicator)
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: str, communicator: int) -> None:
         """Put all ranks' ``own``, in the part's order, into ``whole``."""
-        with self.errors():
-            _finish(dist.all_gather_single(whole, own, group=self._group(group, communicator), async_op=True))
+        self._run(partial(dist.all_gather_single, whole, own), group, communicator)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, communicator: int) -> None:
         """Give every rank its piece of ``sent``, which is cut along its first dimension; ``received`` is all ranks' pieces for this one."""
-        with self.errors():
-            _finish(dist.all_to_all_single(received, sent, group=self._group("world", communicator), async_op=True))
+        self._run(partial(dist.all_to_all_single, received, sent), "world", communicator)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` by rank 0's."""
@@ -329,6 +316,13 @@ class Communicators:
         """Release the lanes; the process groups go with the process."""
         for lane in (*self._lanes, *((self._update_lane,) if self._update_lane else ())):
             lane.close()
+
+    def _run(self, collective: Callable[..., dist.Work | None], group: str, communicator: int) -> None:
+        """Order what comes after a collective after it: on gloo by blocking, on NCCL in the current stream."""
+        with self.errors():
+            work = collective(group=self._group(group, communicator), async_op=True)
+            if work is not None:
+                work.wait()
 
     def _group(self, group: str, communicator: int) -> dist.ProcessGroup:
         made = self._made[self._parts[group], communicator]

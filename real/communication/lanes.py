@@ -6,10 +6,16 @@ is one thread, which hands the backend what can go beside others; on a CUDA devi
 stream, where waiting orders streams and blocks no thread. An operation ends with ``work.wait()`` on
 what torch.distributed returned: on NCCL that orders the side stream after the collective, on gloo
 it blocks who waits.
+
+A device runs what is enqueued on one stream in order, and what is enqueued on two in any order, unless an event orders them; the host is
+not blocked, but in the few places that ``host_reads`` marks. The seam is torch's own: ``Stream``, ``current_stream`` and ``stream`` of
+``torch.get_device_module(device)``, which ``torch.cpu`` has too; the tests bring another, which finds what was left unordered.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
@@ -19,6 +25,22 @@ import torch
 _CPU = torch.device("cpu")
 Streams = Any
 """``torch.cuda``, ``torch.cpu``, or what has their ``Stream``, ``current_stream`` and ``stream``."""
+_MAY_WAIT: ContextVar[bool] = ContextVar("fleetbench_host_may_wait", default=False)
+
+
+@contextmanager
+def host_reads() -> Iterator[None]:
+    """Marks a place where the host may read a device value, and so wait for the device; the tests' streams refuse any other in a step."""
+    token = _MAY_WAIT.set(True)
+    try:
+        yield
+    finally:
+        _MAY_WAIT.reset(token)
+
+
+def host_may_wait() -> bool:
+    """Whether the caller runs inside ``host_reads``."""
+    return _MAY_WAIT.get()
 
 
 class Ticket(Protocol):

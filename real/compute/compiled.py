@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import BuildStrategy
-from real.compute.living import Forward, Undo, nothing_to_undo, override_forward
+from real.compute.living import Forward, Undo, override_forward
 
 
 def apply_compiled(
@@ -40,7 +40,7 @@ def apply_compiled(
         hint = "drop it; fuse_elewise_add_act_ops fuses what stands between convolutions"
         raise ConfigError(what, "build_strategy.fuse_relu_depthwise_conv", "true", hint)
     if not (build_strategy.fuse_elewise_add_act_ops or build_strategy.fuse_bn_act_ops):
-        return nothing_to_undo
+        return lambda: None
     wanted = [block for block in blocks_of(model) if _is_worth(model, block, everything=build_strategy.fuse_elewise_add_act_ops)]
     if not wanted:
         what = "fuse_elewise_add_act_ops" if build_strategy.fuse_elewise_add_act_ops else "fuse_bn_act_ops"
@@ -57,7 +57,7 @@ def blocks_of(container: nn.Module, prefix: str = "") -> list[list[str]]:
         if _is_container(child):
             found += blocks_of(child, f"{prefix}{name}.")
             is_open = False
-        elif _owns_parameters(child):
+        elif next(child.parameters(), None) is not None:
             found.append([prefix + name])
             is_open = _is_sequence(container)
         elif is_open:
@@ -73,10 +73,6 @@ def _is_container(module: nn.Module) -> bool:
     return _is_sequence(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
-def _owns_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
-
-
 def _is_worth(model: nn.Module, group: Sequence[str], *, everything: bool) -> bool:
     modules = [model.get_submodule(name) for name in group]
     if len(modules) == 1 and _is_one_operation(modules[0]):
@@ -85,7 +81,7 @@ def _is_worth(model: nn.Module, group: Sequence[str], *, everything: bool) -> bo
 
 
 def _is_one_operation(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
 
 
 class _Compilation:

@@ -15,10 +15,6 @@ Undo = Callable[[], None]
 Forward = Callable[..., Any]
 
 
-def nothing_to_undo() -> None:
-    """Undo a change that changed nothing."""
-
-
 class NotCopied:
     """What is put on one instance and does not follow it into its copies, by ``copy.deepcopy`` or a pickle: those have ``instead``."""
 

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fleetbench.errors import ConfigError
 from real.communication.communicators import Errors, collective_errors
-from real.compute.living import Forward, Undo, nothing_to_undo, override_forward
+from real.compute.living import Forward, Undo, override_forward
 
 
 def apply_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup, errors: Errors = collective_errors) -> Undo:
@@ -30,7 +30,7 @@ def apply_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup, errors: Er
     Raises ``ConfigError`` for a batch norm that has a forward of its own, or has not seen its number of channels yet.
     """
     if dist.get_world_size(group) == 1:
-        return nothing_to_undo
+        return lambda: None
     norms = [item for item in model.named_modules() if isinstance(item[1], _BatchNorm) and not isinstance(item[1], nn.SyncBatchNorm)]
     for name, module in norms:
         has_torchs = getattr(module.forward, "__func__", None) is _BatchNorm.forward

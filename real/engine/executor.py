@@ -21,8 +21,7 @@ from fleetbench.plan.drive import Decided, Requests, Wanted
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
 from fleetbench.plan.training import CollectiveTraining
 from real.communication.communicators import Communicators
-from real.communication.lanes import Flight, InlineLane, Lane, Started, Ticket
-from real.communication.streams import host_reads
+from real.communication.lanes import Flight, InlineLane, Lane, Started, Ticket, host_reads
 from real.compute.mixed_precision import own_gradients, unscale
 from real.compute.recompute import hold_statistics
 from real.engine.buckets import BufferAverage, DeltaBucket, Storage, Transfer

@@ -19,7 +19,7 @@ from fleetbench.quantities import MIB, Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.training import sparse_weights
 from real.communication.communicators import Communicators
-from real.communication.streams import host_reads
+from real.communication.lanes import host_reads
 from real.engine.buckets import BufferAverage
 
 _SMALL, _LARGE = 1024, 4 * MIB  # bytes of the all-reduces that are timed

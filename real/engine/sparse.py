@@ -9,7 +9,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.operations import Operation
 from real.communication.communicators import Communicators
-from real.communication.streams import host_reads
+from real.communication.lanes import host_reads
 
 
 def refuse_unknown_sparse(name: str, gradient: torch.Tensor | None, sparse: Collection[str]) -> None:

@@ -20,7 +20,7 @@ from fleetbench.plan.operations import Operation
 from fleetbench.result import StepRecord
 from fleetbench.timeline import start_name
 from real.communication.clocks import Clock, Mark
-from real.communication.streams import host_reads
+from real.communication.lanes import host_reads
 
 Stretch = tuple[Mark, Mark]
 """Begin and end."""

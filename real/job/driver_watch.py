@@ -71,15 +71,8 @@ def watch_driver(rank: int) -> None:
     threading.Thread(target=run, name="tuning-watch", daemon=True).start()
 
 
-class LegsDone(SystemExit):
-    """All legs of a tuning are done. Nothing is wrong: the exit code is 0."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-
 def end_script(grace_s: float = GRACE_S) -> NoReturn:
-    """Raise ``LegsDone`` after a script's last leg: its exit code is 0 even if it resists.
+    """Raise ``SystemExit`` after a script's last leg: its exit code is 0 even if it resists.
 
     ``except Exception`` does not catch that, and it leaves through the user's own ``finally`` blocks; the process group stays until exit,
     because these may use it. A process that still lives after the grace (a bare ``except:`` swallows, a thread is no daemon, or it waits
@@ -88,7 +81,7 @@ def end_script(grace_s: float = GRACE_S) -> NoReturn:
     left = threading.Timer(grace_s, _leave)
     left.daemon = True
     left.start()
-    raise LegsDone
+    raise SystemExit(0)
 
 
 def _leave() -> None:

@@ -52,6 +52,8 @@ class Launch(ABC):
     A rank that dies, raises, or falls silent past the timeout ends the launch with an error that names it.
     """
 
+    _beats_count_process = False  # their steps are a leg's
+
     def __init__(self, folder: Path, *, startup_timeout_s: float, timeout_s: float, num_ranks: int = 0) -> None:
         """``num_ranks``: as many will join, where that is known before."""
         self._folder = DriverSide(folder)
@@ -88,6 +90,8 @@ class Launch(ABC):
         self._folder.order(number, leg)
         self._ordered_s = time.monotonic()
         parts = self._wait_for(number, leg, progress, check)
+        if len(parts) < self._num_expected:  # workers that end before they are told to have failed
+            raise self._failure()
         self.num_steps += min((part["num_steps"] for part in parts.values()), default=0)
         return parts
 
@@ -137,17 +141,14 @@ class Launch(ABC):
                 check()
             if progress is not None:
                 beat = self._beats.read(1)[0]
-                progress(max(0, self._num_counted(beat.step, leg)) if beat.leg == number else 0, leg.steps)
+                before = self.num_steps + leg.warmup_steps if self._beats_count_process else 0
+                progress(max(0, beat.step - before) if beat.leg == number else 0, leg.steps)
             time.sleep(_POLL_S)
 
     def _join(self) -> None:
         if not self.ranks:
             self.ranks = self._folder.joined()
             self.startup_s = time.monotonic() - self._begin_s
-
-    def _num_counted(self, step: int, leg: Leg) -> int:  # noqa: ARG002  # a script's command needs it
-        """Counted steps of a leg, from the step of a beat."""
-        return step
 
     def _check(self) -> None:
         """Raise where a rank has failed and the others have had their time, or where all have been silent for too long."""
@@ -204,13 +205,6 @@ class WorkerLaunch(Launch):
             time.sleep(_POLL_S)
             self._join()
 
-    def run(self, leg: Leg, progress: Progress | None = None, check: Callable[[], None] | None = None) -> dict[int, dict[str, Any]]:
-        """See ``Launch``; workers that end before they are told to have failed."""
-        parts = super().run(leg, progress, check)
-        if len(parts) < self._num_expected:
-            raise self._failure()
-        return parts
-
     def _failure(self) -> FleetbenchError:
         time.sleep(_REAPED_S)
         beats, now_ns = self._beats.read(self._num_expected), time.monotonic_ns()
@@ -225,6 +219,8 @@ class WorkerLaunch(Launch):
 
 class CommandLaunch(Launch):
     """A user's command. ``start``; ``run``; ``end`` or ``kill``."""
+
+    _beats_count_process = True
 
     def __init__(self, command: Sequence[str], folder: Path, *, startup_timeout_s: float, timeout_s: float) -> None:
         super().__init__(folder, startup_timeout_s=startup_timeout_s, timeout_s=timeout_s)
@@ -248,9 +244,6 @@ class CommandLaunch(Launch):
             raise EnvironmentLacks(what, "the command", self._command[0], "what follows -- is a program with its arguments") from None
         self._processes = [Started("trainer", 0, self._command, own, self.log, popen)]
         self._folder.show_life()
-
-    def _num_counted(self, step: int, leg: Leg) -> int:
-        return step - self.num_steps - leg.warmup_steps  # a script counts its process's steps
 
     def _failure(self) -> FleetbenchError:
         beats, now_ns, code = self._beats.read(len(self.ranks)), time.monotonic_ns(), self.code

@@ -5,8 +5,6 @@ several nodes are started by torchrun, srun or an operator.
 """
 
 import os
-import re
-import shutil
 import signal
 import sys
 import time
@@ -18,7 +16,7 @@ from pathlib import Path
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.job.folder import RankSide
 from real.processes.diagnosis import STOPPED, Failure, first_to_blame, how_it_ended, read_note
-from real.processes.place import make_folder
+from real.processes.place import temporary_folder
 from real.processes.roles import JOINED, TUNING
 from real.processes.started import QUIET, Started, end, meeting_variables, start, torchrun_variables, uninterrupted
 from real.servers.hosts import Placement
@@ -73,16 +71,6 @@ class CollectiveJob(Job):
         self.stopped: set[int] = set()
         """Ranks that did not run (SIGSTOP) when the launcher ended them."""
 
-    def run(self, start_ranks: Callable[[], None], echo: Echo) -> None:
-        """Start the ranks, follow them, and end what is left."""
-        try:
-            start_ranks()
-            self.follow(echo)
-        finally:
-            with uninterrupted():
-                self.stopped = {process.rank for process in self.processes if process.is_stopped}
-                end(self.processes)
-
     def see_end(self, process: Started, code: int) -> None:
         """See ``Job``; a driver that has started this launcher is told, too."""
         super().see_end(process, code)
@@ -119,24 +107,22 @@ def launch_script(nproc: int, script: Sequence[str], *, log_dir: Path, echo: Ech
     Worker N's output is in ``log_dir/workerlog.N``; rank 0's is echoed. Ranks find each other through a file. Raises ``WorkerFailed``
     naming the rank that failed first.
     """
-    folder = make_folder()
     job = CollectiveJob()
-    try:
+    prepare_logs(log_dir, Placement(endpoints=(), workers=("",) * nproc, own=frozenset([""])))
+    with temporary_folder() as folder:
         common = {**os.environ, **_own(QUIET), **meeting_variables(folder), JOINED: str(folder / "joined")}
-
-        def start_ranks() -> None:
-            prepare_logs(log_dir, Placement(endpoints=(), workers=("",) * nproc, own=frozenset([""])))
+        try:
             for rank in range(nproc):
-                variables = {**common, **torchrun_variables(rank, nproc)}
-                log = log_dir / f"workerlog.{rank}"
+                variables, log = {**common, **torchrun_variables(rank, nproc)}, log_dir / f"workerlog.{rank}"
                 job.processes.append(start("trainer", rank, [sys.executable, "-u", *script], variables, log))
-
-        job.run(start_ranks, echo)
+            job.follow(echo)
+        finally:
+            with uninterrupted():
+                job.stopped = {process.rank for process in job.processes if process.is_stopped}
+                end(job.processes)
         if (error := job.judge(log_dir, read_note(folder))) is not None:
-            raise _shown(error, log_dir, echo)
+            raise error
         return (folder / "joined").exists()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _own(variables: Mapping[str, str]) -> dict[str, str]:
@@ -145,32 +131,15 @@ def _own(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def prepare_logs(log_dir: Path, placement: Placement) -> None:
-    """Make the folder, and remove an earlier launch's logs: this machine's alone where others may see the same disk.
+    """Make the folder, and remove an earlier launch's logs, where other hosts may see the same disk those of this one's processes alone.
 
-    The machine that has the first trainer or server removes logs of numbers beyond the job's. Raises ``EnvironmentLacks`` where there
-    can be no folder.
+    Raises ``EnvironmentLacks`` where there can be no folder.
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EnvironmentLacks(f"logs cannot be written: {error.strerror}", "--log-dir", str(log_dir), "name another folder") from error
-    kinds = {
-        "serverlog": (placement.own_servers, len(placement.endpoints)),
-        "workerlog": (placement.own_trainers, len(placement.workers)),
-    }
-    for kind, (own, num) in kinds.items():
-        for old in log_dir.glob(f"{kind}.*"):
-            number = old.suffix[1:]
-            if not placement.is_spread or (number.isdecimal() and (int(number) in own or (0 in own and int(number) >= num))):
-                old.unlink(missing_ok=True)
-
-
-def _shown(error: WorkerFailed, log_dir: Path, echo: Echo) -> WorkerFailed:
-    """The error, once the traceback of the rank to blame is shown, if its output is here and has not been echoed, as rank 0's has."""
-    found = re.match(r"rank ([1-9]\d*)", error.where or "")
-    log = log_dir / f"workerlog.{found[1]}" if found is not None else None
-    text = log.read_bytes() if log is not None and log.is_file() else b""
-    begin = text.find(b"Traceback (most recent call last):\n")
-    if begin >= 0:
-        echo(f"from {log}:\n".encode() + text[begin:])
-    return error
+    own = {f"serverlog.{number}" for number in placement.own_servers} | {f"workerlog.{rank}" for rank in placement.own_trainers}
+    for old in (*log_dir.glob("serverlog.*"), *log_dir.glob("workerlog.*")):
+        if not placement.is_spread or old.name in own:
+            old.unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 ``joined`` (the driver knows that this rank is there) -> legs: after the last step of each its part is written, and the next order is
 waited for -> the driver says stop. In a script each leg begins and ends where ``optimizer.step()`` returns, and after the last one the
-script's own strategy is back, and ``LegsDone`` is raised. A script whose data end first leaves an incomplete part at exit.
+script's own strategy is back, and ``SystemExit`` is raised. A script whose data end first leaves an incomplete part at exit.
 
 How a leg runs is said in ``real.leg_steps``.
 """
@@ -17,7 +17,7 @@ import sys
 import time
 import types
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from functools import partial
 from statistics import median
@@ -145,22 +145,14 @@ def share_state(optimizer: torch.optim.Optimizer, communicators: Communicators) 
     """
     if communicators.trainers == 1:
         return
-    found = list(_state(optimizer))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [sorted(optimizer.state.get(parameter, {}).items()) for parameter in parameters]  # in one order on all ranks
+    found = [(f"{number}.{name}", value) for number, state in enumerate(states) for name, value in state if isinstance(value, torch.Tensor)]
     shapes = json.dumps([[where, list(tensor.shape), str(tensor.dtype)] for where, tensor in found])
     agree_on(hashlib.sha256(shapes.encode()).hexdigest(), "holds other optimizer state than rank 0", communicators)
     for _, tensor in found:
         if tensor.device.type == communicators.device.type:
             communicators.broadcast(tensor)
-
-
-def _state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of an optimizer's state with its place, in one order on all ranks."""
-    for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            state = optimizer.state.get(parameter, {})
-            for name in sorted(state):
-                if isinstance(state[name], torch.Tensor):
-                    yield f"{number}.{index}.{name}", state[name]
 
 
 _BARRIERS = 9
@@ -191,12 +183,10 @@ class HostClocks:
 
     def _of_all(self, value: int) -> list[int]:
         """Every rank's value, by rank."""
-        communicators = self._communicators
-        values = torch.zeros(communicators.trainers, dtype=torch.int64, device=communicators.device)
-        values[communicators.rank] = value
-        if communicators.trainers > 1:
-            communicators.require(1)
-            communicators.all_reduce(values, "sum")
+        own = torch.tensor([value], device=self._communicators.device)
+        values = own.new_empty(self._communicators.trainers)
+        self._communicators.require(1)
+        self._communicators.all_gather(values, own, "world", 0)
         return list(map(int, values.tolist()))
 
 
@@ -257,7 +247,7 @@ class RankLegs:
         return True
 
     def step_done(self) -> None:
-        """An ``optimizer.step()`` of the script is over. Raises ``LegsDone`` after the last leg."""
+        """An ``optimizer.step()`` of the script is over. Raises ``SystemExit`` after the last leg."""
         self._num_steps += 1
         self._advance(False)
 

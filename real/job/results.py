@@ -11,9 +11,9 @@ steps are followed by one, it belongs to the loop.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -27,7 +27,7 @@ from fleetbench.store import new_run_id
 from fleetbench.target import Crossing, crossing
 from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
 from fleetbench.workload import LINEAR_OPTIMIZERS
-from real.engine.stopwatch import TimedSpan, TimedStep
+from real.engine.stopwatch import TimedSpan
 from real.leg import Leg
 
 Part = Mapping[str, Any]
@@ -35,51 +35,24 @@ LEAST_STEPS = 3
 """Counted steps that a leg must have to be one."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankPart:
-    """One rank's part file."""
+def collect(parts: Sequence[Part]) -> tuple[list[StepRecord], tuple[Span, ...], float]:
+    """Steps and spans of all ranks, and the seconds that they took with pauses; ``parts`` in rank order, on one clock.
 
-    steps: tuple[TimedStep, ...]
-    spans: tuple[TimedSpan, ...]
-    held_out: tuple[tuple[int, float], ...] = ()
-    """``(step, loss)`` of every evaluation."""
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RankPart:
-        """Decode a part file."""
-        return cls(
-            tuple(TimedStep(StepRecord(**step["record"]), step["paused_ns"]) for step in data["steps"]),
-            tuple(TimedSpan(**span) for span in data["spans"]),
-            tuple((step, loss) for step, loss in data.get("held_out", ())),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """A leg's steps and spans on rank 0's clock, from 0."""
-
-    records: list[StepRecord]
-    spans: tuple[Span, ...]
-    to_target: tuple[float, Crossing] | None
-    """Seconds until then."""
-    host_s: float
-
-
-def collect(parts: Sequence[RankPart], target_loss: float | None) -> Collected:
-    """Let time begin with the first step of any rank, and stand still while rank 0 pauses; ``parts`` in rank order."""
-    origin = min(part.steps[0].record.start_ns for part in parts)
+    Time begins with the first step of any rank, and stands still while rank 0 pauses.
+    """
+    origin = min(part["steps"][0]["record"]["start_ns"] for part in parts)
+    last = max(step["record"]["end_ns"] for part in parts for step in part["steps"])
     shift: dict[int, int] = {}
     paused = 0
-    for timed in parts[0].steps:
-        shift[timed.record.step] = origin + paused
-        paused += timed.paused_ns
-    shifted = [_shifted(part, lambda step, _at: shift[step]) for part in parts]
-    ended = [(timed.record, timed.record.end_ns - timed.paused_ns) for part in shifted for timed in part.steps]
-    records = [dataclasses.replace(record, end_ns=end_ns) for record, end_ns in ended]
-    several = any(span.communicator for part in parts for span in part.spans)
-    spans = [_span(rank, span, several=several) for rank, part in enumerate(shifted) for span in part.spans]
-    last = max(timed.record.end_ns for part in parts for timed in part.steps)
-    return Collected(records, tuple(spans), _to_target(parts[0].held_out, target_loss, records), (last - origin) * 1e-9)
+    for step in parts[0]["steps"]:
+        shift[step["record"]["step"]] = origin + paused
+        paused += step["paused_ns"]
+    parts = [_shifted(part, lambda entry: shift[entry["step"]]) for part in parts]
+    steps = [step for part in parts for step in part["steps"]]
+    records = [StepRecord(**step["record"] | {"end_ns": step["record"]["end_ns"] - step["paused_ns"]}) for step in steps]
+    several = any(span.get("communicator") for part in parts for span in part["spans"])
+    spans = [_span(rank, TimedSpan(**span), several=several) for rank, part in enumerate(parts) for span in part["spans"]]
+    return records, tuple(spans), (last - origin) * 1e-9
 
 
 def _wire_notes(spans: Sequence[Span]) -> list[dict[str, str]]:
@@ -125,10 +98,10 @@ def run_of(
     ``known``: other fields of ``Summary``.
     """
     ranks = _undisturbed([_on_first_clock(part) for part in parts], {step for part in parts for step in part["evaluated"]})
-    collected = collect(ranks, experiment.workload.target_loss)
-    table = steps_table(collected.records)
+    records, spans, host_s = collect(ranks)
+    table = steps_table(records)
     if "held_out" in parts[0]:
-        final_loss, to_target = parts[0]["final_loss"], collected.to_target
+        final_loss, to_target = parts[0]["final_loss"], _to_target(parts[0]["held_out"], experiment.workload.target_loss, records)
     elif leg.evaluate:
         final_loss, to_target = _losses(table, experiment, leg.steps)
     else:
@@ -139,7 +112,7 @@ def run_of(
     if experiment.strategy.localsgd_configs.outer_on_host and experiment.run.device != "cuda":
         skipped = [*skipped, skip("strategy.localsgd_configs.outer_on_host", "the trainers' memory is the host's")]
     if experiment.strategy.quantises:
-        skipped = [*skipped, *_wire_notes(collected.spans)]
+        skipped = [*skipped, *_wire_notes(spans)]
     known |= {"final_loss": final_loss, "skipped": skipped}
     if to_target is not None:
         time_to_target_s, reached = to_target
@@ -155,14 +128,14 @@ def run_of(
         summary=summarise(experiment, table, executor="real", run_id=new_run_id(), **known),
         steps=table,
         plan=Plan.from_dict(parts[0]["plan"]),
-        spans=collected.spans,
+        spans=spans,
         recordings=in_order(
             [
                 *(Recording.from_dict(told) for part in parts for told in part["recordings"]),
                 *(Recording.from_dict(told) for report in reports for told in report["roles"]),
             ]
         ),
-        host_s=collected.host_s,
+        host_s=host_s,
         peak_bytes=tuple(part["peak_bytes"] for part in parts),
         held_out=ranks[0].held_out,
     )
@@ -188,53 +161,48 @@ def experiment_of_leg(experiment: Experiment, leg: Leg, steps: int) -> Experimen
     return experiment.replace(strategy=leg.strategy, workload=workload)
 
 
-def _on_first_clock(part: Part) -> RankPart:
+def _on_first_clock(part: Part) -> Part:
     """A rank's part with its times on rank 0's clock."""
-    decoded = RankPart.from_dict(part)
     offsets = part.get("clock_offsets_ns", [[0, 0]])
     (begin, first), (end, last) = offsets[0], offsets[-1]
-    return _shifted(decoded, lambda _step, at: first + (last - first) * (at - begin) // max(1, end - begin))
+    return _shifted(part, lambda entry: first + (last - first) * (entry["start_ns"] - begin) // max(1, end - begin))
 
 
-def _shifted(part: RankPart, by_ns: Callable[[int, int], int], kept: set[int] | None = None) -> RankPart:
-    """The part, or its ``kept`` steps, with each earlier by what its number and the nanosecond of its begin say."""
-    steps = []
-    for timed in part.steps:
-        record = timed.record
-        if kept is not None and record.step not in kept:
-            continue
-        by = by_ns(record.step, record.start_ns)
-        arrival = None if record.arrival_ns is None else record.arrival_ns - by
-        record = dataclasses.replace(record, start_ns=record.start_ns - by, end_ns=record.end_ns - by, arrival_ns=arrival)
-        steps.append(dataclasses.replace(timed, record=record))
-    spans = []
-    for span in part.spans:
-        if kept is not None and span.step not in kept:
-            continue
-        by = by_ns(span.step, span.start_ns)
-        spans.append(dataclasses.replace(span, start_ns=span.start_ns - by, end_ns=span.end_ns - by))
-    return dataclasses.replace(part, steps=tuple(steps), spans=tuple(spans))
+def _shifted(part: Part, by_ns: Callable[[Part], int]) -> Part:
+    """The part with each step's record, and each span, so many nanoseconds earlier."""
+
+    def earlier(entry: Part) -> Part:
+        by = by_ns(entry)
+        return {**entry, **{name: entry[name] - by for name in ("start_ns", "end_ns", "arrival_ns") if entry.get(name) is not None}}
+
+    steps = [{**step, "record": earlier(step["record"])} for step in part["steps"]]
+    return {**part, "steps": steps, "spans": list(map(earlier, part["spans"]))}
 
 
-def _undisturbed(ranks: Sequence[RankPart], evaluated: set[int]) -> list[RankPart]:
+def _undisturbed(ranks: Sequence[Part], evaluated: set[int]) -> Sequence[Part]:
     """The steps without those around an evaluation."""
-    steps = {timed.record.step for timed in ranks[0].steps}
+    starts = {step["record"]["step"]: step["record"]["start_ns"] for step in ranks[0]["steps"]}
+    steps = set(starts)
     dropped = {step for found in evaluated for step in range(found, _next_exchange(ranks[0], steps, found) + 1)} & steps
     kept = steps - dropped
     if not dropped or len(evaluated) > len(steps) / 2 or sum(step >= 1 for step in kept) < LEAST_STEPS:
-        return list(ranks)
-    starts = sorted((timed.record.step, timed.record.start_ns) for timed in ranks[0].steps)
+        return ranks
     earlier_ns: dict[int, int] = {}  # by which each step moves, so that no gap is left of those that were dropped before it
     gone_ns = 0
-    for (step, start_ns), (_, next_ns) in zip(starts, [*starts[1:], starts[-1]], strict=True):
+    for step, following in itertools.pairwise([*sorted(steps), max(steps)]):
         earlier_ns[step] = gone_ns
-        gone_ns += next_ns - start_ns if step in dropped else 0
-    return [_shifted(part, lambda step, _at: earlier_ns[step], kept) for part in ranks]
+        gone_ns += starts[following] - starts[step] if step in dropped else 0
+    found = []
+    for part in ranks:
+        timed = [step for step in part["steps"] if step["record"]["step"] in kept]
+        spans = [span for span in part["spans"] if span["step"] in kept]
+        found.append(_shifted({**part, "steps": timed, "spans": spans}, lambda entry: earlier_ns[entry["step"]]))
+    return found
 
 
-def _next_exchange(part: RankPart, steps: set[int], evaluated: int) -> int:
+def _next_exchange(part: Part, steps: set[int], evaluated: int) -> int:
     """The first step after ``evaluated`` in which ranks wait for each other; the last one of all where there is none."""
-    meets = {timed.record.step for timed in part.steps if timed.record.arrival_ns is not None} or steps
+    meets = {step["record"]["step"] for step in part["steps"] if step["record"]["arrival_ns"] is not None} or steps
     return min((step for step in meets if step > evaluated), default=max(steps))
 
 

@@ -159,13 +159,9 @@ class ServedJob(Job):
         elif code:
             _say(f"{process.name} {how}")
 
-    def _lives(self, name: str) -> bool:
-        """Whether a process has not ended, as far as is known here: of other hosts' it is not."""
-        return name not in self.codes
-
     def _is_trained(self) -> bool:
-        """Whether a trainer lives: servers that are killed are started again for it, and end by themselves later."""
-        return any(self._lives(name) and name not in self.lost for name in self._trainers)
+        """Whether a trainer lives, as far as is known: killed servers are started again for it, and end by themselves later."""
+        return any(name not in self.codes and name not in self.lost for name in self._trainers)
 
     # Whether it is over
 
@@ -174,7 +170,7 @@ class ServedJob(Job):
         living = [process for process in self.processes if process.code is None]
         if not living:
             return True
-        servers_live = any(map(self._lives, self._servers))
+        servers_live = any(name not in self.codes for name in self._servers)
         has_failed = self.failure is not None or any(self.codes.get(name) for name in self._servers)
         if servers_live and not has_failed and self._is_trained():
             return False

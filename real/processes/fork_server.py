@@ -39,8 +39,6 @@ _OF_TESTS = "PYTEST_CURRENT_TEST"  # changes with every test, and says nothing t
 _POLL_S = 0.01
 _PATIENCE_S = 120.0
 """For the imports, and for one fork."""
-_STOPPED_S = 5.0
-"""For a stopped server to go on."""
 _LONGEST = 1 << 20
 """Bytes of a message that says what to fork."""
 _NUMBER = 32
@@ -87,7 +85,6 @@ class ForkServer:
         self.was_stopped = False
         """Whether ``look`` has ended it because it was stopped (SIGSTOP)."""
         self._forks: list[Forked] = []
-        self._stopped_since: float | None = None
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._process = subprocess.Popen(
@@ -114,13 +111,8 @@ class ForkServer:
         return any(fork.poll() is None for fork in self._forks)
 
     def look(self) -> None:
-        """End a server that has been stopped for too long, which would never say that its forks have ended: they end with it."""
-        now = time.monotonic()
-        if process_state(self.pid) != "T":
-            self._stopped_since = None
-        elif self._stopped_since is None:
-            self._stopped_since = now
-        elif now - self._stopped_since > _STOPPED_S:
+        """End a server that is stopped, which would never say that its forks have ended: they end with it."""
+        if process_state(self.pid) == "T":
             self.was_stopped = True
             self._process.kill()
             self._process.wait()

@@ -6,7 +6,6 @@ itself in the lists by its addresses. Two counts instead are a job of this machi
 
 import re
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
@@ -15,7 +14,7 @@ from real.processes.started import LOCAL, free_ports, require_free
 
 _EXAMPLE = "--servers 10.0.0.1:7164,10.0.0.2:7164 --workers 10.0.0.3:4,10.0.0.4:4"
 _MOST = 1023
-"""Trainers of a host; a larger number is a port that was written for a count."""
+"""Trainers of a host: a larger number is a port that was written for a count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +80,10 @@ def place(servers: str, workers: str) -> Placement:
     for option, count in counts.items():
         if count < 1:
             raise ConfigError("must be at least 1", option, str(count), f"for example {option} 2")
-        if len(counts) == 1:
-            hint = f"two counts, --servers 2 --workers 4, or two lists, {_EXAMPLE}"
-            raise ConfigError("is a count, and the other a list of hosts", option, str(count), hint)
-    if counts:
+    if len(counts) == 2:
         return on_this_machine(*counts.values())
-    endpoints, trainers = _endpoints(servers), _trainers(workers)
+    endpoints = tuple(f"{host}:{port}" for host, port in _parts(servers, "--servers", "host:port", 65535))
+    trainers = tuple(host for host, count in _parts(workers, "--workers", "host:count", _MOST) for _ in range(count))
     hosts = tuple(dict.fromkeys((*map(host_of, endpoints), *trainers)))
     for host in hosts if len(hosts) > 1 else ():
         if is_loopback(host) or host == "0.0.0.0":  # noqa: S104  # which is refused
@@ -121,41 +118,20 @@ def require_addresses(placement: Placement) -> None:
         require_free(int(port), "--servers", host)
 
 
-def _endpoints(text: str) -> tuple[str, ...]:
-    """``host:port,...``, each once."""
-    found: list[str] = []
-    for part, _, port in _parts(text, "--servers"):
-        if port is None or not 1 <= int(port) <= 65535:
-            raise ConfigError("is no host:port", "--servers", part, "for example 10.0.0.1:7164; addresses are IPv4")
-        if part in found:
-            raise ConfigError("is listed twice", "--servers", part, "servers of one host need a port each: 10.0.0.1:7164,10.0.0.1:7165")
-        found.append(part)
-    return tuple(found)
-
-
-def _trainers(text: str) -> tuple[str, ...]:
-    """The host of every trainer, from ``host:count,...``; a host without a count has one."""
-    found: dict[str, int] = {}
-    for part, host, number in _parts(text, "--workers"):
-        count = int(number or 1) if host else 0
-        if count < 1:
-            raise ConfigError("is no host:count", "--workers", part, "for example 10.0.0.3:4, for four trainers there")
-        if count > _MOST:
-            hint = "after a host stands its number of trainers, which need no port: 10.0.0.3:4"
-            raise ConfigError(f"would be {count} trainers on one host", "--workers", part, hint)
-        if host in found:
-            raise ConfigError("is listed twice", "--workers", host, f"once, with its number of trainers: {host}:2")
-        found[host] = count
-    return tuple(host for host, count in found.items() for _ in range(count))
-
-
-def _parts(text: str, option: str) -> Iterator[tuple[str, str, str | None]]:
-    """Each part of a list, its host, which is empty where it is none, and its number."""
+def _parts(text: str, option: str, form: str, most: int) -> list[tuple[str, int]]:
+    """Host and number of each part of a list; a host without a number has one trainer. No host is a number."""
+    found: list[tuple[str, int]] = []
     for part in map(str.strip, text.split(",")):
-        if not part:
-            raise ConfigError("an empty name among the hosts", option, repr(text), f"for example {_EXAMPLE}")
-        found = re.fullmatch(r"([^\s:\[\]/*]+)(?::(\d+))?", part)
-        yield (part, found[1], found[2]) if found else (part, "", None)
+        matched = re.fullmatch(r"(?!\d+(?::|$))([^\s:\[\]/*]+)(?::(\d+))?", part)
+        if matched is None or not 1 <= (number := int(matched[2] or form == "host:count")) <= most:
+            hint = f"two counts, --servers 2 --workers 4, or two lists of names or IPv4 addresses, {_EXAMPLE}; at most {_MOST} a host"
+            raise ConfigError(f"is no {form}", option, repr(part), hint)
+        host = matched[1]
+        if (host, number) in found or (form == "host:count" and host in dict(found)):
+            hint = "servers of one host need a port each, 10.0.0.1:7164,10.0.0.1:7165; a host of trainers stands there once, 10.0.0.3:4"
+            raise ConfigError("is listed twice", option, part, hint)
+        found.append((host, number))
+    return found
 
 
 def resolve(endpoint: str) -> str:

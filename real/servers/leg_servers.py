@@ -18,7 +18,7 @@ from fleetbench.errors import FleetbenchError, WorkerFailed
 from fleetbench.staleness import ServerLoad
 from real.processes.diagnosis import how_it_ended
 from real.processes.fork_server import can_fork, fork_server
-from real.processes.started import Started, start
+from real.processes.started import Started, end, start
 from real.servers.security import encrypts, new_token
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
@@ -88,9 +88,7 @@ class LegServers:
 
     def kill(self) -> None:
         """End whatever is left of them."""
-        for process in self._processes:
-            process.popen.kill()
-            process.popen.wait()
+        end(self._processes)
 
 
 def loads_of(reports: Sequence[Mapping[str, Any]]) -> list[ServerLoad]:

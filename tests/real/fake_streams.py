@@ -35,7 +35,7 @@ from call_sites import call_site, is_optimizers_own
 from fake_memory import Access, Memory, UnorderedAccess
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from real.communication.streams import host_may_wait, host_reads
+from real.communication.lanes import host_may_wait, host_reads
 
 allowed = host_reads
 """Inside this context the host may read device values; product code marks its own few places by ``host_reads``."""

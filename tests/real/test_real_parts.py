@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +14,13 @@ from torch import nn
 
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
-from fleetbench.result import StepRecord
 from fleetbench.stragglers import ONE
 from fleetbench.target import Crossing
 from real.communication.lanes import Flight, ThreadLane
 from real.compute.injector import Injector
 from real.engine.buckets import DeltaBucket, GradientBucket, views_of
-from real.engine.stopwatch import Queue, TimedStep
-from real.job.results import RankPart, collect
+from real.engine.stopwatch import Queue
+from real.job.results import _to_target, collect
 
 
 def test_packed_gradients_are_the_buffer() -> None:
@@ -272,24 +272,25 @@ def test_a_compiled_block_is_not_broken_and_its_delay_comes_at_the_end() -> None
 def test_pauses_stop_rank_0s_clock() -> None:
     """Rank 0 pauses 50 ns after step 1: step 2 starts 50 ns earlier on its clock, on every rank, and the target's time leaves it out."""
 
-    def step(rank: int, number: int, start: int, end: int, paused: int) -> TimedStep:
-        record = StepRecord(
-            rank=rank, step=number, start_ns=start, forward_ns=10, backward_ns=20, stall_ns=0, update_ns=0,
-            end_ns=end, arrival_ns=None, local_steps=1, loss=1.0, bytes_sent=0,
-        )  # fmt: skip
-        return TimedStep(record, paused)
+    def step(rank: int, number: int, start: int, end: int, paused: int) -> dict[str, Any]:
+        record = {
+            "rank": rank, "step": number, "start_ns": start, "forward_ns": 10, "backward_ns": 20, "stall_ns": 0, "update_ns": 0,
+            "end_ns": end, "arrival_ns": None, "local_steps": 1, "loss": 1.0, "bytes_sent": 0,
+        }  # fmt: skip
+        return {"record": record, "paused_ns": paused}
 
-    held_out = tuple((number, 0.0) for number in (2, 3, 4))
     ranks = []
     for rank in range(2):
         starts = [1000, 1150, 1250, 1350, 1450]
         steps = [step(rank, number, starts[number - 1], starts[number], 50 if number == 1 else 0) for number in (1, 2, 3, 4)]
-        ranks.append(RankPart(tuple(steps), (), held_out))
-    collected = collect(ranks, 0.5)
-    assert [(record.start_ns, record.end_ns) for record in collected.records if record.rank == 1] == [
+        ranks.append({"steps": steps, "spans": []})
+    records, _, host_s = collect(ranks)
+    assert host_s == pytest.approx(450e-9)
+    assert [(record.start_ns, record.end_ns) for record in records if record.rank == 1] == [
         (0, 100),
         (100, 200),
         (200, 300),
         (300, 400),
     ]
-    assert collected.to_target == (pytest.approx(200e-9), Crossing(2, 2.0))
+    held_out = [(number, 0.0) for number in (2, 3, 4)]
+    assert _to_target(held_out, 0.5, records) == (pytest.approx(200e-9), Crossing(2, 2.0))

@@ -415,12 +415,12 @@ sys.exit(1)
 
 
 def test_a_host_removes_its_own_logs_alone(tmp_path: Path) -> None:
-    """On a shared disk others write theirs; those beyond the job's numbers go by whoever has the first."""
+    """On a shared disk others write theirs."""
     for name in ("serverlog.0", "serverlog.1", "serverlog.5", "workerlog.0", "workerlog.1", "workerlog.9"):
         (tmp_path / name).touch()
     placement = spread(endpoints=("127.0.0.1:1", "10.0.0.9:1"), workers=("10.0.0.9", "127.0.0.1"))
     prepare_logs(tmp_path, placement)
-    assert {path.name for path in tmp_path.iterdir()} == {"serverlog.1", "workerlog.0", "workerlog.9"}
+    assert {path.name for path in tmp_path.iterdir()} == {"serverlog.1", "serverlog.5", "workerlog.0", "workerlog.9"}
 
 
 def test_trainers_of_servers_need_not_find_each_other() -> None:

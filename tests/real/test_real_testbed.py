@@ -59,7 +59,7 @@ def test_every_link_carries_what_was_declared(testbed: Ground) -> None:
     """Each way within 3 % of the rate's payload; what a user namespace may not do is recorded."""
     rates = testbed.verify()
     assert [(rate.link, rate.direction) for rate in rates] == [(f"host{n}", way) for n in range(3) for way in ("up", "down")]
-    assert all(abs(rate.measured_bps / PAYLOAD_BPS - 1) <= 0.03 for rate in rates)
+    assert all(abs(rate.measured_payload_bps / PAYLOAD_BPS - 1) <= 0.03 for rate in rates)
     refused = {entry["what"] for entry in testbed.record()["refused"]}
     assert link_shaping.STEERED not in refused or is_rootless()
     assert not any("segments" in what for what in refused)
