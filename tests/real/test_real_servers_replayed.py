@@ -15,7 +15,7 @@ from torch import nn
 
 from fleetbench.experiment import Experiment
 from fleetbench.plan.replay import Recording
-from fleetbench.workloads.data.data import open_batches, prepare
+from fleetbench.workloads.data.data import Reader, open_batches, prepare
 from fleetbench.workloads.models.registry import build_model, loss_of
 from fleetbench.workloads.training import make_optimizer, sampler_of, set_learning_rate
 from real.servers.served_training import ServedTraining
@@ -66,10 +66,9 @@ class OneAfterTheOther:
         self._lock.release()
 
 
-def _trained(experiment: Experiment, model: nn.Module, running: Job, rank: int, folder: Path, recordings: list[Recording]) -> None:
+def _trained(experiment: Experiment, model: nn.Module, batches: Reader, running: Job, rank: int, recordings: list[Recording]) -> None:
     """One trainer's whole training, as ``fleetbench real`` does it; adds what its roles were told."""
     workload = experiment.workload
-    batches = open_batches(workload, folder, sampler_of(experiment, folder, experiment.cluster.trainers, rank))
     optimizer = make_optimizer(model, workload)
     training = running.trainer(rank, model, optimizer, experiment.strategy)
     whole = training.rules.mode == "geo_sgd"  # there the update is the trainer's own
@@ -107,12 +106,15 @@ def test_virtual_trainers_end_where_real_ones_do(workload: dict[str, Any], strat
     experiment = served({**workload, "steps": 40, "lr_decay": decay}, strategy)
     prepare(experiment.workload, experiment.run.seed, tmp_path / "real")
     recordings: list[Recording] = []
-    own = experiment.workload  # models are built here: threads would share torch's generator
+    own, data = experiment.workload, tmp_path / "real"  # models are built here: threads would share torch's generator
     models = [build_model(own.model, own.model_options, own.dtype, experiment.run.seed) for _ in range(3)]
+    readers = [
+        open_batches(own, data, sampler_of(experiment, data, 3, rank)) for rank in range(3)
+    ]  # nor is Python 3.11's parser for threads
     with job(2, 3) as running:
 
         def work(rank: int) -> None:
-            _trained(experiment, models[rank], running, rank, tmp_path / "real", recordings)
+            _trained(experiment, models[rank], readers[rank], running, rank, recordings)
 
         together(*[lambda rank=rank: work(rank) for rank in range(3)])
         running.reports()
