@@ -48,13 +48,13 @@ reports: $(TOOLS)
 # The exact versions of constraints.txt: a plain `pip install torch` would fetch gigabytes of CUDA libraries.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) "pip>=25.1"
 	$(PIP) --editable .
 	$(BIN)/python -m compileall -q fleetbench sim real tuner
 	touch $(INSTALLED)
 
 # What checks and tests use besides.
 $(TOOLS): $(INSTALLED)
+	$(PIP) "pip>=25.1"
 	$(PIP) --group dev
 	touch $(TOOLS)
 

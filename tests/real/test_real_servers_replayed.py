@@ -108,9 +108,7 @@ def test_virtual_trainers_end_where_real_ones_do(workload: dict[str, Any], strat
     recordings: list[Recording] = []
     own, data = experiment.workload, tmp_path / "real"  # models are built here: threads would share torch's generator
     models = [build_model(own.model, own.model_options, own.dtype, experiment.run.seed) for _ in range(3)]
-    readers = [
-        open_batches(own, data, sampler_of(experiment, data, 3, rank)) for rank in range(3)
-    ]  # nor is Python 3.11's parser for threads
+    readers = [open_batches(own, data, sampler_of(experiment, data, 3, rank)) for rank in range(3)]  # nor parse threads well
     with job(2, 3) as running:
 
         def work(rank: int) -> None:
