@@ -137,7 +137,7 @@ def run_of(
         ),
         host_s=host_s,
         peak_bytes=tuple(part["peak_bytes"] for part in parts),
-        held_out=ranks[0].held_out,
+        held_out=tuple((step, loss) for step, loss in parts[0].get("held_out", ())),
     )
 
 
