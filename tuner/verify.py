@@ -32,12 +32,11 @@ from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.roles import SEED
 from tuner.bias import named
 from tuner.earlier import Held
-from tuner.penalty import Penalty
 from tuner.real_runs import BudgetSpent, RealRuns, budget_of, leg_steps_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
 from tuner.space import name_of, parameters_of, way_of
-from tuner.to_target import Updates
+from tuner.to_target import Penalty, Updates
 
 DEFAULT = "default"
 BETWEEN_SEEDS = 3

@@ -40,7 +40,7 @@ def steps(description: str, *, lines: bool = False) -> Iterator[Steps | None]:
 def stages(*, lines: bool = False) -> Iterator[Stages | None]:
     """A bar a stage, in the order in which stages report; yields the callback, or none. ``lines``: where there is no terminal."""
     if not wanted():
-        yield _Lines().advance if lines and _is_first() else None
+        yield _lines() if lines and _is_first() else None
         return
     with _bars() as bars:
         known: dict[str, TaskID] = {}
@@ -65,20 +65,19 @@ _OFTEN_S = 2.0
 """Between two lines of a stage, but for its first and its last."""
 
 
-class _Lines:
+def _lines() -> Stages:
     """A line for what is done of a stage, and how long the rest may take, for a log."""
+    begun: dict[str, tuple[int, float]] = {}
+    told: dict[str, tuple[int, float]] = {}
 
-    def __init__(self) -> None:
-        self._begin: dict[str, tuple[int, float]] = {}
-        self._last: dict[str, tuple[int, float]] = {}
-
-    def advance(self, stage: str, done: int, total: int) -> None:
-        """See ``Stages``."""
+    def advance(stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        first, begin_s = self._begin.setdefault(stage, (done, now))
-        said, at_s = self._last.get(stage, (-1, 0.0))
+        first, begin_s = begun.setdefault(stage, (done, now))
+        said, at_s = told.get(stage, (-1, 0.0))
         if done == said or (first < done < total and now - at_s < _OFTEN_S):
             return
-        self._last[stage] = done, now
+        told[stage] = done, now
         left = f", about {(now - begin_s) / (done - first) * (total - done):.0f} s left" if first < done < total else ""
         say(f"{stage}: {done} of {total}{left}")
+
+    return advance

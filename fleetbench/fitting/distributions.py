@@ -32,12 +32,6 @@ _NARROWEST, _WIDEST = 1e-6, 1e-3
 """Bounds of a cell, as a share of the median."""
 _REACH, _DEEPEST = 0.5, 0.25
 """How far below the smallest time the base may lie: in distances from there to the median, and as a share of it."""
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(2)
-"""Gauss and Legendre's points of [-1, 1], and what each counts."""
-_LEAST_SMOOTH_CV = 1e-3
-"""Below it, a gamma density is a difference of large numbers."""
-_LEAST_SMOOTH = 150
-"""Pairs of cells: with fewer, arrays cost more than incomplete gamma functions."""
 _TINY = 1e-300
 _MOST_CV = 20.0
 _STEP = 0.2
@@ -96,30 +90,11 @@ def chance(law: Law, x: Floats, mean: float, cv: float, *, above: bool = False) 
 
 
 def cells(law: Law, bounds: Floats, mean: float, cv: float) -> Floats:
-    """The chance of each cell, exact in both tails; ``bounds`` are the lower and the upper ones ``(2, cells)``, in rising order.
+    """The chance of each cell; ``bounds`` are the lower and the upper ones ``(2, cells)``, in rising order.
 
-    Most cells of a gamma law are narrow: two points of its density give their chances to five digits, in a fraction of the
-    time that differences of incomplete gamma functions take.
+    Differences of P(X <= x) in the first half, and of P(X > x) after it, so that both tails are exact.
     """
     half = bounds.shape[1] // 2
-    if law != "gamma" or cv < _LEAST_SMOOTH_CV or half < _LEAST_SMOOTH:
-        return _differences(law, bounds, half, mean, cv)
-    shape, scale = cv**-2, mean * cv**2
-    low, high = np.maximum(bounds, 0.0) / scale
-    width = high - low
-    with np.errstate(divide="ignore", invalid="ignore"):
-        slope = np.abs((shape - 1.0) / low - 1.0)  # of the density's logarithm
-        smooth = (low > 8.0 * width) & (width < 0.1 * math.sqrt(shape)) & (slope * width < 0.5)
-    reach = width[smooth] / 2
-    points = low[smooth] + reach * (1.0 + _NODES[:, None])
-    found = np.empty(len(width))
-    found[smooth] = _WEIGHTS @ np.exp((shape - 1.0) * np.log(points) - points - special.gammaln(shape)) * reach
-    found[~smooth] = _differences(law, bounds[:, ~smooth], half - int(smooth[:half].sum()), mean, cv)
-    return found
-
-
-def _differences(law: Law, bounds: Floats, half: int, mean: float, cv: float) -> Floats:
-    """The chances of cells as differences: of P(X <= x) in the first ``half``, and of P(X > x) after it."""
     low, high = (
         np.diff(chance(law, part, mean, cv, above=above), axis=0)[0]
         for part, above in ((bounds[:, :half], False), (bounds[:, half:], True))

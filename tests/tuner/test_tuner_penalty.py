@@ -8,9 +8,9 @@ from tuner_fakes import FakeRunner, target_experiment
 
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from real.leg import Leg
-from tuner.penalty import Penalty
 from tuner.real_runs import RealRuns
 from tuner.recommendation import Arm
+from tuner.to_target import Penalty
 from tuner.verify import verify
 
 LEVELS = (2, 4, 8, 16)

@@ -99,8 +99,6 @@ class _Simulated:
     """None for a bare all-reduce."""
     nbytes: int | None
     measured_s: float
-    group: int = 0
-    """Cells of one group differ in their strategies only, so that they share draws and what collectives take."""
 
 
 class Model:
@@ -112,37 +110,29 @@ class Model:
         data = encode(experiment)
         settled = functools.cache(lambda settings: _settled(experiment, data, settings))
         table_of = functools.cache(lambda settings: Scenario.of(settled(settings)).table)
-        alike: list[Experiment] = []
         self._cells = []
         for cell in cells:
             own, table, measured_s = _simulated(settled, table_of, cell, keys)
-            shared = own.replace(strategy=experiment.strategy)
-            if shared not in alike:
-                alike.append(shared)
-            self._cells.append(_Simulated(own, table, cell.all_reduce_bytes, measured_s, alike.index(shared)))
+            self._cells.append(_Simulated(own, table, cell.all_reduce_bytes, measured_s))
         self._scaled = functools.lru_cache(maxsize=64)(lambda table, factor: scaled(table, COMPUTE, factor))
         self.measured_s = np.array([cell.measured_s for cell in self._cells])
 
     def seconds(self, values: Sequence[float], only: Sequence[int] | None = None) -> Floats:
         """Of all cells, or of some, for values of the parameters."""
-        groups: dict[int, StepTime] = {}
         indices = range(len(self._cells)) if only is None else only
-        return np.array([self._seconds(self._cells[index], values, groups) for index in indices])
+        return np.array([self._seconds(self._cells[index], values) for index in indices])
 
-    def _seconds(self, cell: _Simulated, values: Sequence[float], groups: dict[int, StepTime]) -> float:
-        if cell.group not in groups:
-            groups[cell.group] = StepTime(self._applied(cell.experiment, values))
-        of_group, strategy = groups[cell.group], cell.experiment.strategy
+    def _seconds(self, cell: _Simulated, values: Sequence[float]) -> float:
+        experiment, strategy = self._applied(cell.experiment, values), cell.experiment.strategy
         if cell.nbytes is not None:
-            experiment = of_group.experiment
             cost = way("all_reduce", range(experiment.cluster.trainers), Links.of(experiment)).route(cell.nbytes).cost
             return float(cost.latency_ns + cost.transfer_ns) * 1e-9
         table = cell.table
         if self._has_table_keys:
-            experiment = of_group.experiment.replace(strategy=strategy)
             table = on_cores(experiment, table_for(experiment))
-        of_group.tables[compute_part(strategy)] = self._scaled(table, self._factor(values))
-        return of_group(strategy)
+        step_s = StepTime(experiment)
+        step_s.tables[compute_part(strategy)] = self._scaled(table, self._factor(values))
+        return step_s(strategy)
 
     def _applied(self, experiment: Experiment, values: Sequence[float]) -> Experiment:
         for parameter, value in zip(self.parameters, values, strict=True):
