@@ -127,7 +127,7 @@ class ForkServer:
             log.open("ab").close()
         except OSError as error:  # here, where it ends no server
             raise EnvironmentLacks(f"it cannot be written: {error.strerror}", "a process's log", str(log), "is its disk full?") from None
-        wanted = {"arguments": list(arguments), "log": str(log), "folder": str(Path.cwd()), "variables": dict(variables or {})}
+        wanted = {"arguments": list(arguments), "log": str(log.absolute()), "folder": str(Path.cwd()), "variables": dict(variables or {})}
         connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(_PATIENCE_S)
         with contextlib.suppress(OSError):  # it has ended, or does not answer
