@@ -20,12 +20,14 @@ from fleetbench.plan.combination import OUTSIDE
 from fleetbench.strategy import DistributedStrategy
 from tuner.recommendation import Trial
 from tuner.space import Equivalence, Space, parameters_of, way_of, with_different_sizes
-from tuner.study import open_study, run_trial, trials
+from tuner.study import add_trial, open_study, run_trial, trials
 
 MOST_PLANS = 20_000
 """Points of a space up to which its different strategies are looked for; sizes of fusion that give equal buckets are one value."""
 PROBED = 20
 """Trials after which it is known how long all of them take."""
+RECORDED = 10
+"""Of strategies that were all simulated, so many of the best stand in the study, beside the arms."""
 WARMUP_STEPS = 2
 STEADY_STEPS = 3
 
@@ -119,7 +121,10 @@ def search(
     """Simulate the default, the advice, if any, and the space; see the module. Raises what ``step_s`` raises."""
     tell, same = progress or (lambda *_: None), Equivalence(experiment)
     arms = {"default": experiment.strategy} | ({} if advised is None else {"advice": advised})
-    found = _enumerated(experiment, space, arms, same, step_s, tell) or _proposed(experiment, space, arms, same, step_s, tell, out)
+    if (found := _enumerated(experiment, space, arms, same, step_s, tell)) is not None:
+        _keep(experiment, space, found, out)
+    else:
+        found = _proposed(experiment, space, arms, same, step_s, tell, out)
     tell(len(found.tried), len(found.tried))
     return found
 
@@ -203,6 +208,16 @@ def _enumerated(
     alike = f"all {sum(one.arm is None for one in tried):,} different strategies of {space.size:,} combinations were simulated"
     notes.append(f"{alike}; the others exclude each other's values, or are one of these to the simulator")
     return Search(tuple(tried), tuple(dict.fromkeys(notes)))
+
+
+def _keep(experiment: Experiment, space: Space, found: Search, out: Path) -> None:
+    """Leave the arms and the best of the others in the study, for optuna-dashboard; nothing is read back."""
+    named = [tried for tried in found.tried if tried.arm is not None]
+    best = sorted((tried for tried in found.tried if tried.arm is None), key=_rank)[:RECORDED]
+    with open_study(experiment, out) as study:
+        for tried in (*named, *best) if not trials(study, TrialState.COMPLETE) else ():
+            attributes = {"key": tried.key} | ({} if tried.arm is None else {"arm": tried.arm})
+            add_trial(study, space.point_of(tried.strategy) or {}, dict(space.choices), tried.trial.simulated_s, attributes)
 
 
 def _proposed(

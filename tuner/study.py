@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -61,6 +62,15 @@ def run_trial(study: optuna.Study, seed: int, objective: Callable[[Trial], float
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # group is marked experimental
         study.sampler = optuna.samplers.TPESampler(seed=word, group=True)
     study.optimize(digested, n_trials=1)
+
+
+def add_trial(
+    study: optuna.Study, point: Mapping[str, Any], choices: Mapping[str, tuple[Any, ...]], value: float, attributes: Mapping[str, Any]
+) -> None:
+    """Add a trial that is complete; ``point`` may be of none of the ``choices``."""
+    distributions: dict[str, BaseDistribution] = {name: CategoricalDistribution(choices[name]) for name in point}
+    kept = {**attributes, _DIGEST: _digest(len(study.get_trials(deepcopy=False)), point, value, attributes)}
+    study.add_trial(optuna.create_trial(params=dict(point), distributions=distributions, value=value, user_attrs=kept))
 
 
 def _digest(number: int, parameters: Mapping[str, Any], value: float | None, attributes: Mapping[str, Any]) -> str:

@@ -229,7 +229,7 @@ def test_an_interrupted_tuning_of_an_experiment_goes_on_after_its_last_leg(tmp_p
     assert [(arm.name, arm.measured_s) for arm in found.arms] == [(arm.name, arm.measured_s) for arm in whole.arms]
     undisturbed, broken, again = (len(one.legs) for one in sessions)
     assert broken + again == undisturbed + 1  # half of the second pair
-    assert sorted(path.name for path in (tmp_path / "broken").iterdir()) == sorted([folder.name, "recommended"])
+    assert sorted(path.name for path in (tmp_path / "broken").iterdir()) == sorted([folder.name, "recommended", "studies"])
     assert Recommendation.load(folder) == found
 
 
@@ -378,10 +378,10 @@ def test_a_draft_is_a_recommendation_when_it_is_whole(tmp_path: Path) -> None:
         if at is not None:
             with pytest.raises(KeyboardInterrupt):
                 tune(experiment, out=out, runner=runner, simulate=FakeSimulate(formula), draft=draft)
-            assert not out.exists()
+            assert [path.name for path in out.iterdir()] == ["studies"]
             assert len(list(draft.iterdir())) == 1
     found, folder = tune(experiment, out=out, runner=runner, simulate=FakeSimulate(formula), draft=draft)
-    assert not out.exists()
+    assert [path.name for path in out.iterdir()] == ["studies"]
     assert list(draft.iterdir()) == [folder]
     assert Recommendation.load(folder) == found
 

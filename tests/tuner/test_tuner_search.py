@@ -5,6 +5,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import optuna
 import pytest
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -237,3 +238,15 @@ def test_a_trial_takes_whole_rounds_of_the_default_too() -> None:
         experiment = target_experiment(local_steps=(1, 8) if own > 1 else (1, 16))
         local = {"localsgd": own > 1, "localsgd_configs": {"k_steps": own} if own > 1 else {}}
         assert shortened(experiment.replace(strategy=DistributedStrategy().replace(**local))).workload.steps == steps + 2, own
+
+
+def test_a_space_that_is_searched_whole_stands_in_the_study(tmp_path: Path) -> None:
+    """Default, advice and the best of the others with their seconds, for optuna-dashboard, once; nothing is read back."""
+    found = [searched(layers_experiment(), tmp_path, FakeSimulate(formula)) for _ in range(2)]
+    assert found[0].tried == found[1].tried
+    (journal,) = (tmp_path / "studies").iterdir()
+    (name,) = optuna.get_all_study_names(storage := JournalStorage(JournalFileBackend(str(journal))))
+    kept = optuna.load_study(study_name=name, storage=storage).trials
+    assert [trial.user_attrs.get("arm") for trial in kept[:2]] == ["default", "advice"]
+    best = sorted(tried.trial.simulated_s for tried in found[0].tried if tried.arm is None)[:10]
+    assert [trial.value for trial in kept[2:]] == best

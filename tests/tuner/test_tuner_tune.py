@@ -226,7 +226,7 @@ def test_a_budget_without_room_for_a_verdict_is_refused_before_any_run(tmp_path:
     with pytest.raises(ConfigError, match=r"tune\.budget_minutes = 0\.01") as caught:
         tune(small, out=tmp_path / "small", runner=runner, simulate=FakeSimulate(formula))
     assert runner.legs == []
-    assert not (tmp_path / "small").exists()
+    assert [path.name for path in (tmp_path / "small").iterdir()] == ["studies"]
     assert re.fullmatch(
         r"\d+ runs of 5 steps to choose among \d strategies and 2 pairs would take [\d.]+ minutes, .*", caught.value.value or ""
     )
