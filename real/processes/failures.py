@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -102,6 +102,29 @@ def on_uncaught(tell: Callable[[BaseException], None]) -> None:
     sys.excepthook = hook
 
 
+class ExitWatch:
+    """Notes what ``sys.exit`` is called with, from when it is made until ``end``. A bare ``raise SystemExit(1)`` it does not see."""
+
+    def __init__(self) -> None:
+        self._status: object = None
+        self._exit, self._noted = sys.exit, self._note
+        sys.exit = self._noted  # every call of it passes here
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the process ends by an exception that was not caught, or by ``sys.exit`` with anything but 0 or none."""
+        return hasattr(sys, "last_value") or self._status not in (None, 0)
+
+    def end(self) -> None:
+        """Let ``sys.exit`` be what it was, unless somebody else has put something in its place since."""
+        if sys.exit is self._noted:
+            sys.exit = self._exit
+
+    def _note(self, status: object = None) -> NoReturn:
+        self._status = status
+        self._exit(status)  # type: ignore[arg-type]  # as given
+
+
 class Failures:
     """One rank's view of its job; see the module. ``start`` makes it watch, ``end`` or ``leave`` belongs at the process's exit.
 
@@ -131,23 +154,25 @@ class Failures:
         self._has_failed = self._has_broken = self._is_leaving = False
         self._lock = threading.RLock()
         self._ended = threading.Event()
+        self._exits = ExitWatch()
         self._thread = threading.Thread(target=self._watch, name="failures", daemon=True)
 
     @property
     def has_failed(self) -> bool:
         """Whether this process must not end with exit code 0: a collective of it broke, or some rank has failed."""
-        return self._has_failed or self.failure is not None or hasattr(sys, "last_value")
+        return self._has_failed or self.failure is not None or self._exits.has_failed
 
     def start(self) -> None:
         """Begin to watch the others, and what ends this process."""
         on_uncaught(self.announce)
         self._thread.start()
 
-    def announce(self, error: BaseException) -> None:
+    def announce(self, error: BaseException | str) -> None:
         """This rank has failed: let all ranks know, unless they have learnt of another failure before."""
         self._has_failed = True
-        text = f"failed at step {self._step()}: {type(error).__name__}: {error}"
-        self._asked(lambda: self._say(text, own=not is_of_peers(error)), otherwise=None)
+        own = isinstance(error, str) or not is_of_peers(error)
+        text = error if isinstance(error, str) else f"failed at step {self._step()}: {type(error).__name__}: {error}"
+        self._asked(lambda: self._say(text, own=own), otherwise=None)
 
     @contextmanager
     def broken(self) -> Iterator[None]:
@@ -172,6 +197,7 @@ class Failures:
     def end(self) -> None:
         """All ranks leave together: watch no more."""
         self._ended.set()
+        self._exits.end()
         if self._thread.is_alive():
             self._thread.join(_POLL_S)
 
@@ -181,12 +207,14 @@ class Failures:
         The rank that failed goes once the others know; they wait for it, so that a launcher sees it end first. A rank
         whose collective broke goes at once: to destroy a group in which one is still under way takes as long as that.
         """
-        has_raised, entry = hasattr(sys, "last_value"), self._own_entry
+        if self._exits.has_failed and not hasattr(sys, "last_value") and self.failure is None:
+            self.announce("ended by sys.exit, and not with 0, while others train")
+        entry = self._own_entry
         if entry is not None and not self._has_broken:
             self._asked(lambda: bool(self._missing(entry)), otherwise=True)
-        elif self.failure is not None and self.failure.rank != self._rank and not has_raised:
+        elif self.failure is not None and self.failure.rank != self._rank and not self._exits.has_failed:
             time.sleep(self._way_out.grace_s)
-        if self._has_broken or not has_raised:
+        if self._has_broken or not self._exits.has_failed:
             why = self.failure or "a collective of its own broke"
             print(f"rank {self._rank} ends without success, because {why}", file=sys.stderr)  # noqa: T201  # the worker's log
             self._way_out.leave()

@@ -12,6 +12,7 @@ import torch
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import refuse_unserved
 from fleetbench.strategy import DistributedStrategy
+from real.processes.failures import ExitWatch
 from real.processes.roles import STARTUP, Role, launcher_of
 from real.servers.board import Board, Entry
 from real.servers.links import TrainerOptions
@@ -45,6 +46,7 @@ class Served:
             "timeout_s": timeout_s / _SILENCE,
         }
         self._server: ParameterServer | None = None
+        self._exits = None if self.is_server else ExitWatch()
 
     @property
     def is_server(self) -> bool:
@@ -201,11 +203,13 @@ class Served:
         """
         if self._server is not None:
             self._server.close()
-        if not self.is_server:
+        if self._exits is not None:
+            self._exits.end()
             self._blame(getattr(sys, "last_value", None))
         if self.training is None:
             return
-        if hasattr(sys, "last_value") or not self.training.has_joined:
+        has_failed = self._exits is not None and self._exits.has_failed
+        if has_failed or not self.training.has_joined:
             self.training.close()
         else:
             self.training.finish()

@@ -111,6 +111,11 @@ def refused(folder: Path) -> None:
         time.sleep(LATE_S)
 
 
+def exited(folder: Path) -> None:
+    """Rank 1 leaves by ``sys.exit``."""
+    Script(folder).train(lambda: sys.exit(3))
+
+
 def preempted(folder: Path) -> None:
     """Both ranks leave by ``sys.exit``, one later than the other."""
     script = Script(folder)

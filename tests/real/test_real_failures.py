@@ -24,7 +24,7 @@ from real.processes.failures import CollectiveFailed, Failures, WayOut
 
 RANKS = Path(__file__).with_name("failing_ranks.py")
 CASES = (
-    *("no_fault", "raised", "refused", "far_apart", "swallowed", "swallowed_norm", "stopped_save", "slow_save"),
+    *("no_fault", "raised", "refused", "exited", "far_apart", "swallowed", "swallowed_norm", "stopped_save", "slow_save"),
     *("preempted", "late_evaluation", "late_without_group", "left_early"),
 )
 SOON_S = 35.0
@@ -56,13 +56,14 @@ def test_without_a_failure_both_ranks_end_well(ended: dict[str, list[dict[str, A
     [
         ("raised", f"failed at step 2: {ODD}"),
         ("refused", "failed at step 3: ConfigError: parameters first.bias, first.weight: got no gradient in this step"),
+        ("exited", "ended by sys.exit"),
         ("far_apart", f"failed at step 2: {ODD}"),
     ],
 )
 def test_a_failure_reaches_the_other_rank(ended: dict[str, list[dict[str, Any]]], case: str, says: str) -> None:
     """Although nobody launched them, the failed one lives on, or the other meets nobody; its launcher could read who it was."""
     found = ended[case]
-    lives_on = case != "far_apart"
+    lives_on = case not in ("exited", "far_apart")
     assert all(rank["code"] > 0 and rank["after_s"] < SOON_S for rank in (found[:1] if lives_on else found))
     assert f"rank 0 ends, because rank 1 {says}" in found[0]["text"]
     note = found[0]["note"]
@@ -71,7 +72,8 @@ def test_a_failure_reaches_the_other_rank(ended: dict[str, list[dict[str, Any]]]
 
 
 def test_a_rank_keeps_its_own_exit_code(ended: dict[str, list[dict[str, Any]]]) -> None:
-    """What ``sys.exit`` was given on all."""
+    """What ``sys.exit`` was given, on one rank or on all."""
+    assert ended["exited"][1]["code"] == 3
     assert [rank["code"] for rank in ended["preempted"]] == [85, 85]
 
 
@@ -99,7 +101,7 @@ def test_a_rank_that_is_stopped_within_a_save_is_named(ended: dict[str, list[dic
 
 @pytest.mark.usefixtures("forked_launches")
 def test_a_launch_says_what_the_rank_said(tmp_path: Path) -> None:
-    """Exit code 4, the rank and its message; its log has the traceback, and rank 0's says the same."""
+    """Exit code 4, the rank and its message, and its traceback last; rank 0's log says the same."""
     script = tmp_path / "fails.py"
     script.write_text(
         "import torch\nfrom fleetbench import fleet\nfleet.init()\nmodel = fleet.distributed_model(torch.nn.Linear(4, 1))\n"
@@ -107,11 +109,13 @@ def test_a_launch_says_what_the_rank_said(tmp_path: Path) -> None:
         "for step in range(9):\n    if step == 3 and fleet.worker_index() == 1: raise ValueError('the third layer is odd')\n"
         "    model(torch.ones(2, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
     )
+    shown: list[bytes] = []
     with pytest.raises(WorkerFailed, match=f"rank 1: failed at step 3: {ODD}") as caught:
-        launch_script(2, [str(script)], log_dir=tmp_path / "log", echo=lambda _: None)
-    text = (tmp_path / "log" / "workerlog.1").read_text()
-    assert "if step == 3 and fleet.worker_index() == 1" in text
-    assert ODD in text
+        launch_script(2, [str(script)], log_dir=tmp_path / "log", echo=shown.append)
+    last = shown[-1].decode()
+    assert last.startswith(f"from {tmp_path / 'log' / 'workerlog.1'}:\nTraceback (most recent call last):\n")
+    assert "if step == 3 and fleet.worker_index() == 1" in last
+    assert ODD in last
     assert caught.value.exit_code == 4
     assert f"rank 1 failed at step 3: {ODD}" in (tmp_path / "log" / "workerlog.0").read_text()
 
@@ -147,7 +151,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Fail
     for rank in range(3):
         (tmp_path / str(rank)).mkdir()
     yield made
-    for one in made:
+    for one in reversed(made):  # each has put its own in the place of sys.exit
         one.end()
 
 
