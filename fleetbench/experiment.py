@@ -240,7 +240,9 @@ class Experiment(Config):
             text, base = resources.files("fleetbench").joinpath("quickstart.toml").read_text(encoding="utf-8"), Path()
         else:
             text, base = read_text(path, "check the path; without a file the built-in quickstart runs"), Path(path).parent
-        data = read_toml(text, str(path), "an experiment is a TOML file; `fleetbench sim` alone runs one")
+        data = read_toml(
+            text, str(path), "an experiment is a TOML file, and a script's command follows `--`; `fleetbench sim` alone runs one"
+        )
         if not data:
             hint = "without a file the built-in quickstart runs; a file holds tables such as [workload]"
             raise ConfigError("holds no experiment", str(path), hint=hint)

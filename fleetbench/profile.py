@@ -109,6 +109,13 @@ class Profile(Config):
             return None
         return f"the profile was measured on a busy machine: other programs computed on {self.foreign_cores:.2g} cores in the meantime"
 
+    def short_of(self, experiment: Experiment) -> str | None:
+        """What is to be said where its layer times are of a step that nothing delays, and the experiment declares no stragglers."""
+        if self.stragglers is None or not self.stragglers.entries or experiment.cluster.stragglers:
+            return None
+        what = "the profile's layer times are those of a step that nothing delays, and the experiment declares no stragglers"
+        return f"{what}: simulated steps are too short; sim reads both from measured.toml, and without workload.profile times are means"
+
     @property
     def compute(self) -> str:
         """Where its layer times come from, in words."""
@@ -205,7 +212,7 @@ def table_for(experiment: Experiment, profile: Profile | None = None) -> LayerTa
         key = compute_key(experiment, device=device)
         for table in profile.tables:
             if table.key == key:
-                return _emulated(table) if experiment.run.device == EMULATED else _as_used(table, experiment.strategy)
+                return _emulated(table) if experiment.run.device == EMULATED else as_used(table, experiment.strategy)
     raise ConfigError(
         "holds no layer table for this workload, thread count and device",
         "workload.profile",
@@ -219,11 +226,18 @@ def _measured_on(experiment: Experiment) -> tuple[str, ...]:
     return ("cpu", "cuda") if experiment.run.device == EMULATED else (experiment.run.device,)
 
 
-def _as_used(table: LayerTable, strategy: DistributedStrategy) -> LayerTable:
-    """With the compute of local steps, where trainers update alone."""
-    is_geo = strategy.mode == "ps" and strategy.a_sync and strategy.a_sync_configs.k_steps > 0
-    if table.local_compute == 1.0 or not (strategy.is_local or is_geo):
+def computes_locally(strategy: DistributedStrategy) -> bool:
+    """Whether trainers compute several steps without waiting for others: with Local SGD, adaptive K, GeoSGD."""
+    is_geo = strategy.mode == "ps" and strategy.a_sync and strategy.a_sync_configs.k_steps > 1
+    return is_geo or strategy.adaptive_localsgd or strategy.local_steps > 1
+
+
+def as_used(table: LayerTable, strategy: DistributedStrategy) -> LayerTable:
+    """With the compute of local steps where trainers take them, and without its excess where they do not."""
+    if table.local_compute == 1.0:
         return table
+    if not computes_locally(strategy):
+        return dataclasses.replace(table, local_compute=1.0, resume=Nanoseconds(0))
     return dataclasses.replace(scaled(table, table.local_compute, table.local_compute), local_compute=1.0)
 
 
@@ -231,7 +245,14 @@ def _emulated(table: LayerTable) -> LayerTable:
     """What sleeping by ``table`` takes: no collective slows a sleep, and starting one takes nothing from it."""
     nothing = Nanoseconds(0)
     return dataclasses.replace(
-        table, contention=0.0, collective_contention=0.0, host_per_collective=nothing, pack=nothing, local_update=None, local_compute=1.0
+        table,
+        contention=0.0,
+        collective_contention=0.0,
+        host_per_collective=nothing,
+        pack=nothing,
+        local_update=None,
+        local_compute=1.0,
+        resume=nothing,
     )
 
 

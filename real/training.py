@@ -15,7 +15,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.drive import ends_epoch
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import all_reduce_cost, compute_key, profile_of
+from fleetbench.profile import all_reduce_cost, as_used, compute_key, profile_of
 from fleetbench.stragglers import draws
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import crossing
@@ -292,7 +292,7 @@ class ComputedTraining(Training):
     def _table(self, strategy: DistributedStrategy) -> LayerTable | None:
         """The profile's; none where it has none."""
         key, profile = compute_key(self._experiment, strategy), profile_of(self._experiment)
-        return next((table for table in profile.tables if table.key == key), None) if profile else None
+        return next((as_used(table, strategy) for table in profile.tables if table.key == key), None) if profile else None
 
     def _evaluate(self, step: int) -> None:
         with self.engine.stopwatch.pause():

@@ -24,7 +24,7 @@ class OwnWork:
         local_ns = table.local_update if scenario.strategy.combination.is_local else None
         outer = scenario.strategy.combination.outer
         outer_ns = _split(table.merge, [8, 2])[0] if outer is not None and outer.momentum else 0
-        self._whole_ns = {"update": table.update if local_ns is None else local_ns, "merge": table.merge, "outer": outer_ns}
+        self._whole_ns = {"update": table.update if local_ns is None else local_ns, "merge": table.merge + table.resume, "outer": outer_ns}
         sizes = [sum(plan.buckets[bucket].nbytes for bucket in own) for own in plan.fragments]
         self._fragment_ns = {kind: _split(self._whole_ns[kind], sizes) for kind in ("merge", "outer")}
         self._update_ns = _split(table.update, [bucket.numel for bucket in plan.buckets])

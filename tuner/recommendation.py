@@ -224,4 +224,6 @@ class Recommendation(Config):
         if not path.is_file():
             raise ConfigError("no recommendation here", str(folder), hint="fleetbench tune writes one when it ends")
         with reading(path, "run fleetbench tune again"):
-            return decode(read_json(path.read_text(encoding="utf-8")), cls, str(path))
+            data = read_json(path.read_text(encoding="utf-8"))
+            data["learnt"] = {key: value for key, value in data.get("learnt", {}).items() if isinstance(value, list)}  # no older version's
+            return decode(data, cls, str(path))

@@ -27,7 +27,7 @@ from fleetbench.plan.build import build_plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import compute_key, table_for
+from fleetbench.profile import compute_key, computes_locally, table_for
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LAYERS
 from sim.scenario import setting_of
@@ -321,7 +321,7 @@ class Equivalence:
         return f"{self._digest(strategy, table)} {decided} {table.key}"
 
     def _table(self, strategy: DistributedStrategy) -> LayerTable:
-        key = compute_key(self.experiment, strategy), strategy.is_local  # of servers, the mode is not searched here
+        key = compute_key(self.experiment, strategy), computes_locally(strategy)
         if key not in self._tables:
             self._tables[key] = table_for(self.experiment.replace(strategy=strategy))
         return self._tables[key]

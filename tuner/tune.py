@@ -135,7 +135,7 @@ def tune(
         learnt=dict(ways.learnt),
         rate=ways.rate,
         advice_left_out=tuple(left_out),
-        notes=(*_busy(experiment), *space.notes, *found.notes, *notes, *recommendation.notes, cost_note(recommendation, cost_s)),
+        notes=(*_of_profile(experiment), *space.notes, *found.notes, *notes, *recommendation.notes, cost_note(recommendation, cost_s)),
         runs=tuple(run for arm in recommendation.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None),
     )
     recommendation.save(folder)
@@ -147,10 +147,10 @@ def tune(
     return recommendation, folder
 
 
-def _busy(experiment: Experiment) -> tuple[str, ...]:
-    """Says so where the profile was taken on a busy machine."""
+def _of_profile(experiment: Experiment) -> tuple[str, ...]:
+    """Says so where the profile was taken on a busy machine, or its times lack their stragglers."""
     profile = profile_of(experiment)
-    return () if profile is None or profile.busy is None else (profile.busy,)
+    return () if profile is None else tuple(filter(None, (profile.busy, profile.short_of(experiment))))
 
 
 def _new_folder(experiment: Experiment, out: Path, draft: Path | None) -> Path:

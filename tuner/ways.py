@@ -180,13 +180,14 @@ def price_ways(
     ways: list[tuple[object, Experiment]] = [(way_of(strategy), _on_one_wire(experiment, strategy)) for strategy in strategies]
     higher, lower = ((rate, experiment.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate))) for rate in RATES)
     trainings = [*ways[:_FIRST], higher, *ways[_FIRST:], lower]
-    by_number, kept = _learnt(experiment, [one for _, one in trainings], learn, out, progress, refused, known or {})
+    end = time.process_time() + experiment.tune.search_seconds
+    by_number, kept = _learnt(experiment, [one for _, one in trainings], learn, out, progress, refused, known or {}, end)
     arrivals = {trainings[number][0]: arrival for number, arrival in by_number.items()}
     learnt = {way: None if arrival is None else arrival.steps for way, arrival in arrivals.items()}
     for rate in RATES:
         if _is_noticed(learnt.get(rate), learnt.get(own)):  # then twice as far
             further = experiment.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate**2))
-            by_number, kept = _learnt(experiment, [further], learn, out, progress, refused, kept)
+            by_number, kept = _learnt(experiment, [further], learn, out, progress, refused, kept, end)
             if (arrival := by_number.get(0)) is not None:
                 learnt[rate**2] = arrival.steps
     updates = {way: (steps,) for way, steps in learnt.items() if way in names}
@@ -230,7 +231,8 @@ def over_seeds(
     for seed in range(experiment.run.seed, experiment.run.seed + number):
         seeded = experiment.replace(run=dataclasses.replace(experiment.run, seed=seed))
         trainings = [_on_one_wire(seeded, strategy) for strategy in of_ways.values()]
-        found, _ = _learnt(experiment, trainings, learn, out, progress, [], {})
+        end = time.process_time() + experiment.tune.search_seconds
+        found, _ = _learnt(experiment, trainings, learn, out, progress, [], {}, end)
         if len(found) < len(trainings):
             break
         arrivals = [found[number] for number in range(len(of_ways))]
@@ -277,12 +279,15 @@ def _learnt(
     progress: Progress | None,
     refused: list[str],
     known: Mapping[str, Reached],
+    end: float,
 ) -> tuple[dict[int, Arrival | None], dict[str, Reached]]:
-    """How the target is reached, by number, of as many as there is time for; and by key. What is refused joins ``refused``.
+    """How the target is reached, by number, of as many as there is time for until the process has computed for ``end`` seconds; and by key.
+
+    What is refused joins ``refused``.
 
     The experiment's study below ``out`` keeps them, so that a tuning that is taken up again has the same finalists.
     """
-    tell, end, found = progress or (lambda *_: None), time.process_time() + experiment.tune.search_seconds, dict[int, Arrival | None]()
+    tell, found = progress or (lambda *_: None), dict[int, Arrival | None]()
     with open_study(experiment, out) as study:
         kept: dict[str, Reached | None] = {**known, **study.user_attrs.get(_LEARNT, {})}
         for number, one in enumerate(trainings):

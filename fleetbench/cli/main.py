@@ -34,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise it as ``ConfigError``."""
-        raise ConfigError(message, self.prog, hint=f"{self.prog} --help")
+        raise ConfigError(message, self.prog, hint=f"{self.prog} --help; a script's command follows `--`")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -128,8 +128,8 @@ def _leave_out_nodes(data: dict[str, Any], override: str, nodes: int) -> None:
             say(f"note: at {override} cluster.node_overrides of node {', '.join(map(str, missing))} is left out")
 
 
-def with_profile(experiment: Experiment, root: Path) -> Experiment:
-    """The experiment with its layer times known: a stored profile, or one taken now.
+def with_profile(experiment: Experiment, root: Path, *, simulates: bool = True) -> Experiment:
+    """The experiment with its layer times known, to be simulated or to run: a stored profile, or one taken now.
 
     A declared table of layers needs neither a profile nor torch.
     """
@@ -145,9 +145,8 @@ def with_profile(experiment: Experiment, root: Path) -> Experiment:
     profile = profile_of(experiment)
     if profile is not None and profile.busy:
         _warn(f"warning: {profile.busy}; profile again when it is quiet (docs/profile.md)")
-    if profile is not None and profile.stragglers is not None and profile.stragglers.entries and not experiment.cluster.stragglers:
-        what = "the profile's layer times are those of a step that nothing delays, and the experiment declares no stragglers"
-        _warn(f"warning: {what}: simulated steps are too short; measured.toml beside the profile has both (docs/profile.md)")
+    if simulates and profile is not None and (short := profile.short_of(experiment)) is not None:
+        _warn(f"warning: {short} (docs/profile.md)")
     return experiment
 
 

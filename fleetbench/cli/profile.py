@@ -216,6 +216,8 @@ def costs_table(table: LayerTable, profile: Profile) -> Table:
         ("forward", table.forward_ns),
         ("backward", table.backward_ns),
         ("optimizer", table.update),
+        ("forward and backward of local steps", round(table.local_compute * (table.forward_ns + table.backward_ns))),
+        ("the first ones after an averaging, beyond that", table.resume),
         ("optimizer under Local SGD", table.local_update),
         ("reading, and the loop's own work", table.read),
         ("averaging under Local SGD, without its communication", table.merge),

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if experiment.workload.model != LAYERS:  # before the profile, which takes a minute
         refuse_unsupported(experiment, experiment.strategy)
-    experiment = with_profile(experiment, arguments.out)
+    experiment = with_profile(experiment, arguments.out, simulates=False)
 
     with progress.steps("measure") as advance:
         result = measure(experiment, progress=advance)

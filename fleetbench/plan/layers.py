@@ -76,10 +76,9 @@ class LayerTable(Config):
     local_update: Nanoseconds | None = None
     """The same under Local SGD, where parameters lie otherwise; none: as ``update``."""
     local_compute: float = 1.0
-    """Forward and backward of a local step after another one, as a share of those after an exchange, when caches have cooled.
-
-    What the first steps after an averaging take beyond that is part of ``merge``.
-    """
+    """Forward and backward of local steps that follow one another, as a share of a step's after an exchange, when a core has waited."""
+    resume: Nanoseconds = Nanoseconds(0)
+    """What the first steps after an averaging take beyond that, together."""
     read: Nanoseconds = Nanoseconds(0)
     """The loop's own work at the start of a step: fetching one batch, reading the loss back."""
     load: Nanoseconds = Nanoseconds(0)
@@ -102,6 +101,10 @@ class LayerTable(Config):
     """By which factor compute slows while a collective is in flight: it takes 1 + contention times as long."""
     collective_contention: float = 0.0
     """By which factor a collective slows while one of its ranks computes: on a CPU both need the same cores."""
+
+    def _validate(self) -> None:
+        if not 0.0 < self.local_compute < math.inf:
+            raise ConfigError("a share of compute is above 0", "local_compute", repr(self.local_compute), "take the profile again")
 
     @property
     def forward_ns(self) -> int:

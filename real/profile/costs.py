@@ -6,6 +6,7 @@ makes real steps long.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -270,26 +271,45 @@ def settled(table: LayerTable, whole: RunResult) -> LayerTable:
 def with_averaging(table: LayerTable, averaged: RunResult) -> LayerTable:
     """The table with a local step's compute and update, and with what an averaging adds: packing deltas and applying their mean.
 
-    Starting the averaging's collectives is in the table already. Local compute is that of the later half of a round: the steps
-    before follow a wait, in which caches and clocks of a core cool, and what they take beyond is part of what the averaging adds.
+    Starting the averaging's collectives is in the table already.
     """
-    k_steps = averaged.experiment.strategy.localsgd_configs.k_steps
-    ordered = averaged.steps.sort_values(["rank", "step"])
-    closed = ordered["local_steps"].notna().groupby(ordered["rank"]).shift(fill_value=False).groupby(ordered["rank"]).cumsum()
-    position = ordered.groupby(["rank", closed]).cumcount()
-    compute_s = (ordered["forward_s"] + ordered["backward_s"])[ordered["step"] >= 1]
-    of_position = [typical(compute_s[position[compute_s.index] == index].to_numpy()) for index in range(k_steps)]
-    warm_s = float(np.mean(of_position[k_steps // 2 :]))
-    cold_s = sum(of_position[: k_steps // 2]) - warm_s * (k_steps // 2)
+    share, excess_s = _local_compute(averaged)
     steps = counted(averaged)
     local = typical(steps.loc[steps["local_steps"].isna(), "update_s"].to_numpy())
     both = typical(closing(averaged)["update_s"].to_numpy())
     rounds = 2 if averaged.experiment.strategy.averages_state else 1
     starts = rounds * len(averaged.plan.buckets) * table.host_per_collective
-    compute_ns = table.forward_ns + table.backward_ns
     return dataclasses.replace(
         table,
         local_update=Nanoseconds(max(0, round(local * 1e9))),
-        local_compute=round(warm_s / (compute_ns * 1e-9), 4) if compute_ns else 1.0,
-        merge=Nanoseconds(max(0, round((both - local + cold_s) * 1e9) - starts)),
+        local_compute=share,
+        resume=Nanoseconds(round(excess_s * 1e9)),
+        merge=Nanoseconds(max(0, round((both - local) * 1e9) - starts)),
     )
+
+
+_FEWEST_ROUNDS = 3
+
+
+def _local_compute(averaged: RunResult) -> tuple[float, float]:
+    """Compute in the later half of a round over that of its first step, and what the earlier half takes beyond the later, in seconds.
+
+    A core that waited for the averaging computes slower for some steps. Both are of whole rounds of one run; 1 and 0 where these are
+    too few, or where the first step is longer by less than two standard errors over rounds.
+    """
+    k_steps = averaged.experiment.strategy.localsgd_configs.k_steps
+    steps = averaged.steps.sort_values(["rank", "step"])
+    closed = steps["local_steps"].notna().groupby(steps["rank"]).shift(fill_value=False).groupby(steps["rank"]).cumsum()
+    position = steps.groupby(["rank", closed]).cumcount()
+    table = steps.assign(round=closed, position=position, compute_s=steps["forward_s"] + steps["backward_s"])[steps["step"] >= 1]
+    rounds = table.pivot_table(index=["rank", "round"], columns="position", values="compute_s").reindex(columns=range(k_steps)).dropna()
+    compute_s = rounds.to_numpy()
+    if len(compute_s) < _FEWEST_ROUNDS or not (compute_s > 0.0).all():
+        return 1.0, 0.0
+    half = k_steps // 2
+    logs = np.log(compute_s[:, half:].mean(axis=1) / compute_s[:, 0])
+    if logs.mean() + 2.0 * logs.std(ddof=1) / math.sqrt(len(logs)) >= 0.0:
+        return 1.0, 0.0
+    of_position = [typical(column) for column in compute_s.T]
+    local_s = float(np.mean(of_position[half:]))
+    return round(local_s / of_position[0], 4), max(0.0, sum(of_position[:half]) - half * local_s)

@@ -8,7 +8,7 @@ from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.groups import Parts
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import compute_part
+from fleetbench.profile import compute_part, computes_locally
 from fleetbench.result import step_s_of, takes_no_time
 from fleetbench.strategy import DistributedStrategy
 from sim.arrays.engine import Engine
@@ -24,6 +24,11 @@ MOST_KEPT = 20_000_000
 """Draws that are kept from one strategy to the next."""
 
 
+def table_key(strategy: DistributedStrategy) -> tuple[DistributedStrategy, bool]:
+    """Equal where two strategies of an experiment have the same layer table."""
+    return compute_part(strategy), computes_locally(strategy)
+
+
 @dataclass(slots=True)
 class StepTime:
     """``step_s_of`` what ``simulate`` says, to a rounding of floats.
@@ -33,15 +38,15 @@ class StepTime:
     """
 
     experiment: Experiment
-    tables: dict[DistributedStrategy, LayerTable] = field(default_factory=dict)
-    """By what changes compute of a strategy; others than the experiment's own may be put in."""
+    tables: dict[tuple[DistributedStrategy, bool], LayerTable] = field(default_factory=dict)
+    """By ``table_key``: what changes compute of a strategy; others than the experiment's own may be put in."""
     _draws: Draws | None = None
     _layouts: dict[tuple[tuple[str, Parts], ...], Layout] = field(default_factory=dict)
 
     def __call__(self, strategy: DistributedStrategy) -> float:
         """See ``step_s_of``. Raises what ``simulate`` raises."""
         experiment = self.experiment.replace(strategy=strategy)
-        compute = compute_part(strategy)
+        compute = table_key(strategy)
         scenario = Scenario.of(experiment, table=self.tables.get(compute))
         self.tables[compute] = scenario.table
         scenario = dataclasses.replace(scenario, draws=self._drawn(scenario.draws))

@@ -63,7 +63,7 @@ def costs_of(table: LayerTable, gradient_bytes: int, pieces: int = 1) -> Linear:
     ``gradient_bytes``: of one step's gradient over all servers together.
     """
     push_ns_per_byte = table.update / gradient_bytes if gradient_bytes else 0.0
-    return Linear(push_ns_per_byte=push_ns_per_byte, update_ns=table.update, merge_ns=table.merge // pieces)
+    return Linear(push_ns_per_byte=push_ns_per_byte, update_ns=table.update, merge_ns=(table.merge + table.resume) // pieces)
 
 
 @dataclass(frozen=True, slots=True)

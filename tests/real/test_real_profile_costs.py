@@ -11,13 +11,14 @@ import pytest
 from sim_cases import link, with_profile
 
 from fleetbench.cluster import Link
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint
-from fleetbench.plan.layers import Gradient, Layer, LayerTable, scaled
+from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Communication, Profile, compute_key, table_for
 from fleetbench.quantities import Bytes, Nanoseconds
-from fleetbench.result import RunResult
-from fleetbench.strategy import ASyncConfigs, DistributedStrategy
+from fleetbench.result import RunResult, step_s_of
+from fleetbench.strategy import ASyncConfigs, DistributedStrategy, LocalSGDConfigs
 from real.profile import legs as profile_legs
 from real.profile.costs import (
     closing,
@@ -34,6 +35,7 @@ from real.profile.costs import (
     typical,
     with_averaging,
 )
+from sim.many.objective import StepTime
 from sim.run import simulate
 
 US = 1_000
@@ -194,43 +196,81 @@ def test_an_averaging_costs_what_it_was_given(run: Callable[..., RunResult], opt
     assert found.local_compute == 1.0
 
 
-def test_the_steps_after_an_exchange_are_told_from_the_others_of_a_round(run: Callable[..., RunResult]) -> None:
-    """Rounds of eight steps of 104 ms, of which the first three after an exchange take 30, 20 and 10 ms more.
-
-    Exchanging in every step, all would take 130 ms: a local step takes 0.8 of it, and an averaging adds those 60 ms.
-    """
-    averaged = run(profile_legs.averaged(PLAIN, "sgd", 8), experiment(steps=40))
-    steps = averaged.steps
-    since = 3
+def cooled(averaged: RunResult) -> RunResult:
+    """The run with the first three steps after each averaging longer by 30, 20 and 10 ms."""
+    steps, since = averaged.steps.copy(), 3
     for index in steps.sort_values(["rank", "step"]).index:
         steps.loc[index, "backward_s"] += (0.030, 0.020, 0.010, 0.0)[min(since, 3)]
         since = 0 if pd.notna(steps.loc[index, "local_steps"]) else since + 1
-    cold = scaled(table(host_per_collective=COSTS["host_per_collective"]), 1.25, 1.25)
-    found = with_averaging(cold, averaged)
-    assert found.local_compute == pytest.approx(0.8, abs=1e-4)
-    assert found.merge == pytest.approx(65 * MS, rel=0.005)
+    return dataclasses.replace(averaged, steps=steps)
+
+
+def test_the_steps_after_an_exchange_are_told_from_the_others_of_a_round(run: Callable[..., RunResult]) -> None:
+    """Rounds of eight steps of 104 ms: the first step takes 134, and the first three together 60 ms more; an averaging 5 ms as before."""
+    averaged = run(profile_legs.averaged(PLAIN, "sgd", 8), experiment(steps=40))
+    found = with_averaging(table(host_per_collective=COSTS["host_per_collective"]), cooled(averaged))
+    assert found.local_compute == pytest.approx(104 / 134, abs=1e-4)
+    assert found.resume == pytest.approx(60 * MS, rel=1e-3)
+    assert found.merge == pytest.approx(5 * MS, rel=0.005)
+
+
+def test_few_rounds_and_noise_tell_nothing(run: Callable[..., RunResult]) -> None:
+    """Two whole rounds, however clear; and steps that differ by chance, up to a fifth."""
+    short = cooled(run(profile_legs.averaged(PLAIN, "sgd", 8), experiment(steps=8)))
+    assert (with_averaging(table(), short).local_compute, with_averaging(table(), short).resume) == (1.0, 0)
+    averaged = run(profile_legs.averaged(PLAIN, "sgd", 8), experiment(steps=40))
+    draws = np.random.Generator(np.random.Philox(3)).uniform(0.8, 1.2, len(averaged.steps))
+    noisy = dataclasses.replace(averaged, steps=averaged.steps.assign(forward_s=0.03 * draws))
+    assert (with_averaging(table(), noisy).local_compute, with_averaging(table(), noisy).resume) == (1.0, 0)
+
+
+ROUNDS = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=4))
+GEO = DistributedStrategy(mode="ps", a_sync=True, a_sync_configs=ASyncConfigs(k_steps=8))
 
 
 @pytest.mark.parametrize(
     ("strategy", "share"),
     [
         (PLAIN, 1.0),
-        (DistributedStrategy(localsgd=True), 0.8),
+        (ROUNDS, 0.8),
+        (DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=1)), 1.0),
         (DistributedStrategy(adaptive_localsgd=True), 0.8),
-        (DistributedStrategy(mode="ps", a_sync=True, a_sync_configs=ASyncConfigs(k_steps=8)), 0.8),
+        (GEO, 0.8),
         (DistributedStrategy(mode="ps", a_sync=True), 1.0),
     ],
 )
 def test_local_steps_have_their_own_compute(strategy: DistributedStrategy, share: float) -> None:
-    """Of local steps and GeoSGD; an emulated device sleeps, and cools nothing."""
+    """Of rounds of several steps and GeoSGD; an emulated device sleeps, and cools nothing."""
     base = experiment()
     given = base.replace(strategy=strategy, cluster=dataclasses.replace(base.cluster, servers=1 if strategy.mode == "ps" else 0))
-    kept = dataclasses.replace(table(local_compute=0.8), key=compute_key(given))
+    kept = dataclasses.replace(table(local_compute=0.8, resume=Nanoseconds(6 * MS)), key=compute_key(given))
     profile = Profile(machine="", created="", tables=(kept,))
     found = table_for(given, profile)
     assert (found.forward_ns, found.backward_ns) == (share * 32 * MS, share * 72 * MS)
-    emulated = given.replace(run=dataclasses.replace(given.run, device="emulated"))
-    assert table_for(emulated, profile).forward_ns == 32 * MS
+    assert found.resume == (6 * MS if share < 1 else 0)
+    emulated = table_for(given.replace(run=dataclasses.replace(given.run, device="emulated")), profile)
+    assert (emulated.forward_ns, emulated.resume) == (32 * MS, 0)
+
+
+@pytest.mark.parametrize("order", [(PLAIN, ROUNDS), (ROUNDS, PLAIN)])
+def test_a_search_prices_both_kinds_of_steps_as_simulations_do(order: tuple[DistributedStrategy, ...]) -> None:
+    """Whichever is asked for first. By hand, a round of four: 4 x 83.2 ms of compute, 6 ms to resume, and its exchange."""
+    given = experiment(steps=42)
+    costs = table(local_compute=0.8, resume=Nanoseconds(6 * MS))
+    communication = Communication(backend="gloo", trainers=2, link=link(1, 200 * US))
+    profile = Profile(machine="", created="", tables=(costs,), communication=communication)
+    step_s = StepTime(with_profile(given, profile))
+    found = {strategy: step_s(strategy) for strategy in order}
+    for strategy in order:
+        assert found[strategy] == pytest.approx(step_s_of(simulate(with_profile(given.replace(strategy=strategy), profile))), rel=1e-9)
+    exchange_s = 400e-6 + 4 * sum(SIZES) * 8e-9
+    assert found[ROUNDS] == pytest.approx(0.0832 + (0.006 + exchange_s) / 4, rel=0.01)
+
+
+def test_a_profile_without_compute_of_local_steps_is_refused() -> None:
+    """A share of 0, as a leg of too few steps would give."""
+    with pytest.raises(ConfigError, match=r"local_compute.*\n?.*HINT"):
+        table(local_compute=0.0)
 
 
 @pytest.mark.parametrize("gbit", [1.0, 0.5, 0.8])

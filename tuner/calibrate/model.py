@@ -18,10 +18,10 @@ from fleetbench.cores import on_cores
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, apply_override
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import Profile, compute_part, profile_of, table_for
+from fleetbench.profile import Profile, profile_of, table_for
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.workload import LAYERS
-from sim.many.objective import StepTime
+from sim.many.objective import StepTime, table_key
 from sim.network.links import Links
 from sim.network.routes import way
 from sim.scenario import Scenario
@@ -131,7 +131,7 @@ class Model:
         if self._has_table_keys:
             table = on_cores(experiment, table_for(experiment))
         step_s = StepTime(experiment)
-        step_s.tables[compute_part(strategy)] = self._scaled(table, self._factor(values))
+        step_s.tables[table_key(strategy)] = self._scaled(table, self._factor(values))
         return step_s(strategy)
 
     def _applied(self, experiment: Experiment, values: Sequence[float]) -> Experiment:

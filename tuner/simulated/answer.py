@@ -357,7 +357,9 @@ class _Answering:
         )
 
     def _caveats(self, chosen: DistributedStrategy, low: float, samples_per_s: float) -> list[str]:
-        notes = []
+        profile, notes = profile_of(self.experiment), list[str]()
+        if profile is not None and (short := profile.short_of(self.experiment)) is not None:
+            notes.append(short)
         if low < 1:
             notes.append("the interval reaches below 1: whether the strategy gains anything, only a measurement says")
         if chosen.local_steps > 1 and not self.ways.updates:

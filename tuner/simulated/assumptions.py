@@ -16,7 +16,7 @@ FIELDS = {
     "bandwidth": ("bandwidth", "flow_limit"),
     "latency": ("latency",),
     "stragglers": ("mean", "factor", "slowdown", "values"),
-    "compute": ("forward", "backward", "ready", "update", "local_update"),
+    "compute": ("forward", "backward", "ready", "update", "local_update", "resume"),
 }
 """What each assumption is called in links, stragglers, layers and layer tables."""
 RATIOS = ("factor", "slowdown")
