@@ -169,8 +169,8 @@ class Recommendation(Config):
     """How all that virtual trainers trained arrives, by what that depends on (``tuner.ways.Arrival``); empty where it does not."""
     advice_left_out: tuple[str, ...] = ()
     """What Fleet's documents advise and this executor, profile or cluster cannot do."""
-    rate: str | None = None
-    """Another learning rate with which the default itself arrives sooner, in words."""
+    caveat: str | None = None
+    """That no way is known to reach the target, or a learning rate with which the default itself is there sooner."""
     notes: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
     """Folder names of all stored runs, below ``runs`` beside this file; ``arms`` says which are whose."""
@@ -178,7 +178,7 @@ class Recommendation(Config):
     @property
     def line(self) -> str:
         """The verdict in one line."""
-        return self._verdict if self.rate is None else f"{self._verdict}; {self.rate}"
+        return self._verdict if self.caveat is None else f"{self._verdict}; {self.caveat}"
 
     @property
     def _verdict(self) -> str:

@@ -133,7 +133,7 @@ def tune(
         recommendation,
         trials=tuple(tried.trial for tried in found.tried),
         learnt=dict(ways.learnt),
-        rate=ways.rate,
+        caveat=ways.caveat,
         advice_left_out=tuple(left_out),
         notes=(*_of_profile(experiment), *space.notes, *found.notes, *notes, *recommendation.notes, cost_note(recommendation, cost_s)),
         runs=tuple(run for arm in recommendation.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None),

@@ -83,8 +83,8 @@ class Ways:
     """What a later tuning need not train again, by ``_key``."""
     paces: Mapping[tuple[object, ...], float] = field(default_factory=dict)
     """Of ways whose rounds differ: their mean, in steps."""
-    rate: str | None = None
-    """Another learning rate with which the default itself takes fewer steps, in words."""
+    caveat: str | None = None
+    """Of the verdict's line: a learning rate with which the default itself takes fewer steps, or that nothing is known to arrive."""
     in_vain: bool = False
     """Virtual trainers were asked, and no way but the default's is known to arrive."""
 
@@ -194,10 +194,12 @@ def price_ways(
     better = _better_rate(workload.lr, learnt, own)
     notes = (*_notes(experiment, learnt, names, refused), *refused)
     if own not in updates or len(updates) == 1 or not any(map(any, updates.values())):
-        return Ways(notes=(*notes, _BY_STEPS), learnt=kept, rate=better, in_vain=True)
+        in_vain = bool(updates) and not any(map(any, updates.values()))
+        never = f"no way that virtual trainers trained reaches loss {workload.target_loss:g} within workload.steps = {workload.steps}"
+        return Ways(notes=(*notes, _BY_STEPS), learnt=kept, caveat=better or (never if in_vain else None), in_vain=True)
     paces = {way_of(one): arrival.k for one in varying if (arrival := arrivals.get(way_of(one))) is not None}
     known_ways = Ways(
-        updates=updates, others=tuple(others), notes=notes, steps=workload.steps, own=own, learnt=kept, paces=paces, rate=better
+        updates=updates, others=tuple(others), notes=notes, steps=workload.steps, own=own, learnt=kept, paces=paces, caveat=better
     )
     arriving = [(one, dict[str, Any]()) for one in varying if way_of(one) in paces]
     paced, beside = _simulated(arriving, lambda one: step_s(known_ways.paced(one)), len(found.tried) + len(others))
@@ -408,7 +410,9 @@ def _notes(experiment: Experiment, learnt: Mapping[Any, float | None], names: Ma
     notes = (
         [f"steps to loss {workload.target_loss:g}, by virtual trainers of seed {experiment.run.seed}: {', '.join(said)}"] if said else []
     )
-    if left := [name for way, name in names.items() if way not in learnt and not any(f"not train {name}:" in note for note in refused)]:
+    left = [name for way, name in names.items() if way not in learnt and not any(f"not train {name}:" in note for note in refused)]
+    left += [f"the default at workload.lr = {workload.lr * rate:g}" for rate in RATES if rate not in learnt and not refused]
+    if left:
         seconds = f"tune.search_seconds = {experiment.tune.search_seconds:g}"
         notes.append(f"not compared, for {seconds} had no time to train them (raise it): {', '.join(left)}")
     return notes

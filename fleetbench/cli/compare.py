@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli.options import Commands, add_command, add_json, number
-from fleetbench.cli.output import emit, emit_table, new_table
+from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.config import encode, flat
 from fleetbench.errors import ConfigError, GateFailed
 from fleetbench.report import units
@@ -94,6 +94,7 @@ def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
     picture = figures.loss_against_time(named, targets.pop() if len(targets) == 1 else None)
     try:
         figures.save_png(picture, path)
+        say(f"picture: {path}")
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", "--losses", str(path), "a file in a folder that is there") from None
 
@@ -111,7 +112,7 @@ def _table(runs: Sequence[RunResult]) -> Table:
 def _conditions(run: RunResult) -> dict[str, Any]:
     """What the losses and times of a run depend on, but its seed and its end."""
     rows = dict(flat(encode(run.experiment)))
-    return {key: value for key, value in rows.items() if key != "workload.steps" and not key.startswith(("run.", "name"))}
+    return {key: value for key, value in rows.items() if not key.startswith(("run.", "name", "workload.steps", "workload.profile"))}
 
 
 def _labels(runs: Sequence[RunResult]) -> list[str]:

@@ -127,6 +127,8 @@ def _indistinct(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
     best = [one.lowest for one in learnt.values()]
     if not key.endswith("k_steps") or len(best) < 2 or None in best:
         return None
+    if diverged := [value for value, one in learnt.items() if not math.isfinite(one.lowest or 0.0)]:
+        return f"the held-out loss is not finite where {key} is {', '.join(diverged)}: set a lower workload.lr"
     target = max(loss for loss in best if loss is not None)
     steps = {value: found.step if (found := one.crossing(target)) else math.inf for value, one in learnt.items()}
     fewest, most = min(steps.values()), max(steps.values())

@@ -128,13 +128,14 @@ def test_a_sweep_says_where_a_workload_does_not_notice_k(tmp_path: Path) -> None
         return experiment.replace(strategy=experiment.strategy.replace(localsgd_configs=configs))
 
     notes = []
-    for workload in (ALIKE, NOISY):
+    for workload in (ALIKE, NOISY, {**ALIKE, "lr": 1e9, "steps": 32}):
         learn = Trajectories(tmp_path, lambda _text: None).of
         axis = "strategy.localsgd_configs.k_steps=1,64"
         notes.append(sweep(_unprofiled(lambda more, own=workload: load(own, more), tmp_path), [axis], learn=learn).note)
     assert notes[0] is not None
     assert "does not notice strategy.localsgd_configs.k_steps" in notes[0]
     assert notes[1] is None
+    assert notes[2] == "the held-out loss is not finite where strategy.localsgd_configs.k_steps is 1, 64: set a lower workload.lr"
 
 
 def _unprofiled(load: Any, folder: Path) -> Any:

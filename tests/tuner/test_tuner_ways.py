@@ -95,9 +95,9 @@ def test_it_says_what_each_way_takes_and_that_another_rate_is_better(tmp_path: P
         "K = 4: 110, K = 4 and an outer optimizer: 90, synchronous and 2 micro-batches an update: 150"
     )
     best = "with workload.lr = 0.4 the default itself takes 25 steps instead of 100 (virtual trainers, one seed): set that first"
-    assert ways.rate == best
+    assert ways.caveat == best
     line = RECOMMENDATION.line
-    assert replace(RECOMMENDATION, rate=best).line == f"{line}; {best}"
+    assert replace(RECOMMENDATION, caveat=best).line == f"{line}; {best}"
 
 
 def test_a_rate_at_which_no_training_is_better_is_not_said(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_rate_at_which_no_training_is_better_is_not_said(tmp_path: Path) -> No
         at_own = one.replace(workload=replace(one.workload, lr=0.1))
         return None if one.workload.lr < 0.1 else planted(at_own, limit_s)
 
-    assert price_ways(experiment, found, step_s, same, tmp_path).rate is None
+    assert price_ways(experiment, found, step_s, same, tmp_path).caveat is None
     assert set(rates) == {0.05, 0.1, 0.2}
 
 
@@ -136,6 +136,7 @@ def test_what_there_is_no_time_for_is_named_and_left_out(tmp_path: Path, number:
     else:
         assert [name_of(tried.strategy) for tried in best] == ["synchronous", "K = 16", "K = 16"]
         left = "K = 4, K = 4 and an outer optimizer, synchronous and 2 micro-batches an update"
+        left += ", the default at workload.lr = 0.2, the default at workload.lr = 0.05"
         seconds = f"tune.search_seconds = {experiment.tune.search_seconds:g}"
         assert ways.notes[-1] == f"not compared, for {seconds} had no time to train them (raise it): {left}"
 
@@ -299,6 +300,10 @@ def test_what_virtual_trainers_refuse_is_said(tmp_path: Path) -> None:
     ways = price_ways(experiment, found, step_s, refuses, tmp_path)
     assert ways.updates == {}
     assert "virtual trainers do not train synchronous: cluster: do not fit into memory" in ways.notes
+    assert ways.caveat is None
+    never = price_ways(experiment, found, step_s, lambda *_: None, tmp_path / "never")
+    says = f"no way that virtual trainers trained reaches loss 0.5 within workload.steps = {experiment.workload.steps}"
+    assert (never.updates, never.caveat) == ({}, says)
     assert ways.notes[-1] == "ways of training are ranked by the seconds of a step alone"
 
 

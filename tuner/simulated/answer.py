@@ -137,8 +137,8 @@ class SimulatedRecommendation(Config):
     num_trials: int
     num_reranked: int
     """Strategies simulated under each changed assumption."""
-    rate: str | None = None
-    """Another learning rate with which the default itself arrives sooner, in words."""
+    caveat: str | None = None
+    """That no way is known to reach the target, or a learning rate with which the default itself is there sooner."""
     notes: tuple[str, ...]
 
     @property
@@ -149,7 +149,7 @@ class SimulatedRecommendation(Config):
     @property
     def line(self) -> str:
         """The answer in one line."""
-        return self._answer if self.rate is None else f"{self._answer}; {self.rate}"
+        return self._answer if self.caveat is None else f"{self._answer}; {self.caveat}"
 
     @property
     def _answer(self) -> str:
@@ -278,7 +278,7 @@ class _Answering:
             seeds=len(ratios),
             num_trials=ranking.num_trials,
             num_reranked=len(retried),
-            rate=self.ways.rate,
+            caveat=self.ways.caveat,
             notes=(
                 *self._caveats(chosen, interval[0] if arrives and interval else low, samples_per_s),
                 *ranking.notes,
@@ -358,12 +358,16 @@ class _Answering:
 
     def _caveats(self, chosen: DistributedStrategy, low: float, samples_per_s: float) -> list[str]:
         profile, notes = profile_of(self.experiment), list[str]()
-        if profile is not None and (short := profile.short_of(self.experiment)) is not None:
-            notes.append(short)
+        if profile is not None:
+            notes += filter(None, (profile.busy, profile.short_of(self.experiment)))
         if low < 1:
             notes.append("the interval reaches below 1: whether the strategy gains anything, only a measurement says")
         if chosen.local_steps > 1 and not self.ways.updates:
             notes.append(f"what {chosen.local_steps} local steps cost in loss is not simulated: train to the target before relying on them")
+        if chosen.localsgd and self.experiment.strategy.local_steps < chosen.local_steps == max(self.experiment.tune.local_steps):
+            notes.append(
+                f"K = {chosen.local_steps} is the largest of tune.local_steps: whether a larger one is better, only a larger list says"
+            )
         if candidates.fits(self.experiment.replace(strategy=chosen)) is False:
             notes.append(f"a trainer needs more memory than {self.experiment.cluster.gpu} has")
         tune, trainers = self.experiment.tune, self.experiment.cluster.trainers
