@@ -76,7 +76,7 @@ class LayerTable(Config):
     local_update: Nanoseconds | None = None
     """The same under Local SGD, where parameters lie otherwise; none: as ``update``."""
     local_compute: float = 1.0
-    """Forward and backward of local steps that follow one another, as a share of a step's after an exchange, when a core has waited."""
+    """Forward and backward of local steps that follow one another, as a share of a synchronous step's, before which a core has waited."""
     resume: Nanoseconds = Nanoseconds(0)
     """What the first steps after an averaging take beyond that, together."""
     read: Nanoseconds = Nanoseconds(0)

@@ -273,7 +273,7 @@ def with_averaging(table: LayerTable, averaged: RunResult) -> LayerTable:
 
     Starting the averaging's collectives is in the table already.
     """
-    share, excess_s = _local_compute(averaged)
+    share, excess_s = _local_compute(averaged, (table.forward_ns + table.backward_ns) * 1e-9)
     steps = counted(averaged)
     local = typical(steps.loc[steps["local_steps"].isna(), "update_s"].to_numpy())
     both = typical(closing(averaged)["update_s"].to_numpy())
@@ -291,11 +291,11 @@ def with_averaging(table: LayerTable, averaged: RunResult) -> LayerTable:
 _FEWEST_ROUNDS = 3
 
 
-def _local_compute(averaged: RunResult) -> tuple[float, float]:
-    """Compute in the later half of a round over that of its first step, and what the earlier half takes beyond the later, in seconds.
+def _local_compute(averaged: RunResult, synchronous_s: float) -> tuple[float, float]:
+    """Compute in the later half of a round over a synchronous step's, at most 1; and what the earlier half takes beyond, in seconds.
 
-    A core that waited for the averaging computes slower for some steps. Both are of whole rounds of one run; 1 and 0 where these are
-    too few, or where the first step is longer by less than two standard errors over rounds.
+    A core that waited for the averaging computes slower for some steps. 1 and 0 where whole rounds are too few, or where their first
+    step is longer than the later half by less than two standard errors over rounds.
     """
     k_steps = averaged.experiment.strategy.localsgd_configs.k_steps
     steps = averaged.steps.sort_values(["rank", "step"])
@@ -304,7 +304,7 @@ def _local_compute(averaged: RunResult) -> tuple[float, float]:
     table = steps.assign(round=closed, position=position, compute_s=steps["forward_s"] + steps["backward_s"])[steps["step"] >= 1]
     rounds = table.pivot_table(index=["rank", "round"], columns="position", values="compute_s").reindex(columns=range(k_steps)).dropna()
     compute_s = rounds.to_numpy()
-    if len(compute_s) < _FEWEST_ROUNDS or not (compute_s > 0.0).all():
+    if len(compute_s) < _FEWEST_ROUNDS or synchronous_s <= 0.0 or not (compute_s > 0.0).all():
         return 1.0, 0.0
     half = k_steps // 2
     logs = np.log(compute_s[:, half:].mean(axis=1) / compute_s[:, 0])
@@ -312,4 +312,4 @@ def _local_compute(averaged: RunResult) -> tuple[float, float]:
         return 1.0, 0.0
     of_position = [typical(column) for column in compute_s.T]
     local_s = float(np.mean(of_position[half:]))
-    return round(local_s / of_position[0], 4), max(0.0, sum(of_position[:half]) - half * local_s)
+    return min(1.0, round(local_s / synchronous_s, 4)), max(0.0, sum(of_position[:half]) - half * local_s)

@@ -14,7 +14,7 @@ from fleetbench.cluster import Link
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint
-from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.plan.layers import Gradient, Layer, LayerTable, scaled
 from fleetbench.profile import Communication, Profile, compute_key, table_for
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.result import RunResult, step_s_of
@@ -205,11 +205,15 @@ def cooled(averaged: RunResult) -> RunResult:
     return dataclasses.replace(averaged, steps=steps)
 
 
-def test_the_steps_after_an_exchange_are_told_from_the_others_of_a_round(run: Callable[..., RunResult]) -> None:
-    """Rounds of eight steps of 104 ms: the first step takes 134, and the first three together 60 ms more; an averaging 5 ms as before."""
+@pytest.mark.parametrize(("synchronous", "share"), [(1.25, 0.8), (1.0, 1.0), (0.9, 1.0)])
+def test_the_steps_after_an_exchange_are_told_from_the_others_of_a_round(
+    run: Callable[..., RunResult], synchronous: float, share: float
+) -> None:
+    """Rounds of eight steps of 104 ms, the first three with 60 ms more together, beside synchronous steps of so many times as much."""
     averaged = run(profile_legs.averaged(PLAIN, "sgd", 8), experiment(steps=40))
-    found = with_averaging(table(host_per_collective=COSTS["host_per_collective"]), cooled(averaged))
-    assert found.local_compute == pytest.approx(104 / 134, abs=1e-4)
+    whole = scaled(table(host_per_collective=COSTS["host_per_collective"]), synchronous, synchronous)
+    found = with_averaging(whole, cooled(averaged))
+    assert found.local_compute == pytest.approx(share, abs=1e-4)
     assert found.resume == pytest.approx(60 * MS, rel=1e-3)
     assert found.merge == pytest.approx(5 * MS, rel=0.005)
 
