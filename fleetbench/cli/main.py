@@ -34,7 +34,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise it as ``ConfigError``."""
-        raise ConfigError(message, self.prog, hint=f"{self.prog} --help; a script's command follows `--`")
+        script = "; a script's command follows `--`" if message.startswith("unrecognized") else ""
+        raise ConfigError(message, self.prog, hint=f"{self.prog} --help{script}")
 
 
 def build_parser() -> argparse.ArgumentParser:

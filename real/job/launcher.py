@@ -5,6 +5,7 @@ several nodes are started by torchrun, srun or an operator.
 """
 
 import os
+import re
 import signal
 import sys
 import time
@@ -121,7 +122,7 @@ def launch_script(nproc: int, script: Sequence[str], *, log_dir: Path, echo: Ech
                 job.stopped = {process.rank for process in job.processes if process.is_stopped}
                 end(job.processes)
         if (error := job.judge(log_dir, read_note(folder))) is not None:
-            raise error
+            raise _shown(error, log_dir, echo)
         return (folder / "joined").exists()
 
 
@@ -143,3 +144,14 @@ def prepare_logs(log_dir: Path, placement: Placement) -> None:
     for old in (*log_dir.glob("serverlog.*"), *log_dir.glob("workerlog.*")):
         if not placement.is_spread or old.name in own:
             old.unlink(missing_ok=True)
+
+
+def _shown(error: WorkerFailed, log_dir: Path, echo: Echo) -> WorkerFailed:
+    """The error, once the traceback of the rank to blame is shown, if its output is here and has not been echoed, as rank 0's has."""
+    found = re.match(r"rank ([1-9]\d*)", error.where or "")
+    log = log_dir / f"workerlog.{found[1]}" if found is not None else None
+    text = log.read_bytes() if log is not None and log.is_file() else b""
+    begin = text.find(b"Traceback (most recent call last):\n")
+    if begin >= 0:
+        echo(f"from {log}:\n".encode() + text[begin:])
+    return error

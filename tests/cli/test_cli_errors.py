@@ -72,7 +72,9 @@ def test_bad_usage_exits_2(arguments: tuple[str, ...], command: Callable) -> Non
     asked = " ".join(("fleetbench", *arguments[: len(arguments) > 1 and arguments[0] != "sim"]))
     assert ended.code == 2
     assert ended.err.startswith(f"error: {asked}: ")
-    assert ended.err.endswith(f"\nHINT: {asked} --help; a script's command follows `--`\n")
+    script = "; a script's command follows `--`" if "unrecognized" in ended.err else ""
+    assert script or arguments[:1] != ("sim",)
+    assert ended.err.endswith(f"\nHINT: {asked} --help{script}\n")
 
 
 @pytest.mark.parametrize("command_name", ["report", "compare"])
