@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import stat
 import sys
 import tempfile
@@ -45,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("whole" if config.getoption("--whole") else "slow" if config.getoption("--slow") else "short")
     folder = tempfile.mkdtemp(prefix="tests-of-fleetbench-")
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would all that it starts
     os.environ.setdefault("FLEETBENCH_BUSY", "accept")  # tests run side by side; those of busy machines set it otherwise
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 

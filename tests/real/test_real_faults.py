@@ -62,13 +62,10 @@ def _workers() -> dict[int, psutil.Process]:
 
 
 def _strike(rank: int, how: signal.Signals, happened: list[int]) -> Callable[[int, int], None]:
-    """A progress callback that sends ``how`` to a rank once training is under way.
-
-    And again, where training goes on for a thousand steps: Python drops a KeyboardInterrupt that is raised in a finaliser.
-    """
+    """A progress callback that sends ``how`` to a rank once training is under way."""
 
     def progress(step: int, _total: int) -> None:
-        if step >= (happened[-1] + 1000 if happened else 20):
+        if step >= 20 and not happened:
             _workers()[rank].send_signal(how)
             happened.append(step)
 
