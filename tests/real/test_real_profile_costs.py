@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -13,11 +14,12 @@ from sim_cases import link, with_profile
 from fleetbench.cluster import Link
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.measurements import CollectivePoint
+from fleetbench.measurements import CollectivePoint, StragglerFit
 from fleetbench.plan.layers import Gradient, Layer, LayerTable, scaled
 from fleetbench.profile import Communication, Profile, compute_key, table_for
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.result import RunResult, step_s_of
+from fleetbench.stragglers import Jitter
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy, LocalSGDConfigs
 from real.profile import legs as profile_legs
 from real.profile.costs import (
@@ -35,8 +37,10 @@ from real.profile.costs import (
     typical,
     with_averaging,
 )
+from real.training import ComputedTraining
 from sim.many.objective import StepTime
 from sim.run import simulate
+from tuner.tune import _of_profile
 
 US = 1_000
 MS = 1_000_000
@@ -254,6 +258,27 @@ def test_local_steps_have_their_own_compute(strategy: DistributedStrategy, share
     assert found.resume == (6 * MS if share < 1 else 0)
     emulated = table_for(given.replace(run=dataclasses.replace(given.run, device="emulated")), profile)
     assert (emulated.forward_ns, emulated.resume) == (32 * MS, 0)
+
+
+def test_a_real_runs_delays_are_shares_of_what_its_strategy_computes() -> None:
+    """As in simulation: X times the compute of local steps, where trainers take them."""
+    profile = Profile(machine="", created="", tables=(table(local_compute=0.8, resume=Nanoseconds(6 * MS)),))
+    given = with_profile(experiment(), profile)
+    own = SimpleNamespace(_experiment=given)
+    for strategy, compute in ((PLAIN, 104.0), (ROUNDS, 83.2)):
+        used = ComputedTraining._table(own, strategy)  # type: ignore[arg-type]  # it reads the experiment alone
+        assert used is not None
+        assert used.forward_ns + used.backward_ns == compute * MS
+
+
+def test_what_times_without_stragglers_lack_is_said_of_a_tuning() -> None:
+    """A profile that fitted stragglers, in an experiment that declares none; and not where it declares them."""
+    fit = StragglerFit(statements=(), base=Nanoseconds(1), median=Nanoseconds(2), entries=(Jitter(distribution="exponential", mean=0.3),))
+    profile = Profile(machine="", created="", tables=(table(),), stragglers=fit)
+    (said,) = _of_profile(with_profile(experiment(), profile))
+    assert "simulated steps are too short" in said
+    declared = experiment(stragglers=({"kind": "jitter", "distribution": "exponential", "mean": 0.3},))
+    assert _of_profile(with_profile(declared, profile)) == ()
 
 
 @pytest.mark.parametrize("order", [(PLAIN, ROUNDS), (ROUNDS, PLAIN)])

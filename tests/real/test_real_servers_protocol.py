@@ -19,7 +19,7 @@ from real.servers.silence import Silence
 
 
 def test_meetings_that_were_never_held_are_not_believed() -> None:
-    """A greeting that claims some lets nobody pass a barrier: this server has not begun again, and counts its meetings itself."""
+    """After a greeting that claims meetings no trainer passes a barrier: this server has not begun again, and counts them itself."""
     with desk() as server:
         server.enter(0, 1)
         server.say("barrier", 0, 3, count=1)
@@ -29,7 +29,7 @@ def test_meetings_that_were_never_held_are_not_believed() -> None:
 
 
 def test_an_error_of_an_update_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody may go on with half an update."""
+    """No trainer may go on with half an update."""
     with desk() as server:
         server.enter(0, 1)
 

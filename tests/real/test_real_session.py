@@ -20,6 +20,7 @@ from fleetbench.profile import Profile, compute_key, table_for
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import step_times
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.target import crossing
 from fleetbench.workloads.data.data import held_out, open_batches, prepare
 from fleetbench.workloads.models.registry import build_model, loss_of
 from fleetbench.workloads.training import HeldOut, sampler_of
@@ -220,6 +221,11 @@ def test_a_leg_to_the_target_ends_there(experiment: Experiment, session: Session
     trained = on.steps[on.steps["step"] <= last]
     assert early.steps["loss"].tolist() == trained["loss"].tolist()
     assert again.steps["loss"].tolist() == on.steps["loss"].tolist()
+    assert [step for step, _ in on.held_out] == list(range(every, 61, every))
+    assert early.held_out == on.held_out[: len(early.held_out)]
+    crossed = crossing(on.held_out, experiment.workload.target_loss)
+    assert crossed is not None
+    assert crossed.smooth == reached, "a run keeps what decided about its target"
 
 
 @pytest.mark.parametrize("strategy", [DistributedStrategy(fuse_grad_size_in_MB=0.05), LOCAL], ids=["synchronous", "local SGD"])

@@ -306,6 +306,7 @@ def test_local_steps_are_searched_only_where_a_target_prices_them(tmp_path: Path
     found, _ = tune_simulated(_experiment(workload=curve, tune={"local_steps": [1, 4], "fuse_grad_size_in_MB": [1.0]}), out=tmp_path)
     assert found.strategy.local_steps == 4
     assert found.notes[0].startswith("what 4 local steps cost in loss is not simulated")
+    assert any(note.startswith("K = 4 is the largest of tune.local_steps") for note in found.notes)
 
 
 def test_a_space_that_takes_too_long_is_searched_by_optuna(tmp_path: Path) -> None:
