@@ -75,6 +75,7 @@ def main() -> None:
             starts = torch.randint(len(text) - args.length, (args.batch, 1), generator=generator)
             loss = model(text[starts + windows])
             loss.backward()
+            fleet.report(loss=loss)  # for a target, which a tuning of local steps needs
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()

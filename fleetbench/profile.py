@@ -17,7 +17,7 @@ from typing import Literal
 import tomli_w
 
 from fleetbench.cluster import Link
-from fleetbench.config import Config, decode, encode
+from fleetbench.config import Config, decode, encode, flat
 from fleetbench.digests import json_digest, read_text, read_toml, sealed, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -25,7 +25,7 @@ from fleetbench.measurements import CollectivePoint, Memory, StragglerFit, Threa
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable, declared_table, scaled
 from fleetbench.plan.longest_chain import Pace, around_ring, envelope
-from fleetbench.quantities import Nanoseconds
+from fleetbench.quantities import Nanoseconds, counted
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 
@@ -213,12 +213,16 @@ def table_for(experiment: Experiment, profile: Profile | None = None) -> LayerTa
         for table in profile.tables:
             if table.key == key:
                 return _emulated(table) if experiment.run.device == EMULATED else as_used(table, experiment.strategy)
-    raise ConfigError(
-        "holds no layer table for this workload, thread count and device",
-        "workload.profile",
-        str(experiment.workload.profile),
-        "drop workload.profile, so that a short profile is taken",
-    )
+    what = f"the profile holds no layer table of {_computed(experiment)}"
+    raise ConfigError(what, "workload.profile", str(experiment.workload.profile), "drop workload.profile, so that a short profile is taken")
+
+
+def _computed(experiment: Experiment) -> str:
+    """The settings that a layer table is for, in words; of the strategy, those that are not Fleet's defaults."""
+    workload, fields = experiment.workload, compute_part(experiment.strategy).changes()
+    words = [f"{workload.model} in {workload.dtype}", f"batch {workload.batch_size}", workload.optimizer]
+    words += [f"{counted(_trainers_per_machine(experiment), 'trainer')} a machine on {experiment.run.device}"]
+    return ", ".join([*words, *(f"{name} = {str(value).lower() if isinstance(value, bool) else value}" for name, value in flat(fields))])
 
 
 def _measured_on(experiment: Experiment) -> tuple[str, ...]:

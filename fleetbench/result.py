@@ -310,6 +310,8 @@ def summary_of(experiment: Experiment, totals: Mapping[str, Any], **known: Any) 
     """
     trainers, figures = experiment.cluster.trainers, {**totals, **known}
     rounds, final_loss = figures.pop("rounds"), figures.pop("final_loss", None)
+    diverged = final_loss is not None and not math.isfinite(final_loss)
+    lost = [skip("workload.lr", "training diverged, and its held-out loss is not finite: set a lower learning rate")] if diverged else []
     return Summary(
         **figures
         | {
@@ -324,8 +326,8 @@ def summary_of(experiment: Experiment, totals: Mapping[str, Any], **known: Any) 
             "samples_per_s": trainers * figures["steps"] * experiment.workload.batch_size / figures["wall_s"],
             "num_syncs": len(rounds),
             "local_steps": {"mean": sum(rounds) / len(rounds), "min": min(rounds), "max": max(rounds)} if rounds else None,
-            "final_loss": final_loss if final_loss is not None and math.isfinite(final_loss) else None,
-            "skipped": (*known.get("skipped", ()), *_early_exchanges(experiment, figures["step_s"]["p50"])),
+            "final_loss": None if diverged else final_loss,
+            "skipped": (*known.get("skipped", ()), *lost, *_early_exchanges(experiment, figures["step_s"]["p50"])),
         }
     )
 

@@ -304,7 +304,7 @@ def advice_for(experiment: Experiment, table: LayerTable) -> Advice:
             table_for(experiment.replace(strategy=candidate))
         except ConfigError as error:
             name = f"thread_num = {advised.thread_num}" if what == "thread_num" else what
-            left_out.append(f"{name}: the profile {error.what}")
+            left_out.append(f"{name}: {error.what}")
         else:
             strategy = candidate
     return Advice(strategy, tuple(left_out))

@@ -9,6 +9,7 @@ steps that begin late, are not alike: seconds are those of a fixed K that exchan
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
 import time
@@ -52,6 +53,8 @@ OUTER: Mapping[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_neste
 """DiLoCo's outer optimizer (arXiv 2311.08105, section 3)."""
 RATES = (2.0, 0.5)
 """Of the experiment's learning rate: what is tried beside it."""
+_POWERS = (2, 3)
+"""Of these, what may be tried after them."""
 _FIRST = 3
 """Ways that are tried before a rate is."""
 NOTICED = 0.9
@@ -184,12 +187,13 @@ def price_ways(
     by_number, kept = _learnt(experiment, [one for _, one in trainings], learn, out, progress, refused, known or {}, end)
     arrivals = {trainings[number][0]: arrival for number, arrival in by_number.items()}
     learnt = {way: None if arrival is None else arrival.steps for way, arrival in arrivals.items()}
-    for rate in RATES:
-        if _is_noticed(learnt.get(rate), learnt.get(own)):  # then twice as far
-            further = experiment.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate**2))
+    for rate, power in itertools.product(RATES, _POWERS):  # further in that direction, while it saves steps or nothing arrives
+        last = rate ** (power - 1)
+        if last in learnt and (_is_noticed(learnt[last], learnt.get(own)) or not any(learnt.values())):
+            further = experiment.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate**power))
             by_number, kept = _learnt(experiment, [further], learn, out, progress, refused, kept, end)
-            if (arrival := by_number.get(0)) is not None:
-                learnt[rate**2] = arrival.steps
+            if 0 in by_number:
+                learnt[rate**power] = by_number[0] and by_number[0].steps
     updates = {way: (steps,) for way, steps in learnt.items() if way in names}
     better = _better_rate(workload.lr, learnt, own)
     notes = (*_notes(experiment, learnt, names, refused), *refused)
@@ -394,7 +398,7 @@ def _is_noticed(steps: float | None, now: float | None) -> bool:
 def _better_rate(lr: float, learnt: Mapping[Any, float | None], own: tuple[object, ...]) -> str | None:
     """The learning rate among those that were tried with which the default takes the fewest steps, in words; none where it is its own."""
     now = learnt.get(own)
-    tried = {rate: steps for rate in (*RATES, *(rate**2 for rate in RATES)) if (steps := learnt.get(rate)) is not None}
+    tried = {rate: steps for rate, steps in learnt.items() if isinstance(rate, float) and steps is not None}
     best = min(tried, key=lambda rate: tried[rate], default=1.0)
     if own not in learnt or not _is_noticed(tried.get(best), now):
         return None

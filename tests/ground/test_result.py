@@ -183,9 +183,12 @@ def test_the_summary_counts_steps_from_one() -> None:
 
 
 def test_a_loss_that_is_no_number_is_null() -> None:
-    """JSON has no NaN: a training that diverged has no final loss."""
+    """JSON has no NaN: a training that diverged has no final loss, and says so."""
     assert summary(final_loss=0.5).final_loss == 0.5
-    assert json.loads(summary(final_loss=float("nan")).to_json())["final_loss"] is None
+    assert not summary(final_loss=0.5).skipped
+    diverged = summary(final_loss=float("nan"))
+    assert json.loads(diverged.to_json())["final_loss"] is None
+    assert [line["what"] for line in diverged.skipped] == ["workload.lr"]
 
 
 def result() -> RunResult:

@@ -81,6 +81,7 @@ def train(strategy: dict[str, Any], communicators: Communicators, model: str = "
     engine = Engine(network, DistributedStrategy.from_dict(strategy), communicators)
     engine.attach_optimizer(optimizer)
     for step in range(1, STEPS + 1):
+        problem.decay(optimizer, step)
         inputs, labels = problem.own_batch(step, communicators.rank, communicators.trainers, DTYPE)
         cross_entropy(network(inputs), labels).backward()
         optimizer.step()

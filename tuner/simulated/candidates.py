@@ -98,8 +98,13 @@ def ranked(
     ways = Ways() if experiment.run.launcher == "command" else price_ways(experiment, found, measure, learn, out, learning)
     tried: tuple[Tried, ...] = (*first.values(), *ways.others)
     if ways.in_vain:  # nothing would price another way
-        tried = tuple(one for one in tried if way_of(one.strategy) == way_of(own))
-        kept = "no other way of training is recommended: raise workload.steps or the target, or tune.search_seconds"
+        is_wire_free = "wire16" in experiment.tune.allow
+        tried = tuple(
+            one
+            for one in tried
+            if way_of(one.strategy) == way_of(own) and (is_wire_free or parameters_of(one.strategy)["wire"] == parameters_of(own)["wire"])
+        )
+        kept = "no other way of training, and no other wire, is recommended: raise workload.steps or the target, or tune.search_seconds"
         ways = dataclasses.replace(ways, notes=(*ways.notes[:-1], kept))
     step_s = {one.strategy: one.trial.simulated_s for one in tried}
     by_price = ordered({one.strategy: price for one in tried if (price := ways.seconds(one)) is not None})
