@@ -100,6 +100,6 @@ def test_nothing_is_found_where_nothing_was_planted(tmp_path: Path) -> None:
     """A step of pure compute has nothing to gain: KEEP DEFAULT, after real runs and at most eight pairs (the file has 48)."""
     recommendation, _ = tune(Experiment.load(EXAMPLES / "planted_none.toml", ["tune.pairs=8"]), out=tmp_path)
     assert recommendation.verdict == "KEEP DEFAULT", recommendation.line
-    assert all(len(arm.measured_s) == 2 for arm in recommendation.arms)
+    assert all(len(arm.measured_s) >= 2 for arm in recommendation.arms)
     assert len(recommendation.arms) > 1
     assert recommendation.arms[0].measured_s[0] > 0.1

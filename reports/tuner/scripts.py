@@ -6,7 +6,7 @@ Run from the repository's root, with nothing else running (about 25 minutes): ``
 ``fleetbench tune`` gives a verdict on a script with a target. Then the script runs as its user would start it, without and with
 ``recommended.toml`` in turns (A B B A ...), to its own end: ``timed.py`` keeps when each update had which loss. A launch is at its
 target as the product counts: at the first of three windows of 20 updates, in the mean over trainers, at or below it. Seconds are those
-of an update after the first 10, times updates.
+of an update after the first 10, times updates. Each pair has a seed of its own, which the regression alone reads.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -52,7 +53,7 @@ class Case:
 CASES = {
     "accumulation": Case("examples/accumulation.py", 0.2, 280, ("{}",)),
     "gpt": Case("examples/gpt.py", 2.7, 400, ("--epochs", "1", "--updates", "400", "--strategy", "{}")),
-    "regression": Case("reports/tuner/regression.py", 0.15, 400, ("{}",)),
+    "regression": Case("reports/tuner/regression.py", 0.55, 400, ("{}",), ("tune.target_seeds=3",)),
 }
 
 
@@ -75,7 +76,8 @@ def launched(case: Case, strategy: Path, folder: Path, number: int) -> dict[str,
     kept = folder / f"launch-{number}"
     script = [str(ROOT / case.script), *(word.format(strategy) for word in case.arguments)]
     command = [*LAUNCH, str(HERE / "timed.py"), str(kept), *script]
-    subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder)
+    environment = {**os.environ, "FLEETBENCH_SEED": str(number // 2)}
+    subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder, env=environment)
     told = np.array([json.loads(Path(f"{kept}.{rank}.json").read_text(encoding="utf-8")) for rank in range(PROCESSES)])
     losses, seconds = told[..., 1].mean(0), told[0, :, 0]
     windows = losses[: len(losses) // WINDOW * WINDOW].reshape(-1, WINDOW).mean(1)
