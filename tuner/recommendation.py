@@ -25,6 +25,8 @@ class TargetCheck(Config):
     """Steps of a trainer to the target, by seed; none of a run that was over before it arrived."""
     metrics: tuple[float | None, ...] = ()
     """``tune.metric`` at the target, by seed."""
+    noise: float = 0.0
+    """Standard deviation of the logarithm of the first run's ``updates``, where its losses tell it (``tuner.to_target.on_line``)."""
     time_s: float | None = None
     """The arm's own seconds for the median of these; none where fewer than half arrived."""
     final_loss: float | None = None
@@ -155,7 +157,7 @@ class Recommendation(Config):
     to_target: float | None = None
     """How many times as soon as the default the finalist reaches the target; none where it trains like the default."""
     to_target_low: float | None = None
-    """Lower end of its 90 % interval (``tuner.sequential``); none where one seed was run, or too few runs arrived."""
+    """Lower end of its 90 % interval (``tuner.sequential``); none where nothing tells how far runs differ, or too few arrived."""
     to_target_high: float | None = None
     seeds: int | None = None
     """Seeds of these runs."""
@@ -196,7 +198,7 @@ class Recommendation(Config):
             own, default = (self._target_of(strategy) for strategy in (self.strategy, self.arms[0].strategy))
             whose = "" if own is None or own.from_arm is None else f", of {own.from_arm}"
             by = "one run each"
-            if self.to_target_low is not None and own is not None and default is not None:
+            if self.to_target_low is not None and self.seeds != 1 and own is not None and default is not None:
                 missed = "" if (num := min(own.num_reached, default.num_reached)) == self.seeds else f" ({num} arrived)"
                 by = f"n = {self.seeds} seeds{missed}"
             ends = "" if self.to_target_low is None else f" [{self.to_target_low:.2f}, {self.to_target_high:.2f}]"

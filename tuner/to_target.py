@@ -6,6 +6,9 @@ for normal. A run that ends before it arrives is censored: of the ratio a bound 
 Data, chapter 8), cut where a complete sample's is Student's t, which it then equals; degrees of freedom are those of the ratios that are
 known. Two things are not modelled: the bound of a censored ratio depends on the run that did arrive, and seeds in which neither arrives
 count nowhere.
+
+A script's loss is that of its batches, so that where it crosses the target is itself uncertain (``on_line``). Between seeds that is part
+of the spread; of one seed it is the interval.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from scipy import optimize, special, stats
 
 CONFIDENCE = 0.9
 """Of the interval of a penalty."""
+_LEAST_WINDOWS = 4
+"""With fewer a line has no deviation."""
 _FARTHEST = 20.0
 """Of an interval's end, in logarithms: no way of training takes e^20 times as many updates."""
 
@@ -33,6 +38,8 @@ class Updates:
     ratios: tuple[float, ...]
     known: tuple[int, ...]
     """Of each ratio: 0, it is that; 1, at least that, as the default did not arrive; -1, at most that, as the finalist did not."""
+    noise: float = 0.0
+    """Standard deviation of the first ratio, as far as its two runs tell it."""
 
     @classmethod
     def of_runs(cls, default: Sequence[float | None], own: Sequence[float | None], steps: float, own_steps: float | None = None) -> Updates:
@@ -54,9 +61,32 @@ class Updates:
     def half(self, error: float, side: int) -> float:
         """Distance from the mean to the end of the interval that the truth lies beyond with a chance of ``error``.
 
-        ``side``: -1 of the lower, 1 of the upper end. 0 of one seed, which has no interval; infinite where too few arrived for one.
+        ``side``: -1 of the lower, 1 of the upper end. Of one seed by ``noise`` alone; infinite where too few arrived for an interval.
         """
-        return 0.0 if len(self.ratios) == 1 and self.num_known == 1 else _half(self, error, side)
+        if len(self.ratios) == 1 and self.num_known == 1:
+            return float(stats.norm.isf(error)) * self.noise if self.noise else 0.0
+        return _half(self, error, side)
+
+
+def on_line(windows: Sequence[tuple[float, float]], target: float, crossed: float) -> tuple[float, float]:
+    """Where the loss crosses the target, and the standard deviation of its logarithm, where losses are noisy means.
+
+    A straight line over the logarithm of steps is fitted to the windows, ``(middle, mean loss)``, from half of ``crossed``, about where it
+    is, to twice of it, or to the four nearest. The deviation is that of inverse regression (Draper and Smith 1998, Applied Regression
+    Analysis, section 3.2); it is infinite, at ``crossed``, where there are fewer windows, or the loss does not fall.
+    """
+    nearest = sorted(windows, key=lambda window: abs(math.log(window[0] / crossed)))
+    inside = sum(crossed / 2 <= step <= 2 * crossed for step, _ in windows)
+    steps, losses = np.array(nearest[: max(_LEAST_WINDOWS, inside)]).reshape(-1, 2).T
+    if len(steps) < _LEAST_WINDOWS:
+        return crossed, math.inf
+    fit = stats.linregress(np.log(steps), losses)
+    if fit.slope >= 0:
+        return crossed, math.inf
+    x, residuals = np.log(steps), losses - fit.intercept - fit.slope * np.log(steps)
+    at = (target - fit.intercept) / fit.slope
+    deviation = math.sqrt(float(residuals @ residuals) / (len(x) - 2)) / -fit.slope
+    return math.exp(at), deviation * math.sqrt(1 / len(x) + (at - x.mean()) ** 2 / float(np.square(x - x.mean()).sum()))
 
 
 @functools.lru_cache(maxsize=64)

@@ -28,6 +28,7 @@ from fleetbench.quantities import counted
 from fleetbench.result import RunResult, step_s_of
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import median_arrival
+from real.job.results import reported_losses
 from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.roles import SEED
 from tuner.bias import named
@@ -36,7 +37,7 @@ from tuner.real_runs import BudgetSpent, RealRuns, budget_of, leg_steps_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
 from tuner.space import name_of, parameters_of, way_of
-from tuner.to_target import Penalty, Updates
+from tuner.to_target import Penalty, Updates, on_line
 
 DEFAULT = "default"
 BETWEEN_SEEDS = 3
@@ -356,12 +357,22 @@ class _Verifier:
         result = self.legs.run(name, self.arms[name].strategy, steps=steps, start="initial", seed=seed, evaluate=True)
         trained = int(result.steps["step"].max()) if len(result.steps) else steps
         self.progress(stage, 1, 1)
-        updates, final_loss = result.summary.steps_to_target, result.summary.final_loss
+        (updates, noise), final_loss = self._arrival(result), result.summary.final_loss
         if number and (updates, final_loss) == (check.updates[0], check.final_loss):
             self.seeds, self.seeds_are_alike = self.seeds[:1], True
             self.notes.append(f"the runs of {name} with two seeds are equal, and count as one: a script takes its seed from {SEED}")
             return
-        self.ways[way] = check.with_run(updates, final_loss, trained, self._metric_of(result))
+        check = check.with_run(updates, final_loss, trained, self._metric_of(result))
+        self.ways[way] = check if number else dataclasses.replace(check, noise=noise)
+
+    def _arrival(self, result: RunResult) -> tuple[float | None, float]:
+        """Steps to the target, and the deviation of their logarithm: of a script, whose losses are batches', on a line."""
+        workload, updates = self.experiment.workload, result.summary.steps_to_target
+        if updates is None or workload.target_loss is None or self.experiment.run.launcher != "command":
+            return updates, 0.0
+        ended = reported_losses(result.steps, workload.eval_every, int(result.steps["step"].max()))
+        middles = [(end - (workload.eval_every - 1) / 2, loss) for end, loss in ended]
+        return on_line(middles, workload.target_loss, updates) if middles else (updates, 0.0)
 
     def _metric_of(self, result: RunResult) -> float | None:
         """``tune.metric`` at the target; none where there is none, or the run did not arrive."""
@@ -418,7 +429,8 @@ class _Verifier:
             return None
         steps = self.ways[base].steps
         assert steps is not None
-        return Updates.of_runs(self.ways[base].updates, self.ways[way].updates, steps, self.ways[way].steps)
+        found = Updates.of_runs(self.ways[base].updates, self.ways[way].updates, steps, self.ways[way].steps)
+        return dataclasses.replace(found, noise=math.hypot(self.ways[base].noise, self.ways[way].noise))
 
     def _way(self, name: str) -> tuple[object, ...]:
         return _learns_as(self.arms[name].strategy)
@@ -523,7 +535,8 @@ class _Verifier:
         if updates is None or self.judged is None:
             return {}
         found, seeds = self.judged.speedup, len(updates.ratios)
-        ends = {"to_target_low": found.low, "to_target_high": found.high} if seeds > 1 and math.isfinite(found.high) else {}
+        has_ends = (seeds > 1 or updates.noise > 0) and math.isfinite(found.high)
+        ends = {"to_target_low": found.low, "to_target_high": found.high} if has_ends else {}
         assert self.finalist is not None
         metrics, name = self._metrics(self.finalist), self.experiment.tune.metric
         metric = None if metrics is None else f"{name} {metrics[0]:.4g}, the default's {metrics[1]:.4g}"
@@ -564,7 +577,7 @@ def _needed(judged: Judgement | None) -> str:
     if judged is None:
         return ""
     if judged.pairs_needed is None:
-        return "no number of pairs would decide: updates to the target differ too much between seeds (tune.target_seeds)"
+        return "no number of pairs would decide: updates to the target are too uncertain (tune.target_seeds)"
     number = f"more than {MANY:,}" if judged.pairs_needed >= MANY else f"about {judged.pairs_needed:,}"
     return f"{number} would decide, if mean and spread stay (tune.pairs)"
 

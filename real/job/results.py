@@ -206,19 +206,22 @@ def _next_exchange(part: Part, steps: set[int], evaluated: int) -> int:
     return min((step for step in meets if step > evaluated), default=max(steps))
 
 
-def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tuple[float | None, tuple[float, Crossing] | None]:
-    """Final loss, and seconds to the target: of the reported loss, its mean over all ranks and ``eval_every`` steps.
+def reported_losses(table: pd.DataFrame, every: int, last_step: int) -> list[tuple[int, float]]:
+    """Means of the reported loss over all ranks and ``every`` steps, by the last of these.
 
     A window counts once it is over, by ``last_step``; steps that were cut out of it, and those without a report, are no part of its mean.
     """
-    workload = experiment.workload
     counted = table[(table["step"] >= 1) & table["loss"].notna()]
-    windows = counted["loss"].groupby((counted["step"] - 1) // workload.eval_every).mean()
-    windows = windows[(windows.index + 1) * workload.eval_every <= last_step]
-    if windows.empty:
+    windows = counted["loss"].groupby((counted["step"] - 1) // every).mean()
+    ends = [(window + 1) * every for window in windows.index.tolist()]
+    return [(end, loss) for end, loss in zip(ends, windows.tolist(), strict=True) if end <= last_step]
+
+
+def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tuple[float | None, tuple[float, Crossing] | None]:
+    """Final loss, and seconds to the target, of the reported loss."""
+    if not (ended := reported_losses(table, experiment.workload.eval_every, last_step)):
         return None, None
-    ended = [((window + 1) * workload.eval_every, loss) for window, loss in zip(windows.index.tolist(), windows.tolist(), strict=True)]
-    if (reached := crossing(ended, workload.target_loss)) is None:
+    if (reached := crossing(ended, experiment.workload.target_loss)) is None:
         return ended[-1][1], None
     kept = table.loc[table["step"].between(1, reached.step), "step"]
     parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]

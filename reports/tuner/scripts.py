@@ -51,8 +51,8 @@ class Case:
 
 
 CASES = {
-    "accumulation": Case("examples/accumulation.py", 0.2, 280, ("{}",)),
-    "gpt": Case("examples/gpt.py", 2.7, 400, ("--epochs", "1", "--updates", "400", "--strategy", "{}")),
+    "accumulation": Case("examples/accumulation.py", 0.1, 280, ("{}",)),
+    "gpt": Case("examples/gpt.py", 2.45, 400, ("--epochs", "1", "--updates", "400", "--strategy", "{}")),
     "regression": Case("reports/tuner/regression.py", 0.55, 400, ("{}",), ("tune.target_seeds=3",)),
 }
 

@@ -1,13 +1,26 @@
 """Updates to the target over seeds: closed forms, a second likelihood, and how often the interval of both factors holds."""
 
 import math
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
+from tuner_fakes import FakeRunner, target_experiment
 
+from fleetbench.result import RunResult
+from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
+from fleetbench.target import crossing
+from real.leg import Leg
+from tuner.real_runs import RealRuns
+from tuner.recommendation import Arm, Recommendation
 from tuner.sequential import ERROR, judge, looks
-from tuner.to_target import Updates
+from tuner.to_target import Updates, on_line
+from tuner.verify import verify
+
+LOCAL = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=4))
+TARGET, WINDOW = 0.5, 20
 
 
 def test_where_all_arrive_the_interval_is_students() -> None:
@@ -70,3 +83,79 @@ def test_the_interval_of_both_factors_holds_where_the_pairs_stop(seeds: int, spr
     assert known > 0.9 * count
     assert covered / known > 0.87
     assert used / known < 0.05 + 2.5 * math.sqrt(0.05 * 0.95 / known)
+
+
+def losses_of(steps: int, slower: float, noise: float, generator: np.random.Generator) -> np.ndarray:
+    """A batch's losses in so many steps, on a power law that is at the target after 150 steps, or ``slower`` times as many."""
+    return 0.2 + 0.3 * (np.arange(1, steps + 1) / (150 * slower)) ** -0.5 + generator.normal(0, noise, steps)
+
+
+def crossed(losses: np.ndarray) -> float:
+    """Steps to the target by three windows in a row."""
+    found = crossing([(WINDOW * (n + 1), float(loss)) for n, loss in enumerate(losses.reshape(-1, WINDOW).mean(1))], TARGET)
+    assert found is not None
+    return found.smooth
+
+
+def arrival(losses: np.ndarray) -> tuple[float, float]:
+    """Steps to the target by the line, and their deviation."""
+    middles = [(WINDOW * n + (WINDOW + 1) / 2, float(loss)) for n, loss in enumerate(losses.reshape(-1, WINDOW).mean(1))]
+    return on_line(middles, TARGET, crossed(losses))
+
+
+@pytest.mark.parametrize(("slower", "noise"), [(1.0, 0.1), (1.3, 0.1), (1.3, 0.02)])
+def test_one_run_each_has_an_interval_that_holds(slower: float, noise: float) -> None:
+    """Of batches with noise, the true ratio of updates lies in the 90 % interval in 90 % of runs, and the crossing alone is farther off."""
+    generator, held, off, off_alone = np.random.default_rng(5), 0, list[float](), list[float]()
+    for _ in range(count := 400):
+        runs = [losses_of(400, ratio, noise, generator) for ratio in (1.0, slower)]
+        (default, one), (own, other) = map(arrival, runs)
+        updates = replace(Updates.of_runs([default], [own], 400), noise=math.hypot(one, other))
+        distance = updates.mean + math.log(slower)
+        held += -updates.half(ERROR, 1) <= distance <= updates.half(ERROR, -1)
+        off.append(distance)
+        off_alone.append(math.log(crossed(runs[0]) / crossed(runs[1])) + math.log(slower))
+    assert held / count > 0.85
+    assert np.std(off) < np.std(off_alone)
+    assert abs(float(np.mean(off))) < 0.03
+
+
+def test_losses_that_do_not_fall_or_are_few_tell_nothing() -> None:
+    """A line through them has no crossing that is known, and the interval no end."""
+    rising = [(10.0 * n, 0.3 + 0.01 * n) for n in range(1, 9)]
+    assert on_line(rising, TARGET, 40.0) == on_line([(10.0, 0.6), (20.0, 0.4), (30.0, 0.4)], TARGET, 40.0) == (40.0, math.inf)
+    assert on_line([(10.0 * n, 1.0 - 0.5 * math.log(n)) for n in range(1, 9)], TARGET, 30.0) == pytest.approx((10 * math.e, 0), abs=1e-9)
+
+
+@dataclass
+class Reporting(FakeRunner):
+    """A script of 400 steps that reports losses, of which local steps need a tenth more; they take nine tenths of the time."""
+
+    deviation: float = 0.0
+
+    def run(self, leg: Leg) -> RunResult:
+        """See ``Runner``."""
+        result = super().run(replace(leg, steps=400) if leg.evaluate else leg)
+        if not leg.evaluate:
+            return result
+        losses = losses_of(400, 1.1 if leg.strategy.localsgd else 1.0, self.deviation, np.random.default_rng(len(self.legs)))
+        return replace(result, steps=result.steps.assign(loss=losses[result.steps["step"].to_numpy() - 1]))
+
+
+@pytest.mark.parametrize(("deviation", "verdict"), [(0.0, "USE"), (0.25, "KEEP DEFAULT")])
+def test_a_scripts_verdict_knows_how_noisy_its_losses_are(tmp_path: Path, deviation: float, verdict: str) -> None:
+    """1.3 times as fast a step, a tenth more updates: used where losses tell that, and else undecided, however alike the pairs are."""
+    experiment = target_experiment(pairs=8)
+    experiment = experiment.replace(run=replace(experiment.run, launcher="command"))
+    runner = Reporting(experiment, lambda s: 0.01 / (1.3 if s.localsgd else 1.0), updates=lambda _: 150.0, deviation=deviation)
+    arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("local", LOCAL))]
+    found: Recommendation = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01))
+    assert (found.verdict, found.undecided) == (verdict, verdict != "USE"), found.line
+    assert found.to_target is not None
+    assert found.to_target_low is not None
+    assert found.to_target_low < found.to_target
+    if verdict == "USE":
+        assert found.to_target == pytest.approx(1.3 / 1.1, rel=0.01)
+        assert ", one run each (1.30x" in found.line
+    else:
+        assert "too uncertain (tune.target_seeds)" in found.reason
