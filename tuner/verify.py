@@ -371,8 +371,9 @@ class _Verifier:
         if updates is None or workload.target_loss is None or self.experiment.run.launcher != "command":
             return updates, 0.0
         ended = reported_losses(result.steps, workload.eval_every, int(result.steps["step"].max()))
-        middles = [(end - (workload.eval_every - 1) / 2, loss) for end, loss in ended]
-        return on_line(middles, workload.target_loss, updates) if middles else (updates, 0.0)
+        warmup_steps = self.experiment.run.warmup_steps  # have trained too
+        middles = [(warmup_steps + end - (workload.eval_every - 1) / 2, loss) for end, loss in ended]
+        return on_line(middles, workload.target_loss, warmup_steps + updates) if middles else (updates, 0.0)
 
     def _metric_of(self, result: RunResult) -> float | None:
         """``tune.metric`` at the target; none where there is none, or the run did not arrive."""

@@ -5,8 +5,8 @@ Run from the repository's root, with nothing else running (about 25 minutes): ``
 
 ``fleetbench tune`` gives a verdict on a script with a target. Then the script runs as its user would start it, without and with
 ``recommended.toml`` in turns (A B B A ...), to its own end: ``timed.py`` keeps when each update had which loss. A launch is at its
-target as the product counts: at the first of three windows of 20 updates, in the mean over trainers, at or below it. Seconds are those
-of an update after the first 10, times updates. Each pair has a seed of its own, which the regression alone reads.
+target as the product counts: where a line through the means of 20 updates, over both trainers, crosses it. Seconds are those of an
+update after the first 10, times updates. Each pair has a seed of its own, which the regression alone reads.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from fleetbench.store import commit, machine, versions
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import crossing
 from tuner.sequential import paired_speedup
+from tuner.to_target import on_line
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -81,10 +82,12 @@ def launched(case: Case, strategy: Path, folder: Path, number: int) -> dict[str,
     told = np.array([json.loads(Path(f"{kept}.{rank}.json").read_text(encoding="utf-8")) for rank in range(PROCESSES)])
     losses, seconds = told[..., 1].mean(0), told[0, :, 0]
     windows = losses[: len(losses) // WINDOW * WINDOW].reshape(-1, WINDOW).mean(1)
-    found = crossing([(WINDOW * (number + 1), float(loss)) for number, loss in enumerate(windows)], case.target)
+    found = crossing([(WINDOW * (place + 1), float(loss)) for place, loss in enumerate(windows)], case.target)
     last = len(seconds) - 1 if found is None else found.step - 1
     step_s = float(seconds[last] - seconds[SKIPPED]) / (last - SKIPPED)
-    return {"updates": found and found.smooth, "step_s": step_s, "target_s": None if found is None else found.smooth * step_s}
+    middles = [(WINDOW * place + (WINDOW + 1) / 2, float(loss)) for place, loss in enumerate(windows)]
+    updates = None if found is None else on_line(middles, case.target, found.smooth)[0]
+    return {"updates": updates, "step_s": step_s, "target_s": None if updates is None else updates * step_s}
 
 
 def measured(name: str, rounds: int, more: tuple[str, ...]) -> dict[str, Any]:

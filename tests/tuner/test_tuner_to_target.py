@@ -146,7 +146,7 @@ class Reporting(FakeRunner):
 def test_a_scripts_verdict_knows_how_noisy_its_losses_are(tmp_path: Path, deviation: float, verdict: str) -> None:
     """1.3 times as fast a step, a tenth more updates: used where losses tell that, and else undecided, however alike the pairs are."""
     experiment = target_experiment(pairs=8)
-    experiment = experiment.replace(run=replace(experiment.run, launcher="command"))
+    experiment = experiment.replace(run=replace(experiment.run, launcher="command", warmup_steps=0))
     runner = Reporting(experiment, lambda s: 0.01 / (1.3 if s.localsgd else 1.0), updates=lambda _: 150.0, deviation=deviation)
     arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("local", LOCAL))]
     found: Recommendation = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01))
