@@ -266,7 +266,7 @@ class ComputedTraining(Training):
         table = self._table(leg.strategy)
         if table is None:
             raise ConfigError("injected stragglers need the profile's layer times", "workload.profile", hint="take a profile first")
-        self._injector = injector = Injector(table, delay=delay_of(self.device))
+        self._injector = injector = Injector(table, delay_of(self.device))
         own = self._draws(leg)
         injector.attach(self.model)
 

@@ -64,7 +64,7 @@ def apply_mixed_precision(model: nn.Module, configs: AmpConfigs, device_type: st
         entered.pop().__exit__(None, None, None)
         if entered or output is None:  # within another forward of this model, or an exception's way out
             return None
-        return _map_tensors((lambda tensor: _scaled(tensor, scale)) if scales(module) else _in_float32, output)
+        return _map_tensors((lambda tensor: _scaled(tensor, scale)) if scales(module) else in_float32, output)
 
     undo = contextlib.ExitStack()
     undo.callback(model.register_forward_pre_hook(living_hook(enter), prepend=True, with_kwargs=True).remove)
@@ -80,7 +80,7 @@ class _Border(torch.autograd.Function):
         ctx.factor = factor
         ctx.dtype = tensor.dtype
         # An input returned as it is, or as a view, may not be changed in place by the user's loop.
-        return tensor.detach() if keep_dtype else _in_float32(tensor.detach())
+        return tensor.detach() if keep_dtype else in_float32(tensor.detach())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -97,7 +97,7 @@ class _Border(torch.autograd.Function):
 
 def _scaled(tensor: torch.Tensor, scale: Scale) -> torch.Tensor:
     if not tensor.requires_grad:
-        return _in_float32(tensor)
+        return in_float32(tensor)
     return _Border.apply(tensor, scale, False)  # type: ignore[no-untyped-call, no-any-return]  # torch's
 
 
@@ -107,7 +107,8 @@ def _unscaled(tensor: torch.Tensor, scale: Scale) -> torch.Tensor:
     return _Border.apply(tensor, lambda: 1.0 / scale(), True)  # type: ignore[no-untyped-call, no-any-return]  # torch's
 
 
-def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
+def in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of half precision as float32; any other as it is."""
     return tensor.float() if tensor.dtype in DTYPES.values() else tensor
 
 

@@ -171,7 +171,7 @@ class Engine:
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._or_fails(self._update_ends)()))
         slots = self.executor.attach(optimizer)
         if slots:
-            self._planning.average_slots(slots)
+            self._planning.setting = dataclasses.replace(self._planning.setting, num_state_slots=slots)
             self._decider = self._decide(self._planning.registered(), None)
 
     def report(self, loss: torch.Tensor | float) -> None:

@@ -86,10 +86,6 @@ class Planning:
         ]
         return build_plan(self._strategy, gradients, self.setting)
 
-    def average_slots(self, slots: int) -> None:
-        """The optimizer keeps so many tensors a parameter, which are averaged."""
-        self.setting = dataclasses.replace(self.setting, num_state_slots=slots)
-
     def settle(self) -> None:
         """Take rank 0's order of readiness; with a forecast a fusion by cost takes its times. Every rank calls it."""
         names = list(self._parameters)
