@@ -171,7 +171,7 @@ class RunResult:
     testbed: dict[str, Any] | None = None
     """Every link as verified and every block as watched, of a run on the testbed; kept in ``testbed.json``."""
     peak_bytes: tuple[int, ...] = ()
-    """The most memory that each rank has taken, where that was looked at; kept in ``manifest.json``. See ``real.memory.peak_bytes``."""
+    """The most memory that each rank has taken, where that was looked at; kept in ``manifest.json``. See ``real.layer_times``."""
     held_out: tuple[tuple[int, float], ...] = ()
     """Step and held-out loss of every evaluation; kept in ``manifest.json``."""
     path: Path | None = None

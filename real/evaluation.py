@@ -27,7 +27,7 @@ from fleetbench.workloads.data.reader import normalise
 from fleetbench.workloads.models.registry import build_model, check_model, data_source, model_option, sizes
 from real.checkpoints.checkpoint import model_file, read_part
 from real.checkpoints.persistables import model_tensors, refuse_another_model
-from real.communication.device import device_of
+from real.communication.communicators import device_of
 
 _CHECKPOINT = "--checkpoint"
 

@@ -20,9 +20,8 @@ from real.communication.communicators import Communicators
 from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
 from real.engine.stopwatch import Stopwatch, encode_steps
-from real.layer_times import ProfileLeg
+from real.layer_times import ProfileLeg, peak_bytes, reset_peak
 from real.leg import Leg
-from real.memory import peak_bytes, reset_peak
 
 if TYPE_CHECKING:
     from real.servers.served_training import ServedTraining

@@ -86,12 +86,9 @@ class _Border(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         factor = ctx.factor()
         if torch.is_grad_enabled() and factor != 1.0:
-            raise ConfigError(
-                "keeps the graph of gradients (create_graph) of a scaled loss, and what is computed from them would not be scaled as it is",
-                "a backward, or torch.autograd.grad",
-                f"a scale of {float(factor):g}",
-                'set amp_configs.dtype = "bf16", which has no scale, or leave the penalty on gradients out',
-            )
+            what = "keeps the graph of gradients (create_graph) of a scaled loss, and what is computed from them would not be scaled"
+            hint = 'set amp_configs.dtype = "bf16", which has no scale, or leave the penalty on gradients out'
+            raise ConfigError(what, "a backward, or torch.autograd.grad", f"a scale of {float(factor):g}", hint)
         return (gradient * factor).to(ctx.dtype), None, None
 
 

@@ -47,11 +47,8 @@ def check_table(table: LayerTable) -> None:
         raise ConfigError("has no gradient, so that there is nothing to train", "workload.layers", hint="give a layer params above 0")
     sparse = next((gradient.name for gradient in gradients if gradient.sparse), None)
     if sparse is not None:
-        raise ConfigError(
-            "has sparse gradients, whose rows follow from data that an emulated device does not read",
-            f"parameter {sparse}",
-            hint='set run.device = "cpu", or build the embedding with sparse=False',
-        )
+        what = "has sparse gradients, whose rows follow from data that an emulated device does not read"
+        raise ConfigError(what, f"parameter {sparse}", hint='set run.device = "cpu", or build the embedding with sparse=False')
     name, count = Counter(gradient.name for gradient in gradients).most_common(1)[0]
     if count > 1:
         raise ConfigError("two gradients have one name", "workload.profile", repr(name), "take the profile again, or mend its file")

@@ -280,15 +280,8 @@ class Engine:
         if self._executor is not None:
             carried, optimizer = carried or self._executor.carried(), self._executor.optimizer
         self._executor = None  # and its buffers, before there are new ones
-        self._executor = Executor(
-            self.model,
-            self._parameters,
-            strategy,
-            self.communicators,
-            self.stopwatch,
-            carried or Carried(),
-            optimizer,
-        )
+        carried = carried or Carried()
+        self._executor = Executor(self.model, self._parameters, strategy, self.communicators, self.stopwatch, carried, optimizer)
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
         return Decider.start(strategy, self.communicators.rank, record=self._record, state=state)

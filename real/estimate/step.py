@@ -28,9 +28,7 @@ from real.compute.mixed_precision import apply_mixed_precision
 from real.compute.recompute import SavedForBackward, apply_recompute
 from real.engine.buckets import BufferAverage
 from real.estimate.operations import Operation, Recorder, nothing_computed
-from real.layer_times import LayerClock
-from real.memory import memory_bytes
-from real.profile.tables import table_of
+from real.layer_times import LayerClock, memory_bytes, table_of
 
 _PRECISIONS: Mapping[torch.dtype, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _BALANCE = 312e12 / 2039e9

@@ -30,8 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fleetbench.config import encode
 from fleetbench.strategy import DistributedStrategy
-from real.communication.communicators import Communicators, agree_on
-from real.communication.device import backend_of_world
+from real.communication.communicators import Communicators, agree_on, backend_of_world
 from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
 from real.job.driver_watch import end_script

@@ -16,7 +16,7 @@ from fleetbench.staleness import counts_of, load_of, quantiles_of
 from fleetbench.support import changed_fields
 from fleetbench.workloads.data.data import prepare
 from fleetbench.workloads.models.registry import check_model
-from real.communication.device import require_cuda
+from real.communication.communicators import require_cuda
 from real.emulated.model import refuse_table
 from real.emulated.pace import lateness_of
 from real.job.folder import EXPERIMENT

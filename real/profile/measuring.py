@@ -32,6 +32,7 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from real.job.script_session import ScriptSession
 from real.job.session import LegSession, Session
+from real.layer_times import memory_of, table_of
 from real.profile import legs as profile_legs
 from real.profile.costs import (
     communication_of,
@@ -47,7 +48,6 @@ from real.profile.costs import (
     with_averaging,
 )
 from real.profile.legs import Legs
-from real.profile.tables import memory_of, table_of
 from real.supported import is_emulated, with_compute
 
 SECONDS = 10.0

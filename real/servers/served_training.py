@@ -36,9 +36,8 @@ from real.compute.living import living_hook
 from real.engine.optimizers import hide, refuse_arguments
 from real.engine.stopwatch import Stopwatch
 from real.servers.links import Answer, Links, TrainerOptions
-from real.servers.parameters import Parameters, fixed_options, join, meet, options_of, rate_of, read_values, refuse_changes
+from real.servers.parameters import Parameters, Spec, fixed_options, join, meet, options_of, rate_of, read_values, refuse_changes
 from real.servers.sender import Sender
-from real.servers.spec import Spec
 
 _PIECE_BYTES = 8 << 20
 """Of the rows of a table in one message, where all are pulled."""

@@ -32,11 +32,10 @@ from real.processes.diagnosis import how_it_ended
 from real.processes.joining import is_loopback
 from real.servers.board import Board, Entry
 from real.servers.checkpoints import Saved, Writer, load_shard
-from real.servers.parameters import Shard
+from real.servers.parameters import Shard, Spec, differences
 from real.servers.security import TOKEN, ServerSocket, new_session
 from real.servers.server_options import ServerOptions, ServerReport
 from real.servers.silence import Silence
-from real.servers.spec import Spec, differences
 from real.servers.wire import Head, Tensor, WireError, decode
 
 _LOOK_S = 0.5  # between two looks at who is silent

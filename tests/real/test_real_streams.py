@@ -15,7 +15,7 @@ from fleetbench.plan.layers import Layer, LayerTable
 from fleetbench.plan.operations import Operation
 from fleetbench.quantities import Nanoseconds
 from fleetbench.stragglers import ONE
-from real.communication.device import make_lane
+from real.communication.communicators import make_lane
 from real.communication.lanes import InlineLane, Lane, StreamLane, ThreadLane, host_may_wait, host_reads
 from real.compute.injector import Injector, KernelDelay
 from real.engine.stopwatch import Stopwatch
