@@ -13,7 +13,6 @@ a fragment's exchange that is under way is waited for, and its mean is saved bes
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -148,10 +147,15 @@ def refuse_other(optimizer: torch.optim.Optimizer, model: nn.Module, data: Mappi
     own = type(optimizer).__qualname__
     if data["class"] != own:
         raise ConfigError("is another optimizer's", where, f"saved {data['class']}, here {own}", "use the optimizer that was saved")
-    for number, (saved, here) in enumerate(zip_longest(data["groups"], groups_of(optimizer, model), fillvalue=[])):
+    groups = groups_of(optimizer, model)
+    if len(data["groups"]) != len(groups):
+        counts = f"saved {len(data['groups'])}, here {len(groups)}"
+        raise ConfigError("has another number of parameter groups", where, counts, "build the optimizer as it was built when it was saved")
+    for number, (saved, here) in enumerate(zip(data["groups"], groups, strict=True)):
         if saved != here:
-            what, hint = f"group {number} holds other parameters, or in another order", "build the optimizer's groups as they were saved"
-            raise ConfigError(what, where, f"saved {_some(saved)}, here {_some(here)}", hint)
+            differs = next((f"{a!r}, here {b!r}" for a, b in zip(saved, here, strict=False) if a != b), f"{len(saved)}, here {len(here)}")
+            hint = "build the groups as they were saved"
+            raise ConfigError(f"group {number} holds other parameters, or in another order", where, f"saved {differs}", hint)
 
 
 def unpack_optimizer(optimizer: torch.optim.Optimizer, data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -9,11 +9,12 @@ off runs of the strategies themselves; see ``legs``.
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from fleetbench.cluster import Cluster
 from fleetbench.config import encode
@@ -70,12 +71,7 @@ class Taken:
 
 
 def measure_profile(
-    experiment: Experiment,
-    thread_counts: tuple[int, ...],
-    *,
-    seconds: float = SECONDS,
-    stragglers: bool = False,
-    progress: Progress | None = None,
+    experiment: Experiment, *, seconds: float = SECONDS, stragglers: bool = False, progress: Progress | None = None
 ) -> Taken:
     """Measure in one launch.
 
@@ -87,34 +83,11 @@ def measure_profile(
         raise ConfigError("an emulated device computes nothing that could be measured", "run.device", "'emulated'", hint)
     quiet = _quiet(experiment)
     with Session(quiet) as session:
-        return measure_in(session, experiment, quiet, thread_counts, seconds=seconds, stragglers=stragglers, progress=progress)
-
-
-def measure_in(
-    session: LegSession,
-    experiment: Experiment,
-    quiet: Experiment,
-    thread_counts: tuple[int, ...],
-    *,
-    seconds: float,
-    stragglers: bool,
-    progress: Progress | None = None,
-) -> Taken:
-    """Measure in a launch that is there, which runs ``quiet``, for ``experiment``; see ``measure_profile``."""
-    trainers = quiet.cluster.trainers
-    communicating = 3 + experiment.strategy.quantises if trainers > 1 else 0
-    total = (3 if trainers > 1 else 2) * len(thread_counts) + communicating
-    legs = Legs(session, seconds, _counting(progress, total))
-    return _Measuring(experiment, quiet, legs).take(thread_counts, stragglers=stragglers)
+        return _Measuring(session, experiment, quiet, seconds, progress).take(stragglers=stragglers)
 
 
 def profile_script(
-    session: ScriptSession,
-    thread_counts: tuple[int, ...],
-    *,
-    seconds: float = SECONDS,
-    stragglers: bool = False,
-    progress: Progress | None = None,
+    session: ScriptSession, *, seconds: float = SECONDS, stragglers: bool = False, progress: Progress | None = None
 ) -> Taken:
     """Measure the session's script; see ``real.profile.legs``.
 
@@ -122,26 +95,12 @@ def profile_script(
     link inside a node is not declared it is taken to be as slow, so that rings cost what was measured.
     """
     experiment = session.experiment
-    quiet = experiment.replace(
-        strategy=compute_part(experiment.strategy), workload=dataclasses.replace(experiment.workload, profile=None, target_loss=None)
-    )
-    taken = measure_in(session, experiment, quiet, thread_counts, seconds=seconds, stragglers=stragglers, progress=progress)
+    taken = _Measuring(session, experiment, _computing(experiment), seconds, progress).take(stragglers=stragglers)
     communication, cluster = taken.profile.communication, experiment.cluster
     if communication is None or communication.between != "nodes" or cluster.trainers_per_node == 1 or cluster.intra is not None:
         return taken
     inside = dataclasses.replace(communication.link, payload=True)
     return dataclasses.replace(taken, experiment=experiment.replace(cluster=dataclasses.replace(cluster, intra=inside)))
-
-
-def _counting(progress: Progress | None, total: int) -> Callable[[], None]:
-    numbers = count(1)
-    return lambda: None if progress is None else progress(next(numbers), total)
-
-
-def _void_notes(runs: Mapping[str, RunResult]) -> Iterator[str]:
-    void = [name for name, run in runs.items() if run.summary.testbed is not None and not run.summary.testbed["counts"]]
-    if void:
-        yield f"void, as the machine was not quiet in any of their repeats: {', '.join(void)}; profile again"
 
 
 def _quiet(experiment: Experiment) -> Experiment:
@@ -151,35 +110,37 @@ def _quiet(experiment: Experiment) -> Experiment:
     """
     cluster = experiment.cluster
     if experiment.run.launcher == "testbed":
-        cluster = dataclasses.replace(cluster, stragglers=(), servers=0, server_placement="own")
-    else:
-        cluster = Cluster(trainers_per_node=cluster.trainers_per_node)
-    return experiment.replace(
-        cluster=cluster,
-        strategy=compute_part(experiment.strategy),
-        workload=dataclasses.replace(experiment.workload, profile=None, target_loss=None),
-    )
+        return _computing(experiment, cluster=dataclasses.replace(cluster, stragglers=(), servers=0, server_placement="own"))
+    return _computing(experiment, cluster=Cluster(trainers_per_node=cluster.trainers_per_node))
+
+
+def _computing(experiment: Experiment, **changes: Any) -> Experiment:
+    workload = dataclasses.replace(experiment.workload, profile=None, target_loss=None)
+    return experiment.replace(strategy=compute_part(experiment.strategy), workload=workload, **changes)
 
 
 class _Measuring:
-    """One launch's legs, and what follows from them."""
+    """The legs of a launch that is there and runs ``quiet``, for ``experiment``; and what follows from them."""
 
-    def __init__(self, experiment: Experiment, quiet: Experiment, legs: Legs) -> None:
+    def __init__(self, session: LegSession, experiment: Experiment, quiet: Experiment, seconds: float, progress: Progress | None) -> None:
         self._experiment = experiment
         self._quiet = quiet
-        self._legs = legs
         self._own = experiment.strategy
+        self._counts = searched_threads(experiment)
+        several, numbers = quiet.cluster.trainers > 1, count(1)
+        total = (3 * len(self._counts) + 3 + self._own.quantises) if several else 2 * len(self._counts)
+        self._legs = Legs(session, seconds, lambda: None if progress is None else progress(next(numbers), total))
         self._memory: Memory | None = None
         self._notes: list[str] = []
 
-    def take(self, thread_counts: tuple[int, ...], *, stragglers: bool) -> Taken:
+    def take(self, *, stragglers: bool) -> Taken:
         own = self._own.thread_num
         tables: dict[int, LayerTable] = {}
         threads: dict[int, Threads] = {}
         table, whole = self._settled(self._own, STRAGGLER_STEPS if stragglers else profile_legs.STEPS)
         hockney, communication = self._communication(whole)
         tables[own], threads[own] = self._beside(self._own, table, whole, hockney)
-        for number in thread_counts:
+        for number in self._counts:
             if number != own:
                 strategy = self._own.replace(thread_num=number)
                 table, run = self._settled(strategy, profile_legs.STEPS)
@@ -190,6 +151,9 @@ class _Measuring:
         if fit is not None and fit.entries:
             share = fit.base * 1e-9 / typical(compute_times(whole))
             tables = {number: scaled(table, share, share) for number, table in tables.items()}
+        void = [name for name, run in self._legs.runs.items() if run.summary.testbed is not None and not run.summary.testbed["counts"]]
+        if void:
+            self._notes.append(f"void, as the machine was not quiet in any of their repeats: {', '.join(void)}; profile again")
         host = machine()
         profile = Profile(
             machine=f"{host['processor']}, {host['cores']} cores, {host['system']}",
@@ -201,7 +165,7 @@ class _Measuring:
             memory=self._memory,
             stragglers=fit,
             foreign_cores=self._legs.foreign_cores,
-            notes=(*self._notes, *_void_notes(self._legs.runs)),
+            notes=tuple(self._notes),
         )
         return Taken(experiment=self._experiment, profile=profile, runs=self._legs.runs)
 
@@ -299,7 +263,7 @@ def ensure_profile(experiment: Experiment, root: Path, *, progress: Progress | N
 
 def take_profile(experiment: Experiment, *, progress: Progress | None = None) -> Profile:
     """Measure every thread count that ``tune`` may search and the strategy's own."""
-    return measure_profile(experiment, searched_threads(experiment), progress=progress).profile
+    return measure_profile(experiment, progress=progress).profile
 
 
 def searched_threads(experiment: Experiment) -> tuple[int, ...]:
