@@ -266,13 +266,16 @@ class Communicators:
             self._made[world, _STATISTICS] = self._make(world, "statistics")
         return self._group("world", _STATISTICS)
 
-    def world(self, communicator: int) -> dist.ProcessGroup:
-        """The process group of all ranks that a communicator has."""
-        return self._group("world", communicator)
-
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str = "world", communicator: int = 0) -> None:
         """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``, bit-identical on each of its ranks."""
         self._run(partial(dist.all_reduce, tensor, op=_OPERATORS[operator]), group, communicator)
+
+    def agreed(self, value: float, operator: str) -> float:
+        """The ``mean`` or the largest (``max``) of all ranks' numbers."""
+        told = torch.tensor([value], dtype=torch.float64, device=self.device)
+        if self.trainers > 1:
+            self.all_reduce(told, operator)
+        return float(told)
 
     def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None = None) -> Started:
         """Begin to replace ``tensor`` by its mean over all ranks; ``ended`` runs on the backend's thread as it ends, or fails."""

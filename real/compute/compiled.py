@@ -54,7 +54,7 @@ def blocks_of(container: nn.Module, prefix: str = "") -> list[list[str]]:
     found: list[list[str]] = []
     is_open = False
     for name, child in container.named_children():
-        if _is_container(child):
+        if _is_sequence(child) or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             found += blocks_of(child, f"{prefix}{name}.")
             is_open = False
         elif next(child.parameters(), None) is not None:
@@ -67,10 +67,6 @@ def blocks_of(container: nn.Module, prefix: str = "") -> list[list[str]]:
 
 def _is_sequence(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-
-
-def _is_container(module: nn.Module) -> bool:
-    return _is_sequence(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _is_worth(model: nn.Module, group: Sequence[str], *, everything: bool) -> bool:

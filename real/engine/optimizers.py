@@ -88,11 +88,9 @@ class OptimizerControl:
 
     def step_between(self) -> None:
         """Update outside the user's ``step()``."""
-        if self._fused is not None:
-            self._fused.begin()
+        self.begin(updates=True)
         step_some(self.optimizer, self._parameters.values())
-        if self._fused is not None:
-            self._fused.end()
+        self.end(updates=True)
 
     def bucket_step(self, bucket: int) -> Callable[[], None]:
         """What updates one bucket's parameters."""

@@ -83,10 +83,15 @@ class WayOut:
         abort = threading.Thread(target=self.abort, name="failures-abort", daemon=True)  # which may hang itself
         abort.start()
         abort.join(self.grace_s)
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(WorkerFailed.exit_code)
+        end_now(WorkerFailed.exit_code)
+
+
+def end_now(code: int) -> NoReturn:
+    """End the process, whatever else it does, once what it has said is written."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a full disk; a stream that was closed
+            stream.flush()
+    os._exit(code)
 
 
 def on_uncaught(tell: Callable[[BaseException], None]) -> None:

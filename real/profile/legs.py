@@ -99,7 +99,9 @@ def whole(strategy: DistributedStrategy) -> DistributedStrategy:
 
 def several(strategy: DistributedStrategy, table: LayerTable) -> DistributedStrategy:
     """Some buckets of about one size."""
-    return measured_part(strategy).replace(**_caps(table))
+    gradients = [gradient for gradient in table.by_readiness() if not gradient.sparse]
+    size_in_mb = sum(gradient.nbytes for gradient in gradients) / SEVERAL / MIB
+    return measured_part(strategy).replace(fuse_grad_size_in_MB=size_in_mb, fuse_grad_count=max(2, len(gradients)))
 
 
 def averaged(strategy: DistributedStrategy, optimizer: str, k_steps: int) -> DistributedStrategy:
@@ -132,9 +134,3 @@ def _local(strategy: DistributedStrategy, optimizer: str, k_steps: int = 2, **ch
         build_strategy=BuildStrategy(fuse_all_optimizer_ops=strategy.build_strategy.fuse_all_optimizer_ops),
         **changes,
     )
-
-
-def _caps(table: LayerTable) -> dict[str, Any]:
-    gradients = [gradient for gradient in table.by_readiness() if not gradient.sparse]
-    nbytes = sum(gradient.nbytes for gradient in gradients)
-    return {"fuse_grad_size_in_MB": nbytes / SEVERAL / MIB, "fuse_grad_count": max(2, len(gradients))}

@@ -197,13 +197,9 @@ class ParameterServer:
                 self._listener.send(identity, Head("unknown", head.rank, head.session))  # it greets, and repeats what was dropped
         if head.kind == "beat":
             self._listener.send(identity, Head("alive", head.rank, head.session))
-        elif self._is_in_turn(peer, head):
+        elif head.version == self._life and head.sequence <= peer.received + 1:  # else one before it, or of an earlier life, comes again
             self._do(Request(peer, head, tensors, again=head.sequence <= peer.received))
             peer.received = max(peer.received, head.sequence)
-
-    def _is_in_turn(self, peer: Peer, head: Head) -> bool:
-        """Whether a request is to be taken. One for an earlier life of this server, or after one that was lost, comes again."""
-        return head.version == self._life and head.sequence <= peer.received + 1
 
     def _hear_board(self, entry: Entry) -> None:
         """What launchers, and the host's other servers, tell."""
