@@ -354,12 +354,6 @@ def takes_no_time() -> ConfigError:
     return ConfigError("the run takes no time at all", "workload.layers", hint="give the layers a forward or backward above 0 ns")
 
 
-def slower_wire(int8_s: float, fp32_s: float) -> list[dict[str, str]]:
-    """The entry of ``skipped`` for exchanges in INT8 that take longer than those in FP32, if they do."""
-    why = f"INT8 gains nothing here: exchanges take {int8_s:.3g} s, and {fp32_s:.3g} s in FP32"
-    return [skip("strategy.localsgd_configs.outer_wire", why)] if int8_s > fp32_s else []
-
-
 def skip(what: str, why: str) -> dict[str, str]:
     """One entry of ``skipped``: a line of the experiment that this run did not realise."""
     return {"what": what, "why": why}

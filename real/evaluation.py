@@ -114,7 +114,7 @@ def open_samples(workload: Workload, seed: int) -> Samples:
                 return (normalise(rows, dtype),)
             return (rows.to(dtype) if rows.is_floating_point() else rows,)
 
-        return Samples(_places(len(inputs)), read_rows)
+        return Samples([str(place) for place in range(len(inputs))], read_rows)
     root, size = Path(workload.data.partition(":")[2]), sizes(workload, "images")
     listed = read_list(root, "val", model_option(workload, "classes"))
 
@@ -124,10 +124,6 @@ def open_samples(workload: Workload, seed: int) -> Samples:
         return (normalise(torch.from_numpy(np.stack(pictures)), dtype),)
 
     return Samples(listed.paths, read_pictures)
-
-
-def _places(number: int) -> list[str]:
-    return [str(place) for place in range(number)]
 
 
 def read_weights(file: Path) -> Mapping[str, torch.Tensor]:

@@ -297,9 +297,11 @@ class ProfileLeg:
         """Seconds of one step, on the slowest rank: all must take the same number of them."""
         begin = time.monotonic()
         yield None
-        took_s = time.monotonic() - begin
-        self._communicators.require(1)
-        return self._communicators.agreed(took_s, "max")
+        took = torch.tensor([time.monotonic() - begin], dtype=torch.float64, device=self._communicators.device)
+        if self._communicators.trainers > 1:
+            self._communicators.require(1)
+            self._communicators.all_reduce(took, "max")
+        return float(took[0])
 
     def update_done(self) -> None:
         """An optimizer's step is over, and its gradients are still there: count what sparse ones touch."""

@@ -304,7 +304,7 @@ class ComputedTraining(Training):
                 self._snapshots.append((step, flat))
                 return
             loss, accuracy = self._evaluated_at(flat)
-            self._measures.append((step, self.communicators.agreed(loss, "mean"), accuracy))  # hardware may differ in the last digit
+            self._measures.append((step, self._agreed(loss), accuracy))
             held_out = [(after, loss) for after, loss, _ in self._measures]
             self.has_arrived = crossing(held_out, self._experiment.workload.target_loss) is not None
 
@@ -317,6 +317,13 @@ class ComputedTraining(Training):
         if self.communicators.trainers > 1:
             self.communicators.all_reduce(flat, "mean")
         return self._held_out.loss_and_accuracy(flat)
+
+    def _agreed(self, loss: float) -> float:
+        """The mean over ranks, whose hardware may differ in the last digit: all of them end at one step."""
+        found = torch.tensor([loss], dtype=torch.float64, device=self.device)
+        if self.communicators.trainers > 1:
+            self.communicators.all_reduce(found, "mean")
+        return float(found)
 
 
 def checksum(model: torch.nn.Module) -> str:

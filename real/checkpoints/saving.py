@@ -19,10 +19,12 @@ from real.checkpoints.checkpoint import MODEL, Draft, Save, last_save, open_save
 from real.checkpoints.meeting import Meeting
 from real.checkpoints.persistables import (
     Restored,
+    Tensors,
     capture,
     decode_progress,
     model_tensors,
     own_part,
+    pack,
     put,
     read,
     read_optimizer,
@@ -32,8 +34,8 @@ from real.checkpoints.persistables import (
     refuse_misfits,
     restore,
     under,
+    unpack,
 )
-from real.checkpoints.plain import Tensors, pack, unpack
 from real.communication.communicators import strategy_digest
 from real.engine.engine import Engine, Progress
 from real.engine.executor import Carried

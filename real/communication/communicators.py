@@ -270,13 +270,6 @@ class Communicators:
         """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``, bit-identical on each of its ranks."""
         self._run(partial(dist.all_reduce, tensor, op=_OPERATORS[operator]), group, communicator)
 
-    def agreed(self, value: float, operator: str) -> float:
-        """The ``mean`` or the largest (``max``) of all ranks' numbers."""
-        told = torch.tensor([value], dtype=torch.float64, device=self.device)
-        if self.trainers > 1:
-            self.all_reduce(told, operator)
-        return float(told)
-
     def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None = None) -> Started:
         """Begin to replace ``tensor`` by its mean over all ranks; ``ended`` runs on the backend's thread as it ends, or fails."""
         with self.errors():

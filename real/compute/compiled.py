@@ -97,24 +97,20 @@ class _Compilation:
 
     def compile(self, groups: Sequence[Sequence[str]]) -> Undo:
         """Put compiled forwards in place; a run of a sequence's children lives in the sequence's forward."""
-        with self._undo:
-            self._put_in_place(groups)
-            kept = self._undo.pop_all()
-        return kept.close
-
-    def _put_in_place(self, groups: Sequence[Sequence[str]]) -> None:
         runs: dict[str, list[list[str]]] = {}
-        for group in groups:
-            if len(group) == 1:
-                self._compile_module(group[0])
-            else:
-                runs.setdefault(group[0].rpartition(".")[0], []).append([name.rpartition(".")[2] for name in group])
-        for owner, parts in runs.items():
-            self._compile_runs(owner, parts)
-        for name in self._alone:
-            inside = any(name.startswith(f"{member}.") or (name == member and len(group) > 1) for group in groups for member in group)
-            if inside and not _is_one_operation(self._model.get_submodule(name)):
-                self._compile_module(name)
+        with self._undo:
+            for group in groups:
+                if len(group) == 1:
+                    self._compile_module(group[0])
+                else:
+                    runs.setdefault(group[0].rpartition(".")[0], []).append([name.rpartition(".")[2] for name in group])
+            for owner, parts in runs.items():
+                self._compile_runs(owner, parts)
+            for name in self._alone:
+                inside = any(name.startswith(f"{member}.") or (name == member and len(group) > 1) for group in groups for member in group)
+                if inside and not _is_one_operation(self._model.get_submodule(name)):
+                    self._compile_module(name)
+            return self._undo.pop_all().close
 
     def _compile_module(self, name: str) -> None:
         module = self._model.get_submodule(name)

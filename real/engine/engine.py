@@ -256,24 +256,19 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.executor.close()
+        self.communicators.order_lanes()
         self._undo()
         for parameter in self._parameters.values():
             parameter.grad = None
-
-    def _agree(self) -> None:
-        """Start all ranks from rank 0's parameters and buffers."""
-        if self.communicators.trainers > 1:
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                self.communicators.broadcast(tensor.detach())
 
     def _decide(self, order: Sequence[str], state: State | None, carried: Carried | None = None) -> Decider:
         """Plan for gradients in this order, and make what the plan needs; ``carried`` takes the place of what the last step has left."""
         plan = self._planning.plan(order)
         self.communicators.require(self.strategy.nccl_comm_num, plan.parts)
         agree_on(plan.digest, "plans another exchange than rank 0", self.communicators)
-        if state is None:
-            self._agree()
+        if state is None and self.communicators.trainers > 1:  # all ranks start from rank 0's parameters and buffers
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                self.communicators.broadcast(tensor.detach())
         self._bucket_of = {name: bucket.id for bucket in plan.buckets for name in bucket.gradients}
         strategy = family(self.strategy, plan)
         optimizer = None

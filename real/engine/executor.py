@@ -276,10 +276,6 @@ class Executor:
                 parameter.grad = None
         self._stopwatch.update_ends()
 
-    def close(self) -> None:
-        """Wait for what is under way."""
-        self._communicators.order_lanes()
-
     @torch.no_grad()
     def _gradients_now(self) -> Taken:
         """The gradients; how often each was written to in place; sum and norm of each bucket, as bits, so that NaNs equal themselves.

@@ -46,13 +46,7 @@ _KERNELS: dict[str, tuple[type[Optimizer], ...]] = {
 class OptimizerControl:
     """One optimizer under one plan. ``begin`` and ``end`` stand around the user's ``optimizer.step()``."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        combination: Combination,
-        storage: Storage,
-        parameters: Mapping[str, nn.Parameter],
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, combination: Combination, storage: Storage, parameters: Mapping[str, nn.Parameter]) -> None:
         self.optimizer = optimizer
         refuse_whole(optimizer)
         self._known = {id(parameter) for parameter in parameters.values()}

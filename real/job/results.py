@@ -20,9 +20,8 @@ import pandas as pd
 
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
-from fleetbench.plan.exchange import INT8_BLOCK, INT8_SCALE_BYTES
 from fleetbench.plan.replay import Recording, in_order
-from fleetbench.result import RunResult, StepRecord, skip, slower_wire, steps_table, summarise
+from fleetbench.result import RunResult, StepRecord, skip, steps_table, summarise
 from fleetbench.store import new_run_id
 from fleetbench.target import Crossing, crossing
 from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
@@ -53,20 +52,6 @@ def collect(parts: Sequence[Part]) -> tuple[list[StepRecord], tuple[Span, ...], 
     several = any(span.get("communicator") for part in parts for span in part["spans"])
     spans = [_span(rank, TimedSpan(**span), several=several) for rank, part in enumerate(parts) for span in part["spans"]]
     return records, tuple(spans), (last - origin) * 1e-9
-
-
-def _wire_notes(spans: Sequence[Span]) -> list[dict[str, str]]:
-    """Says so where exchanges in INT8 took longer than FP32 would have, had it taken only the time on the wire, for so many more bytes.
-
-    Of the rank that waited least on the wire.
-    """
-    sums: dict[int, list[float]] = {}
-    for span in spans:
-        kind, _, bucket = span.name.partition(" ")
-        if kind in ("all_reduce", "all_to_all", "all_gather") and bucket != "None" and span.stream.startswith(COMMUNICATION):
-            sums.setdefault(span.rank, [0.0, 0.0])[kind != "all_reduce"] += span.duration_ns * 1e-9
-    took_s, wire_s = min(sums.values(), key=lambda pair: pair[1], default=(0.0, 0.0))
-    return slower_wire(took_s, wire_s * 4 * INT8_BLOCK / (INT8_BLOCK + INT8_SCALE_BYTES))
 
 
 def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
@@ -111,8 +96,6 @@ def run_of(
         skipped = [*skipped, skip("workload.target_loss", "not evaluated in this leg")]
     if experiment.strategy.localsgd_configs.outer_on_host and experiment.run.device != "cuda":
         skipped = [*skipped, skip("strategy.localsgd_configs.outer_on_host", "the trainers' memory is the host's")]
-    if experiment.strategy.quantises:
-        skipped = [*skipped, *_wire_notes(spans)]
     known |= {"final_loss": final_loss, "skipped": skipped}
     if to_target is not None:
         time_to_target_s, reached = to_target
