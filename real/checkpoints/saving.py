@@ -86,11 +86,7 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
     keeps = meeting.rank == 0
     has_parted = any(parted for (parted,) in meeting.gather([int(engine.executor.has_parted)]))
     shared, own_tensors, told = capture(engine, progress, packed, has_parted=has_parted)
-    last = 0
-    with meeting.together(SAVE):
-        if keeps:
-            last = last_save(path)
-    draft = Draft(path, 1 + max(number for (number,) in meeting.gather([last])))
+    draft = Draft(path, 1 + _in_force(meeting, path, SAVE))
     try:
         with meeting.together(SAVE):
             if keeps:
@@ -142,9 +138,9 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
     )
 
 
-def _in_force(meeting: Meeting, path: Path) -> int:
+def _in_force(meeting: Meeting, path: Path, where: str = LOAD) -> int:
     """The last save that some trainer sees in force; 0 where none does, and for a file."""
-    with meeting.together(LOAD):
+    with meeting.together(where):
         last = 0 if path.is_file() else last_save(path)
     return max(number for (number,) in meeting.gather([last]))
 

@@ -56,7 +56,7 @@ def apply_mixed_precision(model: nn.Module, configs: AmpConfigs, device_type: st
         entered.append(context)
         if len(entered) > 1 or not scales(module):
             return None
-        return cast(tuple[Any, Any], _map_tensors(lambda tensor: _unscaled(tensor, scale), (args, kwargs)))
+        return cast(tuple[Any, Any], _map_tensors(lambda tensor: _scaled(tensor, lambda: 1.0 / scale(), keep_dtype=True), (args, kwargs)))
 
     def leave(module: nn.Module, _args: Any, output: Any) -> Any:
         if not entered:  # a hook before `enter` has raised
@@ -92,16 +92,10 @@ class _Border(torch.autograd.Function):
         return (gradient * factor).to(ctx.dtype), None, None
 
 
-def _scaled(tensor: torch.Tensor, scale: Scale) -> torch.Tensor:
+def _scaled(tensor: torch.Tensor, factor: Scale, *, keep_dtype: bool = False) -> torch.Tensor:
     if not tensor.requires_grad:
-        return in_float32(tensor)
-    return _Border.apply(tensor, scale, False)  # type: ignore[no-untyped-call, no-any-return]  # torch's
-
-
-def _unscaled(tensor: torch.Tensor, scale: Scale) -> torch.Tensor:
-    if not tensor.requires_grad:
-        return tensor
-    return _Border.apply(tensor, lambda: 1.0 / scale(), True)  # type: ignore[no-untyped-call, no-any-return]  # torch's
+        return tensor if keep_dtype else in_float32(tensor)
+    return _Border.apply(tensor, factor, keep_dtype)  # type: ignore[no-untyped-call, no-any-return]  # torch's
 
 
 def in_float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,11 +62,14 @@ def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
 
 
 def _to_target(held_out: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> tuple[float, Crossing] | None:
-    """Seconds from the first counted start to the end, on the last rank, of the step that reached the target."""
-    if (reached := crossing(held_out, target)) is None:
-        return None
-    begin = min(record.start_ns for record in records if record.step >= 1)
-    return (max(record.end_ns for record in records if record.step == reached.step) - begin) * 1e-9, reached
+    """Seconds up to the step that reached the target."""
+    return None if (reached := crossing(held_out, target)) is None else (_until_s(records, reached.step), reached)
+
+
+def _until_s(records: Sequence[StepRecord], step: int) -> float:
+    """From the first counted start to the end of a step on the last rank."""
+    begin_ns = min(record.start_ns for record in records if record.step >= 1)
+    return (max(record.end_ns for record in records if record.step == step) - begin_ns) * 1e-9
 
 
 def run_of(
@@ -88,7 +91,7 @@ def run_of(
     if "held_out" in parts[0]:
         final_loss, to_target = parts[0]["final_loss"], _to_target(parts[0]["held_out"], experiment.workload.target_loss, records)
     elif leg.evaluate:
-        final_loss, to_target = _losses(table, experiment, leg.steps)
+        final_loss, to_target = _losses(table, records, experiment, leg.steps)
     else:
         final_loss = to_target = None
     experiment = experiment_of_leg(experiment, leg, int(table.loc[table["step"] >= 1, "step"].nunique()))
@@ -189,7 +192,9 @@ def _next_exchange(part: Part, steps: set[int], evaluated: int) -> int:
     return min((step for step in meets if step > evaluated), default=max(steps))
 
 
-def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tuple[float | None, tuple[float, Crossing] | None]:
+def _losses(
+    table: pd.DataFrame, records: Sequence[StepRecord], experiment: Experiment, last_step: int
+) -> tuple[float | None, tuple[float, Crossing] | None]:
     """Final loss, and seconds to the target: of the reported loss, its mean over all ranks and ``eval_every`` steps.
 
     A window counts once it is over, by ``last_step``; steps that were cut out of it, and those without a report, are no part of its mean.
@@ -204,8 +209,5 @@ def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tupl
     if (reached := crossing(ended, workload.target_loss)) is None:
         return ended[-1][1], None
     kept = table.loc[table["step"].between(1, reached.step), "step"]
-    parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
-    until = table[table["step"] == kept.max()]
-    begin_s = float(table.loc[table["step"] >= 1, "start_s"].min())
-    took_s = float((until["start_s"] + until[parts].sum(axis=1)).max()) - begin_s
+    took_s = _until_s(records, kept.max())
     return ended[-1][1], (took_s * reached.step / kept.nunique(), reached)  # a step that was cut out took what the others did

@@ -4,7 +4,21 @@ Layers are timed on all trainers of a node at once, with the compute part of the
 be (mixed precision, recompute, fused operations), at every thread count asked for. Their times are
 then brought to what forward and backward take in training, where trainers meet at every step and
 nothing is hooked. What communication costs, and by how much it and compute slow each other, is read
-off runs of the strategies themselves; see ``legs``.
+off runs of the strategies themselves. How long legs may take is said beforehand.
+
+Three legs per thread count, three more for communication:
+
+- ``layers``: no exchange, every layer timed (``ProfileLeg``);
+- ``whole``: training in step, all gradients in one bucket, so that nothing travels beside compute;
+- ``several``: training in step, in buckets that travel beside the backward;
+- ``averaged``: Local SGD of eight steps, or of two where steps are long, in one bucket: what averaging adds to an update, and
+  by how much steps are shorter that wait for nothing before them;
+- ``queued`` and ``queued, two in flight``: of two steps, with a bucket a gradient, which queue with no compute
+  beside them: what all-reduces of many sizes take, alone and two at once, on one communicator where it
+  carries two (``fleetbench.plan.groups``), and else on two;
+- ``quantised``, where the strategy sends outer differences in INT8: the same in one bucket, in INT8.
+
+All but ``queued, two in flight`` keep one collective in flight (``sync_nccl_allreduce``).
 """
 
 import dataclasses
@@ -14,7 +28,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fleetbench.cluster import Cluster
 from fleetbench.config import encode
@@ -24,17 +38,18 @@ from fleetbench.experiment import Experiment
 from fleetbench.fitting.lines import Hockney
 from fleetbench.fitting.stragglers import fit_stragglers
 from fleetbench.measurements import Memory, Threads
+from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable, scaled
 from fleetbench.profile import Communication, Profile, compute_key, compute_part
-from fleetbench.quantities import Nanoseconds, counted
+from fleetbench.quantities import MIB, Nanoseconds, counted
 from fleetbench.result import RunResult, step_times
 from fleetbench.store import machine, versions
-from fleetbench.strategy import DistributedStrategy
-from fleetbench.workload import LAYERS
+from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
+from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS
 from real.job.script_session import ScriptSession
 from real.job.session import LegSession, Session
-from real.layer_times import memory_of, table_of
-from real.profile import legs as profile_legs
+from real.layer_times import LEAST_STEPS, memory_of, table_of
+from real.leg import Leg
 from real.profile.costs import (
     communication_of,
     compute_times,
@@ -48,8 +63,8 @@ from real.profile.costs import (
     typical,
     with_averaging,
 )
-from real.profile.legs import Legs
 from real.supported import is_emulated, with_compute
+from real.testbed.noise import quietest
 
 SECONDS = 10.0
 """What a leg may take, unless three steps take longer."""
@@ -57,6 +72,110 @@ STRAGGLER_STEPS = 400
 _METHOD = 6
 """Of measuring: profiles that were stored by an older one are taken again."""
 Progress = Callable[[int, int], None]
+
+
+STEPS = 100
+"""Counted steps of a leg, where the time allows."""
+WARMUP = 10
+_PILOT = 2
+SEVERAL = 8
+"""Buckets, about, where there are several."""
+
+T = TypeVar("T")
+
+
+class Legs:
+    """Runs legs in a session, each for at most ``seconds`` unless its fewest steps take longer; keeps the runs by name.
+
+    A leg is run again where the machine was busy.
+    """
+
+    def __init__(self, session: LegSession, seconds: float, done: Callable[[], None]) -> None:
+        self.runs: dict[str, RunResult] = {}
+        self.foreign_cores: float | None = None
+        """During the busiest of the legs that count."""
+        self._session = session
+        self._seconds = seconds
+        self._done = done
+
+    def layers(self, strategy: DistributedStrategy) -> list[dict[str, Any]]:
+        """Every rank's layer times, as ``Measured``."""
+        leg = Leg(strategy=measured_part(strategy), steps=STEPS, warmup_steps=WARMUP, profile=True, max_s=self._seconds)
+        parts = self._quietest(lambda: self._session.run_profile(leg))
+        self._done()
+        return parts
+
+    def run(self, name: str, strategy: DistributedStrategy, most: int = STEPS) -> RunResult:
+        """A run of ``strategy``; a short one before it says how many steps the time allows."""
+        pilot = self._session.run(Leg(strategy=strategy, steps=_PILOT, warmup_steps=_PILOT))
+        step_s = float(step_times(pilot.steps).max())
+        steps = max(LEAST_STEPS, min(most, int(self._seconds / step_s)))
+        warmup = max(LEAST_STEPS, min(WARMUP, steps // 4))
+        leg = Leg(strategy=strategy, steps=steps, warmup_steps=warmup)
+        self.runs[name] = self._quietest(lambda: self._session.run(leg))
+        self._done()
+        return self.runs[name]
+
+    def averaged(self, strategy: DistributedStrategy, optimizer: str, step_s: float) -> RunResult:
+        """Of that name, in rounds of eight steps, where six of them pass in time if a step takes ``step_s``, or else of two."""
+        k_steps = 8 if 6 * 8 * step_s <= self._seconds else 2
+        return self.run("averaged", averaged(strategy, optimizer, k_steps), 25 * max(4, k_steps))
+
+    def _quietest(self, measure: Callable[[], T]) -> T:
+        value, cores = quietest(lambda: (measure(), self._session.foreign_cores), lambda found: found[1])
+        if cores is not None:
+            self.foreign_cores = max(cores, self.foreign_cores or 0.0)
+        return value
+
+
+def measured_part(strategy: DistributedStrategy) -> DistributedStrategy:
+    """The compute part, with the update apart from the backward, so that it can be told from it."""
+    build = dataclasses.replace(strategy.build_strategy, enable_backward_optimizer_op_deps=True)
+    return compute_part(strategy.replace(build_strategy=build))
+
+
+def whole(strategy: DistributedStrategy) -> DistributedStrategy:
+    """All gradients in one bucket, which is ready with the last of them."""
+    return measured_part(strategy).replace(fuse_grad_size_in_MB=0.0)
+
+
+def several(strategy: DistributedStrategy, table: LayerTable) -> DistributedStrategy:
+    """Some buckets of about one size."""
+    gradients = [gradient for gradient in table.by_readiness() if not gradient.sparse]
+    size_in_mb = sum(gradient.nbytes for gradient in gradients) / SEVERAL / MIB
+    return measured_part(strategy).replace(fuse_grad_size_in_MB=size_in_mb, fuse_grad_count=max(2, len(gradients)))
+
+
+def averaged(strategy: DistributedStrategy, optimizer: str, k_steps: int) -> DistributedStrategy:
+    """Local SGD in one bucket, with the update of the strategy; its state is averaged where the optimizer needs that."""
+    return _local(strategy, optimizer, k_steps, fuse_grad_size_in_MB=0.0)
+
+
+def queued(strategy: DistributedStrategy, optimizer: str) -> DistributedStrategy:
+    """The same, of two steps, with a bucket a gradient."""
+    return _local(strategy, optimizer, fuse_all_reduce_ops=False)
+
+
+def queued_in_twos(strategy: DistributedStrategy, optimizer: str, backend: str) -> DistributedStrategy:
+    """And with two of them in flight."""
+    communicators = 1 if queue_depth(backend) > 1 else 2
+    return _local(strategy, optimizer, fuse_all_reduce_ops=False, nccl_comm_num=communicators, sync_nccl_allreduce=False)
+
+
+def quantised(strategy: DistributedStrategy) -> DistributedStrategy:
+    """Rounds of two steps with an outer optimizer, in one bucket that travels in INT8."""
+    configs = LocalSGDConfigs(k_steps=2, outer_lr=0.7, outer_momentum=0.9, outer_wire="int8")
+    return measured_part(strategy).replace(localsgd=True, localsgd_configs=configs, fuse_grad_size_in_MB=0.0)
+
+
+def _local(strategy: DistributedStrategy, optimizer: str, k_steps: int = 2, **changes: Any) -> DistributedStrategy:
+    return DistributedStrategy(
+        localsgd=True,
+        localsgd_configs=LocalSGDConfigs(k_steps=k_steps, optimizer_state="local" if optimizer in LINEAR_OPTIMIZERS else "average"),
+        thread_num=strategy.thread_num,
+        build_strategy=BuildStrategy(fuse_all_optimizer_ops=strategy.build_strategy.fuse_all_optimizer_ops),
+        **changes,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +208,7 @@ def measure_profile(
 def profile_script(
     session: ScriptSession, *, seconds: float = SECONDS, stragglers: bool = False, progress: Progress | None = None
 ) -> Taken:
-    """Measure the session's script; see ``real.profile.legs``.
+    """Measure the session's script; see the module.
 
     Among several nodes of several trainers, the profile has one link, that of a ring over all. Where the
     link inside a node is not declared it is taken to be as slow, so that rings cost what was measured.
@@ -137,13 +256,13 @@ class _Measuring:
         own = self._own.thread_num
         tables: dict[int, LayerTable] = {}
         threads: dict[int, Threads] = {}
-        table, whole = self._settled(self._own, STRAGGLER_STEPS if stragglers else profile_legs.STEPS)
+        table, whole = self._settled(self._own, STRAGGLER_STEPS if stragglers else STEPS)
         hockney, communication = self._communication(whole)
         tables[own], threads[own] = self._beside(self._own, table, whole, hockney)
         for number in self._counts:
             if number != own:
                 strategy = self._own.replace(thread_num=number)
-                table, run = self._settled(strategy, profile_legs.STEPS)
+                table, run = self._settled(strategy, STEPS)
                 local = {name: getattr(tables[own], name) for name in ("merge", "local_update", "local_compute")}
                 table = dataclasses.replace(table, **local)
                 tables[number], threads[number] = self._beside(strategy, table, run, hockney)
@@ -175,14 +294,14 @@ class _Measuring:
         if trainers == 1:
             return None, None
         optimizer, backend = quiet.workload.optimizer, quiet.run.backend
-        points = points_of(whole, legs.run("queued", profile_legs.queued(quiet.strategy, optimizer)))
+        points = points_of(whole, legs.run("queued", queued(quiet.strategy, optimizer)))
         hockney = fit_points(points, trainers)
         if hockney.line.statement is not None:
             self._notes.append(f"the link: {hockney.line.statement}")
-        in_flight = link_of_two(legs.run("queued, two in flight", profile_legs.queued_in_twos(quiet.strategy, optimizer, backend)), hockney)
+        in_flight = link_of_two(legs.run("queued, two in flight", queued_in_twos(quiet.strategy, optimizer, backend)), hockney)
         quantise = Nanoseconds(0)
         if self._own.quantises:
-            quantise = quantising(legs.run("quantised", profile_legs.quantised(quiet.strategy)), hockney)
+            quantise = quantising(legs.run("quantised", quantised(quiet.strategy)), hockney)
         between_nodes = quiet.cluster.nodes > 1
         return hockney, communication_of(points, hockney, backend, in_flight, between_nodes=between_nodes, quantise=quantise)
 
@@ -192,7 +311,7 @@ class _Measuring:
         if self._memory is None:
             self._memory = memory_of(parts)
         table = table_of(compute_key(self._experiment, strategy), parts)
-        run = self._legs.run(_named("whole", strategy), profile_legs.whole(strategy), most)
+        run = self._legs.run(_named("whole", strategy), whole(strategy), most)
         return settled(table, run), run
 
     def _beside(
@@ -201,7 +320,7 @@ class _Measuring:
         """The table with what a collective beside compute does to both, and the thread count's line."""
         error = 0.0
         if hockney is not None:
-            run = self._legs.run(_named("several", strategy), profile_legs.several(strategy, table))
+            run = self._legs.run(_named("several", strategy), several(strategy, table))
             starts = starts_of(whole, run)
             found = slowdowns_of(table, run, starts, hockney)
             error = found.error
