@@ -112,7 +112,7 @@ class Engine:
         """Hears of an exception in the middle of a step, after which trainers cannot agree again."""
         self._record = record
         self._initial: State | None = None
-        self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast or Forecast())
+        self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast)
         self._phase = "idle"
         self._seen: set[str] = set()
         self._reached: set[str] = set()
