@@ -71,9 +71,6 @@ SECONDS = 10.0
 STRAGGLER_STEPS = 400
 _METHOD = 6
 """Of measuring: profiles that were stored by an older one are taken again."""
-Progress = Callable[[int, int], None]
-
-
 STEPS = 100
 """Counted steps of a leg, where the time allows."""
 WARMUP = 10
@@ -81,6 +78,7 @@ _PILOT = 2
 SEVERAL = 8
 """Buckets, about, where there are several."""
 
+Progress = Callable[[int, int], None]
 T = TypeVar("T")
 
 
