@@ -241,12 +241,7 @@ class ProfileLeg:
     """What runs the strategy, from the first step on."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicators: Communicators,
-        *,
-        reads_ahead: ReadsAhead | None = None,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, communicators: Communicators, *, reads_ahead: ReadsAhead | None = None
     ) -> None:
         """``reads_ahead`` is where batches come from, one a step, where threads make them ahead."""
         self._model = model

@@ -22,11 +22,7 @@ from real.compute.living import Forward, Undo, override_forward
 
 
 def apply_compiled(
-    model: nn.Module,
-    build_strategy: BuildStrategy,
-    *,
-    alone: Collection[str] = (),
-    backend: str | Callable[..., Any] = "inductor",
+    model: nn.Module, build_strategy: BuildStrategy, *, alone: Collection[str] = (), backend: str | Callable[..., Any] = "inductor"
 ) -> Undo:
     """Compile the blocks of ``model`` that a field of ``build_strategy`` wants fused.
 

@@ -138,14 +138,7 @@ class Failures:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        trainers: int,
-        *,
-        step: Callable[[], int],
-        way_out: WayOut,
-        note: Path | None = None,
+        self, store: Store, rank: int, trainers: int, *, step: Callable[[], int], way_out: WayOut, note: Path | None = None
     ) -> None:
         self.failure: Failure | None = None
         """The first that this rank knows of; one of a rank's own goes before one of a collective."""
