@@ -171,7 +171,7 @@ class RunResult:
     testbed: dict[str, Any] | None = None
     """Every link as verified and every block as watched, of a run on the testbed; kept in ``testbed.json``."""
     peak_bytes: tuple[int, ...] = ()
-    """The most memory that each rank has taken, where that was looked at; kept in ``manifest.json``. See ``real.memory.peak_bytes``."""
+    """The most memory that each rank has taken, where that was looked at; kept in ``manifest.json``. See ``real.layer_times``."""
     held_out: tuple[tuple[int, float], ...] = ()
     """Step and held-out loss of every evaluation; kept in ``manifest.json``."""
     path: Path | None = None
@@ -354,12 +354,6 @@ def uncountable() -> ConfigError:
 def takes_no_time() -> ConfigError:
     """The error of a run that ends where it begins."""
     return ConfigError("the run takes no time at all", "workload.layers", hint="give the layers a forward or backward above 0 ns")
-
-
-def slower_wire(int8_s: float, fp32_s: float) -> list[dict[str, str]]:
-    """The entry of ``skipped`` for exchanges in INT8 that take longer than those in FP32, if they do."""
-    why = f"INT8 gains nothing here: exchanges take {int8_s:.3g} s, and {fp32_s:.3g} s in FP32"
-    return [skip("strategy.localsgd_configs.outer_wire", why)] if int8_s > fp32_s else []
 
 
 def skip(what: str, why: str) -> dict[str, str]:

@@ -25,8 +25,7 @@ from fleetbench.recommended import folder_of, key_of, text_of
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 from real.checkpoints.meeting import Meeting
-from real.communication.communicators import Communicators, Errors, collective_errors
-from real.communication.device import backend_of_world, device_of
+from real.communication.communicators import Communicators, Errors, backend_of_world, collective_errors, device_of
 from real.compute.living import NotCopied
 from real.engine.engine import Engine
 from real.processes.failures import Failures, watch_failures

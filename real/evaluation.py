@@ -8,7 +8,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,13 @@ from fleetbench.workloads.data.reader import normalise
 from fleetbench.workloads.models.registry import build_model, check_model, data_source, model_option, sizes
 from real.checkpoints.checkpoint import model_file, read_part
 from real.checkpoints.persistables import model_tensors, refuse_another_model
-from real.communication.device import device_of
+from real.communication.communicators import device_of
 
 _CHECKPOINT = "--checkpoint"
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """A data set by the places of its samples."""
-
-    ids: Sequence[str]
-    read: Callable[[int, int], tuple[torch.Tensor, ...]]
-    """The model's inputs ``(last - first, ...)`` of samples ``first`` up to ``last``; raises ``ConfigError`` naming a broken sample."""
+Read = Callable[[int, int], tuple[torch.Tensor, ...]]
+"""The model's inputs ``(last - first, ...)`` of samples ``first`` up to ``last``; raises ``ConfigError`` naming a broken sample."""
 
 
 def evaluate(
@@ -65,25 +59,25 @@ def evaluate(
         hint = "--checkpoint FILE with its weights: what fleet.save_persistables wrote, or torch.save(model.state_dict(), FILE)"
         raise ConfigError("has random parameters", "workload.model", repr(workload.model), hint)
     file = model_file(checkpoint) if checkpoint.is_dir() else checkpoint
-    data = open_samples(workload, seed)
+    ids, read = open_samples(workload, seed)
     model = build_model(workload.model, workload.model_options, workload.dtype, seed).to(device)
     load_weights(model, file)
     model.eval()
-    num = len(data.ids) if samples is None else samples
-    if num > len(data.ids):
-        raise ConfigError("is more than the data have", "--samples", str(num), f"at most {len(data.ids)}, or leave it out for all")
-    refuse_repeated(data.ids[:num], "workload.data")
+    num = len(ids) if samples is None else samples
+    if num > len(ids):
+        raise ConfigError("is more than the data have", "--samples", str(num), f"at most {len(ids)}, or leave it out for all")
+    refuse_repeated(ids[:num], "workload.data")
     num_not_finite, begin_s = 0, time.perf_counter()
 
     def batches() -> Iterator[tuple[Sequence[str], Values]]:
         nonlocal num_not_finite
         for first in range(0, num, workload.batch_size):
             last = min(first + workload.batch_size, num)
-            inputs = tuple(item.to(device) for item in data.read(first, last))
+            inputs = tuple(item.to(device) for item in read(first, last))
             with torch.inference_mode():
                 values: Values = model(*inputs).reshape(last - first, -1).to("cpu", torch.float32).numpy()
             num_not_finite += int((~np.isfinite(values).all(axis=1)).sum())
-            yield data.ids[first:last], values
+            yield ids[first:last], values
             if progress is not None:
                 progress(last, num)
 
@@ -101,8 +95,8 @@ def evaluate(
     }
 
 
-def open_samples(workload: Workload, seed: int) -> Samples:
-    """A workload's data. Raises ``ConfigError`` for data that cannot be read, or do not fit the model."""
+def open_samples(workload: Workload, seed: int) -> tuple[Sequence[str], Read]:
+    """Ids of a workload's samples, and how they are read. Raises ``ConfigError`` for data that are unreadable, or do not fit the model."""
     check_model(dataclasses.replace(workload, batch_size=max(2, workload.batch_size)))  # no batch is too small for an evaluation
     dtype = getattr(torch, workload.dtype)
     if data_source(workload) != "imagenet":
@@ -114,7 +108,7 @@ def open_samples(workload: Workload, seed: int) -> Samples:
                 return (normalise(rows, dtype),)
             return (rows.to(dtype) if rows.is_floating_point() else rows,)
 
-        return Samples(_places(len(inputs)), read_rows)
+        return [str(place) for place in range(len(inputs))], read_rows
     root, size = Path(workload.data.partition(":")[2]), sizes(workload, "images")
     listed = read_list(root, "val", model_option(workload, "classes"))
 
@@ -123,11 +117,7 @@ def open_samples(workload: Workload, seed: int) -> Samples:
             pictures = list(threads.map(lambda place: evaluation_picture(root, listed, place, size["image_size"]), range(first, last)))
         return (normalise(torch.from_numpy(np.stack(pictures)), dtype),)
 
-    return Samples(listed.paths, read_pictures)
-
-
-def _places(number: int) -> list[str]:
-    return [str(place) for place in range(number)]
+    return listed.paths, read_pictures
 
 
 def read_weights(file: Path) -> Mapping[str, torch.Tensor]:

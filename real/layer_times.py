@@ -1,4 +1,4 @@
-"""Layer times: what compute takes on this rank, layer by layer, and what memory.
+"""Layer times: what compute takes on this rank, layer by layer, and what memory; and the layer table of what all ranks measured.
 
 The engine runs as it will, mixed precision, recompute, compiled blocks and the fused update
 included, but for a world of one trainer: no gradient is exchanged. All ranks of the launch do it at
@@ -10,17 +10,28 @@ layer's backward is what passes until its last gradient is. Inside a compiled bl
 the whole block is filed under the last of its layers.
 """
 
+import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from fleetbench.measurements import Memory
 from fleetbench.plan.groups import Parts
+from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.workloads.data.reader import BatchTime, ReadsAhead
 from real.communication.clocks import Clock, Mark, clock_of
 from real.communication.communicators import Communicators
@@ -29,8 +40,8 @@ from real.compute.recompute import SavedForBackward
 from real.engine.buckets import BufferAverage
 from real.engine.engine import Engine
 from real.leg import Leg
-from real.memory import memory_bytes
 
+Floats = npt.NDArray[np.float64]
 LEAST_STEPS = 3
 """Steps that are counted, however long they take."""
 _WARMUP_SHARE = 0.2
@@ -230,12 +241,7 @@ class ProfileLeg:
     """What runs the strategy, from the first step on."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicators: Communicators,
-        *,
-        reads_ahead: ReadsAhead | None = None,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, communicators: Communicators, *, reads_ahead: ReadsAhead | None = None
     ) -> None:
         """``reads_ahead`` is where batches come from, one a step, where threads make them ahead."""
         self._model = model
@@ -333,3 +339,114 @@ class ProfileLeg:
         """
         times = () if self._reads_ahead is None else tuple(self._reads_ahead.times)
         return [] if len(times) < num_steps else list(times[-num_steps:][1:])
+
+
+def table_of(key: str, parts: list[dict[str, Any]]) -> LayerTable:
+    """One table from all ranks' steps, with the layers' backward from when gradients are final; ``parts`` are ``Measured``."""
+    first = parts[0]
+    times = first["layers"]
+    forward = np.concatenate([np.asarray(part["layers"]["forward"], dtype=float) for part in parts])
+    backward, update, read = (round(_median(parts, name)) for name in ("backward", "update", "read"))
+    steps = _ready_steps(parts)
+    names = [name for name, _, _ in times["gradients"]]
+    ready = {name: min(round(time), backward) for name, time in zip(names, np.median(steps, axis=0), strict=True)}
+    touched = {name: round(median(count for part in parts for count in part["touched"].get(name, ()))) for name in first["touched"]}
+    of_layer = {name: [index for index, gradient in enumerate(names) if gradient.rpartition(".")[0] == name] for name in times["layers"]}
+    ends = {name: max((ready[names[index]] for index in members), default=0) for name, members in of_layer.items()}
+    layers: list[Layer] = []
+    before, before_steps = 0, np.zeros(len(steps))
+    for index, name in sorted(enumerate(times["layers"]), key=lambda item: ends[item[1]]):
+        end_steps = steps[:, of_layer[name]].max(axis=1, initial=0.0)
+        layers.append(
+            Layer(
+                name=name,
+                gradients=tuple(
+                    Gradient(
+                        name=gradient,
+                        numel=numel,
+                        dtype=dtype,
+                        sparse=gradient in touched,
+                        touched=touched.get(gradient, 0),
+                        ready=Nanoseconds(ready[gradient]),
+                    )
+                    for gradient, numel, dtype in times["gradients"]
+                    if gradient.rpartition(".")[0] == name
+                ),
+                forward=Nanoseconds(round(float(np.median(forward[:, index])))),
+                backward=Nanoseconds(ends[name] - before),
+                activation_bytes=Bytes(first["activation_bytes"].get(name, 0)),
+                forward_mad=_mad(forward[:, index]),
+                backward_mad=_mad(end_steps - before_steps),
+            )
+        )
+        before, before_steps = ends[name], end_steps
+    layers[-1] = dataclasses.replace(layers[-1], backward=Nanoseconds(layers[-1].backward + backward - before))
+    return LayerTable(
+        key=key,
+        layers=tuple(reversed(layers)),
+        update=Nanoseconds(update),
+        read=Nanoseconds(read),
+        load=Nanoseconds(round(_median(parts, "load")) if first["loaders"] else 0),
+        loaders=first["loaders"],
+        buffers_nbytes=Bytes(first["buffers_nbytes"]),
+    )
+
+
+def memory_of(parts: list[dict[str, Any]]) -> Memory:
+    """The most that any rank needs."""
+    return Memory(**{field.name: Bytes(max(part["memory"][field.name] for part in parts)) for field in dataclasses.fields(Memory)})
+
+
+def _median(parts: list[dict[str, Any]], name: str) -> float:
+    return float(median(value for part in parts for value in part[name]))
+
+
+def _mad(values: Floats) -> Nanoseconds:
+    return Nanoseconds(round(float(np.median(np.abs(values - np.median(values))))))
+
+
+def _ready_steps(parts: list[dict[str, Any]]) -> Floats:
+    """When each gradient was final, by step and gradient; at the step's backward's end where it did not come, or came later."""
+    return np.array(
+        [
+            [end if time is None else min(time, end) for time in step]
+            for part in parts
+            for step, end in zip(part["layers"]["ready"], part["backward"], strict=True)
+        ],
+        dtype=float,
+    )
+
+
+def memory_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, activations: int) -> dict[str, int]:
+    """Bytes by the fields of ``fleetbench.measurements.Memory``; ``activations`` were counted before."""
+    parameters = list(model.parameters())
+    return {
+        "parameters": sum(parameter.nbytes for parameter in parameters),
+        "gradients": sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+        "optimizer_state": sum(leaf.nbytes for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)),
+        "activations": activations,
+        "peak": peak_bytes(parameters[0].device),
+    }
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most so far, or since ``reset_peak``: of torch's allocator on a CUDA device, of the whole process on a CPU.
+
+    0 where the system does not tell.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let ``peak_bytes`` count from now on, where the system allows it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

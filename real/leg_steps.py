@@ -19,10 +19,9 @@ from fleetbench.strategy import DistributedStrategy
 from real.communication.communicators import Communicators
 from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
-from real.engine.stopwatch import Stopwatch, encode_steps
-from real.layer_times import ProfileLeg
+from real.engine.stopwatch import Stopwatch
+from real.layer_times import ProfileLeg, peak_bytes, reset_peak
 from real.leg import Leg
-from real.memory import peak_bytes, reset_peak
 
 if TYPE_CHECKING:
     from real.servers.served_training import ServedTraining
@@ -98,7 +97,8 @@ def timed_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
     engine.flush(end=True)
     engine.stopwatch.finish()
     part: dict[str, Any] = {
-        **encode_steps(engine.stopwatch),
+        "steps": [asdict(step) for step in engine.stopwatch.steps],
+        "spans": [asdict(span) for span in engine.stopwatch.spans],
         "complete": True,
         "num_steps": num_steps,
         "plan": engine.plan.to_dict(),

@@ -25,20 +25,12 @@ def refuse_unemulated(experiment: Experiment, strategy: DistributedStrategy) -> 
     """Raise ``ConfigError`` for the first thing that takes real data, real losses or real numbers."""
     workload = experiment.workload
     if workload.target_loss is not None and workload.loss_curve is None:
-        raise ConfigError(
-            f"{WHO} trains nothing that could reach it",
-            "workload.target_loss",
-            repr(workload.target_loss),
-            'drop it, or declare workload.loss_curve = { start = 2.3, floor = 0.2, half_life = "150 steps" }',
-        )
+        hint = 'drop it, or declare workload.loss_curve = { start = 2.3, floor = 0.2, half_life = "150 steps" }'
+        raise ConfigError(f"{WHO} trains nothing that could reach it", "workload.target_loss", repr(workload.target_loss), hint)
     refuse_undeclared(experiment, strategy, WHO)
     if strategy.scales_loss:
-        raise ConfigError(
-            f"scales losses, and {WHO} has none whose gradients could overflow",
-            "strategy.amp",
-            "true",
-            'set amp_configs.dtype = "bf16", which scales nothing, or drop amp; fp16_allreduce and bf16_allreduce are executed',
-        )
+        hint = 'set amp_configs.dtype = "bf16", which scales nothing, or drop amp; fp16_allreduce and bf16_allreduce are executed'
+        raise ConfigError(f"scales losses, and {WHO} has none whose gradients could overflow", "strategy.amp", "true", hint)
 
 
 def with_compute(experiment: Experiment) -> Experiment:
@@ -109,12 +101,8 @@ def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) ->
         what, hint = "trains with parameter servers on CPUs alone", 'set run.device = "cpu", or "emulated"'
         raise ConfigError(f"{_EXECUTOR} {what}", "run.device", repr(experiment.run.device), hint)
     if experiment.workload.model == LAYERS and not emulated:
-        raise ConfigError(
-            "a table of layers computes nothing",
-            "workload.model",
-            "'layers'",
-            'set run.device = "emulated", simulate it, or choose a registry model',
-        )
+        hint = 'set run.device = "emulated", simulate it, or choose a registry model'
+        raise ConfigError("a table of layers computes nothing", "workload.model", "'layers'", hint)
     refuse_unexecuted(experiment.workload, "workload", WORKLOAD | LOSSES if emulated else WORKLOAD, _EXECUTOR)
     if emulated:
         refuse_unemulated(experiment, strategy)

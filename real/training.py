@@ -166,14 +166,13 @@ class Training(Trained):
         engine.attach_optimizer(self.optimizer)
         return engine
 
-    def _forecast(self, strategy: DistributedStrategy) -> Forecast:
+    def _forecast(self, strategy: DistributedStrategy) -> Forecast | None:
         """What the layer table knows beforehand, for a fusion that plans by it."""
         table = self._table(strategy)
         if not strategy.fuses_by_cost or table is None:
-            return Forecast()
-        gradients = table.by_readiness()
+            return None
         cost = all_reduce_cost(self._experiment.replace(strategy=strategy))
-        return Forecast(cost=cost, ready={gradient.name: gradient.ready for gradient in gradients})
+        return cost, {gradient.name: gradient.ready for gradient in table.by_readiness()}
 
     def _draws(self, leg: Leg) -> dict[int, int]:
         """This rank's X of every step of the leg's window, in units of 2^-24."""
@@ -266,7 +265,7 @@ class ComputedTraining(Training):
         table = self._table(leg.strategy)
         if table is None:
             raise ConfigError("injected stragglers need the profile's layer times", "workload.profile", hint="take a profile first")
-        self._injector = injector = Injector(table, delay=delay_of(self.device))
+        self._injector = injector = Injector(table, delay_of(self.device))
         own = self._draws(leg)
         injector.attach(self.model)
 

@@ -22,7 +22,7 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.state import State
 from fleetbench.plan.training import PLANNED, CollectiveTraining, family
 from fleetbench.profile import COMPUTE_ONLY, all_reduce_cost, profile_of, table_for
-from fleetbench.result import skip, slower_wire
+from fleetbench.result import skip
 from fleetbench.stragglers import LARGEST, ONE, Episode, Integers, Trace, draws
 from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
 from fleetbench.workload import LAYERS, OPTIMIZER_STATE
@@ -161,7 +161,8 @@ def wire_notes(plan: Plan, links: Links) -> list[dict[str, str]]:
     plain = [dataclasses.replace(operation, wire_dtype=None, nbytes=plan.buckets[operation.bucket or 0].nbytes) for operation in own]
     costs = [[routes.of(operation, world).cost for operation in operations] for operations in (own, plain)]
     int8_s, fp32_s = (float(sum(cost.latency_ns + cost.transfer_ns for cost in of)) * 1e-9 for of in costs)
-    return slower_wire(int8_s, fp32_s)
+    why = f"INT8 gains nothing here: exchanges take {int8_s:.3g} s, and {fp32_s:.3g} s in FP32"
+    return [skip("strategy.localsgd_configs.outer_wire", why)] if int8_s > fp32_s else []
 
 
 def _unlimited(cluster: Cluster, *, served: bool) -> list[dict[str, str]]:

@@ -118,8 +118,8 @@ def nothing_left_behind() -> Iterator[None]:
 @pytest.fixture
 def short_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Legs of a profile have 20 steps, not 100: for what needs a profile, however exact."""
-    monkeypatch.setattr("real.profile.legs.STEPS", 20)
-    monkeypatch.setattr("real.profile.legs.Legs.run.__defaults__", (20,))
+    monkeypatch.setattr("real.profile.measuring.STEPS", 20)
+    monkeypatch.setattr("real.profile.measuring.Legs.run.__defaults__", (20,))
 
 
 def _lives(process: psutil.Process) -> bool:

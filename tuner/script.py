@@ -13,7 +13,7 @@ from fleetbench.profile import Profile
 from fleetbench.quantities import counted
 from real.job.script_session import ScriptSession
 from real.processes.diagnosis import LegFailed, LegLost
-from real.profile.measuring import profile_script, searched_threads
+from real.profile.measuring import profile_script
 from tuner.earlier import Earlier, keep_inputs
 from tuner.real_runs import SECONDS_PER_HOUR, budget_of
 from tuner.recommendation import Recommendation
@@ -102,7 +102,7 @@ def _profiled(session: ScriptSession, out: Path, seconds: float, progress: Progr
         if done < total:
             refuse_beyond_budget(session, seconds)
 
-    taken = profile_script(session, searched_threads(session.experiment), seconds=seconds, progress=told)
+    taken = profile_script(session, seconds=seconds, progress=told)
     folder = out / "profiles"
     folder.mkdir(parents=True, exist_ok=True)
     path = _stored(taken.profile, folder)

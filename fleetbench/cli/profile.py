@@ -63,26 +63,24 @@ def run(arguments: argparse.Namespace) -> int:
     experiment = load_experiment(arguments)
     if experiment.strategy.mode == "ps":
         say(f"note: {_NO_SERVERS}")
-    from real.profile.measuring import measure_profile, searched_threads
+    from real.profile.measuring import measure_profile
 
-    counts = searched_threads(experiment)
     with progress.steps("profile", lines=True) as advance:
-        taken = measure_profile(experiment, counts, seconds=arguments.seconds, stragglers=True, progress=advance)
+        taken = measure_profile(experiment, seconds=arguments.seconds, stragglers=True, progress=advance)
     return show(taken, arguments)
 
 
 def _profile_script(arguments: argparse.Namespace, command: tuple[str, ...], base: Experiment) -> int:
     """Of a user's script."""
     from real.job.script_session import ScriptSession
-    from real.profile.measuring import profile_script, searched_threads
+    from real.profile.measuring import profile_script
 
     with (
         your_script.telling((arguments.workdir or Path()).resolve(), arguments.out),
         progress.steps("profile", lines=True) as advance,
         ScriptSession(command, base, workdir=arguments.workdir) as session,
     ):
-        counts = searched_threads(session.experiment)
-        taken = profile_script(session, counts, seconds=arguments.seconds, stragglers=True, progress=advance)
+        taken = profile_script(session, seconds=arguments.seconds, stragglers=True, progress=advance)
     for note in session.notes:
         say(f"note: {note}")
     return show(taken, arguments)

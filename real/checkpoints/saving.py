@@ -19,10 +19,12 @@ from real.checkpoints.checkpoint import MODEL, Draft, Save, last_save, open_save
 from real.checkpoints.meeting import Meeting
 from real.checkpoints.persistables import (
     Restored,
+    Tensors,
     capture,
     decode_progress,
     model_tensors,
     own_part,
+    pack,
     put,
     read,
     read_optimizer,
@@ -32,8 +34,8 @@ from real.checkpoints.persistables import (
     refuse_misfits,
     restore,
     under,
+    unpack,
 )
-from real.checkpoints.plain import Tensors, pack, unpack
 from real.communication.communicators import strategy_digest
 from real.engine.engine import Engine, Progress
 from real.engine.executor import Carried
@@ -84,11 +86,7 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
     keeps = meeting.rank == 0
     has_parted = any(parted for (parted,) in meeting.gather([int(engine.executor.has_parted)]))
     shared, own_tensors, told = capture(engine, progress, packed, has_parted=has_parted)
-    last = 0
-    with meeting.together(SAVE):
-        if keeps:
-            last = last_save(path)
-    draft = Draft(path, 1 + max(number for (number,) in meeting.gather([last])))
+    draft = Draft(path, 1 + _in_force(meeting, path, SAVE))
     try:
         with meeting.together(SAVE):
             if keeps:
@@ -140,9 +138,9 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
     )
 
 
-def _in_force(meeting: Meeting, path: Path) -> int:
+def _in_force(meeting: Meeting, path: Path, where: str = LOAD) -> int:
     """The last save that some trainer sees in force; 0 where none does, and for a file."""
-    with meeting.together(LOAD):
+    with meeting.together(where):
         last = 0 if path.is_file() else last_save(path)
     return max(number for (number,) in meeting.gather([last]))
 

@@ -2,7 +2,7 @@
 
 Communicator i has a process group for the whole world and, in a hierarchy, one for the part of
 every group that this rank is in. They are made in one order on every rank and kept for the life
-of the process, because making one is itself a collective.
+of the process, because making one is itself a collective. Below are the device of a trainer, and what carries collectives there.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,7 @@ from fleetbench.config import encode
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.plan.groups import Parts, part_of, queue_depth, world_of
 from fleetbench.strategy import DistributedStrategy
-from real.communication.device import group_options, make_lane
-from real.communication.lanes import InlineLane, Lane, Started, host_reads
+from real.communication.lanes import InlineLane, Lane, Started, StreamLane, ThreadLane, host_reads
 from real.processes.failures import CollectiveFailed
 
 _ROUNDS = 4
@@ -266,10 +266,6 @@ class Communicators:
             self._made[world, _STATISTICS] = self._make(world, "statistics")
         return self._group("world", _STATISTICS)
 
-    def world(self, communicator: int) -> dist.ProcessGroup:
-        """The process group of all ranks that a communicator has."""
-        return self._group("world", communicator)
-
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str = "world", communicator: int = 0) -> None:
         """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``, bit-identical on each of its ranks."""
         self._run(partial(dist.all_reduce, tensor, op=_OPERATORS[operator]), group, communicator)
@@ -346,3 +342,49 @@ def agree_on(digest: str, what: str, communicators: Communicators) -> None:
         same = torch.equal(own, first)
     if not same:
         raise ConfigError(what, f"rank {communicators.rank}", digest, "give every rank the same model and strategy")
+
+
+def require_cuda(trainers: int, backend: str) -> None:
+    """Raise ``EnvironmentLacks`` where this machine has no CUDA device, or NCCL fewer than it needs: one a rank."""
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_devices == 0:
+        hint = 'to simulate: fleetbench estimate EXPERIMENT.toml --gpu H100; to run: run.device = "cpu", and run.backend = "gloo"'
+        raise EnvironmentLacks("there is no CUDA device", "run.device", "'cuda'", hint)
+    if backend == "nccl" and num_devices < trainers:
+        hint = 'to simulate: fleetbench estimate EXPERIMENT.toml; to run: fewer cluster.trainers_per_node, or run.backend = "gloo"'
+        raise EnvironmentLacks(f"NCCL needs a device for each of {trainers} trainers", "run.backend", f"{num_devices} devices", hint)
+
+
+def device_of(name: str, local_rank: int = 0) -> torch.device:
+    """The device of this rank: the CPU, or the CUDA device of its place on the node. Raises ``EnvironmentLacks`` without one."""
+    if name != "cuda":
+        return torch.device("cpu")
+    require_cuda(1, "gloo")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def backend_of_world() -> str:
+    """NCCL where the job's process group has it for CUDA, as one made without naming a backend has; else gloo."""
+    return "nccl" if "cuda:nccl" in dist.get_backend_config().split(",") else "gloo"
+
+
+def make_lane(device: torch.device, backend: str, name: str) -> Lane:
+    """A lane for collectives of ``backend`` on tensors of ``device``.
+
+    gloo blocks the thread that waits, on every device, so it needs one of its own; NCCL needs a stream.
+    """
+    return StreamLane(torch.get_device_module(device), priority=-1) if backend == "nccl" else ThreadLane(name, device)
+
+
+def group_options(backend: str, timeout: timedelta) -> Any:
+    """``pg_options`` of a process group whose collectives the device prefers to compute: none but with NCCL.
+
+    NCCL runs them on a stream of its own, which does not inherit the priority of the stream that issues them.
+    """
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # noqa: SLF001  # new_group warns of options whose timeout is not its own; there is no public name
+    return options

@@ -220,9 +220,16 @@ class StreamLane:
         """See ``Lane``; a stream goes with its last reference."""
 
 
-class _DoneTicket:
+class Joined:
+    """Done with what it came after."""
+
+    def __init__(self, after: Sequence[Ticket]) -> None:
+        self._after = tuple(after)
+
     def wait(self) -> None:
-        pass
+        """See ``Ticket``."""
+        for ticket in self._after:
+            ticket.wait()
 
 
 class InlineLane:
@@ -234,10 +241,9 @@ class InlineLane:
 
     def submit(self, operation: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
         """See ``Lane``."""
-        for ticket in after:
-            ticket.wait()
+        Joined(after).wait()
         operation()
-        return _DoneTicket()
+        return Joined(())
 
     def close(self) -> None:
         """See ``Lane``."""

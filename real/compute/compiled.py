@@ -22,11 +22,7 @@ from real.compute.living import Forward, Undo, override_forward
 
 
 def apply_compiled(
-    model: nn.Module,
-    build_strategy: BuildStrategy,
-    *,
-    alone: Collection[str] = (),
-    backend: str | Callable[..., Any] = "inductor",
+    model: nn.Module, build_strategy: BuildStrategy, *, alone: Collection[str] = (), backend: str | Callable[..., Any] = "inductor"
 ) -> Undo:
     """Compile the blocks of ``model`` that a field of ``build_strategy`` wants fused.
 
@@ -54,7 +50,7 @@ def blocks_of(container: nn.Module, prefix: str = "") -> list[list[str]]:
     found: list[list[str]] = []
     is_open = False
     for name, child in container.named_children():
-        if _is_container(child):
+        if _is_sequence(child) or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             found += blocks_of(child, f"{prefix}{name}.")
             is_open = False
         elif next(child.parameters(), None) is not None:
@@ -67,10 +63,6 @@ def blocks_of(container: nn.Module, prefix: str = "") -> list[list[str]]:
 
 def _is_sequence(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-
-
-def _is_container(module: nn.Module) -> bool:
-    return _is_sequence(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _is_worth(model: nn.Module, group: Sequence[str], *, everything: bool) -> bool:
@@ -101,24 +93,20 @@ class _Compilation:
 
     def compile(self, groups: Sequence[Sequence[str]]) -> Undo:
         """Put compiled forwards in place; a run of a sequence's children lives in the sequence's forward."""
-        with self._undo:
-            self._put_in_place(groups)
-            kept = self._undo.pop_all()
-        return kept.close
-
-    def _put_in_place(self, groups: Sequence[Sequence[str]]) -> None:
         runs: dict[str, list[list[str]]] = {}
-        for group in groups:
-            if len(group) == 1:
-                self._compile_module(group[0])
-            else:
-                runs.setdefault(group[0].rpartition(".")[0], []).append([name.rpartition(".")[2] for name in group])
-        for owner, parts in runs.items():
-            self._compile_runs(owner, parts)
-        for name in self._alone:
-            inside = any(name.startswith(f"{member}.") or (name == member and len(group) > 1) for group in groups for member in group)
-            if inside and not _is_one_operation(self._model.get_submodule(name)):
-                self._compile_module(name)
+        with self._undo:
+            for group in groups:
+                if len(group) == 1:
+                    self._compile_module(group[0])
+                else:
+                    runs.setdefault(group[0].rpartition(".")[0], []).append([name.rpartition(".")[2] for name in group])
+            for owner, parts in runs.items():
+                self._compile_runs(owner, parts)
+            for name in self._alone:
+                inside = any(name.startswith(f"{member}.") or (name == member and len(group) > 1) for group in groups for member in group)
+                if inside and not _is_one_operation(self._model.get_submodule(name)):
+                    self._compile_module(name)
+            return self._undo.pop_all().close
 
     def _compile_module(self, name: str) -> None:
         module = self._model.get_submodule(name)

@@ -41,8 +41,7 @@ def apply_device_settings(strategy: DistributedStrategy, device: torch.device) -
             _set_cudnn(undo, strategy)
             if strategy.fraction_of_gpu_memory_to_use is not None:
                 _take_memory(undo, strategy.fraction_of_gpu_memory_to_use, device)
-        kept = undo.pop_all()
-    return kept.close
+        return undo.pop_all().close
 
 
 def _report(strategy: DistributedStrategy, device: torch.device) -> None:
@@ -134,5 +133,4 @@ def apply_compute(
             undo.callback(apply_recompute(model, checkpoints))
         if strategy.amp:
             undo.callback(apply_mixed_precision(model, strategy.amp_configs, device.type, scale))
-        kept = undo.pop_all()
-    return kept.close
+        return undo.pop_all().close

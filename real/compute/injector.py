@@ -113,10 +113,10 @@ class Injector:
     because that would break its graph: what is due there comes at the next layer outside, or at the end.
     """
 
-    def __init__(self, table: LayerTable, sleep: Callable[[float], None] = time.sleep, *, delay: Delay | None = None) -> None:
-        """``delay`` is the device's; without it, compute is delayed by ``sleep``, which takes seconds."""
+    def __init__(self, table: LayerTable, delay: Delay) -> None:
+        """``delay`` is the device's."""
         self._table = table
-        self._delay = Delay(sleep) if delay is None else delay
+        self._delay = delay
         self._handles: list[RemovableHandle] = []
         self._x = 0
         self._delayed_ns = 0

@@ -56,7 +56,7 @@ def apply_mixed_precision(model: nn.Module, configs: AmpConfigs, device_type: st
         entered.append(context)
         if len(entered) > 1 or not scales(module):
             return None
-        return cast(tuple[Any, Any], _map_tensors(lambda tensor: _unscaled(tensor, scale), (args, kwargs)))
+        return cast(tuple[Any, Any], _map_tensors(lambda tensor: _scaled(tensor, lambda: 1.0 / scale(), keep_dtype=True), (args, kwargs)))
 
     def leave(module: nn.Module, _args: Any, output: Any) -> Any:
         if not entered:  # a hook before `enter` has raised
@@ -64,7 +64,7 @@ def apply_mixed_precision(model: nn.Module, configs: AmpConfigs, device_type: st
         entered.pop().__exit__(None, None, None)
         if entered or output is None:  # within another forward of this model, or an exception's way out
             return None
-        return _map_tensors((lambda tensor: _scaled(tensor, scale)) if scales(module) else _in_float32, output)
+        return _map_tensors((lambda tensor: _scaled(tensor, scale)) if scales(module) else in_float32, output)
 
     undo = contextlib.ExitStack()
     undo.callback(model.register_forward_pre_hook(living_hook(enter), prepend=True, with_kwargs=True).remove)
@@ -80,34 +80,26 @@ class _Border(torch.autograd.Function):
         ctx.factor = factor
         ctx.dtype = tensor.dtype
         # An input returned as it is, or as a view, may not be changed in place by the user's loop.
-        return tensor.detach() if keep_dtype else _in_float32(tensor.detach())
+        return tensor.detach() if keep_dtype else in_float32(tensor.detach())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         factor = ctx.factor()
         if torch.is_grad_enabled() and factor != 1.0:
-            raise ConfigError(
-                "keeps the graph of gradients (create_graph) of a scaled loss, and what is computed from them would not be scaled as it is",
-                "a backward, or torch.autograd.grad",
-                f"a scale of {float(factor):g}",
-                'set amp_configs.dtype = "bf16", which has no scale, or leave the penalty on gradients out',
-            )
+            what = "keeps the graph of gradients (create_graph) of a scaled loss, and what is computed from them would not be scaled"
+            hint = 'set amp_configs.dtype = "bf16", which has no scale, or leave the penalty on gradients out'
+            raise ConfigError(what, "a backward, or torch.autograd.grad", f"a scale of {float(factor):g}", hint)
         return (gradient * factor).to(ctx.dtype), None, None
 
 
-def _scaled(tensor: torch.Tensor, scale: Scale) -> torch.Tensor:
+def _scaled(tensor: torch.Tensor, factor: Scale, *, keep_dtype: bool = False) -> torch.Tensor:
     if not tensor.requires_grad:
-        return _in_float32(tensor)
-    return _Border.apply(tensor, scale, False)  # type: ignore[no-untyped-call, no-any-return]  # torch's
+        return tensor if keep_dtype else in_float32(tensor)
+    return _Border.apply(tensor, factor, keep_dtype)  # type: ignore[no-untyped-call, no-any-return]  # torch's
 
 
-def _unscaled(tensor: torch.Tensor, scale: Scale) -> torch.Tensor:
-    if not tensor.requires_grad:
-        return tensor
-    return _Border.apply(tensor, lambda: 1.0 / scale(), True)  # type: ignore[no-untyped-call, no-any-return]  # torch's
-
-
-def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
+def in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of half precision as float32; any other as it is."""
     return tensor.float() if tensor.dtype in DTYPES.values() else tensor
 
 

@@ -121,7 +121,7 @@ class SavedForBackward:
         self._where = where
         self._kept: dict[int, torch.UntypedStorage] = {}
         self._own: set[int] = set()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def __enter__(self) -> Self:
         self._own = {_identity(tensor.untyped_storage()) for tensor in (*self._model.parameters(), *self._model.buffers())}
@@ -145,7 +145,3 @@ class SavedForBackward:
 def _identity(storage: torch.UntypedStorage) -> int:
     """Also of one without data, as long as it lives."""
     return int(storage._cdata)  # noqa: SLF001  # torch has no other name for it
-
-
-def _unpack(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fleetbench.errors import ConfigError
 from real.communication.communicators import Errors, collective_errors
 from real.compute.living import Forward, Undo, override_forward
+from real.compute.mixed_precision import in_float32
 
 
 def apply_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup, errors: Errors = collective_errors) -> Undo:
@@ -113,7 +114,7 @@ def _normalise(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: dist.ProcessGroup, errors: Errors
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, mean, sum of squared distances from it, and count."""
-    values = _at_least_float32(x)
+    values = in_float32(x)
     others = [dimension for dimension in range(x.dim()) if dimension != 1]
     size = values.new_tensor([x.numel() // x.shape[1]])
     sums = _Sum.apply(torch.cat([values.sum(others), size]), group, errors)  # type: ignore[no-untyped-call]  # torch's
@@ -129,10 +130,6 @@ def _normalise(
     if bias is not None:
         output = output + _over_channels(bias, x)
     return output.to(x.dtype), mean.detach(), squares.detach(), count
-
-
-def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _over_channels(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

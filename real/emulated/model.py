@@ -40,23 +40,6 @@ def refuse_table(experiment: Experiment, strategy: DistributedStrategy) -> None:
             EmulatedModel(table_for(experiment.replace(strategy=strategy)))
 
 
-def check_table(table: LayerTable) -> None:
-    """Raise ``ConfigError`` for a table that no ``EmulatedModel`` can be: names are looked at when it is built."""
-    gradients = table.by_readiness()
-    if not any(gradient.numel for gradient in gradients):
-        raise ConfigError("has no gradient, so that there is nothing to train", "workload.layers", hint="give a layer params above 0")
-    sparse = next((gradient.name for gradient in gradients if gradient.sparse), None)
-    if sparse is not None:
-        raise ConfigError(
-            "has sparse gradients, whose rows follow from data that an emulated device does not read",
-            f"parameter {sparse}",
-            hint='set run.device = "cpu", or build the embedding with sparse=False',
-        )
-    name, count = Counter(gradient.name for gradient in gradients).most_common(1)[0]
-    if count > 1:
-        raise ConfigError("two gradients have one name", "workload.profile", repr(name), "take the profile again, or mend its file")
-
-
 class EmulatedModel(nn.Module):
     """Modules, parameters and times of a layer table. Takes no input; its output is a scalar to call ``backward`` on.
 
@@ -77,14 +60,23 @@ class EmulatedModel(nn.Module):
     def __init__(self, table: LayerTable, rank: int = 0, pace: Pace | None = None) -> None:
         """Raises ``ConfigError`` for a table that no model can be."""
         super().__init__()
-        check_table(table)
+        gradients = table.by_readiness()
+        if not any(gradient.numel for gradient in gradients):
+            raise ConfigError("has no gradient, so that there is nothing to train", "workload.layers", hint="give a layer params above 0")
+        sparse = next((gradient.name for gradient in gradients if gradient.sparse), None)
+        if sparse is not None:
+            what = "has sparse gradients, whose rows follow from data that an emulated device does not read"
+            raise ConfigError(what, f"parameter {sparse}", hint='set run.device = "cpu", or build the embedding with sparse=False')
+        name, count = Counter(gradient.name for gradient in gradients).most_common(1)[0]
+        if count > 1:
+            raise ConfigError("two gradients have one name", "workload.profile", repr(name), "take the profile again, or mend its file")
         self.pace = pace or Pace()
         self._compute_ns = table.forward_ns + table.backward_ns
         self._forward_ends_ns = tuple(accumulate(layer.forward for layer in table.layers))
         parameters = {gradient.name: _add_parameter(self, gradient) for layer in table.layers for gradient in layer.gradients}
         self._sources = tuple(
             _Source(parameters[gradient.name], gradient_value(rank, position), table.forward_ns + gradient.ready, self.pace)
-            for position, gradient in enumerate(table.by_readiness())
+            for position, gradient in enumerate(gradients)
         )
         if table.buffers_nbytes:  # each number of a buffer travels in 8 bytes
             self.register_buffer("emulated_statistics", torch.zeros(-(-table.buffers_nbytes // 8)))

@@ -154,8 +154,7 @@ class DeltaBucket:
         self._snapshot = self._kept(bucket.numel, first.dtype)
         self.snapshot = views_of(self._snapshot, parameters)
         self._velocity: torch.Tensor | None = None
-        with torch.no_grad():
-            copy_all(self.snapshot, list(origin))
+        self.resume(origin)
 
     @cached_property
     def buffer(self) -> torch.Tensor:

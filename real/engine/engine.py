@@ -112,7 +112,7 @@ class Engine:
         """Hears of an exception in the middle of a step, after which trainers cannot agree again."""
         self._record = record
         self._initial: State | None = None
-        self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast or Forecast())
+        self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast)
         self._phase = "idle"
         self._seen: set[str] = set()
         self._reached: set[str] = set()
@@ -171,7 +171,7 @@ class Engine:
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._or_fails(self._update_ends)()))
         slots = self.executor.attach(optimizer)
         if slots:
-            self._planning.average_slots(slots)
+            self._planning.setting = dataclasses.replace(self._planning.setting, num_state_slots=slots)
             self._decider = self._decide(self._planning.registered(), None)
 
     def report(self, loss: torch.Tensor | float) -> None:
@@ -256,39 +256,27 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.executor.close()
+        self.communicators.order_lanes()
         self._undo()
         for parameter in self._parameters.values():
             parameter.grad = None
-
-    def _agree(self) -> None:
-        """Start all ranks from rank 0's parameters and buffers."""
-        if self.communicators.trainers > 1:
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                self.communicators.broadcast(tensor.detach())
 
     def _decide(self, order: Sequence[str], state: State | None, carried: Carried | None = None) -> Decider:
         """Plan for gradients in this order, and make what the plan needs; ``carried`` takes the place of what the last step has left."""
         plan = self._planning.plan(order)
         self.communicators.require(self.strategy.nccl_comm_num, plan.parts)
         agree_on(plan.digest, "plans another exchange than rank 0", self.communicators)
-        if state is None:
-            self._agree()
+        if state is None and self.communicators.trainers > 1:  # all ranks start from rank 0's parameters and buffers
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                self.communicators.broadcast(tensor.detach())
         self._bucket_of = {name: bucket.id for bucket in plan.buckets for name in bucket.gradients}
         strategy = family(self.strategy, plan)
         optimizer = None
         if self._executor is not None:
             carried, optimizer = carried or self._executor.carried(), self._executor.optimizer
         self._executor = None  # and its buffers, before there are new ones
-        self._executor = Executor(
-            self.model,
-            self._parameters,
-            strategy,
-            self.communicators,
-            self.stopwatch,
-            carried or Carried(),
-            optimizer,
-        )
+        carried = carried or Carried()
+        self._executor = Executor(self.model, self._parameters, strategy, self.communicators, self.stopwatch, carried, optimizer)
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
         return Decider.start(strategy, self.communicators.rank, record=self._record, state=state)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from fleetbench.plan.drive import Decided, Requests, Wanted
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
 from fleetbench.plan.training import CollectiveTraining
 from real.communication.communicators import Communicators
-from real.communication.lanes import Flight, InlineLane, Lane, Started, Ticket, host_reads
+from real.communication.lanes import Flight, InlineLane, Joined, Lane, Started, Ticket, host_reads
 from real.compute.mixed_precision import own_gradients, unscale
 from real.compute.recompute import hold_statistics
 from real.engine.buckets import BufferAverage, DeltaBucket, Storage, Transfer
@@ -29,6 +28,8 @@ from real.engine.optimizers import OptimizerControl
 from real.engine.refusals import refuse_apart
 from real.engine.sparse import SparseBucket, gather_rows
 from real.engine.stopwatch import Stopwatch
+
+Taken = tuple[list[torch.Tensor], list[int], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,8 @@ class Executor:
         self._behind_update: Operations = ()
         self._requests: Requests = iter(())
         self._losses: Sequence[float] = ()
-        self._taken: _Taken | None = None
+        self._taken: Taken | None = None
+        """Gradients that an update in the backward has used."""
         self._release_statistics: Callable[[], None] | None = None
         self._row_bytes: list[int] = []
         self._used = set(carried.used)
@@ -231,7 +233,7 @@ class Executor:
 
     def begin_update(self) -> None:
         """The user's optimizer is about to step."""
-        if self._taken is not None and not self._gradients_now().is_same(self._taken):
+        if self._taken is not None and not _are_same(self._taken, self._gradients_now()):
             what = "gradients were changed after the backward, which has updated the parameters already"
             hint = "set it to true to clip or change gradients"
             raise ConfigError(what, "build_strategy.enable_backward_optimizer_op_deps", "false", hint)
@@ -274,13 +276,16 @@ class Executor:
                 parameter.grad = None
         self._stopwatch.update_ends()
 
-    def close(self) -> None:
-        """Wait for what is under way."""
-        self._communicators.order_lanes()
+    @torch.no_grad()
+    def _gradients_now(self) -> Taken:
+        """The gradients; how often each was written to in place; sum and norm of each bucket, as bits, so that NaNs equal themselves.
 
-    def _gradients_now(self) -> _Taken:
+        Sums and norms show what ``torch.amp.GradScaler`` and ``grad.data.mul_()`` write without being counted.
+        """
         gradients = [gradient for parameter in self._parameters.values() if (gradient := parameter.grad) is not None]
-        return _Taken.of(gradients, [bucket.values for bucket in self.storage.gradients])
+        buckets = [bucket.values for bucket in self.storage.gradients]
+        numbers = [one for each in buckets for one in (each.sum(dtype=torch.float64), torch.linalg.vector_norm(each, dtype=torch.float64))]
+        return gradients, [gradient._version for gradient in gradients], torch.stack(numbers).view(torch.int64)  # noqa: SLF001  # torch documents it
 
     def _controlled(self) -> OptimizerControl:
         if self._control is None:
@@ -357,7 +362,7 @@ class Executor:
         """Start a collective on its lane."""
         tickets = self._flying if operation.payload == "delta" else self._tickets
         if not self._communicators.part(operation.group):
-            tickets[operation.id] = _Joined(self._after(operation))
+            tickets[operation.id] = Joined(self._after(operation))  # as far as this rank knows
             return
         transfer = self._transfer(operation)
         step = self._step
@@ -504,44 +509,9 @@ def started(requests: Requests) -> Operations:
     return decided.operations
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """Gradients that an update in the backward has used: the tensors, how often each was written to in place, and what they add up to.
-
-    ``torch.amp.GradScaler`` and ``grad.data.mul_()`` write to gradients without being counted: sum and norm of
-    each bucket show that. The host waits for them, on every device.
-    """
-
-    gradients: tuple[torch.Tensor, ...]
-    versions: tuple[int, ...]
-    fingerprint: torch.Tensor
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, gradients: Sequence[torch.Tensor], buckets: Sequence[torch.Tensor]) -> Self:
-        """``buckets``: where the numbers of ``gradients`` lie."""
-        versions = tuple(gradient._version for gradient in gradients)  # noqa: SLF001  # torch documents it, and has no other name for it
-        numbers = [
-            number
-            for values in buckets
-            for number in (values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, dtype=torch.float64))
-        ]
-        return cls(tuple(gradients), versions, torch.stack(numbers).view(torch.int64))
-
-    def is_same(self, other: _Taken) -> bool:
-        """Whether no gradient was replaced or changed in between; NaNs are equal to themselves."""
-        if [id(gradient) for gradient in self.gradients] != [id(gradient) for gradient in other.gradients]:
-            return False
-        with host_reads():
-            return self.versions == other.versions and torch.equal(self.fingerprint, other.fingerprint)
-
-
-class _Joined:
-    """An operation of other ranks: as far as this one knows, done with what it came after."""
-
-    def __init__(self, after: Sequence[Ticket]) -> None:
-        self._after = tuple(after)
-
-    def wait(self) -> None:
-        for ticket in self._after:
-            ticket.wait()
+def _are_same(before: Taken, now: Taken) -> bool:
+    """Whether no gradient was replaced or changed in between. The host waits for them, on every device."""
+    if [*map(id, before[0])] != [*map(id, now[0])]:
+        return False
+    with host_reads():
+        return before[1] == now[1] and torch.equal(before[2], now[2])

@@ -46,13 +46,7 @@ _KERNELS: dict[str, tuple[type[Optimizer], ...]] = {
 class OptimizerControl:
     """One optimizer under one plan. ``begin`` and ``end`` stand around the user's ``optimizer.step()``."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        combination: Combination,
-        storage: Storage,
-        parameters: Mapping[str, nn.Parameter],
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, combination: Combination, storage: Storage, parameters: Mapping[str, nn.Parameter]) -> None:
         self.optimizer = optimizer
         refuse_whole(optimizer)
         self._known = {id(parameter) for parameter in parameters.values()}
@@ -88,11 +82,9 @@ class OptimizerControl:
 
     def step_between(self) -> None:
         """Update outside the user's ``step()``."""
-        if self._fused is not None:
-            self._fused.begin()
+        self.begin(updates=True)
         step_some(self.optimizer, self._parameters.values())
-        if self._fused is not None:
-            self._fused.end()
+        self.end(updates=True)
 
     def bucket_step(self, bucket: int) -> Callable[[], None]:
         """What updates one bucket's parameters."""

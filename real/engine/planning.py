@@ -7,7 +7,6 @@ registered; then it is rank 0's observed order, which all ranks plan by.
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,14 +25,8 @@ _SMALL, _LARGE = 1024, 4 * MIB  # bytes of the all-reduces that are timed
 _REPEATS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What is known before training of the time that a step takes."""
-
-    cost: Cost | None = None
-    """Of an all-reduce over all trainers."""
-    ready: Mapping[str, int] | None = None
-    """When each gradient is final, in ns from the start of the backward."""
+Forecast = tuple[Cost, Mapping[str, int]]
+"""Known before training: the cost of an all-reduce over all trainers, and when each gradient is final, in ns from the backward's start."""
 
 
 class Planning:
@@ -50,8 +43,9 @@ class Planning:
         strategy: DistributedStrategy,
         communicators: Communicators,
         trainers_per_node: int,
-        forecast: Forecast,
+        forecast: Forecast | None,
     ) -> None:
+        cost, ready = forecast or (None, None)
         self.order: dict[str, int] = {}
         self.sparse = sparse_weights(model)
         """Names of the parameters whose gradients are sparse."""
@@ -59,14 +53,14 @@ class Planning:
             trainers=communicators.trainers,
             trainers_per_node=trainers_per_node,
             queue_depth=communicators.queue_depth,
-            cost=forecast.cost or (measured_cost(communicators) if strategy.fuses_by_cost else None),
+            cost=cost or (measured_cost(communicators) if strategy.fuses_by_cost else None),
             buffers_nbytes=BufferAverage(model).nbytes,
             order=tuple(parameters),
         )
         self._parameters = parameters
         self._strategy = strategy
         self._communicators = communicators
-        self._forecast_ready = forecast.ready
+        self._forecast_ready: Mapping[str, int] | None = ready
 
     def registered(self) -> list[str]:
         """The order that is taken before one is known."""
@@ -85,10 +79,6 @@ class Planning:
             for position, name in enumerate(order)
         ]
         return build_plan(self._strategy, gradients, self.setting)
-
-    def average_slots(self, slots: int) -> None:
-        """The optimizer keeps so many tensors a parameter, which are averaged."""
-        self.setting = dataclasses.replace(self.setting, num_state_slots=slots)
 
     def settle(self) -> None:
         """Take rank 0's order of readiness; with a forecast a fusion by cost takes its times. Every rank calls it."""

@@ -66,12 +66,10 @@ def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None
 def refuse_apart(places: Sequence[int]) -> None:
     """Raise ``ConfigError``, on every rank, where trainers that average are at different places of their training."""
     if len(set(places)) > 1:
-        raise ConfigError(
-            "trainers average after different steps, so that their parameters are mixed",
-            "strategy.adaptive_localsgd",
-            f"operations {', '.join(str(place) for place in places)} of ranks 0 to {len(places) - 1}",
-            "every trainer needs as many steps, and calls fleet.synchronize, fleet.end_epoch and what saves after the same step",
-        )
+        what = "trainers average after different steps, so that their parameters are mixed"
+        told = f"operations {', '.join(map(str, places))} of ranks 0 to {len(places) - 1}"
+        hint = "every trainer needs as many steps, and calls fleet.synchronize, fleet.end_epoch and what saves after the same step"
+        raise ConfigError(what, "strategy.adaptive_localsgd", told, hint)
 
 
 def _is_stepped_by_scaler() -> bool:

@@ -313,11 +313,3 @@ def _length(stretches: Iterable[tuple[int, int]]) -> int:
 def _overlap(stretches: list[tuple[int, int]], begin: int, end: int) -> int:
     """Nanoseconds of them between two moments: a stall lies there where an exchange came to its end, and was done again."""
     return sum(max(0, min(there, end) - max(here, begin)) for here, there in stretches)
-
-
-def encode_steps(stopwatch: Stopwatch) -> dict[str, list[dict[str, object]]]:
-    """Plain data, for a worker's part file."""
-    return {
-        "steps": [dataclasses.asdict(step) for step in stopwatch.steps],
-        "spans": [dataclasses.asdict(span) for span in stopwatch.spans],
-    }

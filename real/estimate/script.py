@@ -58,10 +58,6 @@ def estimate_script(base: Experiment, command: Sequence[str], gpu: str, *, tf32:
     return experiment, dataclasses.replace(profile, tables=tables)
 
 
-class _Reached(SystemExit):
-    """The first update has been made; with exit code 0."""
-
-
 class _Script:
     """In the script's process. ``distributed_model`` -> the first forward -> ``backward`` -> the optimizer's ``step``, which ends it."""
 
@@ -133,7 +129,7 @@ class _Script:
             known = {"strategy": self.strategy, "batch_size": self.batch_size, "backend": "nccl", "device": "cuda"}
             facts = facts_of(self.model, optimizer, trainers=1, trainers_per_node=1, **known)
             self.write({"facts": encode(facts), "profile": encode(self.step.profile("script"))})
-            raise _Reached(0)
+            raise SystemExit(0)
 
         optimizer.step = step
         return optimizer

@@ -28,9 +28,7 @@ from real.compute.mixed_precision import apply_mixed_precision
 from real.compute.recompute import SavedForBackward, apply_recompute
 from real.engine.buckets import BufferAverage
 from real.estimate.operations import Operation, Recorder, nothing_computed
-from real.layer_times import LayerClock
-from real.memory import memory_bytes
-from real.profile.tables import table_of
+from real.layer_times import LayerClock, memory_bytes, table_of
 
 _PRECISIONS: Mapping[torch.dtype, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _BALANCE = 312e12 / 2039e9
@@ -38,37 +36,26 @@ _BALANCE = 312e12 / 2039e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiencies:
-    """Shares of a data sheet's rates that kernels reach, and what starting one takes."""
+    """Shares of a data sheet's rates that kernels reach, and what starting one takes; ``reports/estimate/fit.py`` fits them."""
 
-    matmul: float
-    convolution: float
-    attention: float
-    memory: float
+    matmul: float = 0.761
+    convolution: float = 0.533
+    attention: float = 0.402
+    memory: float = 0.725
     """Of the memory's bandwidth, for all bytes that operations move."""
-    vector: float
+    vector: float = 0.822
     """Of the peak without tensor cores: matrix products in fp32 and fp64."""
-    vector_convolution: float
+    vector_convolution: float = 1.13
     """The same of convolutions, which may need fewer operations than are counted (Winograd's algorithm)."""
-    vector_attention: float
+    vector_attention: float = 0.376
     """The same of fused attention, which has no kernels for TF32."""
-    launch_s: float
+    launch_s: float = 25.9e-6
     """The least that an operation takes."""
-    balance: float
+    balance: float = 0.234
     """By which power tensor cores' shares fall with FLOP/s for each byte/s, from those of an A100's fp16 on."""
 
 
-FITTED = Efficiencies(
-    matmul=0.761,
-    convolution=0.533,
-    attention=0.402,
-    memory=0.725,
-    vector=0.822,
-    vector_convolution=1.13,
-    vector_attention=0.376,
-    launch_s=25.9e-6,
-    balance=0.234,
-)
-"""``reports/estimate/fit.py`` fits them, to all runs of its table."""
+FITTED = Efficiencies()
 HALF_WIDTH = 0.3
 """Of a step's interval: it holds 60 of 65 runs whose model and GPU were left out of the fit. See ``reports/estimate``."""
 

@@ -6,14 +6,13 @@ because its launcher (torchrun, srun) need not pass on a signal.
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from dataclasses import asdict
 from typing import NoReturn
 
 from real.job.folder import BeatWriter, RankSide
-from real.processes.failures import on_uncaught, rank_error
+from real.processes.failures import end_now, on_uncaught, rank_error
 from real.processes.place import Place
 
 GRACE_S = 30.0
@@ -78,13 +77,7 @@ def end_script(grace_s: float = GRACE_S) -> NoReturn:
     because these may use it. A process that still lives after the grace (a bare ``except:`` swallows, a thread is no daemon, or it waits
     for a rank that is gone) ends by ``os._exit``.
     """
-    left = threading.Timer(grace_s, _leave)
+    left = threading.Timer(grace_s, end_now, [0])
     left.daemon = True
     left.start()
     raise SystemExit(0)
-
-
-def _leave() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(0)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from functools import partial
 from statistics import median
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,8 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fleetbench.config import encode
 from fleetbench.strategy import DistributedStrategy
-from real.communication.communicators import Communicators, agree_on
-from real.communication.device import backend_of_world
+from real.communication.communicators import Communicators, agree_on, backend_of_world
 from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
 from real.job.driver_watch import end_script
@@ -39,7 +38,7 @@ from real.job.facts import facts_of
 from real.job.folder import BeatWriter, RankPlace, RankSide
 from real.layer_times import ProfileLeg
 from real.leg import Leg
-from real.leg_steps import Beat, LegEngine, LegSteps, Trained, begin_leg, keeping_gradients
+from real.leg_steps import Beat, LegEngine, Trained, begin_leg, keeping_gradients
 from real.processes.place import Place
 
 
@@ -191,21 +190,11 @@ class HostClocks:
 
 
 class RankLegs:
-    """See the module. ``begin_leg`` and ``end`` are others in tests."""
+    """See the module."""
 
-    def __init__(
-        self,
-        folder: RankSide,
-        rank: int,
-        *,
-        begin_leg: Callable[[Leg, Any, Beat], LegSteps] = begin_leg,
-        end: Callable[[], NoReturn] = end_script,
-        clocks: HostClocks | None = None,
-    ) -> None:
+    def __init__(self, folder: RankSide, rank: int, clocks: HostClocks | None = None) -> None:
         self.folder = folder
         self._rank = rank
-        self._begin_leg = begin_leg
-        self._end = end
         self._clocks = clocks
         self._beats = BeatWriter(folder.beats, rank)
         self._legs: Generator[LegEngine, bool | None, None] | None = None
@@ -224,7 +213,7 @@ class RankLegs:
         """
         folder = RankSide.of_environment()
         place, rank = Place.here(), communicators.rank
-        steps = cls(folder, rank, clocks=HostClocks(communicators, place.kernel))
+        steps = cls(folder, rank, HostClocks(communicators, place.kernel))
         folder.join(RankPlace(rank=rank, trainers=communicators.trainers, trainers_per_node=trainers_per_node, place=place))
         atexit.register(steps.exits)
         return steps
@@ -267,7 +256,7 @@ class RankLegs:
         is_stopped = yield from self.orders(switch, lambda number, _step: self._beats.beat(number, self._num_steps + 1))
         if is_stopped:
             switch.open(switch.own_strategy, keep_times=False)  # what the script does on its way out finds it as ever
-            self._end()
+            end_script()
 
     def orders(self, trained: Trained, beat: Callable[[int, int], None] | None = None) -> Generator[LegEngine, bool | None, bool]:
         """Leg after leg, step by step, until the driver says stop: True, or a script ends. All ranks change legs after the same steps.
@@ -280,7 +269,7 @@ class RankLegs:
             self._beats.beat(number, self._num_steps or -leg.warmup_steps)
             offsets_ns = [self._compared_clocks()]
             first, self._evaluates, self._metrics = 1 - leg.warmup_steps - self._num_steps, leg.evaluate, {}
-            part = yield from self._begin_leg(leg, trained, partial(beat, number))
+            part = yield from begin_leg(leg, trained, partial(beat, number))
             if not part["complete"]:
                 self.folder.finish(number, self._rank, part)
                 return False

@@ -20,9 +20,8 @@ import pandas as pd
 
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
-from fleetbench.plan.exchange import INT8_BLOCK, INT8_SCALE_BYTES
 from fleetbench.plan.replay import Recording, in_order
-from fleetbench.result import RunResult, StepRecord, skip, slower_wire, steps_table, summarise
+from fleetbench.result import RunResult, StepRecord, skip, steps_table, summarise
 from fleetbench.store import new_run_id
 from fleetbench.target import Crossing, crossing
 from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
@@ -55,20 +54,6 @@ def collect(parts: Sequence[Part]) -> tuple[list[StepRecord], tuple[Span, ...], 
     return records, tuple(spans), (last - origin) * 1e-9
 
 
-def _wire_notes(spans: Sequence[Span]) -> list[dict[str, str]]:
-    """Says so where exchanges in INT8 took longer than FP32 would have, had it taken only the time on the wire, for so many more bytes.
-
-    Of the rank that waited least on the wire.
-    """
-    sums: dict[int, list[float]] = {}
-    for span in spans:
-        kind, _, bucket = span.name.partition(" ")
-        if kind in ("all_reduce", "all_to_all", "all_gather") and bucket != "None" and span.stream.startswith(COMMUNICATION):
-            sums.setdefault(span.rank, [0.0, 0.0])[kind != "all_reduce"] += span.duration_ns * 1e-9
-    took_s, wire_s = min(sums.values(), key=lambda pair: pair[1], default=(0.0, 0.0))
-    return slower_wire(took_s, wire_s * 4 * INT8_BLOCK / (INT8_BLOCK + INT8_SCALE_BYTES))
-
-
 def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
     stream = HOST if span.is_host else COMPUTE
     if span.communicator is not None:
@@ -77,11 +62,14 @@ def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
 
 
 def _to_target(held_out: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> tuple[float, Crossing] | None:
-    """Seconds from the first counted start to the end, on the last rank, of the step that reached the target."""
-    if (reached := crossing(held_out, target)) is None:
-        return None
-    begin = min(record.start_ns for record in records if record.step >= 1)
-    return (max(record.end_ns for record in records if record.step == reached.step) - begin) * 1e-9, reached
+    """Seconds up to the step that reached the target."""
+    return None if (reached := crossing(held_out, target)) is None else (_until_s(records, reached.step), reached)
+
+
+def _until_s(records: Sequence[StepRecord], step: int) -> float:
+    """From the first counted start to the end of a step on the last rank."""
+    begin_ns = min(record.start_ns for record in records if record.step >= 1)
+    return (max(record.end_ns for record in records if record.step == step) - begin_ns) * 1e-9
 
 
 def run_of(
@@ -103,7 +91,7 @@ def run_of(
     if "held_out" in parts[0]:
         final_loss, to_target = parts[0]["final_loss"], _to_target(parts[0]["held_out"], experiment.workload.target_loss, records)
     elif leg.evaluate:
-        final_loss, to_target = _losses(table, experiment, leg.steps)
+        final_loss, to_target = _losses(table, records, experiment, leg.steps)
     else:
         final_loss = to_target = None
     experiment = experiment_of_leg(experiment, leg, int(table.loc[table["step"] >= 1, "step"].nunique()))
@@ -111,8 +99,6 @@ def run_of(
         skipped = [*skipped, skip("workload.target_loss", "not evaluated in this leg")]
     if experiment.strategy.localsgd_configs.outer_on_host and experiment.run.device != "cuda":
         skipped = [*skipped, skip("strategy.localsgd_configs.outer_on_host", "the trainers' memory is the host's")]
-    if experiment.strategy.quantises:
-        skipped = [*skipped, *_wire_notes(spans)]
     known |= {"final_loss": final_loss, "skipped": skipped}
     if to_target is not None:
         time_to_target_s, reached = to_target
@@ -217,15 +203,14 @@ def reported_losses(table: pd.DataFrame, every: int, last_step: int) -> list[tup
     return [(end, loss) for end, loss in zip(ends, windows.tolist(), strict=True) if end <= last_step]
 
 
-def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tuple[float | None, tuple[float, Crossing] | None]:
+def _losses(
+    table: pd.DataFrame, records: Sequence[StepRecord], experiment: Experiment, last_step: int
+) -> tuple[float | None, tuple[float, Crossing] | None]:
     """Final loss, and seconds to the target, of the reported loss."""
     if not (ended := reported_losses(table, experiment.workload.eval_every, last_step)):
         return None, None
     if (reached := crossing(ended, experiment.workload.target_loss)) is None:
         return ended[-1][1], None
     kept = table.loc[table["step"].between(1, reached.step), "step"]
-    parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
-    until = table[table["step"] == kept.max()]
-    begin_s = float(table.loc[table["step"] >= 1, "start_s"].min())
-    took_s = float((until["start_s"] + until[parts].sum(axis=1)).max()) - begin_s
+    took_s = _until_s(records, kept.max())
     return ended[-1][1], (took_s * reached.step / kept.nunique(), reached)  # a step that was cut out took what the others did

@@ -143,12 +143,8 @@ class ScriptSession(LegSession):
         known = self._known or getattr(self, "experiment", None)
         if known is not None and known.cluster.trainers != len(launch.ranks):
             what = "the command starts another number of trainers than before"
-            raise ConfigError(
-                what,
-                "the command",
-                f"{len(launch.ranks)}, before {known.cluster.trainers}",
-                "tune again, without --from or with another --out",
-            )
+            told, hint = f"{len(launch.ranks)}, before {known.cluster.trainers}", "tune again, without --from or with another --out"
+            raise ConfigError(what, "the command", told, hint)
         return [parts[rank] for rank in sorted(parts)]
 
     def _fitted(self, leg: Leg) -> Leg:
@@ -193,12 +189,7 @@ class ScriptSession(LegSession):
         folder = self._folder / str(self._num_launches)
         if seed is not None:
             set_seed(folder, seed)
-        launch = CommandLaunch(
-            self._command,
-            folder,
-            startup_timeout_s=run.startup_timeout * 1e-9,
-            timeout_s=run.timeout * 1e-9,
-        )
+        launch = CommandLaunch(self._command, folder, startup_timeout_s=run.startup_timeout * 1e-9, timeout_s=run.timeout * 1e-9)
         launch.start(run.environment, self._workdir)
         return launch
 

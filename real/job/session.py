@@ -16,7 +16,7 @@ from fleetbench.staleness import counts_of, load_of, quantiles_of
 from fleetbench.support import changed_fields
 from fleetbench.workloads.data.data import prepare
 from fleetbench.workloads.models.registry import check_model
-from real.communication.device import require_cuda
+from real.communication.communicators import require_cuda
 from real.emulated.model import refuse_table
 from real.emulated.pace import lateness_of
 from real.job.folder import EXPERIMENT
@@ -157,12 +157,8 @@ class Session(LegSession):
             prepare(experiment.workload, experiment.run.seed, self._folder / "data")
         run = experiment.run
         experiment.save(self._folder / EXPERIMENT)
-        self._launch = WorkerLaunch(
-            self._folder,
-            experiment.cluster.trainers,
-            startup_timeout_s=run.startup_timeout * 1e-9,
-            timeout_s=run.timeout * 1e-9,
-        )
+        timeouts = {"startup_timeout_s": run.startup_timeout * 1e-9, "timeout_s": run.timeout * 1e-9}
+        self._launch = WorkerLaunch(self._folder, experiment.cluster.trainers, **timeouts)
         command, environment = [sys.executable, "-P", "-m", "real.workloads.train", str(self._folder / EXPERIMENT)], run.environment
         if self._testbed is not None:
             self._testbed.open()

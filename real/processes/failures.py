@@ -83,10 +83,15 @@ class WayOut:
         abort = threading.Thread(target=self.abort, name="failures-abort", daemon=True)  # which may hang itself
         abort.start()
         abort.join(self.grace_s)
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(WorkerFailed.exit_code)
+        end_now(WorkerFailed.exit_code)
+
+
+def end_now(code: int) -> NoReturn:
+    """End the process, whatever else it does, once what it has said is written."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a full disk; a stream that was closed
+            stream.flush()
+    os._exit(code)
 
 
 def on_uncaught(tell: Callable[[BaseException], None]) -> None:
@@ -133,14 +138,7 @@ class Failures:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        trainers: int,
-        *,
-        step: Callable[[], int],
-        way_out: WayOut,
-        note: Path | None = None,
+        self, store: Store, rank: int, trainers: int, *, step: Callable[[], int], way_out: WayOut, note: Path | None = None
     ) -> None:
         self.failure: Failure | None = None
         """The first that this rank knows of; one of a rank's own goes before one of a collective."""

@@ -4,16 +4,31 @@ Layers are timed on all trainers of a node at once, with the compute part of the
 be (mixed precision, recompute, fused operations), at every thread count asked for. Their times are
 then brought to what forward and backward take in training, where trainers meet at every step and
 nothing is hooked. What communication costs, and by how much it and compute slow each other, is read
-off runs of the strategies themselves; see ``legs``.
+off runs of the strategies themselves. How long legs may take is said beforehand.
+
+Three legs per thread count, three more for communication:
+
+- ``layers``: no exchange, every layer timed (``ProfileLeg``);
+- ``whole``: training in step, all gradients in one bucket, so that nothing travels beside compute;
+- ``several``: training in step, in buckets that travel beside the backward;
+- ``averaged``: Local SGD of eight steps, or of two where steps are long, in one bucket: what averaging adds to an update, and
+  by how much steps are shorter that wait for nothing before them;
+- ``queued`` and ``queued, two in flight``: of two steps, with a bucket a gradient, which queue with no compute
+  beside them: what all-reduces of many sizes take, alone and two at once, on one communicator where it
+  carries two (``fleetbench.plan.groups``), and else on two;
+- ``quantised``, where the strategy sends outer differences in INT8: the same in one bucket, in INT8.
+
+All but ``queued, two in flight`` keep one collective in flight (``sync_nccl_allreduce``).
 """
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
+from typing import Any, TypeVar
 
 from fleetbench.cluster import Cluster
 from fleetbench.config import encode
@@ -23,16 +38,18 @@ from fleetbench.experiment import Experiment
 from fleetbench.fitting.lines import Hockney
 from fleetbench.fitting.stragglers import fit_stragglers
 from fleetbench.measurements import Memory, Threads
+from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable, scaled
 from fleetbench.profile import Communication, Profile, compute_key, compute_part
-from fleetbench.quantities import Nanoseconds, counted
+from fleetbench.quantities import MIB, Nanoseconds, counted
 from fleetbench.result import RunResult, step_times
 from fleetbench.store import machine, versions
-from fleetbench.strategy import DistributedStrategy
-from fleetbench.workload import LAYERS
+from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
+from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS
 from real.job.script_session import ScriptSession
 from real.job.session import LegSession, Session
-from real.profile import legs as profile_legs
+from real.layer_times import LEAST_STEPS, memory_of, table_of
+from real.leg import Leg
 from real.profile.costs import (
     communication_of,
     compute_times,
@@ -46,16 +63,117 @@ from real.profile.costs import (
     typical,
     with_averaging,
 )
-from real.profile.legs import Legs
-from real.profile.tables import memory_of, table_of
 from real.supported import is_emulated, with_compute
+from real.testbed.noise import quietest
 
 SECONDS = 10.0
 """What a leg may take, unless three steps take longer."""
 STRAGGLER_STEPS = 400
 _METHOD = 6
 """Of measuring: profiles that were stored by an older one are taken again."""
+STEPS = 100
+"""Counted steps of a leg, where the time allows."""
+WARMUP = 10
+_PILOT = 2
+SEVERAL = 8
+"""Buckets, about, where there are several."""
+
 Progress = Callable[[int, int], None]
+T = TypeVar("T")
+
+
+class Legs:
+    """Runs legs in a session, each for at most ``seconds`` unless its fewest steps take longer; keeps the runs by name.
+
+    A leg is run again where the machine was busy.
+    """
+
+    def __init__(self, session: LegSession, seconds: float, done: Callable[[], None]) -> None:
+        self.runs: dict[str, RunResult] = {}
+        self.foreign_cores: float | None = None
+        """During the busiest of the legs that count."""
+        self._session = session
+        self._seconds = seconds
+        self._done = done
+
+    def layers(self, strategy: DistributedStrategy) -> list[dict[str, Any]]:
+        """Every rank's layer times, as ``Measured``."""
+        leg = Leg(strategy=measured_part(strategy), steps=STEPS, warmup_steps=WARMUP, profile=True, max_s=self._seconds)
+        parts = self._quietest(lambda: self._session.run_profile(leg))
+        self._done()
+        return parts
+
+    def run(self, name: str, strategy: DistributedStrategy, most: int = STEPS) -> RunResult:
+        """A run of ``strategy``; a short one before it says how many steps the time allows."""
+        pilot = self._session.run(Leg(strategy=strategy, steps=_PILOT, warmup_steps=_PILOT))
+        step_s = float(step_times(pilot.steps).max())
+        steps = max(LEAST_STEPS, min(most, int(self._seconds / step_s)))
+        warmup = max(LEAST_STEPS, min(WARMUP, steps // 4))
+        leg = Leg(strategy=strategy, steps=steps, warmup_steps=warmup)
+        self.runs[name] = self._quietest(lambda: self._session.run(leg))
+        self._done()
+        return self.runs[name]
+
+    def averaged(self, strategy: DistributedStrategy, optimizer: str, step_s: float) -> RunResult:
+        """Of that name, in rounds of eight steps, where six of them pass in time if a step takes ``step_s``, or else of two."""
+        k_steps = 8 if 6 * 8 * step_s <= self._seconds else 2
+        return self.run("averaged", averaged(strategy, optimizer, k_steps), 25 * max(4, k_steps))
+
+    def _quietest(self, measure: Callable[[], T]) -> T:
+        value, cores = quietest(lambda: (measure(), self._session.foreign_cores), lambda found: found[1])
+        if cores is not None:
+            self.foreign_cores = max(cores, self.foreign_cores or 0.0)
+        return value
+
+
+def measured_part(strategy: DistributedStrategy) -> DistributedStrategy:
+    """The compute part, with the update apart from the backward, so that it can be told from it."""
+    build = dataclasses.replace(strategy.build_strategy, enable_backward_optimizer_op_deps=True)
+    return compute_part(strategy.replace(build_strategy=build))
+
+
+def whole(strategy: DistributedStrategy) -> DistributedStrategy:
+    """All gradients in one bucket, which is ready with the last of them."""
+    return measured_part(strategy).replace(fuse_grad_size_in_MB=0.0)
+
+
+def several(strategy: DistributedStrategy, table: LayerTable) -> DistributedStrategy:
+    """Some buckets of about one size."""
+    gradients = [gradient for gradient in table.by_readiness() if not gradient.sparse]
+    size_in_mb = sum(gradient.nbytes for gradient in gradients) / SEVERAL / MIB
+    return measured_part(strategy).replace(fuse_grad_size_in_MB=size_in_mb, fuse_grad_count=max(2, len(gradients)))
+
+
+def averaged(strategy: DistributedStrategy, optimizer: str, k_steps: int) -> DistributedStrategy:
+    """Local SGD in one bucket, with the update of the strategy; its state is averaged where the optimizer needs that."""
+    return _local(strategy, optimizer, k_steps, fuse_grad_size_in_MB=0.0)
+
+
+def queued(strategy: DistributedStrategy, optimizer: str) -> DistributedStrategy:
+    """The same, of two steps, with a bucket a gradient."""
+    return _local(strategy, optimizer, fuse_all_reduce_ops=False)
+
+
+def queued_in_twos(strategy: DistributedStrategy, optimizer: str, backend: str) -> DistributedStrategy:
+    """And with two of them in flight."""
+    communicators = 1 if queue_depth(backend) > 1 else 2
+    return _local(strategy, optimizer, fuse_all_reduce_ops=False, nccl_comm_num=communicators, sync_nccl_allreduce=False)
+
+
+def quantised(strategy: DistributedStrategy) -> DistributedStrategy:
+    """Rounds of two steps with an outer optimizer, in one bucket that travels in INT8."""
+    configs = LocalSGDConfigs(k_steps=2, outer_lr=0.7, outer_momentum=0.9, outer_wire="int8")
+    return measured_part(strategy).replace(localsgd=True, localsgd_configs=configs, fuse_grad_size_in_MB=0.0)
+
+
+def _local(strategy: DistributedStrategy, optimizer: str, k_steps: int = 2, **changes: Any) -> DistributedStrategy:
+    return DistributedStrategy(
+        localsgd=True,
+        localsgd_configs=LocalSGDConfigs(k_steps=k_steps, optimizer_state="local" if optimizer in LINEAR_OPTIMIZERS else "average"),
+        thread_num=strategy.thread_num,
+        build_strategy=BuildStrategy(fuse_all_optimizer_ops=strategy.build_strategy.fuse_all_optimizer_ops),
+        **changes,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +188,7 @@ class Taken:
 
 
 def measure_profile(
-    experiment: Experiment,
-    thread_counts: tuple[int, ...],
-    *,
-    seconds: float = SECONDS,
-    stragglers: bool = False,
-    progress: Progress | None = None,
+    experiment: Experiment, *, seconds: float = SECONDS, stragglers: bool = False, progress: Progress | None = None
 ) -> Taken:
     """Measure in one launch.
 
@@ -87,61 +200,24 @@ def measure_profile(
         raise ConfigError("an emulated device computes nothing that could be measured", "run.device", "'emulated'", hint)
     quiet = _quiet(experiment)
     with Session(quiet) as session:
-        return measure_in(session, experiment, quiet, thread_counts, seconds=seconds, stragglers=stragglers, progress=progress)
-
-
-def measure_in(
-    session: LegSession,
-    experiment: Experiment,
-    quiet: Experiment,
-    thread_counts: tuple[int, ...],
-    *,
-    seconds: float,
-    stragglers: bool,
-    progress: Progress | None = None,
-) -> Taken:
-    """Measure in a launch that is there, which runs ``quiet``, for ``experiment``; see ``measure_profile``."""
-    trainers = quiet.cluster.trainers
-    communicating = 3 + experiment.strategy.quantises if trainers > 1 else 0
-    total = (3 if trainers > 1 else 2) * len(thread_counts) + communicating
-    legs = Legs(session, seconds, _counting(progress, total))
-    return _Measuring(experiment, quiet, legs).take(thread_counts, stragglers=stragglers)
+        return _Measuring(session, experiment, quiet, seconds, progress).take(stragglers=stragglers)
 
 
 def profile_script(
-    session: ScriptSession,
-    thread_counts: tuple[int, ...],
-    *,
-    seconds: float = SECONDS,
-    stragglers: bool = False,
-    progress: Progress | None = None,
+    session: ScriptSession, *, seconds: float = SECONDS, stragglers: bool = False, progress: Progress | None = None
 ) -> Taken:
-    """Measure the session's script; see ``real.profile.legs``.
+    """Measure the session's script; see the module.
 
     Among several nodes of several trainers, the profile has one link, that of a ring over all. Where the
     link inside a node is not declared it is taken to be as slow, so that rings cost what was measured.
     """
     experiment = session.experiment
-    quiet = experiment.replace(
-        strategy=compute_part(experiment.strategy), workload=dataclasses.replace(experiment.workload, profile=None, target_loss=None)
-    )
-    taken = measure_in(session, experiment, quiet, thread_counts, seconds=seconds, stragglers=stragglers, progress=progress)
+    taken = _Measuring(session, experiment, _computing(experiment), seconds, progress).take(stragglers=stragglers)
     communication, cluster = taken.profile.communication, experiment.cluster
     if communication is None or communication.between != "nodes" or cluster.trainers_per_node == 1 or cluster.intra is not None:
         return taken
     inside = dataclasses.replace(communication.link, payload=True)
     return dataclasses.replace(taken, experiment=experiment.replace(cluster=dataclasses.replace(cluster, intra=inside)))
-
-
-def _counting(progress: Progress | None, total: int) -> Callable[[], None]:
-    numbers = count(1)
-    return lambda: None if progress is None else progress(next(numbers), total)
-
-
-def _void_notes(runs: Mapping[str, RunResult]) -> Iterator[str]:
-    void = [name for name, run in runs.items() if run.summary.testbed is not None and not run.summary.testbed["counts"]]
-    if void:
-        yield f"void, as the machine was not quiet in any of their repeats: {', '.join(void)}; profile again"
 
 
 def _quiet(experiment: Experiment) -> Experiment:
@@ -151,38 +227,40 @@ def _quiet(experiment: Experiment) -> Experiment:
     """
     cluster = experiment.cluster
     if experiment.run.launcher == "testbed":
-        cluster = dataclasses.replace(cluster, stragglers=(), servers=0, server_placement="own")
-    else:
-        cluster = Cluster(trainers_per_node=cluster.trainers_per_node)
-    return experiment.replace(
-        cluster=cluster,
-        strategy=compute_part(experiment.strategy),
-        workload=dataclasses.replace(experiment.workload, profile=None, target_loss=None),
-    )
+        return _computing(experiment, cluster=dataclasses.replace(cluster, stragglers=(), servers=0, server_placement="own"))
+    return _computing(experiment, cluster=Cluster(trainers_per_node=cluster.trainers_per_node))
+
+
+def _computing(experiment: Experiment, **changes: Any) -> Experiment:
+    workload = dataclasses.replace(experiment.workload, profile=None, target_loss=None)
+    return experiment.replace(strategy=compute_part(experiment.strategy), workload=workload, **changes)
 
 
 class _Measuring:
-    """One launch's legs, and what follows from them."""
+    """The legs of a launch that is there and runs ``quiet``, for ``experiment``; and what follows from them."""
 
-    def __init__(self, experiment: Experiment, quiet: Experiment, legs: Legs) -> None:
+    def __init__(self, session: LegSession, experiment: Experiment, quiet: Experiment, seconds: float, progress: Progress | None) -> None:
         self._experiment = experiment
         self._quiet = quiet
-        self._legs = legs
         self._own = experiment.strategy
+        self._counts = searched_threads(experiment)
+        several, numbers = quiet.cluster.trainers > 1, count(1)
+        total = (3 * len(self._counts) + 3 + self._own.quantises) if several else 2 * len(self._counts)
+        self._legs = Legs(session, seconds, lambda: None if progress is None else progress(next(numbers), total))
         self._memory: Memory | None = None
         self._notes: list[str] = []
 
-    def take(self, thread_counts: tuple[int, ...], *, stragglers: bool) -> Taken:
+    def take(self, *, stragglers: bool) -> Taken:
         own = self._own.thread_num
         tables: dict[int, LayerTable] = {}
         threads: dict[int, Threads] = {}
-        table, whole = self._settled(self._own, STRAGGLER_STEPS if stragglers else profile_legs.STEPS)
+        table, whole = self._settled(self._own, STRAGGLER_STEPS if stragglers else STEPS)
         hockney, communication = self._communication(whole)
         tables[own], threads[own] = self._beside(self._own, table, whole, hockney)
-        for number in thread_counts:
+        for number in self._counts:
             if number != own:
                 strategy = self._own.replace(thread_num=number)
-                table, run = self._settled(strategy, profile_legs.STEPS)
+                table, run = self._settled(strategy, STEPS)
                 local = {name: getattr(tables[own], name) for name in ("merge", "local_update", "local_compute")}
                 table = dataclasses.replace(table, **local)
                 tables[number], threads[number] = self._beside(strategy, table, run, hockney)
@@ -190,6 +268,9 @@ class _Measuring:
         if fit is not None and fit.entries:
             share = fit.base * 1e-9 / typical(compute_times(whole))
             tables = {number: scaled(table, share, share) for number, table in tables.items()}
+        void = [name for name, run in self._legs.runs.items() if run.summary.testbed is not None and not run.summary.testbed["counts"]]
+        if void:
+            self._notes.append(f"void, as the machine was not quiet in any of their repeats: {', '.join(void)}; profile again")
         host = machine()
         profile = Profile(
             machine=f"{host['processor']}, {host['cores']} cores, {host['system']}",
@@ -201,7 +282,7 @@ class _Measuring:
             memory=self._memory,
             stragglers=fit,
             foreign_cores=self._legs.foreign_cores,
-            notes=(*self._notes, *_void_notes(self._legs.runs)),
+            notes=tuple(self._notes),
         )
         return Taken(experiment=self._experiment, profile=profile, runs=self._legs.runs)
 
@@ -211,14 +292,14 @@ class _Measuring:
         if trainers == 1:
             return None, None
         optimizer, backend = quiet.workload.optimizer, quiet.run.backend
-        points = points_of(whole, legs.run("queued", profile_legs.queued(quiet.strategy, optimizer)))
+        points = points_of(whole, legs.run("queued", queued(quiet.strategy, optimizer)))
         hockney = fit_points(points, trainers)
         if hockney.line.statement is not None:
             self._notes.append(f"the link: {hockney.line.statement}")
-        in_flight = link_of_two(legs.run("queued, two in flight", profile_legs.queued_in_twos(quiet.strategy, optimizer, backend)), hockney)
+        in_flight = link_of_two(legs.run("queued, two in flight", queued_in_twos(quiet.strategy, optimizer, backend)), hockney)
         quantise = Nanoseconds(0)
         if self._own.quantises:
-            quantise = quantising(legs.run("quantised", profile_legs.quantised(quiet.strategy)), hockney)
+            quantise = quantising(legs.run("quantised", quantised(quiet.strategy)), hockney)
         between_nodes = quiet.cluster.nodes > 1
         return hockney, communication_of(points, hockney, backend, in_flight, between_nodes=between_nodes, quantise=quantise)
 
@@ -228,7 +309,7 @@ class _Measuring:
         if self._memory is None:
             self._memory = memory_of(parts)
         table = table_of(compute_key(self._experiment, strategy), parts)
-        run = self._legs.run(_named("whole", strategy), profile_legs.whole(strategy), most)
+        run = self._legs.run(_named("whole", strategy), whole(strategy), most)
         return settled(table, run), run
 
     def _beside(
@@ -237,7 +318,7 @@ class _Measuring:
         """The table with what a collective beside compute does to both, and the thread count's line."""
         error = 0.0
         if hockney is not None:
-            run = self._legs.run(_named("several", strategy), profile_legs.several(strategy, table))
+            run = self._legs.run(_named("several", strategy), several(strategy, table))
             starts = starts_of(whole, run)
             found = slowdowns_of(table, run, starts, hockney)
             error = found.error
@@ -299,7 +380,7 @@ def ensure_profile(experiment: Experiment, root: Path, *, progress: Progress | N
 
 def take_profile(experiment: Experiment, *, progress: Progress | None = None) -> Profile:
     """Measure every thread count that ``tune`` may search and the strategy's own."""
-    return measure_profile(experiment, searched_threads(experiment), progress=progress).profile
+    return measure_profile(experiment, progress=progress).profile
 
 
 def searched_threads(experiment: Experiment) -> tuple[int, ...]:

@@ -13,5 +13,5 @@ A pull. The sender asks every server, and installs the dense parameters of the a
 forward, over a connection of the trainer's own thread.
 
 A server. It begins empty or from its file (``checkpoints``), takes model, optimizer and rules from the first trainer that joins
-(``spec``), and serves until all trainers have left or are lost (``silence``).
+(``Spec``), and serves until all trainers have left or are lost (``silence``).
 """

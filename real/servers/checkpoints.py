@@ -26,8 +26,7 @@ from safetensors.numpy import save_file
 from fleetbench.digests import atomic_write, reading
 from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.states import ServerState, state_of
-from real.servers.parameters import Shard
-from real.servers.spec import Spec
+from real.servers.parameters import Shard, Spec
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

@@ -57,12 +57,8 @@ def encrypts(environment: Mapping[str, str], endpoints: Sequence[str]) -> bool:
     """
     value = environment.get(ENCRYPT, "")
     if value not in ("", "0", "1"):
-        raise ConfigError(
-            "says whether connections are encrypted",
-            ENCRYPT,
-            repr(value),
-            "1 encrypts them, 0 does not; without it, what leaves a machine is",
-        )
+        hint = "1 encrypts them, 0 does not; without it, what leaves a machine is"
+        raise ConfigError("says whether connections are encrypted", ENCRYPT, repr(value), hint)
     leaves = any(not is_loopback(endpoint.rpartition(":")[0]) for endpoint in endpoints)
     if not (leaves if value == "" else value == "1"):
         return False

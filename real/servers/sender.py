@@ -23,8 +23,7 @@ from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.workloads.served import Change, GeoCopy, add_changes
 from real.servers.links import BEAT_S, Answer, Links
-from real.servers.parameters import Parameters, read_pull, read_values, shard_change
-from real.servers.spec import Spec
+from real.servers.parameters import Parameters, Spec, read_pull, read_values, shard_change
 
 _WAKE = "inproc://fleetbench-sender"
 

@@ -166,9 +166,7 @@ class Served:
         require_name(path)  # on every rank, before all meet and every table comes
         training = self.pull_model(EXPORT)
         if self.role.rank == 0:
-            with training.unhooked():
-                copy = served_copy(training.model, {})
-            export(copy, tuple(example_inputs), path, dynamic_shapes)
+            export(served_copy(training.model, {}), tuple(example_inputs), path, dynamic_shapes)
 
     def save(self, path: Path, *, extra: object) -> None:
         """Every trainer calls it: what they have made so far is pushed, and rank 0 lets the servers write their shards."""

@@ -9,8 +9,8 @@ embedding with sparse gradients first pulls the rows that it reads.
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,12 @@ from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.served import ROW, GeoCopy, Told, shard_rows
 from real.compute.compute import apply_device_settings
+from real.compute.living import living_hook
 from real.engine.optimizers import hide, refuse_arguments
 from real.engine.stopwatch import Stopwatch
 from real.servers.links import Answer, Links, TrainerOptions
-from real.servers.parameters import Parameters, fixed_options, join, meet, options_of, rate_of, read_values, refuse_changes
+from real.servers.parameters import Parameters, Spec, fixed_options, join, meet, options_of, rate_of, read_values, refuse_changes
 from real.servers.sender import Sender
-from real.servers.spec import Spec
 
 _PIECE_BYTES = 8 << 20
 """Of the rows of a table in one message, where all are pulled."""
@@ -112,7 +112,7 @@ class ServedTraining:
             self.parameters.refuse_max_norm()
         self._optimizer, self._fixed = optimizer, fixed_options(optimizer)
         self._spec = self.parameters.spec(rules, name, options)
-        self._handles = [self.model.register_forward_pre_hook(self._before_forward)]
+        self._handles = [self.model.register_forward_pre_hook(living_hook(self._before_forward))]
 
     def begin(self) -> None:
         """Join the servers: rank 0 brings the parameters, unless servers begin from a checkpoint, and the others take them."""
@@ -262,8 +262,8 @@ class ServedTraining:
         assert self._optimizer is not None
         self._unhook()
         self._handles = [
-            self.model.register_forward_pre_hook(self._before_forward),
-            self.model.register_forward_hook(lambda model, _inputs, _outputs: self.stopwatch.forward_ends() if model.training else None),
+            self.model.register_forward_pre_hook(living_hook(self._before_forward)),
+            self.model.register_forward_hook(living_hook(lambda model, *_: self.stopwatch.forward_ends() if model.training else None)),
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
@@ -272,22 +272,13 @@ class ServedTraining:
         for module in self.model.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
                 number = self.parameters.table_of(module)
-                look_up = functools.partial(self._before_embedding, number)
+                look_up = living_hook(functools.partial(self._before_embedding, number))
                 self._handles.append(module.register_forward_pre_hook(look_up, with_kwargs=True))
 
     def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-    @contextmanager
-    def unhooked(self) -> Iterator[None]:
-        """The model as it was before it was distributed, to be copied."""
-        self._unhook()
-        try:
-            yield
-        finally:
-            self._hook()
 
     def _before_forward(self, model: nn.Module, _inputs: tuple[Any, ...]) -> None:
         self._joined()

@@ -32,11 +32,10 @@ from real.processes.diagnosis import how_it_ended
 from real.processes.joining import is_loopback
 from real.servers.board import Board, Entry
 from real.servers.checkpoints import Saved, Writer, load_shard
-from real.servers.parameters import Shard
+from real.servers.parameters import Shard, Spec, differences
 from real.servers.security import TOKEN, ServerSocket, new_session
 from real.servers.server_options import ServerOptions, ServerReport
 from real.servers.silence import Silence
-from real.servers.spec import Spec, differences
 from real.servers.wire import Head, Tensor, WireError, decode
 
 _LOOK_S = 0.5  # between two looks at who is silent
@@ -198,13 +197,9 @@ class ParameterServer:
                 self._listener.send(identity, Head("unknown", head.rank, head.session))  # it greets, and repeats what was dropped
         if head.kind == "beat":
             self._listener.send(identity, Head("alive", head.rank, head.session))
-        elif self._is_in_turn(peer, head):
+        elif head.version == self._life and head.sequence <= peer.received + 1:  # else one before it, or of an earlier life, comes again
             self._do(Request(peer, head, tensors, again=head.sequence <= peer.received))
             peer.received = max(peer.received, head.sequence)
-
-    def _is_in_turn(self, peer: Peer, head: Head) -> bool:
-        """Whether a request is to be taken. One for an earlier life of this server, or after one that was lost, comes again."""
-        return head.version == self._life and head.sequence <= peer.received + 1
 
     def _hear_board(self, entry: Entry) -> None:
         """What launchers, and the host's other servers, tell."""

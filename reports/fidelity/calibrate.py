@@ -23,9 +23,9 @@ from fleetbench.result import RunResult
 from fleetbench.store import machine
 from fleetbench.strategy import DistributedStrategy
 from real.job.session import Session
-from real.profile import legs as profile_legs
+from real.profile import measuring as profile_legs
 from real.profile.costs import communication_of, fit_points, points_of
-from real.profile.legs import Legs
+from real.profile.measuring import Legs
 from real.testbed import noise
 
 TRIES = 3

@@ -61,7 +61,8 @@ class Case:
         """Two trainers on this machine."""
         run = {"timeout": "300 s", "warmup_steps": self.warmup_steps}
         workload = {**self.workload, "steps": self.steps}
-        return Experiment.from_dict({"name": name, "workload": workload, "cluster": {"trainers_per_node": 2}, "run": run})
+        own = {"name": name, "workload": workload, "cluster": {"trainers_per_node": 2}, "run": run, "tune": {"thread_num": [1]}}
+        return Experiment.from_dict(own)
 
     def quick(self) -> Case:
         """The same in a fraction of the time."""
@@ -171,7 +172,7 @@ def measure(name: str, case: Case) -> Iterator[Entry]:
     """One round: the profile, the predictions, the real runs."""
     experiment = case.experiment(name)
     with tempfile.TemporaryDirectory(prefix="fleetbench-") as folder:
-        tries = quietly(lambda: measure_profile(experiment, (1,), seconds=case.seconds, stragglers=True))
+        tries = quietly(lambda: measure_profile(experiment, seconds=case.seconds, stragglers=True))
         taken = tries[-1].value
         measured = Experiment.load(save_profile(taken.experiment, taken.profile, taken.runs, Path(folder)) / "measured.toml")
         found = {strategy: predicted(measured, case, changes) for strategy, changes in case.strategies.items()}

@@ -83,7 +83,7 @@ def main() -> None:
     saved: dict[str, Any] = {}
     for name, fields in STRATEGIES.items():
         saved |= {f"{name}/{key}": value for key, value in train(fields, communicators).items()}
-    group = communicators.world(0)
+    group = communicators._group("world", 0)
     saved["threads"] = np.array(group._get_backend(torch.device("cpu")).options._threads)
     np.savez(output, **saved)
     communicators.barrier()

@@ -13,10 +13,9 @@ from fleetbench.plan.servers.states import ServerState
 from fleetbench.workloads.served import OPTIONS, ROW
 from real.servers import checkpoints
 from real.servers.board import Entry
-from real.servers.parameters import VERSION
+from real.servers.parameters import VERSION, Spec
 from real.servers.server import Lost, ParameterServer
 from real.servers.server_options import ServerOptions
-from real.servers.spec import Spec
 from real.servers.wire import Head, Tensor, encode
 
 ROWS = 4

@@ -23,8 +23,7 @@ from fleetbench.digests import sealed_json
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from real.checkpoints import checkpoint
 from real.checkpoints.checkpoint import MANIFEST, MODEL, Draft, Part, last_save, model_file, open_save, read_part, write_part
-from real.checkpoints.persistables import pack_optimizer, unpack_optimizer
-from real.checkpoints.plain import Tensors, pack, unpack
+from real.checkpoints.persistables import Tensors, pack, pack_optimizer, unpack, unpack_optimizer
 from real.checkpoints.saving import Loaded, load, save
 
 ALONE = AloneMeeting()

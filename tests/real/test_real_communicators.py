@@ -124,7 +124,7 @@ def test_batch_norm_meets_on_a_group_of_its_own(made: list[dict[str, Any]], sums
     communicators.require(1)
     group = communicators.statistics
     assert group is communicators.statistics
-    assert group is not communicators.world(0)
+    assert group is not communicators._group("world", 0)
     assert [one["group_desc"] for one in made] == ["world-0", "statistics"]
     communicators.prove(1)
     assert sums.flown == ["world-0", "statistics"] * (3 + 4)

@@ -18,7 +18,7 @@ from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
-from real.communication.device import backend_of_world
+from real.communication.communicators import backend_of_world
 from real.fleet import Fleet
 from real.job.launcher import launch_script
 from real.job.script_session import ScriptSession

@@ -17,9 +17,8 @@ from fleetbench.plan.layers import StepHead
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.data.reader import BatchTime, ReadsAhead
 from real.communication.communicators import Communicators, collective_errors
-from real.layer_times import ProfileLeg
+from real.layer_times import ProfileLeg, table_of
 from real.leg import Leg
-from real.profile.tables import table_of
 
 MS = 1_000_000
 OWN_MS = 5

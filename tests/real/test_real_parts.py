@@ -17,7 +17,7 @@ from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.stragglers import ONE
 from fleetbench.target import Crossing
 from real.communication.lanes import Flight, ThreadLane
-from real.compute.injector import Injector
+from real.compute.injector import Delay, Injector
 from real.engine.buckets import DeltaBucket, GradientBucket, views_of
 from real.engine.stopwatch import Queue
 from real.job.results import _to_target, collect
@@ -241,7 +241,7 @@ def test_injected_sleep_aims_at_totals_and_lateness_does_not_add_up(monkeypatch:
         clock[0] += round(seconds * 1e9) + 300_000
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    injector = Injector(_table(), sleep)
+    injector = Injector(_table(), Delay(sleep))
     injector.attach(model)
     injector.begin(2 * ONE)
     model(torch.zeros(1, 2)).sum().backward()
@@ -258,7 +258,7 @@ def test_a_compiled_block_is_not_broken_and_its_delay_comes_at_the_end() -> None
     """One graph, which ``fullgraph`` asks for, whatever the hooks; with X = 2 all 12 ms come after the backward."""
     sleeps: list[float] = []
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    injector = Injector(_table(), sleeps.append)
+    injector = Injector(_table(), Delay(sleeps.append))
     injector.attach(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     injector.begin(2 * ONE)

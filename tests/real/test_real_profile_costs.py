@@ -21,7 +21,7 @@ from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.result import RunResult, step_s_of
 from fleetbench.stragglers import Jitter
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy, LocalSGDConfigs
-from real.profile import legs as profile_legs
+from real.profile import measuring as profile_legs
 from real.profile.costs import (
     closing,
     communication_of,

@@ -23,12 +23,10 @@ from real.communication.communicators import Communicators, collective_errors
 from real.compute.compiled import apply_compiled
 from real.compute.recompute import apply_recompute
 from real.engine.optimizers import FusedOptimizer
-from real.layer_times import LayerClock, LayerTimes, Measured, ProfileLeg
+from real.layer_times import LayerClock, LayerTimes, Measured, ProfileLeg, memory_of, table_of
 from real.leg import Leg
-from real.profile import legs as profile_legs
-from real.profile.legs import measured_part
-from real.profile.measuring import searched_threads, take_profile
-from real.profile.tables import memory_of, table_of
+from real.profile import measuring as profile_legs
+from real.profile.measuring import measured_part, searched_threads, take_profile
 
 pytestmark = pytest.mark.alone
 

@@ -97,7 +97,7 @@ def test_strategies_change_in_the_living_script(session: ScriptSession) -> None:
 
 def test_the_profile_is_what_sim_runs_with(session: ScriptSession, tmp_path: Path) -> None:
     """The three linear layers with their gradients, the link between the two trainers, and a simulation of the script's own strategy."""
-    taken = profile_script(session, (1,), seconds=0.5)
+    taken = profile_script(session, seconds=0.5)
     table = table_for(taken.experiment, taken.profile)
     assert [layer.name for layer in table.layers] == ["0", "2", "4"]
     shapes = {gradient.name: gradient.numel for layer in table.layers for gradient in layer.gradients}

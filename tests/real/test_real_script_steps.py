@@ -84,7 +84,7 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Stage:
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     """Legs whose parts are written where the driver reads them."""
     driver = DriverSide(tmp_path / "tuning")
     driver.make()
@@ -108,7 +108,9 @@ def stage(tmp_path: Path) -> Stage:
         log.append(f"part of {number}")
         return {"complete": left == 0, "left": left}
 
-    return Stage(driver, log, site, RankLegs(RankSide(driver.path), 0, begin_leg=begin, end=partial(end_script, threading.TIMEOUT_MAX)))
+    monkeypatch.setattr("real.job.rank_legs.begin_leg", begin)
+    monkeypatch.setattr("real.job.rank_legs.end_script", partial(end_script, threading.TIMEOUT_MAX))
+    return Stage(driver, log, site, RankLegs(RankSide(driver.path), 0))
 
 
 def test_legs_begin_and_end_behind_steps(stage: Stage) -> None:

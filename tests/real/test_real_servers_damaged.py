@@ -18,8 +18,7 @@ from fleetbench.plan.servers.rules import ServerRules, Table
 from fleetbench.plan.servers.states import ServerState
 from fleetbench.workloads.served import OPTIONS
 from real.servers.checkpoints import Saved, load_shard
-from real.servers.parameters import Shard
-from real.servers.spec import Spec
+from real.servers.parameters import Shard, Spec
 
 FLIPS = 500
 

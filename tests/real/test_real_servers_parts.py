@@ -21,10 +21,9 @@ from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.workloads.served import OPTIONS, ROW, Updates, add_rows
 from real.servers.board import Entry
 from real.servers.checkpoints import Saved, load_shard, shard_path
-from real.servers.parameters import VERSION, Shard
+from real.servers.parameters import VERSION, Shard, Spec
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
-from real.servers.spec import Spec
 from real.servers.wire import Head, WireError, decode, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own sparse optimizers do not opt

@@ -13,7 +13,7 @@ from test_real_servers_training import add, counting
 
 from fleetbench.plan.servers.rules import Mode, Table
 from fleetbench.workloads.served import OPTIONS
-from real.servers.spec import Spec
+from real.servers.parameters import Spec
 
 
 def of(server: Desk, **changes: Any) -> Spec:

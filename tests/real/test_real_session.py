@@ -58,8 +58,8 @@ def experiment() -> Experiment:
 def profile(experiment: Experiment) -> Profile:
     """Measured here and now, in short legs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("real.profile.legs.STEPS", 30)
-        patch.setattr("real.profile.legs.Legs.run.__defaults__", (30,))
+        patch.setattr("real.profile.measuring.STEPS", 30)
+        patch.setattr("real.profile.measuring.Legs.run.__defaults__", (30,))
         return take_profile(experiment)
 
 

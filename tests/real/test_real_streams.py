@@ -15,7 +15,7 @@ from fleetbench.plan.layers import Layer, LayerTable
 from fleetbench.plan.operations import Operation
 from fleetbench.quantities import Nanoseconds
 from fleetbench.stragglers import ONE
-from real.communication.device import make_lane
+from real.communication.communicators import make_lane
 from real.communication.lanes import InlineLane, Lane, StreamLane, ThreadLane, host_may_wait, host_reads
 from real.compute.injector import Injector, KernelDelay
 from real.engine.stopwatch import Stopwatch
@@ -390,7 +390,7 @@ def test_delays_below_the_devices_shortest_are_saved_up() -> None:
     """X = 1/2 of three layers of 1 ms forward and 2 ms backward: nothing is too short to count, and all adds up to half of 9 ms."""
     layers = tuple(Layer(name=str(index), gradients=(), forward=Nanoseconds(10**6), backward=Nanoseconds(2 * 10**6)) for index in range(3))
     model, delay = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), ExactDelay()
-    injector = Injector(LayerTable(key="test", layers=layers), delay=delay)
+    injector = Injector(LayerTable(key="test", layers=layers), delay)
     injector.attach(model)
     injector.begin(ONE // 2)
     model(torch.zeros(1, 2)).sum().backward()
