@@ -33,11 +33,10 @@ from sim.limits import MOST_EVENTS, at_most, refuse_large
 from sim.network.links import Links
 from sim.network.routes import Way, way
 from sim.servers.actor import Carried, Costs, Job, NodeCosts, Order, Piece, costs_of
-from sim.servers.node import Node
 from sim.servers.ports import Hosts, Wires
 from sim.servers.server import Load, Server, load_summary, staleness_summary
 from sim.servers.traffic import Traffic, traffic_of
-from sim.servers.worker import Local, Memory, Sender, Trainer
+from sim.servers.worker import Local, Memory, Node, Sender, Trainer
 
 SERVER_ENGINES = ("auto", "reference")
 WHO = "the simulator of parameter servers"
@@ -243,7 +242,7 @@ class _Run:
         self._pushing = self.trainers[::inner]
         """One for each sender, on whose host it is."""
         for rank, trainer in enumerate(self.trainers):
-            trainer.post = self._post if rank % inner == 0 else _post_nothing
+            trainer.post = self._post if rank % inner == 0 else lambda *_: None  # its node speaks with the servers through another one
             trainer.step_begins = self._step_begins
             memories[rank].queue = deque(maxlen=None if rank % inner == 0 else 0)
         for rank, sender in enumerate(self.senders):
@@ -290,7 +289,3 @@ def _join(servers: Sequence[Server], rules: ServerRules) -> None:
         for rank in range(rules.trainers):
             decider.on(0, Message("sender", rank, "join"))
         decider.on(0, Message("sender", 0, "initial"))
-
-
-def _post_nothing(*_: object) -> None:
-    """Of a trainer whose node speaks with the servers through another one."""
