@@ -23,7 +23,6 @@ from sim.arrays.transfers import Flight, Transfers, as_seen
 from sim.clock import half_up
 from sim.network.links import LATENCY, Port
 from sim.network.sharing import fair_speeds
-from sim.network.work import Route
 
 
 class SharedTransfers(Transfers):
@@ -187,7 +186,8 @@ class Wires:
         found = fair_speeds({meeting: route.ports for meeting, route in moving.items()}, self._links.capacity, flows)
         speeds = {int(self.columns[3, meeting]): speed for meeting, speed in found.items()}
         if self.latencies_share:
-            waiting = {meeting: _latency(self.routes[meeting]) for stage, meeting in in_flight if stage == 2}
+            routes = {meeting: self.routes[meeting] for stage, meeting in in_flight if stage == 2}
+            waiting = {meeting: [(name + LATENCY, number, way) for name, number, way in own.ports] for meeting, own in routes.items()}
             found = fair_speeds(waiting, self._links.capacity)
             speeds |= {int(self.columns[2, meeting]): speed for meeting, speed in found.items()}
         unit = math.lcm(self.unit, *(speed.denominator for speed in speeds.values()))
@@ -295,10 +295,6 @@ class _Loop:
         rate = np.maximum(self._rate, 1)
         takes = (2 * self._left + rate) // (2 * rate)
         self._due = np.where(moves, self._now + np.maximum(takes, 0), self._due).astype(np.int64)
-
-
-def _latency(route: Route) -> tuple[Port, ...]:
-    return tuple((name + LATENCY, number, way) for name, number, way in route.ports)
 
 
 def _regions(ports_of: Sequence[set[Port]]) -> list[list[int]]:

@@ -71,16 +71,13 @@ def simulate_servers(
     done = count(1)
     found = execute(job, record=wanted.recordings, step_done=lambda: step_done(next(done)), order=order)
     keeps = len(found.spans) <= wanted.most_spans
-    ends_ns: dict[int, int] = {}
-    for record in found.records:
-        ends_ns[record.step] = max(record.end_ns, ends_ns.get(record.step, 0))
     rows_alike = job.traffic.tables and (job.rules.mode == "geo_sgd" or job.rules.max_merge > 1)
     return Execution(
         engine="reference",
         plan=Plan(trainers=len(job.draws), buckets=(), exchange=(), groups=(("world", world_of(len(job.draws))),)),
         begin_ns=min(record.start_ns for record in found.records if record.step >= 1),
         end_ns=max(record.end_ns for record in found.records),
-        step_ends_ns=ends_ns,
+        step_ends_ns={record.step: record.end_ns for record in sorted(found.records, key=lambda record: record.end_ns)},  # the last stays
         table=steps_table(found.records),
         spans=found.spans if keeps else (),
         no_spans=None if keeps or not wanted.most_spans else too_many(f"{len(found.spans):,}", wanted.most_spans),
