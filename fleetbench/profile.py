@@ -171,22 +171,16 @@ def compute_key(experiment: Experiment, strategy: DistributedStrategy | None = N
     Trainers that compute on one machine share its cores, so their number belongs to it. ``device`` is where
     compute was measured; the default is the run's own, and the CPU for an emulated one.
     """
-    strategy = strategy or experiment.strategy
-    workload = experiment.workload
+    strategy, workload, cluster, run = strategy or experiment.strategy, experiment.workload, experiment.cluster, experiment.run
+    is_one_machine = run.launcher == "testbed" and run.device != EMULATED  # trainers that sleep share nothing
     what = {
         "device": device or _measured_on(experiment)[0],
-        "trainers_per_machine": _trainers_per_machine(experiment),
-        "environment": {name: value for name, value in experiment.run.environment.items() if name.startswith(_COMPUTE_ENVIRONMENT)},
+        "trainers_per_machine": cluster.trainers if is_one_machine else cluster.trainers_per_node,
+        "environment": {name: value for name, value in run.environment.items() if name.startswith(_COMPUTE_ENVIRONMENT)},
     }
     what |= {name: getattr(workload, name) for name in _COMPUTE_WORKLOAD}
     what |= {name: encode(getattr(strategy, name)) for name in COMPUTE_FIELDS}
     return json_digest(what)[:16]
-
-
-def _trainers_per_machine(experiment: Experiment) -> int:
-    """A testbed's nodes are one machine; trainers that sleep share nothing, and those whose times they sleep by were a node's."""
-    run, cluster = experiment.run, experiment.cluster
-    return cluster.trainers if run.launcher == "testbed" and run.device != EMULATED else cluster.trainers_per_node
 
 
 @functools.lru_cache(maxsize=64)
@@ -221,7 +215,7 @@ def _computed(experiment: Experiment) -> str:
     """The settings that a layer table is for, in words; of the strategy, those that are not Fleet's defaults."""
     workload, fields = experiment.workload, compute_part(experiment.strategy).changes()
     words = [f"{workload.model} in {workload.dtype}", f"batch {workload.batch_size}", workload.optimizer]
-    words += [f"{counted(_trainers_per_machine(experiment), 'trainer')} a machine on {experiment.run.device}"]
+    words += [f"{counted(experiment.cluster.trainers_per_node, 'trainer')} a node on {experiment.run.device}"]
     return ", ".join([*words, *(f"{name} = {str(value).lower() if isinstance(value, bool) else value}" for name, value in flat(fields))])
 
 

@@ -179,11 +179,9 @@ class RunResult:
     @property
     def timeline(self) -> pd.DataFrame:
         """A row a span: ``rank``, ``stream``, ``row`` of collectives under way together, ``name``, ``start_s``, ``duration_s``."""
-        rows = [(*track, span.name, span.start_ns / 1e9, span.duration_ns / 1e9) for track, span in on_tracks(self._all_spans())]
+        spans = self.spans or (() if self.path is None else read_timeline(self.path / TIMELINE_FILE))
+        rows = [(*track, span.name, span.start_ns / 1e9, span.duration_ns / 1e9) for track, span in on_tracks(spans)]
         return pd.DataFrame(rows, columns=["rank", "stream", "row", "name", "start_s", "duration_s"])
-
-    def _all_spans(self) -> tuple[Span, ...]:
-        return self.spans or (() if self.path is None else read_timeline(self.path / TIMELINE_FILE))
 
 
 def runs_table(runs: Mapping[str, RunResult]) -> pd.DataFrame:

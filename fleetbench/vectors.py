@@ -3,10 +3,8 @@
 A file is Parquet with the columns ``id`` (text or whole numbers) and ``vector`` (lists of float32).
 """
 
-import contextlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +30,6 @@ WORST = 10
 
 _NAMED = 3
 """Ids that an error names, where there are more."""
-_ROW_GROUP = 2**22
-"""Numbers of a row group, 16 MiB: what is held before it is written."""
-_CHUNK = 2**20
-"""Numbers that are laid side by side at once, in float64."""
-_ONE_LENGTH = "a vector of the same number of numbers for every sample"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +43,6 @@ class Vectors:
     """Where they come from, for errors and tables."""
 
     def __post_init__(self) -> None:
-        assert self.values.dtype == np.float32
-        assert self.values.shape[:1] == (len(self.ids),)
-        assert self.values.ndim == 2
         refuse_repeated(self.ids, self.source)
 
     @property
@@ -63,8 +53,8 @@ class Vectors:
 
 def refuse_repeated(ids: Sequence[str], where: str) -> None:
     """Raise ``ConfigError`` for ids that come more than once, naming some."""
-    if len(set(ids)) < len(ids):
-        repeated = [name for name, number in Counter(ids).items() if number > 1]
+    names = pd.Index(ids)
+    if repeated := names[names.duplicated()].unique().tolist():
         raise ConfigError("a sample comes twice", where, name_some(repeated), "one vector for every id")
 
 
@@ -74,35 +64,11 @@ def name_some(ids: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in ids[:_NAMED]) + more
 
 
-def write_vectors(path: Path, batches: Iterable[tuple[Sequence[str], Values]]) -> int:
-    """Write vectors ``(samples, length)`` with their ids, as Parquet, and return their length. After an error no file is there.
-
-    Raises ``ConfigError`` for vectors of several lengths, and where there are none; ``OSError`` where the disk refuses.
-    """
-    held: list[pa.Table] = []
-    length = 0
-    with contextlib.ExitStack() as opened:
-        opened.push(lambda error, *_: path.unlink(missing_ok=True) if error else None)  # a Ctrl-C too leaves no half of a file
-        for ids, values in batches:
-            if not length:
-                length = int(values.shape[1])
-                types = [pa.field(ID, pa.string(), nullable=False), pa.field(VECTOR, pa.list_(pa.float32(), length), nullable=False)]
-                schema = pa.schema(types)
-                # no two ids, and hardly two numbers, are alike
-                file = opened.enter_context(pq.ParquetWriter(path, schema, use_dictionary=False))
-            if values.shape[1] != length:
-                hint = "a vector of one length for every sample"
-                raise ConfigError(f"vectors of {values.shape[1]} numbers after vectors of {length}", str(path), ids[0], hint)
-            vectors = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), length)
-            held.append(pa.table([pa.array(ids, pa.string()), vectors], schema=schema))
-            if sum(map(len, held)) * length >= _ROW_GROUP:
-                file.write_table(pa.concat_tables(held))
-                held.clear()
-        if held:
-            file.write_table(pa.concat_tables(held))
-    if not length:
-        raise ConfigError("there is no sample", str(path), hint="data of at least one sample")
-    return length
+def write_vectors(path: Path, ids: Sequence[str], values: Values) -> None:
+    """Write vectors ``(samples, length)`` with their ids, as Parquet. Raises ``OSError`` where the disk refuses."""
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+    # no two ids, and hardly two numbers, are alike
+    pq.write_table(pa.table({ID: pa.array(ids, pa.string()), VECTOR: vectors}), path, use_dictionary=False)
 
 
 def read_vectors(path: Path) -> Vectors:
@@ -118,28 +84,24 @@ def read_vectors(path: Path) -> Vectors:
         path /= FILE
     check_file(path)
     with reading(path, "Parquet, or the folder of an evaluation; docs/evaluate.md converts JSON lines", pa.ArrowException):
-        ids, values = _read_parquet(path)
-    if not ids or not values.shape[1]:
-        raise ConfigError("holds no vectors", str(path), hint="a vector for every sample that was sent to the service")
-    return Vectors(tuple(ids), values, str(path))
-
-
-def _read_parquet(path: Path) -> tuple[list[str], Values]:
-    table = pq.read_table(path)
-    ids, vectors = ((table.schema.field(name).type if name in table.schema.names else None) for name in (ID, VECTOR))
-    is_named = ids is not None and (pa.types.is_string(ids) or pa.types.is_large_string(ids) or pa.types.is_integer(ids))
-    if not is_named or vectors is None or getattr(vectors, "value_type", None) != pa.float32():  # nothing is cast in silence
+        table = pq.read_table(path)
+    types = dict(zip(table.schema.names, table.schema.types, strict=True))
+    ids, vectors = (types.get(name, pa.null()) for name in (ID, VECTOR))
+    is_named = pa.types.is_string(ids) or pa.types.is_large_string(ids) or pa.types.is_integer(ids)
+    if not is_named or getattr(vectors, "value_type", None) != pa.float32():  # nothing is cast in silence
         hint = "write the ids that the evaluation has, and vectors as float32"
-        found = ", ".join(f"{field.name}: {field.type}" for field in table.schema)
+        found = ", ".join(f"{name}: {kind}" for name, kind in types.items())
         raise ConfigError(f"needs {ID}, text or whole numbers, and {VECTOR}, lists of float32", str(path), found, hint)
-    numbers = pc.list_flatten(table.column(VECTOR))
-    lengths = pc.unique(pc.list_value_length(table.column(VECTOR))).to_pylist()
-    if table.column(ID).null_count or numbers.null_count or None in lengths:
+    numbers = pc.list_flatten(table[VECTOR])
+    lengths = pc.unique(pc.list_value_length(table[VECTOR])).to_pylist()
+    if table[ID].null_count or numbers.null_count or None in lengths:
         raise ConfigError("an id, a vector or a number is missing", str(path), "null", "a whole vector for every sample")
+    if not any(lengths):
+        raise ConfigError("holds no vectors", str(path), hint="a vector for every sample that was sent to the service")
     if len(lengths) > 1:
-        raise ConfigError("vectors have several lengths", str(path), ", ".join(map(str, sorted(lengths)[:4])), _ONE_LENGTH)
-    values = numbers.to_numpy().reshape(table.num_rows, lengths[0] if lengths else 0)
-    return [str(name) for name in table.column(ID).to_pylist()], values
+        hint = "a vector of the same number of numbers for every sample"
+        raise ConfigError("vectors have several lengths", str(path), ", ".join(map(str, sorted(lengths)[:4])), hint)
+    return Vectors(tuple(map(str, table[ID].to_pylist())), numbers.to_numpy().reshape(len(table), lengths[0]), str(path))
 
 
 def compare_vectors(offline: Vectors, online: Vectors, tolerance: float) -> dict[str, Any]:
@@ -152,18 +114,14 @@ def compare_vectors(offline: Vectors, online: Vectors, tolerance: float) -> dict
 
     Raises ``ConfigError`` for vectors of another length, and for samples that only one side has.
     """
-    rows = _rows(offline, online)
-    step = max(1, _CHUNK // offline.length)
-    parts = [slice(at, at + step) for at in range(0, len(rows), step)]
-    a, b = offline.values, online.values  # noqa: PD011  # no table of pandas'
-    found = pd.concat([_differences(a[part], b[rows[part]]) for part in parts], ignore_index=True)
+    found = _differences(offline, online)
     finite = found[np.isfinite(found["difference"])]
     worst = found.sort_values(["relative", "cosine"], ascending=[False, True], na_position="first").head(WORST)
     num_past = int((~(found["relative"] <= tolerance)).sum())
     figures = {
         "offline": offline.source,
         "online": online.source,
-        "samples": len(rows),
+        "samples": len(found),
         "length": offline.length,
         "tolerance": tolerance,
         "num_past": num_past,
@@ -173,7 +131,7 @@ def compare_vectors(offline: Vectors, online: Vectors, tolerance: float) -> dict
         "mean_cosine": float(finite["cosine"].mean()),
         "difference": _spread(finite["difference"]),
         "relative": _spread(finite["relative"]),
-        "worst": [{"id": offline.ids[row]} | differences for row, differences in zip(worst.index, worst.to_dict("records"), strict=True)],
+        "worst": worst.to_dict("records"),
         "passed": num_past == 0,
     }
     return dict(json.loads(json.dumps(figures), parse_constant=lambda _: None))
@@ -184,40 +142,42 @@ def _rows(offline: Vectors, online: Vectors) -> npt.NDArray[np.intp]:
     if offline.length != online.length:
         hint = f"both of one layer of one model: {offline.source} has {offline.length}"
         raise ConfigError("vectors of another length", online.source, f"{online.length} numbers", hint)
-    rows = pd.Index(online.ids).get_indexer(pd.Index(offline.ids))
-    missing = [name for name, row in zip(offline.ids, rows, strict=True) if row < 0]
+    evaluated, returned = pd.Index(offline.ids), pd.Index(online.ids)
+    rows = returned.get_indexer(evaluated)
+    missing, unknown = evaluated[rows < 0].tolist(), returned[~returned.isin(evaluated)].tolist()
     if missing:
         hint = "ask the service for every sample, or evaluate only the first N by --samples N"
-        raise ConfigError(f"{len(missing)} of {len(offline.ids)} samples have no vector", online.source, name_some(missing), hint)
-    if len(online.ids) > len(rows):
-        unknown = sorted(set(online.ids) - set(offline.ids), key=online.ids.index)
+        raise ConfigError(f"{len(missing)} of {len(rows)} samples have no vector", online.source, name_some(missing), hint)
+    if unknown:
         hint = f"{offline.source} has ids such as {offline.ids[0]!r}; evaluate all that the service was sent, or drop these"
         raise ConfigError(f"{len(unknown)} samples were not evaluated", online.source, name_some(unknown), hint)
     return rows
 
 
-def _differences(offline: Values, online: Values) -> pd.DataFrame:
-    """A row a sample; see ``compare_vectors``."""
-    usable = np.isfinite(offline) & np.isfinite(online)
+def _differences(offline: Vectors, online: Vectors) -> pd.DataFrame:
+    """A row a sample, in the order of ``offline``; see ``compare_vectors``."""
+    a, b = offline.values, online.values[_rows(offline, online)]  # noqa: PD011  # no table of pandas'
+    usable = np.isfinite(a) & np.isfinite(b)
     finite = np.asarray(usable.all(axis=1))
-    a, b = (np.where(finite[:, None], values, 0).astype(np.float64) for values in (offline, online))
-    apart, largest = np.abs(b - a), np.abs(a).max(axis=1)
+    x, y = (np.where(finite[:, None], values, 0).astype(np.float64) for values in (a, b))
+    apart, largest = np.abs(y - x), np.abs(x).max(axis=1)
     component = np.where(finite, apart.argmax(axis=1), usable.argmin(axis=1))
     difference = np.where(finite, apart.max(axis=1), np.inf)
-    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    both_zero = ~(a.any(axis=1) | b.any(axis=1))
-    cosine = np.where(both_zero, 1.0, (a * b).sum(axis=1) / np.where(norms > 0, norms, 1.0)).clip(-1.0, 1.0)
+    norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
+    both_zero = ~(x.any(axis=1) | y.any(axis=1))
+    cosine = np.where(both_zero, 1.0, (x * y).sum(axis=1) / np.where(norms > 0, norms, 1.0)).clip(-1.0, 1.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(difference == 0, 0.0, difference / largest)
-    at = np.arange(len(offline)), component
+    at = np.arange(len(a)), component
     return pd.DataFrame(
         {
+            "id": offline.ids,
             "cosine": np.where(finite, cosine, np.nan),
             "difference": difference,
             "relative": relative,
             "component": component,
-            "offline": offline[at],
-            "online": online[at],
+            "offline": a[at],
+            "online": b[at],
         }
     )
 

@@ -6,7 +6,7 @@ synthetic, text, a factory's own inputs), and the paths of ``val.txt`` for pictu
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from fleetbench.digests import file_digest
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.vectors import Values, name_some, refuse_repeated, write_vectors
+from fleetbench.vectors import name_some, refuse_repeated, write_vectors
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.data import read_data
 from fleetbench.workloads.data.images import evaluation_picture, read_list
@@ -29,10 +29,6 @@ from real.checkpoints.persistables import model_tensors, refuse_another_model
 from real.communication.communicators import device_of
 
 _CHECKPOINT = "--checkpoint"
-
-
-Read = Callable[[int, int], tuple[torch.Tensor, ...]]
-"""The model's inputs ``(last - first, ...)`` of samples ``first`` up to ``last``; raises ``ConfigError`` naming a broken sample."""
 
 
 def evaluate(
@@ -60,97 +56,87 @@ def evaluate(
         raise ConfigError("has random parameters", "workload.model", repr(workload.model), hint)
     file = model_file(checkpoint) if checkpoint.is_dir() else checkpoint
     ids, read = open_samples(workload, seed)
-    model = build_model(workload.model, workload.model_options, workload.dtype, seed).to(device)
+    model = build_model(workload.model, workload.model_options, workload.dtype, seed).to(device).eval()
     load_weights(model, file)
-    model.eval()
     num = len(ids) if samples is None else samples
     if num > len(ids):
         raise ConfigError("is more than the data have", "--samples", str(num), f"at most {len(ids)}, or leave it out for all")
     refuse_repeated(ids[:num], "workload.data")
-    num_not_finite, begin_s = 0, time.perf_counter()
-
-    def batches() -> Iterator[tuple[Sequence[str], Values]]:
-        nonlocal num_not_finite
+    begin_s = time.perf_counter()
+    outputs = []
+    with torch.inference_mode():
         for first in range(0, num, workload.batch_size):
             last = min(first + workload.batch_size, num)
-            inputs = tuple(item.to(device) for item in read(first, last))
-            with torch.inference_mode():
-                values: Values = model(*inputs).reshape(last - first, -1).to("cpu", torch.float32).numpy()
-            num_not_finite += int((~np.isfinite(values).all(axis=1)).sum())
-            yield ids[first:last], values
+            outputs.append(model(read(first, last).to(device)).reshape(last - first, -1).to("cpu", torch.float32).numpy())
             if progress is not None:
                 progress(last, num)
-
-    length = write_vectors(path, batches())
+    values = np.concatenate(outputs)
+    write_vectors(path, ids[:num], values)
     return {
         "model": workload.model,
         "checkpoint": str(file),
         "checkpoint_sha256": file_digest(file),
         "data": workload.data,
         "samples": num,
-        "length": length,
-        "num_not_finite": num_not_finite,
+        "length": values.shape[1],
+        "num_not_finite": int((~np.isfinite(values).all(axis=1)).sum()),
         "wall_s": time.perf_counter() - begin_s,
         "skipped": [],
     }
 
 
-def open_samples(workload: Workload, seed: int) -> tuple[Sequence[str], Read]:
-    """Ids of a workload's samples, and how they are read. Raises ``ConfigError`` for data that are unreadable, or do not fit the model."""
+def open_samples(workload: Workload, seed: int) -> tuple[Sequence[str], Callable[[int, int], torch.Tensor]]:
+    """Ids of a workload's samples, and what reads the model's inputs ``(last - first, ...)`` of samples ``first`` up to ``last``.
+
+    Raises ``ConfigError`` for data that cannot be read, or do not fit the model; so does reading, which names a broken sample.
+    """
     check_model(dataclasses.replace(workload, batch_size=max(2, workload.batch_size)))  # no batch is too small for an evaluation
     dtype = getattr(torch, workload.dtype)
     if data_source(workload) != "imagenet":
         inputs = read_data(workload, seed).inputs
 
-        def read_rows(first: int, last: int) -> tuple[torch.Tensor, ...]:
+        def read_rows(first: int, last: int) -> torch.Tensor:
             rows = torch.from_numpy(np.ascontiguousarray(inputs[first:last]))
             if rows.dtype == torch.uint8:  # pictures
-                return (normalise(rows, dtype),)
-            return (rows.to(dtype) if rows.is_floating_point() else rows,)
+                return normalise(rows, dtype)
+            return rows.to(dtype) if rows.is_floating_point() else rows
 
         return [str(place) for place in range(len(inputs))], read_rows
     root, size = Path(workload.data.partition(":")[2]), sizes(workload, "images")
     listed = read_list(root, "val", model_option(workload, "classes"))
 
-    def read_pictures(first: int, last: int) -> tuple[torch.Tensor, ...]:
+    def read_pictures(first: int, last: int) -> torch.Tensor:
         with ThreadPoolExecutor(size["workers"]) as threads:
             pictures = list(threads.map(lambda place: evaluation_picture(root, listed, place, size["image_size"]), range(first, last)))
-        return (normalise(torch.from_numpy(np.stack(pictures)), dtype),)
+        return normalise(torch.from_numpy(np.stack(pictures)), dtype)
 
     return listed.paths, read_pictures
 
 
-def read_weights(file: Path) -> Mapping[str, torch.Tensor]:
-    """Tensors by their names: of a safetensors file, or of ``torch.save(model.state_dict(), file)``. Nothing in it is executed.
+@torch.no_grad()
+def load_weights(model: nn.Module, file: Path) -> None:
+    """Put the tensors of safetensors, or of ``torch.save(model.state_dict(), file)``, into the model. Nothing in the file is executed.
 
-    Raises ``ConfigError`` for a file that is damaged or holds anything else.
+    Names, shapes and types must be the model's own; tied weights may be stored under any of their names. Raises ``ConfigError``
+    for a file that is damaged or holds anything else, and for one that differs; nothing is loaded then.
     """
+    hint = "torch.save(model.state_dict(), FILE) writes such a file, and so does fleet.save_persistables"
     if not file.is_file():
         raise ConfigError("no such file", _CHECKPOINT, str(file), "a file of weights, or a folder that fleet.save_persistables wrote")
-    if file.suffix == ".safetensors":
-        return read_part(file).tensors
-    hint = "torch.save(model.state_dict(), FILE) writes such a file, and so does fleet.save_persistables"
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        found = read_part(file).tensors if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
+    except ConfigError:
+        raise
     except Exception as error:  # torch refuses what is more than tensors, and meets damage, with errors of many kinds
         what = f"cannot be read as weights: {(str(error) or type(error).__name__).splitlines()[0]}"
         raise ConfigError(what, _CHECKPOINT, str(file), hint) from error
     if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         keys = f"keys {name_some([str(key) for key in found])}" if isinstance(found, Mapping) else type(found).__name__
         raise ConfigError("is no table of tensors by their names", f"{_CHECKPOINT} {file}", keys, hint)
-    return found
-
-
-@torch.no_grad()
-def load_weights(model: nn.Module, file: Path) -> None:
-    """Put all of a file's tensors into the model, whose own they must be: names, shapes and types.
-
-    Tied weights may be stored under any of their names. Raises ``ConfigError`` that names what differs; nothing is loaded then.
-    """
     own = model_tensors(model)
     first_names = {id(tensor): name for name, tensor in own.items()}
     names = {name: first_names[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}
-    stored = {names.get(name, name): value for name, value in read_weights(file).items()}
+    stored = {names.get(name, name): value for name, value in found.items()}
     hint = "the model, with the options, that was saved: workload.model, model_options and dtype"
     refuse_another_model(model, stored, None, f"{_CHECKPOINT} {file}", hint)
     for name, value in stored.items():

@@ -1,6 +1,6 @@
 """Execution: what an engine saw of a run, and what of it a timeline shows."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,51 +50,36 @@ class Execution:
     """What it left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """One collective that was carried out."""
-
-    operation: Operation
-    ranks: tuple[int, ...]
-    start_ns: int
-    end_ns: int
-
-
 class Spans:
     """Counts all spans of a run, and keeps them up to a limit: once there are more, it has none."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, several: bool) -> None:
+        """``several``: there are several communicators."""
         self.num = 0
         self._most = most
+        self._several = several
         self._of_ranks: list[Span] = []
-        self._carried: list[Carried] = []
+        self._of_collectives: list[Span] = []
 
     def add(self, span: Span) -> None:
         """A rank has done something."""
-        if self._has_room(1):
-            self._of_ranks.append(span)
+        self._keep(self._of_ranks, [span])
 
-    def carry(self, carried: Carried) -> None:
+    def carry(self, operation: Operation, ranks: Sequence[int], start_ns: int, end_ns: int) -> None:
         """Ranks have met: a span on each of them."""
-        if self._has_room(len(carried.ranks)):
-            self._carried.append(carried)
+        stream = f"{COMMUNICATION} {operation.communicator}" if self._several else COMMUNICATION
+        self._keep(self._of_collectives, [Span(rank, stream, collective_name(operation), start_ns, end_ns - start_ns) for rank in ranks])
 
     def all(self) -> tuple[Span, ...]:
         """Those that are kept: the ranks' own, rank by rank, then collectives."""
-        return (*sorted(self._of_ranks, key=lambda span: span.rank), *self._communication())
+        return (*sorted(self._of_ranks, key=lambda span: span.rank), *self._of_collectives)
 
-    def _has_room(self, more: int) -> bool:
-        self.num += more
+    def _keep(self, kept: list[Span], spans: Sequence[Span]) -> None:
+        self.num += len(spans)
+        kept += spans
         if self.num > self._most:
-            self._of_ranks, self._carried = [], []
-        return self.num <= self._most
-
-    def _communication(self) -> Iterator[Span]:
-        several = any(item.operation.communicator for item in self._carried)
-        for item in self._carried:
-            stream = f"{COMMUNICATION} {item.operation.communicator}" if several else COMMUNICATION
-            for rank in item.ranks:
-                yield Span(rank, stream, collective_name(item.operation), item.start_ns, item.end_ns - item.start_ns)
+            self._of_ranks.clear()
+            self._of_collectives.clear()
 
 
 def collective_name(operation: Operation) -> str:

@@ -64,7 +64,10 @@ class Scenario:
 
         Raises ``ConfigError`` for a field that is not simulated, a run that is too large, or a missing profile, link or loss.
         """
-        _refuse(experiment, declares=learnt is None)
+        for part, executed in (("strategy", PLANNED), ("workload", WORKLOAD | LOSSES), ("cluster", CLUSTER), ("run", RUN)):
+            refuse_unexecuted(getattr(experiment, part), part, executed, "the simulator")
+        if learnt is None:
+            refuse_undeclared(experiment, experiment.strategy, "the simulator")
         refuse_large(experiment)
         table = table or on_cores(experiment, table_for(experiment))
         if not 0 <= table.contention < math.inf:
@@ -106,13 +109,6 @@ def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
         buffers_nbytes=table.buffers_nbytes,
         order=tuple(gradient.name for layer in table.layers for gradient in layer.gradients),
     )
-
-
-def _refuse(experiment: Experiment, *, declares: bool) -> None:
-    for part, executed in (("strategy", PLANNED), ("workload", WORKLOAD | LOSSES), ("cluster", CLUSTER), ("run", RUN)):
-        refuse_unexecuted(getattr(experiment, part), part, executed, "the simulator")
-    if declares:
-        refuse_undeclared(experiment, experiment.strategy, "the simulator")
 
 
 def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[str, str]]:

@@ -1,13 +1,20 @@
-"""``fleetbench doctor``: what this machine offers, and what will get in the way."""
+"""``fleetbench doctor``: what this machine offers, and what will get in the way. Reads only."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from fleetbench.cli.options import Commands, add_command, add_json
 from fleetbench.cli.output import emit, emit_table, new_table
+
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_GIB = 2**30
 
 
 def register(commands: Commands) -> None:
@@ -18,8 +25,6 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found; a warning is no failure."""
-    from fleetbench.cli.examination import examine
-
     findings = examine()
     if arguments.json:
         emit(json.dumps(dataclasses.asdict(findings), indent=1))
@@ -37,3 +42,95 @@ def run(arguments: argparse.Namespace) -> int:
     if not findings.warnings:
         emit("no warnings")
     return 0
+
+
+@dataclass(slots=True)
+class Findings:
+    """Facts by section, what could not be looked at, and what will get in the way."""
+
+    sections: dict[str, dict[str, str]] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def examine() -> Findings:
+    """Look at this machine. Imports torch, which takes seconds."""
+    from fleetbench.store import versions
+
+    findings = Findings(sections={"versions": versions()})
+    look_at_host(findings)
+    _look_at_torch(findings)
+    _look_at_network(findings)
+    return findings
+
+
+def look_at_host(findings: Findings) -> None:
+    """Processor, cores, load and memory."""
+    import psutil
+
+    from fleetbench.store import machine
+
+    host = machine()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory, load = psutil.virtual_memory(), os.getloadavg()[0]
+    findings.sections["host"] = {
+        "processor": str(host["processor"]),
+        "system": str(host["system"]),
+        "cores": f"{host['cores']}, of which this process may use {usable}",
+        "load": f"{load:.1f} processes over the last minute",
+        "memory": f"{memory.available / _GIB:.1f} GiB free of {memory.total / _GIB:.1f} GiB",
+    }
+    cores = quota(_CPU_MAX)
+    if cores is not None and cores < usable:
+        findings.warnings.append(f"the container may use {cores:g} of {usable} cores: processes will be throttled")
+    if load > usable / 2:
+        findings.warnings.append(f"the machine is busy (load {load:.1f} on {usable} cores): step times will not repeat")
+    if memory.available < 2 * _GIB:
+        findings.warnings.append(f"{memory.available / _GIB:.1f} GiB of memory are free: each trainer takes about 0.5 GiB before its model")
+    if usable < 2:
+        findings.warnings.append("one core: two trainers will take turns instead of running at once")
+
+
+def quota(path: Path) -> float | None:
+    """The cores that the control group allows; none where there is no limit."""
+    try:
+        limit, period = path.read_text(encoding="ascii").split()
+        return int(limit) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def _look_at_torch(findings: Findings) -> None:
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        findings.skipped.append(f"torch: {error}")
+        findings.warnings.append('torch cannot be imported: only model = "layers" can be simulated, and nothing can run')
+        return
+    has_gloo, has_nccl = (dist.is_available() and has() for has in (dist.is_gloo_available, dist.is_nccl_available))
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_gpus:
+        findings.skipped.append("no GPU")
+    findings.sections["torch"] = {
+        "CUDA": f"{torch.version.cuda}, {num_gpus} x {torch.cuda.get_device_name(0)}" if num_gpus else "not available",
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "not available",
+        "gloo": "available" if has_gloo else "not available",
+    }
+    if not has_gloo:
+        findings.warnings.append("torch has no gloo: nothing can run on CPUs")
+
+
+def _look_at_network(findings: Findings) -> None:
+    """Interfaces, the host's name, and what the environment sets."""
+    import psutil
+
+    from fleetbench.environment import RECORDED
+
+    facts, status = {"host name": socket.gethostname()}, psutil.net_if_stats()
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        found = [address.address for address in addresses if address.family in (socket.AF_INET, socket.AF_INET6)]
+        state = "up" if name in status and status[name].isup else "down"
+        speed = f", {status[name].speed} Mbit/s" if name in status and status[name].speed else ""
+        facts[name] = f"{state}{speed}: {' '.join(found) or 'no address'}"
+    findings.sections["network"] = facts | {name: value for name, value in sorted(os.environ.items()) if name.startswith(RECORDED)}

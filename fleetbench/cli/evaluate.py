@@ -10,6 +10,7 @@ from typing import Any
 from fleetbench.cli import progress
 from fleetbench.cli.options import Commands, add_command, add_experiment, add_json, load_experiment, number, whole
 from fleetbench.cli.output import emit, emit_table, new_table, say
+from fleetbench.digests import write_whole
 from fleetbench.errors import ConfigError, GateFailed
 from fleetbench.report import units
 
@@ -47,8 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     if online is not None:
         comparison = compare_vectors(read_vectors(folder or arguments.vectors), online, arguments.tolerance)
         if folder is not None:
-            from fleetbench.digests import write_whole
-
             write_whole(folder / "comparison.json", json.dumps(comparison, indent=1))
         summary |= {"comparison": comparison}
     if arguments.json:
@@ -70,7 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _evaluated(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     """The folder of the evaluation and its ``summary.json``."""
     experiment = load_experiment(arguments)
-    from fleetbench.digests import write_whole
     from fleetbench.result import SCHEMA
     from fleetbench.store import new_folder
     from fleetbench.vectors import FILE

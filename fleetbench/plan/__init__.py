@@ -16,10 +16,10 @@ Where to find the rows of Fleet's documents:
 - mixed precision: ``loss_scaling``; the update that waits for ``found_inf``: ``training``;
 - ``enable_backward_optimizer_op_deps`` (update by bucket), ``enable_sequential_execution``: ``combination``, ``steps``;
 - reading results back every n steps, loaders: ``layers`` (``StepHead``);
-- parameter servers: ``servers.rules`` (modes, bounds, and which server holds what), ``servers.trainer``, ``servers.sender``
-  (merging, pushing, GeoSGD's rounds), ``servers.server``, all together ``servers.training``. ``real.servers`` carries it out:
-  ``served_training`` the trainer's part, ``sender`` the background sender's, ``server`` the server's;
-- GeoSGD: ``servers.sender`` (when a trainer exchanges), ``real.servers.sender`` (the thread that pushes and pulls),
+- parameter servers: ``servers.rules`` (modes, bounds, and which server holds what) and ``servers.training`` (trainer, sender with merging,
+  pushing and GeoSGD's rounds, and server). ``real.servers`` carries it out: ``served_training`` the trainer's part, ``sender`` the
+  background sender's, ``server`` the server's;
+- GeoSGD: ``servers.training`` (when a trainer exchanges), ``real.servers.sender`` (the thread that pushes and pulls),
   ``fleetbench.workloads.served`` (its deltas);
 - recompute, op fusion, cuDNN, threads, batch norm over all trainers: nothing is decided. They change the layer table
   (``fleetbench.profile.COMPUTE_ONLY``), and ``real.compute`` carries them out;

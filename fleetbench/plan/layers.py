@@ -204,11 +204,8 @@ class StepHead:
         is_fetching = self._num_steps > 0 and self._num_steps % self._fetch_every == 0
         self._num_steps += 1
         asked_ns = start_ns + (self._table.fetch if is_fetching else 0)
-        return self._take(asked_ns) + self._table.read
-
-    def _take(self, asked_ns: int) -> int:
         if not self._table.loaders:
-            return asked_ns + self._table.load
+            return asked_ns + self._table.load + self._table.read
         self._ready.append(self._latest(self._ready[0], self._taken[0]) + self._table.load)
         self._taken.append(self._latest(asked_ns, self._ready[-1]))
-        return self._taken[-1]
+        return self._taken[-1] + self._table.read

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
@@ -348,16 +349,12 @@ def _bars(table: pd.DataFrame, label: str, hatches: Sequence[str], **options: An
     figure = _figure(1.1 + 0.34 * max(table.size if "xerr" in options else len(table), 1), table)
     with mpl.rc_context(_STYLE):
         axes = table.plot.barh(ax=figure.subplots(), width=0.7, xlabel=label, edgecolor="white", linewidth=0.4, **options)
-    for bars, hatch in zip(_containers(axes), hatches, strict=False):
+    for bars, hatch in zip((own for own in axes.containers if isinstance(own, BarContainer)), hatches, strict=False):
         for bar in bars:
             bar.set_hatch(hatch)
     axes.invert_yaxis()
     _finish(axes, above=True)
     return figure
-
-
-def _containers(axes: Axes) -> Iterator[Any]:
-    return (container for container in axes.containers if hasattr(container, "patches"))
 
 
 def _kinds(spans: pd.DataFrame) -> pd.Series:

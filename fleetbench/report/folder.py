@@ -25,21 +25,16 @@ def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, Ru
     with new_folder(experiment, "profile", root) as (folder, _):
         experiment.save(folder / "experiment.toml")
         profile.save(folder / "profile.toml")
-        measured = measured_experiment(experiment, profile)
+        workload = dataclasses.replace(experiment.workload, profile="profile.toml")
+        measured = experiment.replace(workload=workload, cluster=measured_cluster(experiment.cluster, profile))
         measured.save(folder / "measured.toml")
         (folder / "cluster.toml").write_text(tomli_w.dumps({"cluster": encode(measured.cluster)}), encoding="utf-8")
         steps_of(runs).to_parquet(folder / "steps.parquet", index=False)
     return folder
 
 
-def measured_experiment(experiment: Experiment, profile: Profile) -> Experiment:
-    """The experiment with the profile beside it, and the cluster that was measured: its link, and its stragglers before declared ones."""
-    workload = dataclasses.replace(experiment.workload, profile="profile.toml")
-    return experiment.replace(workload=workload, cluster=measured_cluster(experiment.cluster, profile))
-
-
 def measured_cluster(cluster: Cluster, profile: Profile) -> Cluster:
-    """The cluster as `sim` is to believe it."""
+    """The cluster as `sim` is to believe it: with the measured link, and measured stragglers before declared ones."""
     changes: dict[str, Any] = {}
     if profile.communication is not None:
         measured = dataclasses.replace(profile.communication.link, payload=True)  # headers are not taken off what was measured

@@ -96,8 +96,7 @@ def why_void(noise: Noise, sentinel_before_s: float, sentinel_after_s: float) ->
         reasons.append(f"{noise.timeouts} TCP timeouts")
     if is_busy(noise.foreign_cores):
         reasons.append(f"other processes took {100 * noise.foreign_cores:.0f} % of a core (limit {100 * FOREIGN_LIMIT:.0f} %)")
-    moved = sentinel_after_s / sentinel_before_s - 1.0
-    if abs(moved) > SENTINEL_LIMIT:
+    if abs(moved := sentinel_after_s / sentinel_before_s - 1.0) > SENTINEL_LIMIT:
         reasons.append(f"the sentinel moved by {100 * moved:+.1f} % (limit {100 * SENTINEL_LIMIT:.0f} %)")
     return reasons
 

@@ -100,11 +100,6 @@ class Topology:
         return found if any(ns for by_address in found.values() for ns in by_address.values()) else {}
 
     @property
-    def slow_start_s(self) -> float:
-        """Ten of the longest round trips: a thousand times the first window of TCP."""
-        return 20e-9 * max(wire.latency_ns for wire in self.wires)
-
-    @property
     def slowest_bps(self) -> int:
         """The rate of the slowest wire: that of a ring through all hosts, which crosses each wire once each way."""
         return min(wire.rate_bps for wire in self.wires)

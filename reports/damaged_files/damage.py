@@ -152,7 +152,7 @@ def profile_of() -> Profile:
 
 def _evaluations(folder: Path) -> Iterator[Case]:
     folder.mkdir()
-    write_vectors(folder / "vectors.parquet", [([str(place) for place in range(40)], np.arange(320, dtype=np.float32).reshape(40, 8) / 7)])
+    write_vectors(folder / "vectors.parquet", [str(place) for place in range(40)], np.arange(320, dtype=np.float32).reshape(40, 8) / 7)
     experiment_of().save(folder / "experiment.toml")
     (folder / "summary.json").write_text(json.dumps({"schema": 1, "samples": 40}))
     (folder / MANIFEST).write_text(sealed_json({"schema": 1, "kind": "evaluation", "files": digests_of(folder)}))
@@ -254,7 +254,7 @@ def _foreign(folder: Path) -> Iterator[Case]:
         experiment_of(stragglers=[{"kind": "trace", "path": str(file)}]).save(experiment)
         yield Case(f"foreign/{file.name}", file, lambda experiment=experiment: _without_digest(experiment), foreign=True)
     vectors = [(str(place), [place / 7, -place / 3]) for place in range(20)]
-    write_vectors(folder / "v.parquet", [([name for name, _ in vectors], np.array([vector for _, vector in vectors], np.float32))])
+    write_vectors(folder / "v.parquet", [name for name, _ in vectors], np.array([vector for _, vector in vectors], np.float32))
     for file in sorted(folder.glob("v.*")):
         yield Case(f"foreign/{file.name}", file, lambda file=file: _vectors(file), foreign=True)
     experiment_of().save(folder / "own.toml")

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from fleetbench.strategy import AmpConfigs
 from fleetbench.workloads.models.registry import Loss
@@ -63,34 +62,15 @@ class Problem:
         """Of one trainer: the model's output, in full precision, and the buffers as the forward leaves them."""
         own = [buffer.clone() for buffer in buffers]
         dtype = None if self.amp is None else _HALF[self.amp.dtype]
-        try:
-            self._hold([*parameters, *own])
-            with nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype=dtype, cache_enabled=False):
-                output = self.model(inputs)
-        finally:
-            self._hold(self._tensors)
+        with nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype=dtype, cache_enabled=False):
+            tensors = dict(zip(self._names, [*parameters, *own], strict=True))
+            output = torch.func.functional_call(self.model, tensors, (inputs,))
         return output if dtype is None or output.dtype != dtype else output.float(), own
 
     @cached_property
-    def _tensors(self) -> Tensors:
-        """The model's own parameters and buffers."""
-        return [*self.model.parameters(), *self.model.buffers()]
-
-    @cached_property
-    def _places(self) -> list[list[tuple[dict[str, Any], str]]]:
-        """Where modules hold each of them; tied ones are held in several places."""
-        found: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        for module in self.model.modules():
-            for held in (module._parameters, module._buffers):  # noqa: SLF001  # functional_call finds them again at each call: half of a small step
-                for name, tensor in held.items():
-                    found.setdefault(id(tensor), []).append((held, name))
-        return [found[id(tensor)] for tensor in self._tensors]
-
-    def _hold(self, tensors: Tensors) -> None:
-        """Let the model compute with these."""
-        for places, tensor in zip(self._places, tensors, strict=True):
-            for held, name in places:
-                held[name] = tensor
+    def _names(self) -> list[str]:
+        """Of the model's parameters and buffers."""
+        return [name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())]
 
     def loop(self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor) -> Computed:
         """See ``Way``."""
@@ -133,7 +113,7 @@ class Problem:
 
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # vmap warns where it goes through all trainers one by one
-            traced = _tidied(make_fx(partial(self._at_once))(*arguments))  # a bound method has an argument more than the tracer gives
+            traced = make_fx(partial(self._at_once))(*arguments)  # a bound method has an argument more than the tracer gives
 
         @torch.no_grad()
         def run(*given: Any) -> Computed:
@@ -150,7 +130,7 @@ class Problem:
 
         def total(own: Tensors) -> tuple[torch.Tensor, tuple[torch.Tensor, Tensors]]:
             outputs, moved = torch.vmap(self.forward, in_dims=(None if joint else 0, 0, 0))(own, buffers, inputs)
-            losses = self._losses(outputs, labels)
+            losses = torch.vmap(self.compare)(outputs, labels)
             return (losses * scale).sum(), (losses, moved)
 
         def of_one(
@@ -167,13 +147,6 @@ class Problem:
         if self.averages:
             gradients = [(gradient / self.trainers if joint else gradient.mean(0)).unsqueeze(0) for gradient in gradients]
         return list(gradients), losses, moved
-
-    def _losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """``(trainers,)``. Under vmap, cross-entropy falls apart into twenty operations."""
-        if self.compare is not cross_entropy:
-            found: torch.Tensor = torch.vmap(self.compare)(outputs, labels)
-            return found
-        return cross_entropy(outputs.flatten(0, 1), labels.flatten(0, 1), reduction="none").view(self.trainers, -1).mean(1)
 
 
 def fastest(problem: Problem, arguments: Arguments, steps: int, *, may_stack: bool) -> tuple[Way, str]:
@@ -198,34 +171,3 @@ def _seconds(way: Way, arguments: Arguments) -> float:
     begin = time.process_time()
     way(*arguments)
     return time.process_time() - begin
-
-
-def _tidied(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same without operations that change nothing, or that were done before: of a small model's step half of the time.
-
-    A graph that changes tensors in place stays as it is: there two equal operations need not give the same.
-    """
-    aten, graph = torch.ops.aten, traced.graph
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    if any(_may_change(node.target) for node in calls):
-        return traced
-    reshapes = (aten.expand.default, aten.view.default, aten._unsafe_view.default)  # noqa: SLF001  # its only name
-    before: dict[tuple[Any, str, str], torch.fx.Node] = {}
-    for node in calls:
-        key = (node.target, str(node.args), str(node.kwargs))
-        first = node.args[0] if node.args and isinstance(node.args[0], torch.fx.Node) else None
-        keeps_shape = first is not None and getattr(node.meta.get("val"), "shape", None) == getattr(first.meta.get("val"), "shape", ())
-        is_idle = (node.target in reshapes and keeps_shape) or (node.target is aten.mul.Scalar and node.args[1] == 1)
-        same = first if is_idle else before.setdefault(key, node)
-        if same is not None and same is not node:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
-    traced.recompile()
-    return traced
-
-
-def _may_change(operator: Any) -> bool:
-    """Whether an operation writes to its arguments; batch norm does without saying so, and random numbers differ every time."""
-    schema = getattr(operator, "_schema", None)
-    return schema is not None and (schema.is_mutable or "batch_norm" in schema.name or torch.Tag.nondeterministic_seeded in operator.tags)

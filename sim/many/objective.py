@@ -4,9 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from fleetbench.experiment import Experiment
-from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
-from fleetbench.plan.groups import Parts
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import compute_part, computes_locally
 from fleetbench.result import step_s_of, takes_no_time
@@ -15,7 +13,6 @@ from sim.arrays.engine import Engine
 from sim.arrays.layout import Layout
 from sim.arrays.observers import EndTimes
 from sim.arrays.supported import Unsupported
-from sim.network.links import Links
 from sim.network.routes import Routes
 from sim.run import simulate
 from sim.scenario import Draws, Scenario
@@ -33,7 +30,7 @@ def table_key(strategy: DistributedStrategy) -> tuple[DistributedStrategy, bool]
 class StepTime:
     """``step_s_of`` what ``simulate`` says, to a rounding of floats.
 
-    Strategies share what does not depend on them: draws, and what collectives take. A strategy whose
+    Strategies share draws, which do not depend on them. A strategy whose
     steps are not of the vector engine's kind is simulated as ever.
     """
 
@@ -41,7 +38,6 @@ class StepTime:
     tables: dict[tuple[DistributedStrategy, bool], LayerTable] = field(default_factory=dict)
     """By ``table_key``: what changes compute of a strategy; others than the experiment's own may be put in."""
     _draws: Draws | None = None
-    _layouts: dict[tuple[tuple[str, Parts], ...], Layout] = field(default_factory=dict)
 
     def __call__(self, strategy: DistributedStrategy) -> float:
         """See ``step_s_of``. Raises what ``simulate`` raises."""
@@ -52,7 +48,7 @@ class StepTime:
         scenario = dataclasses.replace(scenario, draws=self._drawn(scenario.draws))
         ends = EndTimes(len(scenario.steps))
         try:
-            Engine(scenario, self._layout(scenario.plan, scenario.links)).run([ends], lambda _: None, looks=False)
+            Engine(scenario, Layout(scenario.plan, Routes(scenario.links))).run([ends], lambda _: None, looks=False)
         except Unsupported:
             return step_s_of(simulate(experiment, timeline=False, table=True, engine="reference"))
         counted = scenario.steps.index(1)
@@ -70,10 +66,3 @@ class StepTime:
             return draws
         self._draws = self._draws or dataclasses.replace(draws, kept=True)
         return self._draws
-
-    def _layout(self, plan: Plan, links: Links) -> Layout:
-        """That of the plan's groups; links, and what collectives take on them, are the same for all strategies."""
-        if plan.groups not in self._layouts:
-            known = next((layout.routes for layout in self._layouts.values()), None)
-            self._layouts[plan.groups] = Layout(plan, known or Routes(links))
-        return self._layouts[plan.groups]

@@ -111,7 +111,7 @@ def sweep(
     jobs = [_job(label, experiment, prepare, learn) for label, experiment in zip(labels, experiments, strict=True)]
     found = summaries(jobs, engine=engine, processes=processes, progress=progress)
     rows = [
-        {axis.key: _plain(_resolved(job.experiment, axis.key), value) for axis, value in zip(read, point, strict=True)} | _row(summary)
+        {axis.key: _value(job.experiment, axis.key, value) for axis, value in zip(read, point, strict=True)} | _row(summary)
         for point, job, summary in zip(points, jobs, found, strict=True)
     ]
     learnt = {value: job.learnt for (value, *_), job in zip(points, jobs, strict=True) if job.learnt is not None}
@@ -150,15 +150,11 @@ def _row(summary: Summary) -> dict[str, Any]:
     return {name: summary.step_s["mean"] if name == "step_s" else getattr(summary, name) for name in COLUMNS}
 
 
-def _resolved(experiment: Experiment, key: str) -> Any:
+def _value(experiment: Experiment, key: str, text: str) -> Any:
+    """A number or a switch as it resolved; anything else, such as a link or a list, as it was written."""
     value: Any = experiment
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
-    return value
-
-
-def _plain(value: Any, text: str) -> Any:
-    """A number or a switch as it is; anything else, such as a link or a list, as it was written."""
     return value if isinstance(value, (bool, int, float)) else text
 
 

@@ -34,8 +34,6 @@ from sim.scenario import Draws
 INFINITE = BitsPerSecond(10**18)
 """Bits per second that stand for infinitely many: a gigabyte takes 8 ns."""
 AS_IT_IS = "as it is"
-MOST_DRAWS = 2**22
-"""Ranks times steps that are looked at together for the slowest rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +96,8 @@ def slowest_rank_and_node(experiment: Experiment) -> tuple[int, int] | None:
 
     None where no rank is ever late.
     """
-    num_steps = experiment.workload.steps
-    draws = Draws(cluster=experiment.cluster, seed=experiment.run.seed, steps=range(1, num_steps + 1))
-    trainers = experiment.cluster.trainers
-    window = max(1, MOST_DRAWS // trainers)
-    late = np.zeros(trainers)
-    for begin in range(0, num_steps, window):
-        late += draws.rows(begin, min(begin + window, num_steps)).sum(axis=0)
+    steps = range(1, experiment.workload.steps + 1)
+    late = Draws(cluster=experiment.cluster, seed=experiment.run.seed, steps=steps).of_ranks().sum(axis=1)
     if late.max() <= 0:
         return None
     return int(late.argmax()), int(np.bincount(experiment.cluster.node_by_rank, late).argmax())

@@ -41,7 +41,8 @@ class SegmentedRing:
     def route(self, nbytes: int) -> Route:
         """What an all-reduce of ``nbytes`` takes. Each hop has its two segments in flight, so that the slowest hop decides."""
         plain = self._ring.route(nbytes)
-        return Route(max((self._cost(hop, nbytes) for hop in self._ring.hops), key=_total), plain.ports, plain.flow)
+        longest = max((self._cost(hop, nbytes) for hop in self._ring.hops), key=lambda cost: cost.latency_ns + cost.transfer_ns)
+        return Route(longest, plain.ports, plain.flow)
 
     def _cost(self, hop: Pace, nbytes: int) -> Cost:
         segments = num_segments(nbytes, self._size)
@@ -69,7 +70,3 @@ def gloo(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) ->
         to_root = [(rank, ranks[0]) for rank in ranks[1:]]
         return ring("reduce_scatter", ranks, links).rounds([(Fraction(1, len(ranks)), to_root)])
     return ring(kind, ranks, links, rows=rows)
-
-
-def _total(cost: Cost) -> Fraction:
-    return cost.latency_ns + cost.transfer_ns

@@ -8,7 +8,7 @@ other. Where several flows together were measured to carry more, or less, than o
 carries that much.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -100,8 +100,6 @@ class SharedPorts:
         self._clock = clock
         self._capacity = capacity
         self._users: dict[Port, dict[Transfer, None]] = {}
-        self._known: dict[tuple[int, ...], tuple[list[tuple[int, Fraction]], tuple[Flow | None, ...]]] = {}
-        """Speeds by the identities of flows, which are kept so that they stay theirs."""
 
     def transfer(self, ports: tuple[Port, ...], alone_ns: Fraction) -> Event:
         """Start a transfer that would take ``alone_ns`` with its ports for itself; the event is its end."""
@@ -144,7 +142,8 @@ class SharedPorts:
         return found
 
     def _share_among(self, transfers: Mapping[Transfer, None]) -> None:
-        for transfer, speed in self._fair(transfers):
+        ports_of, flows = {user: user.ports for user in transfers}, {user: user.flow for user in transfers}
+        for transfer, speed in fair_speeds(ports_of, self._capacity, flows).items():
             if transfer.due_ns == self._clock.now:  # it ends now, whatever else begins now: no order among these is a meaning
                 continue
             self._integrate(transfer)
@@ -154,18 +153,6 @@ class SharedPorts:
             transfer.due_ns = self._clock.now + delay_ns
             transfer.timer = self._clock.timeout(delay_ns)
             transfer.timer.callbacks.append(partial(self._end, transfer))
-
-    def _fair(self, transfers: Mapping[Transfer, None]) -> Iterable[tuple[Transfer, Fraction]]:
-        """Their speeds. Transfers of the same flows share alike, and runs repeat themselves, so what was found is kept."""
-        order, flows = list(transfers), tuple(transfer.flow for transfer in transfers)
-        key = tuple(map(id, flows))
-        if None in flows or key not in self._known:
-            ports_of = {transfer: transfer.ports for transfer in order}
-            speeds = fair_speeds(ports_of, self._capacity, dict(zip(order, flows, strict=True)))
-            if None in flows:
-                return speeds.items()
-            self._known[key] = [(order.index(transfer), speed) for transfer, speed in speeds.items()], flows
-        return [(order[index], speed) for index, speed in self._known[key][0]]
 
     def _end(self, transfer: Transfer, timer: Event) -> None:
         if timer is not transfer.timer:  # a transfer that started or ended since moved this end

@@ -27,9 +27,9 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
     at_most(events, MOST_EVENTS, "events", "workload.steps", hint)
     clock = Clock()
     computing = Computing(scenario.table.collective_contention)
-    spans = Spans(wanted.most_spans) if wanted.most_spans else None
-    tell = None if spans is None else spans.carry
-    collectives = Collectives(clock, Network(clock, scenario.links, computing), plan.queue_depth, tell)
+    several = any(operation.communicator for operation in plan.exchange)
+    spans = Spans(wanted.most_spans, several=several) if wanted.most_spans else None
+    collectives = Collectives(clock, Network(clock, scenario.links, computing), plan.queue_depth, None if spans is None else spans.carry)
     deciders = [
         Decider.start(scenario.strategy, rank, record=wanted.recordings, first_step=scenario.steps.start) for rank in range(plan.trainers)
     ]

@@ -15,13 +15,14 @@ from simpy import Event
 
 from fleetbench.plan.operations import Operation
 from sim.clock import Clock
-from sim.execution import Carried
 from sim.network.links import LATENCY, Links, Port
 from sim.network.routes import Routes
 from sim.network.sharing import SharedPorts
 from sim.network.work import Flow
 
 Changed = Callable[[Fraction], None]
+Tell = Callable[[Operation, tuple[int, ...], int, int], None]
+"""Told of a collective that has ended, its ranks, its start and its end."""
 
 
 class Computing:
@@ -140,8 +141,7 @@ class Collectives:
     are under way. The network carries it, and its end triggers one event for all ranks.
     """
 
-    def __init__(self, clock: Clock, network: Network, queue_depth: int = 1, tell: Callable[[Carried], None] | None = None) -> None:
-        """``tell`` is told of every collective as it ends."""
+    def __init__(self, clock: Clock, network: Network, queue_depth: int = 1, tell: Tell | None = None) -> None:
         self._tell = tell
         self._clock = clock
         self._network = network
@@ -177,6 +177,6 @@ class Collectives:
         meeting.start.succeed()
         yield from self._network.carry(meeting.operation, part)
         if self._tell is not None:
-            self._tell(Carried(meeting.operation, part, start_ns, self._clock.now))
+            self._tell(meeting.operation, part, start_ns, self._clock.now)
         del queue.flying[meeting.end]
         meeting.end.succeed()

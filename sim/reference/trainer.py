@@ -147,7 +147,7 @@ class Trainer:
         yield from self._work(self._own.joining(operation))
         meeting = self._collectives.join(operation, part, after)
         self._in_flight[operation.id] = meeting.end
-        meeting.end.callbacks.append(lambda _: self._land(operation))
+        meeting.end.callbacks.append(lambda _: self._in_flight.__delitem__(operation.id))
         self._progress.slows_during(meeting.start, meeting.end)
         self._tally.arrival_ns = self._clock.now
         self._tally.bytes_sent += wire_bytes(operation, len(part))
@@ -156,9 +156,6 @@ class Trainer:
             yield from self._wait([meeting.end])
             if computed:
                 self._computing.begins(self.rank)
-
-    def _land(self, operation: Operation) -> None:
-        del self._in_flight[operation.id]
 
     def _execute(self, operation: Operation, after: Sequence[Event]) -> Waits:
         yield from self._wait(after)

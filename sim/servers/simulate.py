@@ -33,11 +33,10 @@ from sim.limits import MOST_EVENTS, at_most, refuse_large
 from sim.network.links import Links
 from sim.network.routes import Way, way
 from sim.servers.actor import Carried, Costs, Job, NodeCosts, Order, Piece, costs_of
-from sim.servers.node import Node
 from sim.servers.ports import Hosts, Wires
 from sim.servers.server import Load, Server, load_summary, staleness_summary
 from sim.servers.traffic import Traffic, traffic_of
-from sim.servers.worker import Local, Memory, Sender, Trainer
+from sim.servers.worker import Local, Memory, Node, Sender, Trainer
 
 SERVER_ENGINES = ("auto", "reference")
 WHO = "the simulator of parameter servers"
@@ -72,16 +71,13 @@ def simulate_servers(
     done = count(1)
     found = execute(job, record=wanted.recordings, step_done=lambda: step_done(next(done)), order=order)
     keeps = len(found.spans) <= wanted.most_spans
-    ends_ns: dict[int, int] = {}
-    for record in found.records:
-        ends_ns[record.step] = max(record.end_ns, ends_ns.get(record.step, 0))
     rows_alike = job.traffic.tables and (job.rules.mode == "geo_sgd" or job.rules.max_merge > 1)
     return Execution(
         engine="reference",
         plan=Plan(trainers=len(job.draws), buckets=(), exchange=(), groups=(("world", world_of(len(job.draws))),)),
         begin_ns=min(record.start_ns for record in found.records if record.step >= 1),
         end_ns=max(record.end_ns for record in found.records),
-        step_ends_ns=ends_ns,
+        step_ends_ns={record.step: record.end_ns for record in sorted(found.records, key=lambda record: record.end_ns)},  # the last stays
         table=steps_table(found.records),
         spans=found.spans if keeps else (),
         no_spans=None if keeps or not wanted.most_spans else too_many(f"{len(found.spans):,}", wanted.most_spans),
@@ -243,7 +239,7 @@ class _Run:
         self._pushing = self.trainers[::inner]
         """One for each sender, on whose host it is."""
         for rank, trainer in enumerate(self.trainers):
-            trainer.post = self._post if rank % inner == 0 else _post_nothing
+            trainer.post = self._post if rank % inner == 0 else lambda *_: None  # its node speaks with the servers through another one
             trainer.step_begins = self._step_begins
             memories[rank].queue = deque(maxlen=None if rank % inner == 0 else 0)
         for rank, sender in enumerate(self.senders):
@@ -290,7 +286,3 @@ def _join(servers: Sequence[Server], rules: ServerRules) -> None:
         for rank in range(rules.trainers):
             decider.on(0, Message("sender", rank, "join"))
         decider.on(0, Message("sender", 0, "initial"))
-
-
-def _post_nothing(*_: object) -> None:
-    """Of a trainer whose node speaks with the servers through another one."""

@@ -4,7 +4,6 @@ Which rows a step touches is known from the data (``KnownRows``), or not; then h
 the mean: with independent draws of probability p_r each, n draws touch sum over r of 1 - (1 - p_r)^n rows.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,23 +29,16 @@ class TouchedRows:
     """Of one row's numbers."""
     draws: float
     """Rows that a step names, counted as often as it does."""
-    exponent: float = 0.0
-    """Of the Zipf law that they are drawn from: row r with probability in proportion to (r + 1)^-exponent. 0: all rows alike."""
     number_bytes: int = ROW_NUMBER_BYTES
     """That say which row it is."""
 
     def distinct(self, steps: int) -> float:
         """Different rows that so many steps touch, in the mean."""
-        return _distinct(self.rows, self.draws * steps, self.exponent)
-
-
-@functools.lru_cache(maxsize=4096)  # a job asks for the same few numbers of steps again and again
-def _distinct(rows: int, draws: float, exponent: float) -> float:
-    if exponent == 0.0:
-        return rows * -float(np.expm1(draws * np.log1p(-1.0 / rows))) if rows > 1 else float(draws > 0)
-    chance = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
-    chance /= chance.sum()
-    return float(-np.expm1(draws * np.log1p(-chance)).sum())
+        return (
+            self.rows * -float(np.expm1(self.draws * steps * np.log1p(-1.0 / self.rows)))
+            if self.rows > 1
+            else float(self.draws * steps > 0)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

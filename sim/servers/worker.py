@@ -1,6 +1,6 @@
-"""Worker: a trainer's steps, and the sender beside it."""
+"""Worker: a trainer's steps, the sender beside it, and a node of trainers that share one."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ from fleetbench.result import StepRecord
 from fleetbench.stragglers import stretch
 from fleetbench.timeline import COMPUTE, Span
 from sim.clock import Clock
-from sim.servers.actor import Act, Actor, Carried, Job, Post
+from sim.servers.actor import Act, Actor, Carried, Job, NodeCosts, Post
 from sim.servers.traffic import Part
 
 Local = Callable[[Message, int], None]
@@ -185,15 +185,12 @@ class Trainer(Actor):
     def _end_backward(self) -> None:
         self._idle_since_ns = self._arrival_ns = self._clock.now
         self._update_ns = 0
-        then = self._flush if self._job.waits_each_step else self._end_step
+        then = partial(self._tell, Flush(), self._end_step) if self._job.waits_each_step else self._end_step
         if not self._job.pieces:
             self._tell(BackwardEnd(), then)
             return
         self._next = then
         self._idle()
-
-    def _flush(self) -> None:
-        self._tell(Flush(), self._end_step)
 
     def _end_step(self) -> None:
         if len(self._steps) > 1:
@@ -279,3 +276,59 @@ class Trainer(Actor):
     def _span(self, name: str, start_ns: int, end_ns: int) -> None:
         if end_ns > start_ns:
             self.spans.append(Span(self.decider.rank, COMPUTE, name, start_ns, end_ns - start_ns))
+
+
+class Node:
+    """Trainers that reduce their gradients among themselves before one of them pushes the sum, and broadcasts what it pulled.
+
+    It stands between the trainers and the one sender that they share, and has one communicator, on which a reduce or a broadcast
+    waits for the one before it. To the servers it is one trainer.
+    """
+
+    def __init__(self, clock: Clock, costs: NodeCosts, trainers: Sequence[Trainer], sender: Sender) -> None:
+        self._clock = clock
+        self._costs = costs
+        self._trainers = trainers
+        self._sender = sender
+        self._come = Counter[tuple[str, int]]()
+        """Trainers whose word about a piece is here, until all are."""
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        """Collectives: what each takes, and what follows it. The first is under way."""
+        for trainer in trainers:
+            trainer.tell_sender = self._hear_trainer
+        sender.tell_trainer = self._hear_sender
+
+    def _hear_trainer(self, message: Message, piece: int) -> None:
+        key = message.kind, piece
+        self._come[key] += 1
+        if self._come[key] < len(self._trainers):
+            return
+        del self._come[key]
+        self._collective(self._costs.reduce_ns, message, piece, lambda: self._sender.hear(message, Carried(piece=piece)))
+
+    def _hear_sender(self, message: Message, piece: int) -> None:
+        self._collective(self._costs.broadcast_ns, message, piece, lambda: self._tell_trainers(message, piece))
+
+    def _tell_trainers(self, message: Message, piece: int) -> None:
+        for trainer in self._trainers:
+            trainer.hear(message, Carried(piece=piece))
+
+    def _collective(self, costs_ns: Sequence[int], message: Message, piece: int, then: Callable[[], None]) -> None:
+        """A gradient and fresh parameters pass through the trainers; other messages carry nothing."""
+        if message.kind not in ("gradient", "fresh"):
+            self._clock.timeout(0).callbacks.append(lambda _: then())
+            return
+        for trainer in self._trainers:
+            trainer.sent(self._costs.nbytes[piece])
+        self._waiting.append((costs_ns[piece], then))
+        if len(self._waiting) == 1:
+            self._start()
+
+    def _start(self) -> None:
+        self._clock.timeout(self._waiting[0][0]).callbacks.append(lambda _: self._end())
+
+    def _end(self) -> None:
+        _, then = self._waiting.popleft()
+        if self._waiting:
+            self._start()
+        then()

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from processes import fork_command
 
-from fleetbench.cli import examination
-from fleetbench.cli.examination import Findings
+from fleetbench.cli import doctor
+from fleetbench.cli.doctor import Findings
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def test_a_containers_quota_is_in_cores(text: str, cores: float | None, tmp_path
     """cpu.max holds microseconds of a period."""
     path = tmp_path / "cpu.max"
     path.write_text(text)
-    assert examination.quota(path) == cores
-    assert examination.quota(tmp_path / "absent") is None
+    assert doctor.quota(path) == cores
+    assert doctor.quota(tmp_path / "absent") is None
 
 
 def test_a_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,5 +55,5 @@ def test_a_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     for load, warned in ((1000.0, True), (0.0, False)):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, load, load))
         findings = Findings()
-        examination.look_at_host(findings)
+        doctor.look_at_host(findings)
         assert any("busy" in text for text in findings.warnings) == warned

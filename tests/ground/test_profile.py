@@ -92,7 +92,7 @@ def test_what_changes_compute_needs_another_table(override: str) -> None:
     before, after = Experiment.load(), Experiment.load(overrides=[override])
     assert compute_key(after) != compute_key(before)
     assert table_for(before, profile_of(after, before)).key == compute_key(before)
-    with pytest.raises(ConfigError, match=r"holds no layer table of .*batch .* trainers? a machine on c"):
+    with pytest.raises(ConfigError, match=r"holds no layer table of .*batch .* trainers? a node on c"):
         table_for(after, profile_of(before))
 
 

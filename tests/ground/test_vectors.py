@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fleetbench import vectors
 from fleetbench.errors import ConfigError
 from fleetbench.vectors import Vectors, read_vectors, write_vectors
 
@@ -18,23 +16,17 @@ NUMBERS = np.array([[0.1, -2.5e-20, 3.0], [1 / 3, 2**24, -0.0], [np.float32(1e38
 IDS = ["val/é 1.JPEG", "007", "7"]
 
 
-def _written(path: Path, ids: list[str] = IDS, numbers: np.ndarray = NUMBERS, batch: int = 2) -> Path:
-    write_vectors(path, ((ids[first : first + batch], numbers[first : first + batch]) for first in range(0, len(ids), batch)))
+def _written(path: Path) -> Path:
+    write_vectors(path, IDS, NUMBERS)
     return path
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3])
-@pytest.mark.parametrize("row_group", [1, 2**22])
-def test_what_is_written_is_read(tmp_path: Path, batch: int, row_group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, in the order of writing, with ids that look like numbers as they are, however many go at a time."""
-    monkeypatch.setattr(vectors, "_ROW_GROUP", row_group)
-    path = _written(tmp_path / "v.parquet", batch=batch)
-    found = read_vectors(path)
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    """To the bit, in the order of writing, with ids that look like numbers as they are."""
+    found = read_vectors(_written(tmp_path / "v.parquet"))
     assert found.ids == tuple(IDS)
     assert found.values.tobytes() == NUMBERS.tobytes()
     assert found.length == 3
-    with pq.ParquetFile(path) as file:
-        assert file.num_row_groups == (-(-3 // batch) if row_group == 1 else 1)
 
 
 def test_the_columns_are_what_any_reader_expects(tmp_path: Path) -> None:
@@ -43,36 +35,6 @@ def test_the_columns_are_what_any_reader_expects(tmp_path: Path) -> None:
     assert table.schema.field("id").type == pa.string()
     assert table.schema.field("vector").type == pa.list_(pa.float32(), 3)
     assert table.column("vector").to_pylist()[1] == [float(np.float32(1 / 3)), 2.0**24, 0.0]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_interrupted_writer_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
-    """No file, and no half of one; without the error there is one."""
-
-    def batches(*, fails: bool) -> Iterator[tuple[list[str], np.ndarray]]:
-        yield IDS, NUMBERS
-        assert [path.name for path in tmp_path.iterdir()] == ["v.parquet"]
-        if fails:
-            raise error
-
-    with pytest.raises(error):
-        write_vectors(tmp_path / "v.parquet", batches(fails=True))
-    assert list(tmp_path.iterdir()) == []
-    write_vectors(tmp_path / "v.parquet", batches(fails=False))
-    assert [path.name for path in tmp_path.iterdir()] == ["v.parquet"]
-
-
-def test_vectors_of_two_lengths_are_not_written(tmp_path: Path) -> None:
-    """The file's lists have one size."""
-    with pytest.raises(ConfigError, match="vectors of 2 numbers after vectors of 3"):
-        write_vectors(tmp_path / "v.parquet", [(["a"], NUMBERS[:1]), (["b"], NUMBERS[:1, :2])])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_no_sample_is_an_error(tmp_path: Path) -> None:
-    """A file without vectors says nothing."""
-    with pytest.raises(ConfigError, match="there is no sample"):
-        write_vectors(tmp_path / "v.parquet", [])
 
 
 def test_parquet_of_others_is_read(tmp_path: Path) -> None:

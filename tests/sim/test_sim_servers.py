@@ -341,14 +341,12 @@ def test_geo_sgds_exchanges_bring_an_update_to_the_server_geometrically(trainers
     assert held[:6] == [1 - (1 - Fraction(1, trainers)) ** j for j in range(1, 7)]
 
 
-@pytest.mark.parametrize("exponent", [0.0, 1.3])
-def test_touched_rows_are_counted_in_the_mean(exponent: float) -> None:
+def test_touched_rows_are_counted_in_the_mean() -> None:
     """The mean number of different rows of random draws, over 400 trials, within five standard errors; all of them in the end."""
-    table = TouchedRows(rows=200, row_bytes=4, draws=30.0, exponent=exponent)
-    chance = np.arange(1, 201) ** -exponent
+    table = TouchedRows(rows=200, row_bytes=4, draws=30.0)
     generator = np.random.default_rng(0)
     for steps in (1, 5):
-        trials = [len(set(generator.choice(200, 30 * steps, p=chance / chance.sum()).tolist())) for _ in range(400)]
+        trials = [len(set(generator.choice(200, 30 * steps).tolist())) for _ in range(400)]
         assert abs(np.mean(trials) - table.distinct(steps)) < 5 * np.std(trials) / 20
     assert table.distinct(10**6) == pytest.approx(200)
 

@@ -22,7 +22,6 @@ from sim.arrays.observers import quantiles
 from sim.arrays.program import script_of
 from sim.arrays.shared_links import Wires
 from sim.clock import Clock
-from sim.execution import Carried
 from sim.many.objective import StepTime
 from sim.reference.network import Collectives, Network
 from sim.run import simulate
@@ -92,8 +91,8 @@ def reference(scenario: Scenario, operations: list[Operation], ready_ns: list[in
     clock = Clock()
     found: dict[int, tuple[int, int]] = {}
 
-    def tell(carried: Carried) -> None:
-        found[carried.operation.id] = (carried.start_ns, carried.end_ns)
+    def tell(operation: Operation, _ranks: tuple[int, ...], start_ns: int, end_ns: int) -> None:
+        found[operation.id] = (start_ns, end_ns)
 
     collectives = Collectives(clock, Network(clock, scenario.links), scenario.plan.queue_depth, tell)
     ranks = tuple(range(scenario.plan.trainers))

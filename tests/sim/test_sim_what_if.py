@@ -103,14 +103,6 @@ def test_the_slowest_rank_may_be_slow_by_its_node() -> None:
     assert slowest_rank(alike) == int(draws((jitter,), 0, 3, 1, 1, 7).mean(axis=1).argmax())
 
 
-def test_the_slowest_rank_is_the_same_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked at a step at a time, or all at once."""
-    experiment = layered(LAYER, nodes=9, inter=link(8), steps=31, stragglers=(Jitter(mean=0.5),))
-    whole = slowest_rank(experiment)
-    monkeypatch.setattr("sim.many.what_if.MOST_DRAWS", 9)
-    assert slowest_rank(experiment) == whole
-
-
 def test_nothing_to_take_away_is_not_simulated() -> None:
     """Without stragglers only the bandwidth is left, and for one trainer nothing."""
     assert list(gains(layered(LAYER, inter=link(8)))) == ["as it is", "with infinite bandwidth"]

@@ -75,11 +75,7 @@ class ServerState(NamedTuple):
 
 
 RoleState = TrainerState | SenderState | ServerState
-_TYPES: dict[str, type[TrainerState | SenderState | ServerState]] = {
-    "trainer": TrainerState,
-    "sender": SenderState,
-    "server": ServerState,
-}
+_TYPES: dict[str, type[RoleState]] = {"trainer": TrainerState, "sender": SenderState, "server": ServerState}
 
 
 def state_of(role: Role, data: dict[str, Any]) -> RoleState:

@@ -74,13 +74,10 @@ Rows and bytes are in no operation: which rows are marked is bookkeeping, and th
 
 from dataclasses import dataclass
 
-from fleetbench.plan.events import Event
+from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, Message, StepBegin, TimerFired
 from fleetbench.plan.operations import Operations
 from fleetbench.plan.servers.rules import ServerRules
-from fleetbench.plan.servers.sender import on_sender
-from fleetbench.plan.servers.server import on_server
-from fleetbench.plan.servers.states import Role, RoleState, SenderState, ServerState, TrainerState
-from fleetbench.plan.servers.trainer import on_trainer
+from fleetbench.plan.servers.states import Issue, Role, RoleState, SenderState, ServerState, TrainerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +102,274 @@ class ServerTraining:
         if isinstance(state, SenderState):
             return on_sender(self.rules, state, event)
         return on_server(self.rules, state, event)
+
+
+def on_trainer(rules: ServerRules, state: TrainerState, event: Event) -> tuple[TrainerState, Operations]:
+    """What a trainer starts now. It computes gradients, or in GeoSGD trains its own copy, and hands on what its sender is to exchange.
+
+    It is told nothing but messages while ``state.waits``.
+    """
+    issue = Issue(state.next_id)
+    match event:
+        case StepBegin(step):
+            assert not state.in_step, "a step ends before the next begins"
+            assert state.waits is None
+            return state._replace(step=step, in_step=True), ()
+        case LookUp() if rules.mode != "geo_sgd":
+            assert state.waits is None
+            issue.add(kind="send", payload="rows", group="servers", message="look_up")
+            issue.add(kind="wait")
+            state = state._replace(waits="rows", answers=0)
+        case BackwardEnd():
+            assert state.in_step, "StepBegin comes before BackwardEnd"
+            state = _end_backward(rules, state, issue)
+        case Message():
+            state = _hear(rules, state, event, issue)
+        case Flush() | DataEnd():
+            assert state.waits is None
+            issue.add(kind="send", group="sender", message="flush")
+            issue.add(kind="wait")
+            state = state._replace(waits="drained", ends=isinstance(event, DataEnd))
+        case _:
+            pass
+    return state._replace(next_id=issue.next_id), issue.operations
+
+
+def _end_backward(rules: ServerRules, state: TrainerState, issue: Issue) -> TrainerState:
+    if rules.mode == "synchronous":
+        issue.add(kind="send", payload="gradient", group="sender", message="gradient", count=1)
+        issue.add(kind="wait")
+        return state._replace(waits="fresh", queued=state.queued + 1)
+    if state.queued == rules.room:
+        issue.add(kind="wait")
+        return state._replace(waits="room")
+    return _hand_on(rules, state, issue)
+
+
+def _hand_on(rules: ServerRules, state: TrainerState, issue: Issue) -> TrainerState:
+    """End a step: its gradient goes to the sender, or in GeoSGD it is applied here, and the sender learns of it."""
+    if rules.mode == "geo_sgd":
+        issue.add(kind="update")
+        issue.add(kind="mark", payload="rows")
+        issue.add(kind="send", group="sender", message="step", count=1)
+    else:
+        issue.add(kind="send", payload="gradient", group="sender", message="gradient", count=1)
+        issue.add(kind="skip")
+    return state._replace(in_step=False, queued=state.queued + 1)
+
+
+def _hear(rules: ServerRules, state: TrainerState, event: Message, issue: Issue) -> TrainerState:
+    if event.kind == "taken":
+        state = state._replace(queued=state.queued - event.count)
+        if state.waits == "room":
+            return _hand_on(rules, state._replace(waits=None), issue)
+    elif event.kind == "fresh" and state.waits == "fresh":
+        issue.add(kind="skip")
+        return state._replace(waits=None, in_step=False)
+    elif event.kind == "rows" and state.waits == "rows":
+        state = state._replace(answers=state.answers + 1)
+        if state.answers == rules.servers:
+            issue.add(kind="install", payload="rows")
+            return state._replace(waits=None)
+    elif event.kind == "drained" and state.waits == "drained":
+        if state.ends:
+            issue.add(kind="send", group="servers", message="leave")
+        return state._replace(waits=None)
+    return state
+
+
+def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[SenderState, Operations]:
+    """What a trainer's background sender starts now. It merges and pushes what was handed to it, and pulls what others changed."""
+    issue = Issue(state.next_id)
+    match event:
+        case TimerFired():
+            state = state._replace(idle=state.queued > 0)
+        case Message(kind="gradient" | "step"):
+            state = state._replace(queued=state.queued + 1, idle=False)
+            if _most_together(rules) > 1:
+                issue.add(kind="set_timer", delay_ns=rules.idle_ns)
+        case Message(kind="applied"):
+            acknowledged = tuple(num + (server == event.rank) for server, num in enumerate(state.acknowledged))
+            state = state._replace(acknowledged=acknowledged)
+        case Message(kind="parameters"):
+            state = _hear_parameters(rules, state, event, issue)
+        case Message(kind="flush"):
+            owes_pull = rules.mode == "geo_sgd" or (rules.mode == "asynchronous" and rules.has_dense)
+            state = state._replace(flushes=True, owes_pull=owes_pull)
+        case _:
+            pass
+    if rules.mode != "synchronous":
+        state = (_exchange if rules.mode == "geo_sgd" else _push_and_pull)(rules, state, issue)
+    elif state.queued:
+        state = _push(state, issue, 1)
+    if state.flushes and not (state.queued or state.in_flight or state.pulling or state.owes_pull):
+        issue.add(kind="send", group="trainer", message="drained")
+        state = state._replace(flushes=False)
+    return state._replace(next_id=issue.next_id), issue.operations
+
+
+def _most_together(rules: ServerRules) -> int:
+    """So many gradients or noted steps make a push due. With more than one, some may are left over, and only a timer gets them out."""
+    return {"synchronous": 1, "asynchronous": rules.max_merge, "geo_sgd": rules.k_steps}[rules.mode]
+
+
+def _hear_parameters(rules: ServerRules, state: SenderState, event: Message, issue: Issue) -> SenderState:
+    """Parameters of one server: after a pull, or after a synchronous update, of which they are the acknowledgement."""
+    state = state._replace(answers=state.answers + 1)
+    if rules.mode == "synchronous":
+        acknowledged = tuple(num + (server == event.rank) for server, num in enumerate(state.acknowledged))
+        state = state._replace(acknowledged=acknowledged)
+    if state.answers < rules.servers:
+        return state
+    issue.add(kind="install", payload="delta" if rules.mode == "geo_sgd" else "parameters")
+    if rules.mode == "synchronous":
+        issue.add(kind="send", group="trainer", message="fresh")
+    return state._replace(answers=0, pulling=False)
+
+
+def _push(state: SenderState, issue: Issue, count: int) -> SenderState:
+    """Take ``count`` gradients, sum them, push the sum."""
+    issue.add(kind="merge", payload="gradient", count=count)
+    issue.add(kind="send", payload="gradient", group="servers", message="gradient", count=count)
+    issue.add(kind="send", group="trainer", message="taken", count=count)
+    queued = state.queued - count
+    return state._replace(queued=queued, pushed=state.pushed + 1, idle=state.idle and queued > 0)
+
+
+def _pull(state: SenderState, issue: Issue) -> SenderState:
+    issue.add(kind="send", group="servers", message="pull")
+    return state._replace(pulling=True, answers=0, unseen=0, owes_pull=False)
+
+
+def _push_and_pull(rules: ServerRules, state: SenderState, issue: Issue) -> SenderState:
+    """As much of pushing and pulling as may begin now."""
+    while True:
+        owes_pull = rules.has_dense and (state.unseen >= rules.sends_before_receive or (state.owes_pull and not state.queued))
+        is_due = state.queued >= rules.max_merge or ((state.idle or state.flushes) and state.queued > 0)
+        may_push = rules.independent_receive or not (state.pulling or owes_pull)
+        if is_due and may_push and state.in_flight < rules.pushes_in_flight:
+            count = min(state.queued, rules.max_merge)
+            state = _push(state, issue, count)
+            state = state._replace(unseen=state.unseen + count)
+        elif owes_pull and not state.pulling and (state.in_flight == 0 or (rules.independent_receive and not state.flushes)):
+            state = _pull(state, issue)
+        else:
+            return state
+
+
+def _exchange(rules: ServerRules, state: SenderState, issue: Issue) -> SenderState:
+    """GeoSGD: push the deltas of the rows touched since the last exchange; after that, pull what others changed."""
+    if state.in_flight or state.pulling:
+        return state
+    if state.unseen or (state.owes_pull and not state.queued):
+        return _pull(state, issue)
+    if state.queued >= rules.k_steps or ((state.idle or state.flushes) and state.queued > 0):
+        count = state.queued
+        issue.add(kind="merge", payload="delta", divisor=rules.trainers, count=count)
+        issue.add(kind="send", payload="delta", group="servers", message="delta", count=count)
+        issue.add(kind="send", group="trainer", message="taken", count=count)
+        return state._replace(queued=0, pushed=state.pushed + 1, unseen=count, idle=False)
+    return state
+
+
+def on_server(rules: ServerRules, state: ServerState, event: Event) -> tuple[ServerState, Operations]:  # noqa: C901  # a branch a message
+    """What a server starts now. It applies what trainers push, as it comes or round by round; ``rank`` is the trainer's."""
+    if state.stopped or not isinstance(event, Message):
+        return state, ()
+    issue, rank = Issue(state.next_id), event.rank
+    match event.kind:
+        case "join":
+            state = _join(state, rank, issue)
+        case "initial" if not state.initialised:
+            issue.add(kind="install", payload="parameters")
+            for joined in state.joining:
+                issue.add(kind="send", group="sender", rank=joined, message="ready")
+            state = state._replace(initialised=True, joining=())
+        case "gradient" if rules.mode == "synchronous":
+            state = _close_round(rules, state._replace(arrived=_with(state.arrived, rank)), issue)
+        case "gradient":
+            issue.add(kind="update", payload="gradient", rank=rank, count=event.count)
+            issue.add(kind="send", group="sender", rank=rank, message="applied", count=event.count)
+            state = state._replace(version=state.version + 1)
+        case "delta":
+            issue.add(kind="accumulate", payload="delta", rank=rank, count=event.count)
+            issue.add(kind="mark", payload="rows", rank=rank)
+            issue.add(kind="send", group="sender", rank=rank, message="applied", count=event.count)
+            state = state._replace(version=state.version + 1)
+        case "pull":
+            issue.add(kind="send", payload="parameters", group="sender", rank=rank, message="parameters")
+        case "look_up":
+            issue.add(kind="send", payload="rows", group="trainer", rank=rank, message="rows")
+        case "barrier":
+            state = _close_round(rules, state._replace(met=_with(state.met, rank)), issue)
+            state = _leave_barrier(rules, state, issue)
+        case "leave":
+            state = state._replace(left=_with(state.left, rank), lost=_without(state.lost, rank))
+            state = _go_on_without(rules, state, rank, issue)
+        case "lost" if rank not in (*state.lost, *state.left):
+            state = _lose(rules, state, rank, issue)
+    return state._replace(next_id=issue.next_id), issue.operations
+
+
+def _present(rules: ServerRules, state: ServerState) -> set[int]:
+    return set(range(rules.trainers)) - {*state.left, *state.lost}
+
+
+def _join(state: ServerState, rank: int, issue: Issue) -> ServerState:
+    state = state._replace(left=_without(state.left, rank), lost=_without(state.lost, rank), met=_without(state.met, rank))
+    if state.initialised:
+        issue.add(kind="send", group="sender", rank=rank, message="ready")
+        return state
+    if rank == 0:
+        issue.add(kind="send", group="sender", rank=rank, message="blank")
+    return state._replace(joining=_with(state.joining, rank))
+
+
+def _close_round(rules: ServerRules, state: ServerState, issue: Issue) -> ServerState:
+    """Synchronous: once all that are present have sent a gradient, one update by the mean of them. Who stands at a barrier owes none."""
+    if not state.arrived or not _present(rules, state) <= {*state.arrived, *state.met}:
+        return state
+    num = len(state.arrived)
+    issue.add(kind="update", payload="gradient", divisor=num, count=num)
+    for rank in state.arrived:
+        issue.add(kind="send", payload="parameters", group="sender", rank=rank, message="parameters")
+    return state._replace(arrived=(), version=state.version + 1)
+
+
+def _leave_barrier(rules: ServerRules, state: ServerState, issue: Issue) -> ServerState:
+    if not state.met or not _present(rules, state) <= set(state.met):
+        return state
+    for rank in state.met:
+        issue.add(kind="send", group="sender", rank=rank, message="barrier")
+    return state._replace(met=())
+
+
+def _go_on_without(rules: ServerRules, state: ServerState, rank: int, issue: Issue) -> ServerState:
+    """A trainer has gone: the others no longer wait for it. After the last one the server ends."""
+    state = state._replace(joining=_without(state.joining, rank), met=_without(state.met, rank))
+    state = _leave_barrier(rules, _close_round(rules, state, issue), issue)
+    if not _present(rules, state):
+        issue.add(kind="stop")
+        return state._replace(stopped=True)
+    return state
+
+
+def _lose(rules: ServerRules, state: ServerState, rank: int, issue: Issue) -> ServerState:
+    """A trainer has fallen silent: asynchronous training goes on without it, synchronous training ends and names it.
+
+    So does all training where it is trainer 0, and the parameters, which no other trainer brings, are not there yet.
+    """
+    state = state._replace(lost=_with(state.lost, rank))
+    if rules.mode == "synchronous" or (rank == 0 and not state.initialised):
+        issue.add(kind="stop", rank=rank)
+        return state._replace(stopped=True)
+    issue.add(kind="drop", rank=rank)
+    return _go_on_without(rules, state, rank, issue)
+
+
+def _with(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return ranks if rank in ranks else tuple(sorted((*ranks, rank)))
+
+
+def _without(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return tuple(other for other in ranks if other != rank)
