@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from fleetbench.strategy import AmpConfigs
 from fleetbench.workloads.models.registry import Loss
@@ -62,15 +63,34 @@ class Problem:
         """Of one trainer: the model's output, in full precision, and the buffers as the forward leaves them."""
         own = [buffer.clone() for buffer in buffers]
         dtype = None if self.amp is None else _HALF[self.amp.dtype]
-        with nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype=dtype, cache_enabled=False):
-            tensors = dict(zip(self._names, [*parameters, *own], strict=True))
-            output = torch.func.functional_call(self.model, tensors, (inputs,))
+        try:
+            self._hold([*parameters, *own])
+            with nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype=dtype, cache_enabled=False):
+                output = self.model(inputs)
+        finally:
+            self._hold(self._tensors)
         return output if dtype is None or output.dtype != dtype else output.float(), own
 
     @cached_property
-    def _names(self) -> list[str]:
-        """Of the model's parameters and buffers."""
-        return [name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())]
+    def _tensors(self) -> Tensors:
+        """The model's own parameters and buffers."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    @cached_property
+    def _places(self) -> list[list[tuple[dict[str, Any], str]]]:
+        """Where modules hold each of them; tied ones are held in several places."""
+        found: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for module in self.model.modules():
+            for held in (module._parameters, module._buffers):  # noqa: SLF001  # functional_call finds them again at each call: half of a small step
+                for name, tensor in held.items():
+                    found.setdefault(id(tensor), []).append((held, name))
+        return [found[id(tensor)] for tensor in self._tensors]
+
+    def _hold(self, tensors: Tensors) -> None:
+        """Let the model compute with these."""
+        for places, tensor in zip(self._places, tensors, strict=True):
+            for held, name in places:
+                held[name] = tensor
 
     def loop(self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor) -> Computed:
         """See ``Way``."""
@@ -130,7 +150,7 @@ class Problem:
 
         def total(own: Tensors) -> tuple[torch.Tensor, tuple[torch.Tensor, Tensors]]:
             outputs, moved = torch.vmap(self.forward, in_dims=(None if joint else 0, 0, 0))(own, buffers, inputs)
-            losses = torch.vmap(self.compare)(outputs, labels)
+            losses = self._losses(outputs, labels)
             return (losses * scale).sum(), (losses, moved)
 
         def of_one(
@@ -147,6 +167,13 @@ class Problem:
         if self.averages:
             gradients = [(gradient / self.trainers if joint else gradient.mean(0)).unsqueeze(0) for gradient in gradients]
         return list(gradients), losses, moved
+
+    def _losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """``(trainers,)``. Under vmap, cross-entropy falls apart into twenty operations."""
+        if self.compare is not cross_entropy:
+            found: torch.Tensor = torch.vmap(self.compare)(outputs, labels)
+            return found
+        return cross_entropy(outputs.flatten(0, 1), labels.flatten(0, 1), reduction="none").view(self.trainers, -1).mean(1)
 
 
 def fastest(problem: Problem, arguments: Arguments, steps: int, *, may_stack: bool) -> tuple[Way, str]:
