@@ -4,8 +4,7 @@ One part of one collective is a meeting. Those of one communicator, group and pa
 meetings have ports in common, directly or not, are a region: which of its meetings are in flight says how fast each of them goes.
 
 An event loop over arrays carries them: one event of every block at a time, each block at a time of its own, with progress integrated
-exactly and each end rounded once, as in ``sim.network.sharing``. Progress counts in units so small that all of it is whole numbers, of
-any size: arrays of them hold Python's.
+exactly and each end rounded once, as in ``sim.network.sharing``. Progress counts in units so small that all of it is whole numbers.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fleetbench.plan.operations import Operation
 from sim.arrays.layout import LATER, Layout, Times
@@ -23,6 +24,10 @@ from sim.arrays.transfers import Flight, Transfers, as_seen
 from sim.clock import half_up
 from sim.network.links import LATENCY, Port
 from sim.network.sharing import fair_speeds
+
+_LARGEST_UNIT, _LONGEST_NS = 2**60, 2**44
+"""In 64 bits: units a nanosecond, and what a transfer alone may take, about five hours."""
+_LOW_BITS = 2**64 - 1
 
 
 class SharedTransfers(Transfers):
@@ -162,10 +167,22 @@ class Wires:
         self.unit = math.lcm(*(cost.transfer_ns.denominator for cost in costs))
         """Units of progress in what takes a nanosecond alone."""
         takes_ns = ([cost.latency_ns for cost in costs], [cost.transfer_ns for cost in costs])
-        self.work = np.asarray([none, none, *([int(self.unit * each) for each in own] for own in takes_ns)], dtype=object)
+        self._whole_work = np.asarray([none, none, *([int(self.unit * each) for each in own] for own in takes_ns)], dtype=object)
         """By stage and meeting."""
         self.rates = np.zeros((0, len(place)), dtype=object)
         """Units a nanosecond, by what is in flight in a region, and by ``columns``."""
+        self._count_in(self.unit)
+
+    def _count_in(self, unit: int) -> None:
+        """Use a smaller unit, of which there are so many in a nanosecond alone."""
+        scale, self.unit = unit // self.unit, unit
+        self._whole_work = whole = self._whole_work * scale
+        fits = unit < _LARGEST_UNIT and int(whole.max()) < _LONGEST_NS * unit
+        self.exact: Any = np.int64 if fits else object
+        self.rates = np.asarray(self.rates.astype(object) * scale, dtype=self.exact)
+        self.work = (whole & _LOW_BITS).astype(np.uint64).view(np.int64) if fits else whole
+        """By stage and meeting; the lower 64 bits, unless ``exact`` is ``object``."""
+        self.work_about = whole.astype(np.float64) if fits else whole
 
     def rows(self, stage: Times, held: Times) -> Times:
         """Of ``rates``, for every region and block, by the stage and the meeting of every slot. May change ``unit``."""
@@ -191,11 +208,11 @@ class Wires:
             found = fair_speeds(waiting, self._links.capacity)
             speeds |= {int(self.columns[2, meeting]): speed for meeting, speed in found.items()}
         unit = math.lcm(self.unit, *(speed.denominator for speed in speeds.values()))
-        scale, self.unit = unit // self.unit, unit
-        self.work, self.rates = self.work * scale, self.rates * scale
+        if unit != self.unit:
+            self._count_in(unit)
         row = [int(unit * speeds.get(column, 1)) for column in range(self.rates.shape[1])]
         self._rows[code] = len(self.rates)
-        self.rates = np.vstack([self.rates, np.asarray(row, dtype=object)])
+        self.rates = np.vstack([self.rates, np.asarray(row, dtype=self.exact)])
 
     def meets(self, later: Wires, ends: Times, starts: Times) -> bool:
         """Whether a meeting of ``later`` starts before one of these has ended that has a port in common with it."""
@@ -210,18 +227,23 @@ class Wires:
 
         Shapes ``(num_meetings, num_blocks)``.
         """
-        return _Loop(self, ready).run()
+        while (found := _Loop(self, ready).run()) is None:
+            continue
+        return found
 
 
 class _Loop:
     """Meetings under way, each in a slot: it waits for its start (stage 1), its latency passes (2), then its bytes (3).
 
     Where latencies share nothing, stage 1 goes on until the latency has passed, as all of that is known beforehand.
+
+    What is left of a meeting may have more than 64 bits, of which the lower 64 are kept; see ``rounded_quotient``.
     """
 
     def __init__(self, wires: Wires, ready: Times) -> None:
         self._wires = wires
         num, num_blocks = ready.shape
+        self._exact = wires.exact
         self._columns = np.arange(num_blocks)
         self._rows = np.arange(len(wires.queues))[:, None]
         self._ready = ready
@@ -232,16 +254,18 @@ class _Loop:
         shape = (len(wires.region), num_blocks)
         self._held = np.full(shape, num)
         self._stage = np.zeros(shape, dtype=np.int64)
-        self._left, self._rate = np.zeros(shape, dtype=object), np.zeros(shape, dtype=object)
+        self._left, self._rate = np.zeros(shape, dtype=wires.exact), np.zeros(shape, dtype=wires.exact)
         self._due = np.full(shape, LATER)
         self._now = np.zeros(num_blocks, dtype=np.int64)
         self._starts, self._ends = (np.zeros((num, num_blocks), dtype=np.int64) for _ in range(2))
 
-    def run(self) -> tuple[Times, Times]:
-        """Until nothing is in flight in any block."""
+    def run(self) -> tuple[Times, Times] | None:
+        """Until nothing is in flight in any block; none where a smaller unit turned out to need more bits."""
         self._start_all()
         while (then := self._due.min(axis=0)).min() < LATER:
             self._advance(then)
+            if self._wires.exact is not self._exact:
+                return None
         return self._starts, self._ends
 
     def _advance(self, then: Times) -> None:
@@ -256,7 +280,7 @@ class _Loop:
         self._stage[passed] += 1 if self._wires.latencies_share else 2
         self._left[passed] = self._wires.work[self._stage[passed], self._held[passed]]
         self._start_all()
-        self._share()
+        self._share(passed)
 
     def _end(self, slots: Times, blocks: Times) -> None:
         meetings = self._held[slots, blocks]
@@ -285,16 +309,35 @@ class _Loop:
         self._next[queues, blocks] += 1
         self._flying[queues, blocks] += 1
 
-    def _share(self) -> None:
-        """From now on, those in flight go as fast as their regions let them; each end is rounded half up."""
+    def _share(self, fresh: Times) -> None:
+        """From now on, those in flight go as fast as their regions let them. ``fresh``: those of which nothing has passed yet."""
         wires, unit = self._wires, self._wires.unit
         rows = wires.rows(self._stage, self._held)
-        self._left = self._left * (wires.unit // unit)
+        if wires.exact is not self._exact:
+            return
+        scale = wires.unit // unit
+        self._left = self._left * scale
         moves = self._stage > 1
+        about: Any = None
+        if self._exact is np.int64:
+            about = np.where(moves, self._due - self._now, 0) * self._rate.astype(np.float64) * scale
+            about[fresh] = wires.work_about[self._stage[fresh], self._held[fresh]]
         self._rate = np.where(moves, wires.rates[rows[wires.region], wires.columns[self._stage, self._held]], 0)
-        rate = np.maximum(self._rate, 1)
-        takes = (2 * self._left + rate) // (2 * rate)
+        takes = rounded_quotient(self._left, np.maximum(self._rate, 1), about)
         self._due = np.where(moves, self._now + np.maximum(takes, 0), self._due).astype(np.int64)
+
+
+def rounded_quotient(left: Times, rate: Times, about: npt.NDArray[np.float64] | None) -> Times:
+    """``left / rate``, half up. Of integers of any size where ``about`` is none.
+
+    Else ``left`` has the lower 64 bits of numbers that ``about`` is near to: by half of 2**60, or of a rate before this one, and rounding.
+    The remainder beside the quotient in floating point has fewer than 62 bits then, so that its lower 64 bits are all of it. Rates are
+    below 2**60, quotients below 2**45.
+    """
+    if about is None:
+        return np.asarray((2 * left + rate) // (2 * rate))
+    near = np.rint(about / rate).astype(np.int64)
+    return np.asarray(near + (2 * (left - near * rate) + rate) // (2 * rate))
 
 
 def _regions(ports_of: Sequence[set[Port]]) -> list[list[int]]:
