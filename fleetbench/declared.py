@@ -63,10 +63,7 @@ def declared_crossing(workload: Workload) -> Crossing | None:
 
 
 def refuse_undeclared(experiment: Experiment, strategy: DistributedStrategy, executor: str) -> None:
-    """Raise ``ConfigError`` where ``strategy`` follows a loss or counts epochs, and the file does not declare them.
-
-    ``executor`` is who trains nothing.
-    """
+    """Raise ``ConfigError`` where ``strategy`` follows a loss or counts epochs that the file does not declare; ``executor`` has none."""
     workload = experiment.workload
     if strategy.follows_loss and workload.loss_curve is None:
         hint = 'declare workload.loss_curve = { start = 2.3, floor = 0.2, half_life = "150 steps" }'

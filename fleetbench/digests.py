@@ -143,10 +143,7 @@ def digests_of(folder: Path) -> dict[str, str]:
 
 
 def read_manifest(folder: Path, hint: str) -> dict[str, Any]:
-    """A folder's manifest, after all files that it names were found to be what it says.
-
-    Raises ``ConfigError`` where one is not, and for a manifest without digests.
-    """
+    """A folder's manifest, its files checked. Raises ``ConfigError`` where one is not what it says, and for one without digests."""
     path = folder / MANIFEST
     with reading(path, hint):
         manifest, is_sealed = _opened(path.read_text(encoding="utf-8"))

@@ -8,10 +8,7 @@ from fleetbench.strategy import DistributedStrategy
 
 
 def overview(strategy: DistributedStrategy | None, environment: Mapping[str, Any] | None = None) -> str:
-    """A box of text: the distributed environment, and what differs from Fleet's defaults.
-
-    None stands for a strategy that only the script knows.
-    """
+    """A box of text: the distributed environment, and what differs from Fleet's defaults; None: only the script knows the strategy."""
     rows = [(key, str(value)) for key, value in (environment or {}).items()]
     sections = [("Distributed environment", rows)] if rows else []
     sections.append(("DistributedStrategy Overview", _strategy_rows(strategy)))

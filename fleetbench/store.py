@@ -72,10 +72,7 @@ def new_folder(experiment: Experiment, kind: str, root: Path, run_id: str | None
 
 
 def save_run(result: RunResult, root: str | Path) -> RunResult:
-    """Write a run below ``root`` and return it with its path.
-
-    Raises ``EnvironmentLacks`` where the disk refuses.
-    """
+    """Write a run below ``root`` and return it with its path. Raises ``EnvironmentLacks`` where the disk refuses."""
     summary = result.summary
     try:
         with new_folder(result.experiment, summary.executor, Path(root), summary.run_id) as (path, manifest):

@@ -71,7 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profile_script(arguments: argparse.Namespace, command: tuple[str, ...], base: Experiment) -> int:
-    """Of a user's script."""
     from real.job.script_session import ScriptSession
     from real.profile.measuring import profile_script
 

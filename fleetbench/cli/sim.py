@@ -198,7 +198,6 @@ def _write(found: Sweep, root: Path) -> Path:
 
 
 def _seeds_table(found: OverSeeds) -> Table:
-    """Every figure with its interval."""
     from fleetbench.cli.tables import TIMES
 
     first = found.summaries[0]
@@ -222,7 +221,6 @@ def _seeds_table(found: OverSeeds) -> Table:
 
 
 def _what_if_table(experiment: Experiment, cases: Sequence[Case]) -> Table:
-    """Every case with its run time, its step, and its gain."""
     cluster, steps = experiment.cluster, experiment.workload.steps
     table = new_table(f"{experiment.name}: {cluster.trainers} trainers, {steps} steps", "", "whole run", "step, mean", "gain")
     for case in cases:

@@ -60,7 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tune_script(arguments: argparse.Namespace, command: tuple[str, ...], base: Experiment) -> int:
-    """Of a user's script."""
     from tuner.script import tune_script
 
     def kept() -> None:
@@ -252,7 +251,6 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _sizes_table(found: Sizes) -> Table:
-    """A row a size."""
     first = found.sizes[0]
     columns = [found.key, "trainers", "step", "own step", "samples/s", *(["tokens/s"] if first.tokens_per_s else []), "efficiency"]
     columns += ["takes"] if first.days is not None else []

@@ -122,7 +122,6 @@ def _unknown(text: str, name: str) -> ConfigError:
 
 
 def _gpus(text: str, nodes: int, body: str) -> Node:
-    """Nodes of GPUs and a network."""
     match = _GPUS.fullmatch(body)
     gpu = None if match is None else next((name for name in catalogue().gpus if name.lower() == match[2].lower()), None)
     if match is None or gpu is None:

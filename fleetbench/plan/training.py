@@ -131,7 +131,6 @@ class CollectiveTraining:
         return self._issue(state._replace(step_id=state.next_id), operations)
 
     def _after_update(self, state: State, kind: StepKind) -> State:
-        """The state after a step's update or skip."""
         if not kind.closes:
             return state._replace(in_step=False, phase=state.phase + 1, merged=kind.merged)
         update, rounds = state.updates + 1, self.combination.fragments

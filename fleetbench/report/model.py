@@ -82,10 +82,7 @@ def read_run(folder: str | Path) -> RunResult:
 
 
 def read_report(folder: Path) -> Report:
-    """The report of a tuning's folder (it has a ``recommendation.json``) or of a run folder.
-
-    Raises ``ConfigError`` for a folder that is neither.
-    """
+    """The report of a tuning's folder (with a ``recommendation.json``) or of a run folder. Raises ``ConfigError`` for any other."""
     if not folder.is_dir():
         raise ConfigError("no such folder", str(folder), hint="name a run folder, or the folder of a tuning")
     if (folder / "recommendation.json").is_file():

@@ -82,10 +82,7 @@ from fleetbench.plan.servers.states import Issue, Role, RoleState, SenderState, 
 
 @dataclass(frozen=True, slots=True)
 class ServerTraining:
-    """Decides for the three roles under one set of rules.
-
-    It follows nothing but messages, so there is no ``whole_step``, and it observes no scalar.
-    """
+    """Decides for the three roles by one set of rules and by messages alone: no ``whole_step``, and no scalar is observed."""
 
     rules: ServerRules
 
@@ -228,7 +225,6 @@ def _hear_parameters(rules: ServerRules, state: SenderState, event: Message, iss
 
 
 def _push(state: SenderState, issue: Issue, count: int) -> SenderState:
-    """Take ``count`` gradients, sum them, push the sum."""
     issue.add(kind="merge", payload="gradient", count=count)
     issue.add(kind="send", payload="gradient", group="servers", message="gradient", count=count)
     issue.add(kind="send", group="trainer", message="taken", count=count)

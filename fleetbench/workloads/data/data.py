@@ -40,10 +40,7 @@ HELD_OUT = 5
 
 
 def prepare(workload: Workload, seed: int, folder: Path) -> None:
-    """Write below ``folder`` what the ranks read.
-
-    Raises ``ConfigError`` for data that cannot be read.
-    """
+    """Write below ``folder`` what the ranks read. Raises ``ConfigError`` for data that cannot be read."""
     check_model(workload)
     folder.mkdir(parents=True, exist_ok=True)
     described: dict[str, Any] = {"dtype": workload.dtype}
@@ -198,10 +195,7 @@ def _synthetic(workload: Workload, seed: int) -> tuple[Array, Labels]:
 
 
 def _taught(generator: np.random.Generator, samples: int, features: int, classes: int, hidden: int, noise: float) -> tuple[Array, Labels]:
-    """Normal numbers labelled by a random teacher; of a share of ``noise`` the labels say nothing.
-
-    The teacher is linear, or a perceptron of ``hidden`` units.
-    """
+    """Normal numbers labelled by a random teacher, linear or of ``hidden`` units; of a share of ``noise`` the labels say nothing."""
     inputs = told = generator.standard_normal((samples, features))
     if hidden:
         told = np.tanh(inputs @ generator.standard_normal((features, hidden)) * (2 / features**0.5))
@@ -251,10 +245,7 @@ def _masked_bytes(text: bytes, length: int, seed: int, name: str) -> tuple[Array
 
 
 def hashed(column: npt.ArrayLike, value: npt.ArrayLike, rows: int) -> npt.NDArray[np.int64]:
-    """Row of a category: SplitMix64's hash of column x 2^33 + value, modulo ``rows``.
-
-    ``column`` counts from 0, ``value`` is below 2^33; both broadcast.
-    """
+    """Row of a category: SplitMix64's hash of column (from 0) x 2^33 + value (below 2^33), modulo ``rows``; both broadcast."""
     words = (np.asarray(column, dtype=np.uint64) << np.uint64(33)) + np.asarray(value, dtype=np.uint64)
     return np.asarray(splitmix64(words) % np.uint64(rows), dtype=np.int64)
 

@@ -41,10 +41,7 @@ _WORDS_A_COUNT = 4
 
 
 def read_pairs(workload: Workload, seed: int) -> Read:
-    """A workload's pairs of a middle word and its neighbour, ``(pairs, 2)``, labelled 0.
-
-    Raises ``ConfigError`` for a text that cannot be read, or that has no pairs.
-    """
+    """Pairs of a word and its neighbour, ``(pairs, 2)``, labelled 0. Raises ``ConfigError`` for a text that cannot be read or has none."""
     generator = np.random.Generator(np.random.Philox(key=[seed, 1]))
     size, cap = sizes(workload, "pairs"), model_option(workload, "vocab")
     if data_source(workload) == "synthetic":
