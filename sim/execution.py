@@ -27,7 +27,6 @@ class Execution:
     """A run as its engine saw it. Times in ns."""
 
     engine: str
-    """Its name."""
     plan: Plan
     begin_ns: int
     """The first start of a counted step on any rank."""

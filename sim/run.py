@@ -133,10 +133,7 @@ def _execute_servers(
 
 
 def _execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Callable[[int], None]) -> Execution:
-    """Run all trainers to their last step; ``step_done`` is told how many steps are done.
-
-    Raises ``ConfigError`` for an unknown engine, and for more events than the reference engine takes.
-    """
+    """Run all trainers to their last step. Raises ``ConfigError`` for an unknown engine, and for more events than the reference takes."""
     from sim.arrays import engine as vector
     from sim.arrays.supported import Unsupported
     from sim.reference import engine as reference
@@ -155,7 +152,6 @@ def _execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Call
 
 
 def _with_losses(steps: pd.DataFrame, learnt: Trajectory | None) -> pd.DataFrame:
-    """The table with each trainer's own loss."""
     if learnt is None:
         return steps
     return steps.assign(loss=learnt.losses[steps["step"].to_numpy() - learnt.first_step, steps["rank"].to_numpy()])

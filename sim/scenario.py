@@ -95,10 +95,7 @@ class Scenario:
 
 
 def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
-    """The setting of an experiment's plan.
-
-    Raises ``ConfigError`` for a link that trainers use and that is neither declared nor measured.
-    """
+    """The setting of an experiment's plan. Raises ``ConfigError`` for a link that trainers use, neither declared nor measured."""
     cluster = experiment.cluster
     return Setting(
         trainers=cluster.trainers,

@@ -170,10 +170,7 @@ class Engine:
 
 
 def _carrier(scenario: Scenario, layout: Layout, programs: Sequence[Program]) -> tuple[Callable[[int], Transfers], Fraction]:
-    """What makes the transfers of so many blocks, and how many times as long compute takes beside collectives of its rank.
-
-    Raises ``Unsupported``.
-    """
+    """What makes the transfers of blocks; how many times as long compute takes beside its rank's collectives. Raises ``Unsupported``."""
     is_slowed = overlaps(scenario, programs)
     if shares(layout, programs):
         if is_slowed or not all(map(waits_for_all, programs)):

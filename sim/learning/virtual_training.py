@@ -149,7 +149,6 @@ class VirtualTraining:
         )
 
     def _tell(self, event: Event, observed: dict[str, dict[int, float]]) -> None:
-        """Tell the strategy of an event, and do what it says."""
         if isinstance(event, StepBegin):
             by_update = self._strategy.combination.lr_counts_updates
             self.replicas.begin_step(self._decider.state.updates + 1 if by_update else event.step)

@@ -41,17 +41,11 @@ def summaries(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> list[Summary]:
-    """The summaries of all jobs, in their order.
+    """The summaries of all jobs, in their order; they do not depend on how many run at once.
 
-    Args:
-        jobs: what to simulate; the results do not depend on how many run at once.
-        engine: see ``simulate``.
-        processes: at most so many; default: one a core that this process may use.
-        progress: told how many are done.
+    At most ``processes`` run, by default one a core that this process may use. ``progress`` is told how many jobs are done.
 
-    Raises:
-        EnvironmentLacks: a process was killed.
-        FleetbenchError: a simulation failed; of its class, with the job's label in front of what it says.
+    Raises ``EnvironmentLacks`` where a process was killed, and what a simulation raises, with the job's label in front.
     """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number = min(usable if processes is None else processes, len(jobs))

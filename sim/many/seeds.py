@@ -73,10 +73,7 @@ class OverSeeds:
 
     @property
     def median_to_target_s(self) -> float | None:
-        """The time after which half of the runs have reached the target; none where fewer have.
-
-        Runs that end before they reach it are censored: no run is dropped.
-        """
+        """The time after which half of the runs have reached the target, none where fewer have; those that end before it are censored."""
         return median_arrival([summary.time_to_target_s for summary in self.summaries], [math.inf] * len(self.summaries))
 
     def to_dict(self) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import pandas as pd
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.result import Summary
 from sim.learning.trajectory import Learn, Trajectory
 from sim.many.pool import Job, naming, summaries
 from sim.run import Engine
@@ -111,7 +110,8 @@ def sweep(
     jobs = [_job(label, experiment, prepare, learn) for label, experiment in zip(labels, experiments, strict=True)]
     found = summaries(jobs, engine=engine, processes=processes, progress=progress)
     rows = [
-        {axis.key: _value(job.experiment, axis.key, value) for axis, value in zip(read, point, strict=True)} | _row(summary)
+        {axis.key: _value(job.experiment, axis.key, value) for axis, value in zip(read, point, strict=True)}
+        | {name: summary.step_s["mean"] if name == "step_s" else getattr(summary, name) for name in COLUMNS}
         for point, job, summary in zip(points, jobs, found, strict=True)
     ]
     learnt = {value: job.learnt for (value, *_), job in zip(points, jobs, strict=True) if job.learnt is not None}
@@ -144,10 +144,6 @@ def _job(label: str, experiment: Experiment, prepare: Callable[[Experiment], Exp
     with naming(label):
         experiment = prepare(experiment)
         return Job(label=label, experiment=experiment, learnt=None if learn is None else learn(experiment))
-
-
-def _row(summary: Summary) -> dict[str, Any]:
-    return {name: summary.step_s["mean"] if name == "step_s" else getattr(summary, name) for name in COLUMNS}
 
 
 def _value(experiment: Experiment, key: str, text: str) -> Any:

@@ -58,13 +58,7 @@ def what_if(
 ) -> tuple[Case, ...]:
     """Simulate ``experiment`` as it is, and without each thing that slows it; the run as it is comes first.
 
-    Args:
-        experiment: what to run.
-        engine: see ``simulate``.
-        progress: told how many of the runs are done.
-
-    Raises:
-        ConfigError: ``simulate`` refuses the experiment.
+    ``progress`` is told how many of the runs are done. ``engine`` and errors are those of ``simulate``.
     """
     slowest = slowest_rank_and_node(experiment)
     quick = with_infinite_bandwidth(experiment)

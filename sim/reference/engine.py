@@ -1,7 +1,4 @@
-"""The reference engine: every trainer, collective and transfer is an event on SimPy's clock.
-
-The slow and readable one, whose decisions are the strategy's own ``on``.
-"""
+"""Entrance of the reference engine: a run's trainers on SimPy's clock, decided on by the strategy's own ``on``."""
 
 from collections.abc import Callable
 from itertools import count

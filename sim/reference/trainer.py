@@ -120,7 +120,6 @@ class Trainer:
             step_done()
 
     def _tell(self, event: PlanEvent) -> Waits:
-        """Tell the strategy of an event, and do what it answers."""
         for request in tell(self.decider, event, lambda: self._clock.now):
             if isinstance(request, Wanted):
                 if request.name == "found_inf":
@@ -227,10 +226,7 @@ class Tally:
 
 
 class UpdateTrack:
-    """Runs updates in the order in which they are started, each when what it comes after has ended.
-
-    ``ended`` is the event after all of them, or none.
-    """
+    """Runs updates in the order of their starts, each when what it comes after has ended; ``ended`` is the event after all, or none."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

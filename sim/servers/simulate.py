@@ -58,10 +58,7 @@ def simulate_servers(
     job: Job | None = None,
     order: Order | None = None,
 ) -> Execution:
-    """Execute an experiment with ``mode = "ps"``, or the ``job`` that was made of it, on a simulated clock; see ``sim.run.simulate``.
-
-    Its plan has no collectives; who tells whom what is decided by ``fleetbench.plan.servers``.
-    """
+    """Execute an experiment with ``mode = "ps"``, or the ``job`` that was made of it, on a simulated clock; see ``sim.run.simulate``."""
     if engine not in SERVER_ENGINES:
         what = 'does not go with strategy.mode = "ps", whose servers and trainers are simulated event by event'
         raise ConfigError(what, "engine", repr(engine), f"one of {', '.join(SERVER_ENGINES)}")

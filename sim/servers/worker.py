@@ -117,7 +117,6 @@ class Trainer(Actor):
 
     @property
     def _may_go_on(self) -> bool:
-        """Whether no piece waits."""
         return all(isinstance(decider.state, TrainerState) and decider.state.waits is None for decider in self.deciders)
 
     @property
