@@ -275,10 +275,7 @@ class ProfileLeg:
             self._clock.detach()
 
     def _warm_up(self, leg: Leg) -> Generator[SavedForBackward | None, None, tuple[dict[str, int], float]]:
-        """Step until the plan has settled and blocks are compiled.
-
-        The bytes that a step saves for its backward, by layer; and the seconds that it takes.
-        """
+        """Step until the plan has settled and blocks are compiled; bytes saved for a backward, by layer, and seconds of a step."""
         yield None
         saved = SavedForBackward(self._model, lambda: self._clock.current)
         yield saved

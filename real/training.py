@@ -131,10 +131,7 @@ class Training(Trained):
         self._leg, self._step = leg, 1 - leg.warmup_steps
 
     def _engine(self, leg: Leg, strategy: DistributedStrategy, told: Told | None = None) -> LegEngine:
-        """What executes ``strategy``, with the optimizer attached and, where there are servers, joined to them.
-
-        ``told``: see ``ServedTraining.attach_optimizer``.
-        """
+        """What executes ``strategy``, with the optimizer attached and, where there are servers, joined to them."""
         run, first_step = self._experiment.run, 1 - leg.warmup_steps
         if strategy.mode == "ps":
             options = TrainerOptions(

@@ -84,10 +84,7 @@ class Draft:
             self.folder.mkdir()
 
     def write(self, name: str, part: Part) -> str:
-        """Write a part; its digest.
-
-        Raises ``EnvironmentLacks`` where the disk does not take it, ``ConfigError`` for tensors that fit no file.
-        """
+        """Write a part; its digest. Raises ``EnvironmentLacks`` where the disk does not take it, ``ConfigError`` for what fits no file."""
         path = self.folder / name
         with _writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)  # made by another trainer, and perhaps not seen here yet
@@ -137,10 +134,7 @@ def open_save(root: Path, number: int) -> Save:
 
 
 def model_file(root: Path) -> Path:
-    """Where a folder's model is: in the save in force, or in the folder itself.
-
-    Raises ``ConfigError`` as ``open_save`` and ``Save.file`` do.
-    """
+    """A folder's model: in the save in force, or in the folder itself. Raises ``ConfigError`` as ``open_save`` and ``Save.file`` do."""
     number = last_save(root)
     return open_save(root, number).file(MODEL) if number else root / MODEL
 

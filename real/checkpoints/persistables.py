@@ -65,10 +65,7 @@ class Restored:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, each under the first of its names.
-
-    Raises ``ConfigError`` for a model whose ``state_dict()`` holds more than these.
-    """
+    """Parameters and persistent buffers by the first of their names. Raises ``ConfigError`` where ``state_dict()`` holds more."""
     stored = model.state_dict(keep_vars=True)
     found: dict[str, torch.Tensor] = {**dict(model.named_parameters())}
     found |= {name: buffer for name, buffer in model.named_buffers() if name in stored}

@@ -406,8 +406,8 @@ class Transfer:
     @torch.no_grad()
     def run(self, operation: Operation, timed: Timed) -> None:
         """Execute one operation of the chain; runs on its lane. ``timed``: its parts."""
-        if _place(operation) == self._first:
-            self._load()
+        if _place(operation) == self._first and not self._averages:
+            torch.div(self.buffer, self._communicators.trainers, out=self._whole[: self.buffer.numel()])
         communicators, group, number = self._communicators, operation.group, operation.communicator
         match operation.kind:
             case "all_reduce" if self._quantises:
@@ -435,10 +435,6 @@ class Transfer:
     def begin(self, operation: Operation, ended: Callable[[], None] | None) -> Started | None:
         """Begin the operation of a plain chain; see ``Communicators.start_average``."""
         return self._communicators.start_average(self.buffer, operation.communicator, ended)
-
-    def _load(self) -> None:
-        if not self._averages:
-            torch.div(self.buffer, self._communicators.trainers, out=self._whole[: self.buffer.numel()])
 
 
 def _place(operation: Operation) -> tuple[str, str]:

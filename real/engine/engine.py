@@ -197,10 +197,7 @@ class Engine:
         self._run_between(EpochEnd())
 
     def flush(self, *, end: bool = False) -> None:
-        """Make the trainers agree, as a model that is read must; ``end``: no step follows.
-
-        What that takes belongs to the step done last.
-        """
+        """Make the trainers agree, as a model that is read must; ``end``: no step follows. Its time belongs to the step done last."""
         self._run_between(DataEnd() if end else Flush())
 
     def progress(self, where: str) -> Progress:
@@ -404,7 +401,6 @@ class Engine:
         self.executor.end_backward(requests, unused, self.loss_scale)
 
     def _update_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """The optimizer is about to step."""
         if self._num_stepping == 0:
             refuse_arguments(arguments, named)
             refuse_update(self._phase, self._members, self.model)

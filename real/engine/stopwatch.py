@@ -91,10 +91,7 @@ class TimedStep:
 
 @dataclass(frozen=True, slots=True)
 class TimedSpan:
-    """A stretch of a step, on the compute stream, on the host, or, for a collective, on that of its communicator.
-
-    Its ends are marks until they are resolved.
-    """
+    """A stretch of a step, on the compute stream, on the host or on a communicator's stream; its ends are marks until they are resolved."""
 
     step: int
     name: str

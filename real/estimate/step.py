@@ -192,10 +192,7 @@ class StepEstimate:
 
 
 def estimate(experiment: Experiment, gpu: str, *, tf32: bool = False) -> Profile:
-    """The profile that ``experiment``, of a registry model, would have on ``gpu``, under its own key.
-
-    Raises ``ConfigError`` for what cannot be estimated.
-    """
+    """The profile of ``experiment``, a registry model, on ``gpu``, under its key. Raises ``ConfigError`` for what cannot be estimated."""
     workload = experiment.workload
     check_model(workload)
     kind, dtype = INPUTS[workload.model], getattr(torch, workload.dtype)

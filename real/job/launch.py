@@ -182,8 +182,7 @@ class WorkerLaunch(Launch):
     def start(self, command: list[str], environment: Mapping[str, str], *, forks: bool = False) -> None:
         """Start the workers, and wait until they have joined; rank N's output goes to ``workerlog.N``.
 
-        ``environment`` goes before torchrun's variables. ``forks``: they are forks of this process's fork server; ``command`` has
-        ``-m MODULE``.
+        ``environment`` goes before torchrun's variables. ``forks``: of this process's fork server, for a ``command`` with ``-m MODULE``.
         """
         self._folder.make()
         self.log.mkdir(parents=True, exist_ok=True)

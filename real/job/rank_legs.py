@@ -207,10 +207,7 @@ class RankLegs:
 
     @classmethod
     def join(cls, communicators: Communicators, trainers_per_node: int) -> RankLegs:
-        """Say that this rank is here. Every rank calls it.
-
-        Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no tuning directory.
-        """
+        """Say that this rank is here; every rank calls it. Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no folder of a job."""
         folder = RankSide.of_environment()
         place, rank = Place.here(), communicators.rank
         steps = cls(folder, rank, HostClocks(communicators, place.kernel))

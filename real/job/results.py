@@ -148,7 +148,6 @@ def experiment_of_leg(experiment: Experiment, leg: Leg, steps: int) -> Experimen
 
 
 def _on_first_clock(part: Part) -> Part:
-    """A rank's part with its times on rank 0's clock."""
     offsets = part.get("clock_offsets_ns", [[0, 0]])
     (begin, first), (end, last) = offsets[0], offsets[-1]
     return _shifted(part, lambda entry: first + (last - first) * (entry["start_ns"] - begin) // max(1, end - begin))

@@ -163,8 +163,6 @@ class ServedJob(Job):
         """Whether a trainer lives, as far as is known: killed servers are started again for it, and end by themselves later."""
         return any(name not in self.codes and name not in self.lost for name in self._trainers)
 
-    # Whether it is over
-
     def is_over(self) -> bool:
         """Whether there is nothing left to wait for: all have ended, or have had their time since the job failed or had no more to do."""
         living = [process for process in self.processes if process.code is None]
@@ -189,8 +187,6 @@ class ServedJob(Job):
         if process.is_stopped or has_failed:
             return _GRACE_S
         return self.lost[process.name].seconds + _GRACE_S if process.name in self.lost else math.inf
-
-    # What became of it
 
     def judge(self) -> list[str]:
         """Sentences on trainers without which the job went on. Raises ``WorkerFailed`` for a job that did not end well.

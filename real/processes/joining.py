@@ -23,8 +23,7 @@ _RETRY_S = 1.0
 def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
     """Make torch's process group. By default NCCL carries it where there is CUDA and somebody started several, else gloo.
 
-    Raises ``ConfigError``
-    for a parameter server, and where the address of rank 0 is missing.
+    Raises ``ConfigError`` for a parameter server, and where the address of rank 0 is missing.
     """
     if role.kind == "server":
         hint = 'use DistributedStrategy(mode="ps"), or start trainers alone'

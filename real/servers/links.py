@@ -187,8 +187,6 @@ class Links:
             link.monitor.close(linger=0)
             link.socket.close()
 
-    # Beats, greetings, repeats
-
     def _beat(self) -> None:
         self._silence.pass_time()
         now, late = time.monotonic(), self._silence.late

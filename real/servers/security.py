@@ -162,7 +162,6 @@ def _prepare(either: zmq.Socket[bytes], timeout_s: float) -> None:
 
 
 def _server_key(token: str) -> bytes:
-    """A server's secret key."""
     return z85.encode(hashlib.sha256(f"fleetbench server {token}".encode()).digest())
 
 

@@ -53,8 +53,6 @@ class Served:
         """Whether this process is a server."""
         return self.role.kind == "server"
 
-    # On a server
-
     def init_server(self, path: Path | None) -> bool:
         """Take the server's address, and begin from its checkpoint in ``path``, where there is one; whether there was."""
         self.require("server", "fleet.init_server")
@@ -95,8 +93,6 @@ class Served:
             meeting_timeout_s=self._startup_timeout_s,
             **common,
         )
-
-    # On a trainer
 
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Prepare the model; a server has no use for it."""

@@ -129,7 +129,7 @@ class ServedTraining:
             raise
         self._told_bytes = self.bytes_sent  # joining is no step's
         if self._options.rank == 0 and (chosen := choice(self._strategy, self.rules)) is not None:
-            self._say(chosen)
+            print(f"trainer 0: {chosen}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
 
     def _begin(self, spec: Spec) -> None:
         rank, record = self._options.rank, self._options.record
@@ -253,11 +253,6 @@ class ServedTraining:
         self._release()
         self._open.close()
 
-    def _say(self, text: str) -> None:
-        print(f"trainer {self._options.rank}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
-
-    # Hooks
-
     def _hook(self) -> None:
         assert self._optimizer is not None
         self._unhook()
@@ -358,8 +353,6 @@ class ServedTraining:
         self._table, self._wanted, self._is_for_step = number, wanted, is_for_step
         with self.stopwatch.waits():
             self._tell(LookUp())
-
-    # The role
 
     @property
     def _state(self) -> TrainerState:

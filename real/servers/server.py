@@ -153,8 +153,6 @@ class ParameterServer:
         """Release the address."""
         self._listener.close()
 
-    # What comes in
-
     def _receive(self) -> None:
         for _ in range(64):  # between two looks at the other sockets
             message = self._listener.receive()
@@ -169,7 +167,6 @@ class ParameterServer:
                 self._hear(identity, head, tensors)
 
     def _hear(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
-        """By what a message is, and whose."""
         if head.kind == "told":  # by the launcher of another host
             self._hear_board(Entry(**json.loads(bytes(tensors[0]))))
             return
@@ -369,8 +366,6 @@ class ParameterServer:
         request.peer.refusal = why
         self._answer(request, "refused", (why.encode("utf-8", "backslashreplace"),))
 
-    # What the role decides
-
     @property
     def _state(self) -> ServerState:
         """The role's; before the first trainer has said by which rules this job goes, what the role will begin from."""
@@ -380,7 +375,6 @@ class ParameterServer:
         return self.role.state
 
     def _tell(self, message: Message) -> None:
-        """Tell the role, and do what it decides."""
         if self.role is None:
             return
         for operation in self.role.on(time.monotonic_ns(), message):
@@ -486,8 +480,6 @@ class ParameterServer:
             hint = f"is it started, does its address of this server lead here, and has it this server's {TOKEN}?"
         return WorkerFailed(f"this trainer {first.why}, and no other is left", f"rank {rank}", hint=hint)
 
-    # What goes out
-
     def _send_stopped(self, peer: Peer) -> None:
         failure = self._failure or WorkerFailed("the job has ended without this trainer", f"rank {peer.rank}")
         head = Head("stopped", peer.rank, peer.session)
@@ -507,8 +499,6 @@ class ParameterServer:
 
     def _say(self, text: str) -> None:
         print(f"server {self.options.server}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the server's log
-
-    # Beside the messages
 
     def _look(self) -> None:
         """Find out who has fallen silent, and who keeps others waiting."""
