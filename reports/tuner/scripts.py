@@ -3,10 +3,11 @@
 Run from the repository's root, with nothing else running (about 25 minutes): ``python reports/tuner/scripts.py [SCRIPT ...]``. Appends to
 ``scripts.json`` and prints README.md's table. ``--quick FILE`` checks in minutes that all of it runs.
 
-``fleetbench tune`` gives a verdict on a script with a target. Then the script runs as its user would start it, without and with
-``recommended.toml`` in turns (A B B A ...), to its own end: ``timed.py`` keeps when each update had which loss. A launch is at its
-target as the product counts: where a line through the means of 20 updates, over both trainers, crosses it. Seconds are those of an
-update after the first 10, times updates. Each pair has a seed of its own, which the regression alone reads.
+``fleetbench tune`` gives a verdict on a script with a target. Then the script runs as its user would start it, without and with the
+finalist's strategy, which is ``recommended.toml`` where it is to be used, in turns (A B B A ...), to its own end: ``timed.py`` keeps
+when each update had which loss. A launch is at its target as the product counts: where a line through the means of 20 updates, over both
+trainers, crosses it. Seconds are those of an update after the first 10, times updates. Each pair has a seed of its own, which the
+regression alone reads.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 from fleetbench.store import commit, machine, versions
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import crossing
+from tuner.recommendation import Recommendation
 from tuner.sequential import paired_speedup
 from tuner.to_target import on_line
 
@@ -58,8 +60,8 @@ CASES = {
 }
 
 
-def tuned(case: Case, folder: Path, more: tuple[str, ...]) -> tuple[dict[str, Any], Path]:
-    """The verdict, and the recommended file; the script's own strategy is Fleet's default."""
+def tuned(case: Case, folder: Path, more: tuple[str, ...]) -> dict[str, Any]:
+    """The verdict; the script's own strategy is Fleet's default."""
     default = folder / "default.toml"
     DistributedStrategy().save(default)
     keys = (f"workload.target_loss={case.target}", f"workload.steps={case.steps}", "tune.budget_minutes=5", *case.settings, *more)
@@ -68,8 +70,7 @@ def tuned(case: Case, folder: Path, more: tuple[str, ...]) -> tuple[dict[str, An
     command = [*FLEETBENCH, "tune", "--json", "--out", str(folder / "runs"), *settings, "--", *LAUNCH, *script]
     begin = time.monotonic()
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder)
-    (path,) = (folder / "runs").glob("*-tune-*/recommended.toml")
-    return {"tune_s": round(time.monotonic() - begin, 1), "recommendation": json.loads(done.stdout)}, path
+    return {"tune_s": round(time.monotonic() - begin, 1), "recommendation": json.loads(done.stdout)}
 
 
 def launched(case: Case, strategy: Path, folder: Path, number: int) -> dict[str, float | None]:
@@ -95,20 +96,30 @@ def measured(name: str, rounds: int, more: tuple[str, ...]) -> dict[str, Any]:
     case = CASES[name]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        found, recommended = tuned(case, folder, more)
-        files = (folder / "default.toml", recommended)
+        found = tuned(case, folder, more)
+        (path,) = (folder / "runs").glob("*-tune-*")
+        told, files = Recommendation.load(path), (folder / "default.toml", folder / "finalist.toml")
+        strategy = next(arm.strategy for arm in told.arms if arm.name == told.finalist)
+        strategy.save(files[1])
         launches: tuple[list[Any], list[Any]] = ([], [])
         for number in range(rounds):
             for which in (0, 1) if number % 2 == 0 else (1, 0):
                 launches[which].append(launched(case, files[which], folder, 2 * number + which))
-        strategy = DistributedStrategy.load(recommended).changes()
     head = {"commit": commit(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine(), "versions": versions()}
-    return {**head, "name": name, "target": case.target, **found, "strategy": strategy, "default": launches[0], "recommended": launches[1]}
+    return {
+        **head,
+        "name": name,
+        "target": case.target,
+        **found,
+        "strategy": strategy.changes(),
+        "default": launches[0],
+        "finalist": launches[1],
+    }
 
 
 def row(entry: dict[str, Any]) -> str:
     """A row of README.md's table."""
-    told, default, own = entry["recommendation"], entry["default"], entry["recommended"]
+    told, default, own = entry["recommendation"], entry["default"], entry["finalist"]
     ends = [told.get("to_target_low") or told["low"], told.get("to_target_high") or told["high"]]
     known = [(one["target_s"], two["target_s"]) for one, two in zip(default, own, strict=True) if one["target_s"] and two["target_s"]]
     again = "" if len(known) < 2 else str(paired_speedup(*map(list, zip(*known, strict=True))))
