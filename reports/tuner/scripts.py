@@ -99,7 +99,7 @@ def measured(name: str, rounds: int, more: tuple[str, ...]) -> dict[str, Any]:
         found = tuned(case, folder, more)
         (path,) = (folder / "runs").glob("*-tune-*")
         told, files = Recommendation.load(path), (folder / "default.toml", folder / "finalist.toml")
-        strategy = next(arm.strategy for arm in told.arms if arm.name == told.finalist)
+        strategy = next(arm.strategy for arm in told.arms if arm.name == (told.finalist or "candidate 1"))
         strategy.save(files[1])
         launches: tuple[list[Any], list[Any]] = ([], [])
         for number in range(rounds):
