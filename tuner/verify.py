@@ -114,6 +114,8 @@ class _Verifier:
     error: float = ERROR
     """Chance that it may be used without the gain."""
     judged: Judgement | None = None
+    open: tuple[str, list[Pair], Judgement | None] | None = None
+    """The first finalist that stayed undecided, its pairs and what they say, while others are compared."""
     undecided: bool = False
     """Measuring ended before a verdict."""
     ways: dict[tuple[object, ...], TargetCheck] = field(default_factory=dict)
@@ -154,9 +156,18 @@ class _Verifier:
                 left -= self._measure_pairs(self.arms[arm.name])
             elif len(compared) <= self.experiment.tune.finalists and (k := self._between()) is not None:
                 self._rank([DEFAULT, k.name], f"real runs of {k.name}")
-            if (rejected := self.arms[arm.name].rejected) is None and (self.judged is None or self.judged.verdict != "NO GAIN"):
+            rejected, verdict = self.arms[arm.name].rejected, None if self.judged is None else self.judged.verdict
+            if rejected is None and verdict in (None, "USE"):
                 return ""
-            ruled_out.append(f"{arm.name} {rejected or self._measured()}")
+            if rejected is None and verdict == "UNDECIDED":  # others of its way would be, too; another way may be a sure gain
+                self.open = self.open or (arm.name, self.pairs, self.judged)
+                compared += [name for name in self.arms if self._way(name) == self._way(arm.name)]
+            else:
+                ruled_out.append(f"{arm.name} {rejected or self._measured()}")
+        if self.open is not None:
+            self.finalist, self.pairs, self.judged = self.open
+            self.notes += [f"{why}: not to be used either" for why in ruled_out]
+            return ""
         found = "what is faster was rejected" if self.judged is None else f"no gain above {100 * self.experiment.tune.min_gain:g} %"
         return f"{found}: {'; '.join(ruled_out)}" if ruled_out else "no other strategy ran"
 
@@ -463,7 +474,8 @@ class _Verifier:
     def _measure_pairs(self, finalist: Arm) -> float:
         """Run the finalist's pairs until they are judged; what of its error is gone."""
         if self.finalist is not None:
-            self.notes.append(f"before {finalist.name}, {self.finalist} {self._measured()}: no gain")
+            verdict = "no gain" if self.judged is not None and self.judged.verdict == "NO GAIN" else "undecided"
+            self.notes.append(f"before {finalist.name}, {self.finalist} {self._measured()}: {verdict}")
         self.finalist, self.pairs, self.judged = finalist.name, [], None
         limit = self.experiment.tune.pairs
         try:

@@ -155,7 +155,8 @@ def scenario(dice: random.Random, name: str, folder: Path, *, wants_middle: bool
     for tuner in ("before", "now"):
         stands_in = simulate if tuner == "before" else None  # beside which no virtual trainers are asked
         found, _ = tune(own, out=folder / name / tuner, runner=SimulatedRuns(own), simulate=stands_in)
-        steps, step_s = median_steps(own.replace(strategy=found.strategy)), seconds_of(own, found.strategy)
+        timed = next(arm.timed for arm in found.arms if arm.strategy == found.strategy)  # of adaptive K, as the tuner times it
+        steps, step_s = median_steps(own.replace(strategy=found.strategy)), seconds_of(own, timed)
         row[tuner] = {"line": found.line, "way": name_of(found.strategy), "steps": steps, "seconds": steps * step_s, "notes": found.notes}
     row["gain"] = row["before"]["seconds"] / row["now"]["seconds"]
     row["gain_over_default"] = updates[1] * seconds_of(own, DistributedStrategy()) / row["now"]["seconds"]

@@ -138,8 +138,28 @@ class Reporting(FakeRunner):
         result = super().run(replace(leg, steps=400) if leg.evaluate else leg)
         if not leg.evaluate:
             return result
-        losses = losses_of(400, 1.1 if leg.strategy.localsgd else 1.0, self.deviation, np.random.default_rng(len(self.legs)))
+        losses = losses_of(400, 1.1 if leg.strategy.localsgd else 1.0, self.deviation, np.random.default_rng(int(leg.strategy.localsgd)))
         return replace(result, steps=result.steps.assign(loss=losses[result.steps["step"].to_numpy() - 1]))
+
+
+@pytest.mark.parametrize(("fused_s", "used"), [(0.008, True), (0.0099, False)])
+def test_an_undecided_way_of_training_does_not_hide_a_sure_gain(tmp_path: Path, fused_s: float, used: bool) -> None:
+    """Local steps promise most and stay undecided; smaller buckets, whose updates are the default's, take 0.8 of its time, or 0.99.
+
+    Where they gain nothing, the verdict speaks of the undecided finalist, and others that train like it are not compared.
+    """
+    experiment = target_experiment(pairs=8)
+    experiment = experiment.replace(run=replace(experiment.run, launcher="command", warmup_steps=0))
+    fused = DistributedStrategy(fuse_grad_size_in_MB=1.0)
+    tried = {"default": DistributedStrategy(), "local": LOCAL, "like": LOCAL.replace(fuse_grad_size_in_MB=1.0), "fused": fused}
+    times = {LOCAL: 0.0077, tried["like"]: 0.0078, fused: fused_s}
+    runner = Reporting(experiment, lambda s: times.get(s, 0.01), updates=lambda _: 150.0, deviation=0.25)
+    arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in tried.items()]
+    found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01))
+    assert (found.verdict, found.undecided) == (("USE", False) if used else ("KEEP DEFAULT", True)), found.line
+    assert found.finalist == ("fused" if used else "local")
+    assert any("local measured" in note and note.endswith(": undecided") for note in found.notes)
+    assert [arm.name for arm in found.arms if arm.target is not None and arm.target.from_arm is None] == ["default", "local"]
 
 
 @pytest.mark.parametrize(("deviation", "verdict"), [(0.0, "USE"), (0.25, "KEEP DEFAULT")])
