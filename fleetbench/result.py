@@ -309,7 +309,7 @@ def summary_of(experiment: Experiment, totals: Mapping[str, Any], **known: Any) 
     trainers, figures = experiment.cluster.trainers, {**totals, **known}
     rounds, final_loss = figures.pop("rounds"), figures.pop("final_loss", None)
     diverged = final_loss is not None and not math.isfinite(final_loss)
-    lost = [skip("workload.lr", "training diverged, and its held-out loss is not finite: set a lower learning rate")] if diverged else []
+    lost = [skip("final_loss", "training diverged, and its loss is not finite: set a lower learning rate")] if diverged else []
     return Summary(
         **figures
         | {

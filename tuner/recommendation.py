@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -25,8 +26,8 @@ class TargetCheck(Config):
     """Steps of a trainer to the target, by seed; none of a run that was over before it arrived."""
     metrics: tuple[float | None, ...] = ()
     """``tune.metric`` at the target, by seed."""
-    noise: float = 0.0
-    """Standard deviation of the logarithm of the first run's ``updates``, where its losses tell it (``tuner.to_target.on_line``)."""
+    noise: tuple[float | None, ...] = ()
+    """Standard deviations of the logarithms of ``updates``; 0 where nothing is said of it, none where losses do not tell it."""
     time_s: float | None = None
     """The arm's own seconds for the median of these; none where fewer than half arrived."""
     final_loss: float | None = None
@@ -41,10 +42,18 @@ class TargetCheck(Config):
         """Runs that arrived."""
         return sum(one is not None for one in self.updates)
 
-    def with_run(self, updates: float | None, final_loss: float | None, steps: int, metric: float | None = None) -> TargetCheck:
+    def noise_beside(self, other: TargetCheck) -> float:
+        """Standard deviation of the log ratio of both, with the first seed with which both arrive; infinite where losses do not tell it."""
+        runs = zip(self.updates, other.updates, self.noise, other.noise, strict=False)
+        noises = [pair for one, another, *pair in runs if one is not None and another is not None]
+        return math.hypot(*(math.inf if noise is None else noise for noise in (noises[0] if noises else [])))
+
+    def with_run(
+        self, updates: float | None, final_loss: float | None, steps: int, metric: float | None = None, noise: float | None = 0.0
+    ) -> TargetCheck:
         """With another run."""
-        reached, metrics = self.reached or updates is not None, (*self.metrics, metric)
-        known = dataclasses.replace(self, updates=(*self.updates, updates), reached=reached, metrics=metrics)
+        reached, metrics, noises = self.reached or updates is not None, (*self.metrics, metric), (*self.noise, noise)
+        known = dataclasses.replace(self, updates=(*self.updates, updates), reached=reached, metrics=metrics, noise=noises)
         known = dataclasses.replace(known, steps=max(steps, self.steps or 0))
         return known if self.updates else dataclasses.replace(known, final_loss=final_loss)
 

@@ -39,6 +39,8 @@ _SET_BY_LIBRARIES = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
 """Variables that importing scikit-learn sets in this process."""
 _OWNER, _HELD = "owner.json", "held_s"
 _LEG = "leg.json"
+_METHOD = 2
+"""Of runs to the target, where no commit tells it; 2: on a line through a script's losses, warm-up steps among its updates."""
 
 
 @dataclass(slots=True)
@@ -229,6 +231,7 @@ def inputs_of(command: Sequence[str]) -> dict[str, Any]:
         "folder": str(Path.cwd()),
         "files": {str(path): file_digest(path) for path in beside},
         "code of fleetbench": commit(),
+        "method": _METHOD,
         "machine": machine() | {"host": platform.node()},
         "environment": {name: value for name, value in os.environ.items() if name.startswith(RECORDED) and name not in _SET_BY_LIBRARIES},
         "versions": versions(),

@@ -60,7 +60,7 @@ class Speedup:
         return cls(math.exp(mean), math.exp(mean - below), math.exp(mean + above))
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f}x [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.mean:.3f}x [{self.low:.3f}, {self.high:.3f}]" if math.isfinite(self.high) else f"{self.mean:.3f}x, no interval"
 
 
 @dataclass(frozen=True, slots=True)

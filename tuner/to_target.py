@@ -39,7 +39,7 @@ class Updates:
     known: tuple[int, ...]
     """Of each ratio: 0, it is that; 1, at least that, as the default did not arrive; -1, at most that, as the finalist did not."""
     noise: float = 0.0
-    """Standard deviation of the first ratio, as far as its two runs tell it."""
+    """Standard deviation of the ratio, where it is one, as far as its two runs tell it; infinite where they do not."""
 
     @classmethod
     def of_runs(cls, default: Sequence[float | None], own: Sequence[float | None], steps: float, own_steps: float | None = None) -> Updates:
@@ -64,27 +64,29 @@ class Updates:
         ``side``: -1 of the lower, 1 of the upper end. Of one seed by ``noise`` alone; infinite where too few arrived for an interval.
         """
         if len(self.ratios) == 1 and self.num_known == 1:
-            return float(stats.norm.isf(error)) * self.noise if self.noise else 0.0
+            return float(stats.norm.isf(error)) * self.noise
         return _half(self, error, side)
 
 
-def on_line(windows: Sequence[tuple[float, float]], target: float, crossed: float) -> tuple[float, float]:
+def on_line(windows: Sequence[tuple[float, float]], target: float, crossed: float) -> tuple[float, float | None]:
     """Where the loss crosses the target, and the standard deviation of its logarithm, where losses are noisy means.
 
     A straight line over the logarithm of steps is fitted to the windows, ``(middle, mean loss)``, from half of ``crossed``, about where it
     is, to twice of it, or to the four nearest. The deviation is that of inverse regression (Draper and Smith 1998, Applied Regression
-    Analysis, section 3.2); it is infinite, at ``crossed``, where there are fewer windows, or the loss does not fall.
+    Analysis, section 3.2). It is ``crossed``, with no deviation, where there are fewer windows, or the line does not fall to the target
+    between half and twice of it.
     """
     nearest = sorted(windows, key=lambda window: abs(math.log(window[0] / crossed)))
     inside = sum(crossed / 2 <= step <= 2 * crossed for step, _ in windows)
     steps, losses = np.array(nearest[: max(_LEAST_WINDOWS, inside)]).reshape(-1, 2).T
-    if len(steps) < _LEAST_WINDOWS:
-        return crossed, math.inf
-    fit = stats.linregress(np.log(steps), losses)
-    if fit.slope >= 0:
-        return crossed, math.inf
-    x, residuals = np.log(steps), losses - fit.intercept - fit.slope * np.log(steps)
-    at = (target - fit.intercept) / fit.slope
+    if len(steps) < _LEAST_WINDOWS or not np.isfinite(losses).all():
+        return crossed, None
+    x = np.log(steps)
+    fit = stats.linregress(x, losses)
+    at = (target - fit.intercept) / fit.slope if fit.slope < 0 else math.nan
+    if not abs(at - math.log(crossed)) <= math.log(2):
+        return crossed, None
+    residuals = losses - fit.intercept - fit.slope * x
     deviation = math.sqrt(float(residuals @ residuals) / (len(x) - 2)) / -fit.slope
     return math.exp(at), deviation * math.sqrt(1 / len(x) + (at - x.mean()) ** 2 / float(np.square(x - x.mean()).sum()))
 

@@ -373,10 +373,9 @@ class _Verifier:
             self.seeds, self.seeds_are_alike = self.seeds[:1], True
             self.notes.append(f"the runs of {name} with two seeds are equal, and count as one: a script takes its seed from {SEED}")
             return
-        check = check.with_run(updates, final_loss, trained, self._metric_of(result))
-        self.ways[way] = check if number else dataclasses.replace(check, noise=noise)
+        self.ways[way] = check.with_run(updates, final_loss, trained, self._metric_of(result), noise)
 
-    def _arrival(self, result: RunResult) -> tuple[float | None, float]:
+    def _arrival(self, result: RunResult) -> tuple[float | None, float | None]:
         """Steps to the target, and the deviation of their logarithm: of a script, whose losses are batches', on a line."""
         workload, updates = self.experiment.workload, result.summary.steps_to_target
         if updates is None or workload.target_loss is None or self.experiment.run.launcher != "command":
@@ -442,7 +441,7 @@ class _Verifier:
         steps = self.ways[base].steps
         assert steps is not None
         found = Updates.of_runs(self.ways[base].updates, self.ways[way].updates, steps, self.ways[way].steps)
-        return dataclasses.replace(found, noise=math.hypot(self.ways[base].noise, self.ways[way].noise))
+        return dataclasses.replace(found, noise=self.ways[way].noise_beside(self.ways[base]))
 
     def _way(self, name: str) -> tuple[object, ...]:
         return _learns_as(self.arms[name].strategy)

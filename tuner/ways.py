@@ -187,7 +187,7 @@ def price_ways(
     by_number, kept = _learnt(experiment, [one for _, one in trainings], learn, out, progress, refused, known or {}, end)
     arrivals = {trainings[number][0]: arrival for number, arrival in by_number.items()}
     learnt = {way: None if arrival is None else arrival.steps for way, arrival in arrivals.items()}
-    for rate, power in itertools.product(RATES, _POWERS):  # further in that direction, while it saves steps or nothing arrives
+    for rate, power in itertools.product(RATES, _POWERS):  # further in that direction, while that beats the default or nothing arrives
         last = rate ** (power - 1)
         if last in learnt and (_is_noticed(learnt[last], learnt.get(own)) or not any(learnt.values())):
             further = experiment.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate**power))

@@ -2,7 +2,7 @@
 
 The trainer's messages to it go through a deque, and through a socket that wakes it where one is urgent; its own go through
 a queue. An error ends the thread; the trainer raises it at its next message. What it sends, and when, is decided in
-``fleetbench.plan.servers.sender``, GeoSGD's rounds too; their deltas are ``fleetbench.workloads.served``.
+``fleetbench.plan.servers.training``, GeoSGD's rounds too; their deltas are ``fleetbench.workloads.served``.
 """
 
 import contextlib

@@ -188,7 +188,7 @@ def test_a_loss_that_is_no_number_is_null() -> None:
     assert not summary(final_loss=0.5).skipped
     diverged = summary(final_loss=float("nan"))
     assert json.loads(diverged.to_json())["final_loss"] is None
-    assert [line["what"] for line in diverged.skipped] == ["workload.lr"]
+    assert [line["what"] for line in diverged.skipped] == ["final_loss"]
 
 
 def result() -> RunResult:

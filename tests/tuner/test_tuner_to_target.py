@@ -14,7 +14,7 @@ from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.target import crossing
 from real.leg import Leg
 from tuner.real_runs import RealRuns
-from tuner.recommendation import Arm, Recommendation
+from tuner.recommendation import Arm, Recommendation, TargetCheck
 from tuner.sequential import ERROR, judge, looks
 from tuner.to_target import Updates, on_line
 from tuner.verify import verify
@@ -121,17 +121,32 @@ def test_one_run_each_has_an_interval_that_holds(slower: float, noise: float) ->
 
 
 def test_losses_that_do_not_fall_or_are_few_tell_nothing() -> None:
-    """A line through them has no crossing that is known, and the interval no end."""
-    rising = [(10.0 * n, 0.3 + 0.01 * n) for n in range(1, 9)]
-    assert on_line(rising, TARGET, 40.0) == on_line([(10.0, 0.6), (20.0, 0.4), (30.0, 0.4)], TARGET, 40.0) == (40.0, math.inf)
+    """A line through them has no crossing that is known: of rising losses, of a plateau, where it is far off, of few, of infinite ones."""
+    told = [
+        [(10.0 * n, 0.3 + 0.01 * n) for n in range(1, 9)],
+        [(10.0 * n, 0.51 - 0.0001 * n) for n in range(1, 9)],
+        [(10.0, 0.6), (20.0, 0.4), (30.0, 0.4)],
+        [(10.0, math.inf), (20.0, 0.6), (30.0, 0.5), (40.0, 0.4)],
+    ]
+    assert [on_line(windows, TARGET, 40.0) for windows in told] == 4 * [(40.0, None)]
     assert on_line([(10.0 * n, 1.0 - 0.5 * math.log(n)) for n in range(1, 9)], TARGET, 30.0) == pytest.approx((10 * math.e, 0), abs=1e-9)
+
+
+def test_what_losses_do_not_tell_has_no_interval() -> None:
+    """Of the one seed with which both arrive, its own noise counts: unknown is infinite; several seeds have their spread."""
+    check = TargetCheck(reached=False).with_run(None, None, 200, noise=0.1).with_run(150.0, 0.4, 200, noise=None)
+    other = TargetCheck(reached=False).with_run(None, None, 200, noise=0.1).with_run(120.0, 0.4, 200, noise=0.2)
+    assert (check.noise_beside(other), other.noise_beside(other)) == (math.inf, pytest.approx(0.2 * math.sqrt(2)))
+    assert TargetCheck(reached=True, updates=(100.0,)).noise_beside(TargetCheck(reached=True, updates=(90.0,))) == 0.0  # of an older folder
+    assert Updates((0.1,), (0,), math.inf).half(ERROR, -1) == math.inf
 
 
 @dataclass
 class Reporting(FakeRunner):
-    """A script of 400 steps that reports losses, of which local steps need a tenth more; they take nine tenths of the time."""
+    """A script of 400 steps that reports losses, of which local steps need a tenth more; or ``losses``."""
 
     deviation: float = 0.0
+    losses: np.ndarray | None = None
 
     def run(self, leg: Leg) -> RunResult:
         """See ``Runner``."""
@@ -139,6 +154,7 @@ class Reporting(FakeRunner):
         if not leg.evaluate:
             return result
         losses = losses_of(400, 1.1 if leg.strategy.localsgd else 1.0, self.deviation, np.random.default_rng(int(leg.strategy.localsgd)))
+        losses = losses if self.losses is None else self.losses
         return replace(result, steps=result.steps.assign(loss=losses[result.steps["step"].to_numpy() - 1]))
 
 
@@ -179,3 +195,17 @@ def test_a_scripts_verdict_knows_how_noisy_its_losses_are(tmp_path: Path, deviat
         assert ", one run each (1.30x" in found.line
     else:
         assert "too uncertain (tune.target_seeds)" in found.reason
+
+
+def test_a_script_whose_losses_tell_nothing_is_undecided(tmp_path: Path) -> None:
+    """They are at the target from the second window on and stay there: twice as fast steps are no proof, and no error ends the tuning."""
+    experiment = target_experiment(pairs=8)
+    experiment = experiment.replace(run=replace(experiment.run, launcher="command", warmup_steps=0))
+    losses = np.where(np.arange(400) < WINDOW, 2.0, TARGET)
+    runner = Reporting(experiment, lambda s: 0.01 / (2 if s.localsgd else 1), updates=lambda _: 150.0, losses=losses)
+    arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("local", LOCAL))]
+    found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01))
+    assert (found.verdict, found.undecided, found.to_target_low) == ("KEEP DEFAULT", True, None)
+    assert "local measured 2.000x, no interval to the target, one run each, in 4 pairs" in found.line
+    found.save(tmp_path)
+    assert Recommendation.load(tmp_path).arms[1].target == found.arms[1].target

@@ -104,7 +104,8 @@ def ranked(
             for one in tried
             if way_of(one.strategy) == way_of(own) and (is_wire_free or parameters_of(one.strategy)["wire"] == parameters_of(own)["wire"])
         )
-        kept = "no other way of training, and no other wire, is recommended: raise workload.steps or the target, or tune.search_seconds"
+        what = "no other way of training" + ("" if is_wire_free else ", and no other wire,")
+        kept = f"{what} is recommended: raise workload.steps or the target, or tune.search_seconds"
         ways = dataclasses.replace(ways, notes=(*ways.notes[:-1], kept))
     step_s = {one.strategy: one.trial.simulated_s for one in tried}
     by_price = ordered({one.strategy: price for one in tried if (price := ways.seconds(one)) is not None})
