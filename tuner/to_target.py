@@ -23,6 +23,11 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize, special, stats
 
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.result import RunResult
+from real.job.results import reported_losses
+
 CONFIDENCE = 0.9
 """Of the interval of a penalty."""
 _LEAST_WINDOWS = 4
@@ -66,6 +71,23 @@ class Updates:
         if len(self.ratios) == 1 and self.num_known == 1:
             return float(stats.norm.isf(error)) * self.noise
         return _half(self, error, side)
+
+
+def arrival_of(result: RunResult, experiment: Experiment) -> tuple[float | None, float | None]:
+    """Steps of a run to the experiment's target, and the deviation of their logarithm: of a script, whose losses are batches', on a line.
+
+    Raises ``ConfigError`` where the script's own strategy is there within the first window of losses.
+    """
+    workload, updates = experiment.workload, result.summary.steps_to_target
+    if updates is None or workload.target_loss is None or experiment.run.launcher != "command":
+        return updates, 0.0
+    if updates <= workload.eval_every and result.experiment.strategy == experiment.strategy:
+        hint = f"a lower target, or workload.eval_every below {workload.eval_every}: within a window nothing tells when"
+        raise ConfigError("the script's first losses are at it already", "workload.target_loss", f"{workload.target_loss:g}", hint)
+    ended = reported_losses(result.steps, workload.eval_every, int(result.steps["step"].max()))
+    warmup_steps = experiment.run.warmup_steps  # have trained too
+    middles = [(warmup_steps + end - (workload.eval_every - 1) / 2, loss) for end, loss in ended]
+    return on_line(middles, workload.target_loss, warmup_steps + updates) if middles else (updates, 0.0)
 
 
 def on_line(windows: Sequence[tuple[float, float]], target: float, crossed: float) -> tuple[float, float | None]:

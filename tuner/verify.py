@@ -28,7 +28,6 @@ from fleetbench.quantities import counted
 from fleetbench.result import RunResult, step_s_of
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import median_arrival
-from real.job.results import reported_losses
 from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.roles import SEED
 from tuner.bias import named
@@ -37,7 +36,7 @@ from tuner.real_runs import BudgetSpent, RealRuns, budget_of, leg_steps_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
 from tuner.space import name_of, parameters_of, way_of
-from tuner.to_target import Penalty, Updates, on_line
+from tuner.to_target import Penalty, Updates, arrival_of
 
 DEFAULT = "default"
 BETWEEN_SEEDS = 3
@@ -368,22 +367,12 @@ class _Verifier:
         result = self.legs.run(name, self.arms[name].strategy, steps=steps, start="initial", seed=seed, evaluate=True)
         trained = int(result.steps["step"].max()) if len(result.steps) else steps
         self.progress(stage, 1, 1)
-        (updates, noise), final_loss = self._arrival(result), result.summary.final_loss
+        (updates, noise), final_loss = arrival_of(result, self.experiment), result.summary.final_loss
         if number and (updates, final_loss) == (check.updates[0], check.final_loss):
             self.seeds, self.seeds_are_alike = self.seeds[:1], True
             self.notes.append(f"the runs of {name} with two seeds are equal, and count as one: a script takes its seed from {SEED}")
             return
         self.ways[way] = check.with_run(updates, final_loss, trained, self._metric_of(result), noise)
-
-    def _arrival(self, result: RunResult) -> tuple[float | None, float | None]:
-        """Steps to the target, and the deviation of their logarithm: of a script, whose losses are batches', on a line."""
-        workload, updates = self.experiment.workload, result.summary.steps_to_target
-        if updates is None or workload.target_loss is None or self.experiment.run.launcher != "command":
-            return updates, 0.0
-        ended = reported_losses(result.steps, workload.eval_every, int(result.steps["step"].max()))
-        warmup_steps = self.experiment.run.warmup_steps  # have trained too
-        middles = [(warmup_steps + end - (workload.eval_every - 1) / 2, loss) for end, loss in ended]
-        return on_line(middles, workload.target_loss, warmup_steps + updates) if middles else (updates, 0.0)
 
     def _metric_of(self, result: RunResult) -> float | None:
         """``tune.metric`` at the target; none where there is none, or the run did not arrive."""
@@ -453,7 +442,11 @@ class _Verifier:
             return None
         runs = len(arm.target.updates)
         if not arm.target.reached:
-            final = "" if arm.target.final_loss is None else f" (final loss {arm.target.final_loss:.3g})"
+            loss = arm.target.final_loss
+            needs = (
+                ", of three evaluations in a row: workload.eval_every" if loss is not None and target is not None and loss <= target else ""
+            )
+            final = "" if loss is None else f" (final loss {loss:.3g}{needs})"
             of_all = "" if runs == 1 else f", in none of {runs} runs"
             return f"does not reach the target loss {target:g} in {arm.target.steps} steps{of_all}{final}"
         if self._way(name) == self._way(DEFAULT):
@@ -589,7 +582,7 @@ def _needed(judged: Judgement | None) -> str:
     if judged is None:
         return ""
     if judged.pairs_needed is None:
-        return "no number of pairs would decide: updates to the target are too uncertain (tune.target_seeds)"
+        return "no number of pairs would decide: steps to the target are too uncertain (tune.target_seeds, workload.eval_every)"
     number = f"more than {MANY:,}" if judged.pairs_needed >= MANY else f"about {judged.pairs_needed:,}"
     return f"{number} would decide, if mean and spread stay (tune.pairs)"
 

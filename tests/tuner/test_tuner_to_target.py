@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 from tuner_fakes import FakeRunner, target_experiment
 
+from fleetbench.errors import ConfigError
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.target import crossing
@@ -194,7 +195,7 @@ def test_a_scripts_verdict_knows_how_noisy_its_losses_are(tmp_path: Path, deviat
         assert found.to_target == pytest.approx(1.3 / 1.1, rel=0.01)
         assert ", one run each (1.30x" in found.line
     else:
-        assert "too uncertain (tune.target_seeds)" in found.reason
+        assert "too uncertain (tune.target_seeds, workload.eval_every)" in found.reason
 
 
 def test_a_script_whose_losses_tell_nothing_is_undecided(tmp_path: Path) -> None:
@@ -209,3 +210,17 @@ def test_a_script_whose_losses_tell_nothing_is_undecided(tmp_path: Path) -> None
     assert "local measured 2.000x, no interval to the target, one run each, in 4 pairs" in found.line
     found.save(tmp_path)
     assert Recommendation.load(tmp_path).arms[1].target == found.arms[1].target
+
+
+def test_a_target_within_the_first_window_is_refused(tmp_path: Path) -> None:
+    """Nothing tells when within it a script was there; the hint names what to set. A finalist that is so fast has no interval."""
+    experiment = target_experiment(pairs=8)
+    experiment = experiment.replace(run=replace(experiment.run, launcher="command", warmup_steps=0))
+    runner = Reporting(experiment, lambda s: 0.01 / (2 if s.localsgd else 1), updates=lambda _: 20.0)
+    arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("local", LOCAL))]
+    with pytest.raises(ConfigError, match="the script's first losses are at it already") as error:
+        verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path / "all", step_s=0.01))
+    assert "workload.eval_every below 20" in error.value.hint
+    runner.updates = lambda leg: 20.0 if leg.strategy.localsgd else 150.0
+    found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path / "one", step_s=0.01))
+    assert (found.verdict, found.undecided) == ("KEEP DEFAULT", True), found.line

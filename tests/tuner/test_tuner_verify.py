@@ -497,7 +497,7 @@ def test_updates_that_cost_what_steps_gain_keep_the_default(tmp_path: Path) -> N
     assert "later than the default (reached after" in (later.arms[1].rejected or "")
     spread, _ = seeded(lambda seed, is_local: 80.0 * ((1.2, 1.7, 2.4)[seed] if is_local else 1.0 + seed / 100), tmp_path / "spread")
     assert (spread.verdict, spread.undecided, len(spread.pairs)) == ("KEEP DEFAULT", True, 4)
-    assert "no number of pairs would decide: updates to the target are too uncertain (tune.target_seeds)" in spread.line
+    assert "no number of pairs would decide: steps to the target are too uncertain (tune.target_seeds, workload.eval_every)" in spread.line
 
 
 def test_runs_that_never_arrive_are_counted(tmp_path: Path) -> None:
