@@ -120,15 +120,15 @@ def sweep(
 
 
 def _indistinct(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
-    """Says so where all values of K reach one loss after about as many steps: such a workload says nothing of K. None where it notices K.
+    """Says so where a training diverged, or all values of K reach one loss after about as many steps: that says nothing of K. None else.
 
     The loss is the lowest that all reach, at three evaluations in a row.
     """
+    if diverged := [value for value, one in learnt.items() if not math.isfinite(one.final_loss)]:
+        return f"the held-out loss is not finite where {key} is {', '.join(diverged)}: set a lower workload.lr"
     best = [one.lowest for one in learnt.values()]
     if not key.endswith("k_steps") or len(best) < 2 or None in best:
         return None
-    if diverged := [value for value, one in learnt.items() if not math.isfinite(one.lowest or 0.0)]:
-        return f"the held-out loss is not finite where {key} is {', '.join(diverged)}: set a lower workload.lr"
     target = max(loss for loss in best if loss is not None)
     steps = {value: found.step if (found := one.crossing(target)) else math.inf for value, one in learnt.items()}
     fewest, most = min(steps.values()), max(steps.values())

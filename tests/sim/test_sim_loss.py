@@ -138,6 +138,18 @@ def test_a_sweep_says_where_a_workload_does_not_notice_k(tmp_path: Path) -> None
     assert notes[2] == "the held-out loss is not finite where strategy.localsgd_configs.k_steps is 1, 64: set a lower workload.lr"
 
 
+def test_a_sweep_of_any_key_says_where_training_diverged(tmp_path: Path) -> None:
+    """A learning rate of 1e9 has no held-out loss, one of 0.05 has."""
+
+    def load(more: Any) -> Experiment:
+        data = {"model": "mlp", "model_options": {"hidden": 16}, "data": "synthetic", "steps": 32, "lr": float(more[0].partition("=")[2])}
+        cluster = {"trainers_per_node": 2, "intra": {"bandwidth": "1 Gbit/s", "latency": "1 us"}}
+        return Experiment.from_dict({"workload": data, "cluster": cluster, "run": {"warmup_steps": 0}})
+
+    found = sweep(_unprofiled(load, tmp_path), ["workload.lr=0.05,1e9"], learn=Trajectories(tmp_path, lambda _text: None).of)
+    assert found.note == "the held-out loss is not finite where workload.lr is 1e9: set a lower workload.lr"
+
+
 def _unprofiled(load: Any, folder: Path) -> Any:
     """The experiments that ``load`` gives, with a profile of their own."""
 
