@@ -102,4 +102,4 @@ def test_nothing_is_found_where_nothing_was_planted(tmp_path: Path) -> None:
     assert recommendation.verdict == "KEEP DEFAULT", recommendation.line
     assert all(len(arm.measured_s) >= 2 for arm in recommendation.arms)
     assert len(recommendation.arms) > 1
-    assert recommendation.arms[0].measured_s[0] > 0.1
+    assert recommendation.arms[0].measured_s[0] > 0.02  # a step computes, for 0.09 s on a fast machine
