@@ -56,10 +56,12 @@ def main() -> None:
     args = parser.parse_args()
     fleet.init(DistributedStrategy.load(args.strategy) if args.strategy else DistributedStrategy(localsgd=True, localsgd_configs=DILOCO))
 
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_characters, text, held_out = read_pages()
+    text, held_out = text.to(device), held_out.to(device)
     windows = torch.arange(args.length + 1)
     torch.manual_seed(0)
-    model = GPT(num_characters, args.length, args.width, args.layers)
+    model = GPT(num_characters, args.length, args.width, args.layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
     model = fleet.distributed_model(model)
     optimizer = fleet.distributed_optimizer(optimizer)

@@ -47,10 +47,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()
 
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_characters, text, held_out = read_pages()
+    text, held_out = text.to(device), held_out.to(device)
     windows = torch.arange(args.length + 1)
     torch.manual_seed(0)
-    model = GPT(num_characters, args.length, args.width, args.layers)
+    model = GPT(num_characters, args.length, args.width, args.layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
     total, warmup = args.epochs * args.updates, 20
     scheduler = torch.optim.lr_scheduler.LambdaLR(

@@ -56,7 +56,7 @@ class Collective:
     ) -> None:
         """Join the other trainers; ``timeout_s`` bounds every collective, and, by default, how long the others may take to come.
 
-        Backend and device are chosen by what is there, unless they are given.
+        Backend and device are chosen by what is there, unless they are given; with gloo the device is the model's.
         """
         if strategy.auto:
             refuse_beside_auto(strategy)
@@ -104,6 +104,9 @@ class Collective:
         """Start from rank 0's parameters and buffers, and hook the model."""
         if self.engine is not None:
             raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
+        place = next(model.parameters(), torch.empty(0)).device
+        if self._backend == "gloo" and place.type == "cuda":
+            self.communicators.move(place)
         if self._strategy.auto:
             self._strategy = self.recommended(model)
         if self.role.trainers_per_node is None and self._strategy.use_hierarchical_allreduce:

@@ -194,10 +194,11 @@ class Recommendation(Config):
     @property
     def _verdict(self) -> str:
         if self.verdict == "KEEP DEFAULT":
-            return f"KEEP DEFAULT{' (UNDECIDED)' if self.undecided else ''}: {self.reason}"
-        changed = ((key, str(value).lower() if isinstance(value, bool) else value) for key, value in flat(self.strategy.changes()))
-        changes = ", ".join(f"{key} = {value}" for key, value in changed) or "Fleet's defaults"
-        return f"USE {changes}: {self._gain(f'{self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}]', f'n = {len(self.pairs)} pairs')}"
+            finalist = next((arm for arm in self.arms if arm.name == self.finalist), None)
+            what = "" if finalist is None else f"; {finalist.name} is {_changes(finalist.strategy)}"
+            return f"KEEP DEFAULT{' (UNDECIDED)' if self.undecided else ''}: {self.reason}{what}"
+        gain = self._gain(f"{self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}]", f"n = {len(self.pairs)} pairs")
+        return f"USE {_changes(self.strategy)}: {gain}"
 
     def _gain(self, step: str, count: str) -> str:
         """The gain under its objective: time to the target, which is updates times seconds an update, or of a step alone."""
@@ -238,3 +239,8 @@ class Recommendation(Config):
             data = read_json(path.read_text(encoding="utf-8"))
             data["learnt"] = {key: value for key, value in data.get("learnt", {}).items() if isinstance(value, list)}  # no older version's
             return decode(data, cls, str(path))
+
+
+def _changes(strategy: DistributedStrategy) -> str:
+    changed = ((key, str(value).lower() if isinstance(value, bool) else value) for key, value in flat(strategy.changes()))
+    return ", ".join(f"{key} = {value}" for key, value in changed) or "Fleet's defaults"

@@ -149,6 +149,9 @@ class _Verifier:
             if compared and self._expected(arm) >= 1:
                 self._leave_out(ranked)
                 break
+            near = (1 + self.experiment.tune.min_gain) * self._expected(arm)
+            if not compared and (alike := [other.name for other in ranked[1:] if self._expected(other) < near]):
+                self.notes.append(f"chosen before {', '.join(alike)} by less than tune.min_gain, which may be chance: {arm.name}")
             compared.append(arm.name)
             if self._reaches_target(arm.name):
                 self.error = error_of(left, is_last=len(ranked) == 1)

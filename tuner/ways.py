@@ -164,7 +164,7 @@ def price_ways(
         return _of_script(experiment, found, step_s)
     if learn is None or workload.target_loss is None or workload.model == LAYERS or run.device == "emulated":
         return Ways()
-    if (least_s := _least_s(experiment)) > experiment.tune.search_seconds:
+    if run.device != "cuda" and (least_s := _least_s(experiment)) > experiment.tune.search_seconds:
         large = (
             f"virtual trainers are not asked: to the target they would take about {least_s:.3g} s of one core or more (tune.search_seconds)"
         )

@@ -33,7 +33,7 @@ class HeldOut:
     @torch.no_grad()
     def loss_and_accuracy(self, flat: torch.Tensor) -> tuple[float, float | None]:
         """Mean loss, and the share of samples whose class is right, where the loss is cross-entropy."""
-        tensors = evaluated(self._model)
+        tensors = evaluated(self._model.to(flat.device))
         for tensor, piece in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(piece.view_as(tensor))
         inputs, labels = held_out(self._data)

@@ -214,6 +214,13 @@ class Communicators:
                 own = made
         return own
 
+    def move(self, device: torch.device) -> None:
+        """Carry tensors of ``device`` from now on, as gloo can; nothing is under way."""
+        self.close()
+        self.device, self._make_lane = device, partial(make_lane, device, self._backend)
+        self._lanes = [self._make_lane(f"communicator-{number}") for number in range(len(self._lanes))]
+        self._update_lane, self._proved, self._num_tried = None, 1, 0
+
     def prove(self, together: int) -> None:
         """Try every process group, and the first ``together`` communicators at once; every rank calls this at the same place.
 

@@ -232,6 +232,11 @@ class CommandLaunch(Launch):
         """Seconds for which the command held its trainers so far, all of them together; one trainer until all have joined."""
         return ((self._end_s or time.monotonic()) - self._begin_s) * max(1, len(self.ranks))
 
+    @property
+    def used_s(self) -> float:
+        """Seconds since all have joined."""
+        return time.monotonic() - self._begin_s - self.startup_s
+
     def start(self, environment: Mapping[str, str], workdir: Path | None = None) -> None:
         """Start the command, in ``workdir`` if given. Raises ``EnvironmentLacks`` where there is no such program."""
         self._folder.make()

@@ -36,6 +36,8 @@ RECORD = Leg(steps=10, warmup_steps=3, start="as_is")
 """The first leg: what the script is."""
 _MOST_LAUNCHES = 5
 """For one leg."""
+_USED = 0.25
+"""Of the time that a launch takes to start, for which legs use it before those of another pair start one: launches differ."""
 
 
 class ScriptSession(LegSession):
@@ -82,7 +84,7 @@ class ScriptSession(LegSession):
         return run_of(self.experiment, leg, self._parts(leg, progress), foreign_cores=self.foreign_cores)
 
     def together(self, legs: Sequence[Leg]) -> None:
-        """See ``LegSession``; legs are cut to the steps of a launch."""
+        """See ``LegSession``; legs are cut to the steps of a launch, and are of a new one where the last has been used enough."""
         wanted = sum(leg.warmup_steps + leg.steps for leg in legs)
         if self.capacity is not None and wanted > self.capacity:
             share = self.capacity // len(legs)
@@ -90,7 +92,8 @@ class ScriptSession(LegSession):
                 self._most = share
                 what = f"the legs of a pair were cut to {share} steps with their warm-up: a launch of the script has {self.capacity}"
                 self.notes.append(what)
-        if self._launch is not None and self._launch.num_steps and self._remaining(self._launch) < wanted:
+        launch = self._launch
+        if launch is not None and launch.num_steps and (launch.used_s > _USED * launch.startup_s or self._remaining(launch) < wanted):
             self._end()
 
     def _parts(self, leg: Leg, progress: Progress | None) -> list[Part]:

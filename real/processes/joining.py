@@ -21,7 +21,7 @@ _RETRY_S = 1.0
 
 
 def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
-    """Make torch's process group. By default NCCL carries it where there is CUDA and somebody started several, else gloo.
+    """Make torch's process group. By default NCCL carries it where somebody started several, and each has a CUDA device; else gloo.
 
     Raises ``ConfigError`` for a parameter server, and where the address of rank 0 is missing.
     """
@@ -32,7 +32,8 @@ def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
     import torch.distributed as dist
 
     require_address(role, os.environ)
-    backend = backend or ("nccl" if torch.cuda.is_available() and role.launcher != "none" else "gloo")
+    has_device = torch.cuda.is_available() and torch.cuda.device_count() >= (role.trainers_per_node or 1)
+    backend = backend or ("nccl" if has_device and role.launcher != "none" else "gloo")
     if role.store is not None:
         store = dist.FileStore(role.store, role.trainers)  # type: ignore[attr-defined]  # missing from __all__ only
         store.set_timeout(timeout)

@@ -47,6 +47,8 @@ STRATEGIES: dict[str, dict[str, object]] = {
     "settings of the device": {"strategy.cudnn_exhaustive_search": True, "strategy.fraction_of_gpu_memory_to_use": 0.05},
 }
 """Keys by the name of what they ask for; trained on the device and on the CPU."""
+GPT = ("--width", "128", "--layers", "4", "--length", "64", "--batch", "16")
+"""Of ``examples/gpt.py``."""
 RESNET = {"workload.model": "resnet50", "workload.data": "synthetic", "workload.optimizer": "momentum", "workload.lr": 0.01}
 
 
@@ -154,6 +156,41 @@ def sim_against_real(ground: Ground) -> Any:
     return means | {"ratio": means["simulated_s"] / means["real_s"]}
 
 
+def script(ground: Ground) -> Any:
+    """A script of one's own, two trainers on one device: tuned, then launched with what it was recommended, and without; and one alone."""
+    example = str(ROOT / "examples/gpt.py")
+    (ground.folder / "plain.toml").write_text("schema = 1\n[strategy]\n", encoding="utf-8")
+    launch = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "2", example, *GPT]
+    (ground.folder / "base.toml").write_text('schema = 1\nname = "script"\n', encoding="utf-8")
+    sets = ("tune.trials=10", "tune.finalists=2", "tune.leg_steps=20", "workload.target_loss=2.6", "workload.steps=400")
+    given = [part for one in sets for part in ("--set", one)]
+    tuned = [sys.executable, "-m", "fleetbench", "tune", "base.toml", *given, "--json", "--", *launch, "--strategy", "plain.toml"]
+    found = json.loads(ground.run(tuned))
+    recommended = next((ground.folder / "runs").glob("*/recommended.toml"))
+    rows = []
+    for strategy in ("plain.toml", str(recommended), str(recommended), "plain.toml"):
+        begin = time.monotonic()
+        said = ground.run([*launch, "--strategy", strategy, "--epochs", "2"])
+        rows.append({"strategy": Path(strategy).name, "seconds": time.monotonic() - begin, "said": said.splitlines()[-1]})
+    alone = {
+        name: ground.run([sys.executable, str(ROOT / f"examples/{name}"), *GPT, *options]).splitlines()[-1]
+        for name, options in (("gpt_plain.py", ()), ("gpt.py", ("--strategy", "plain.toml")))
+    }
+    kept = {key: found[key] for key in ("verdict", "speedup", "reason", "pairs", "notes") if key in found}
+    return {**kept, "recommended": recommended.read_text(encoding="utf-8"), "launched": rows, "alone": alone}
+
+
+def virtual(ground: Ground) -> Any:
+    """Virtual trainers on the device beside those on the CPU."""
+    return json.loads(ground.run([sys.executable, str(HERE / "virtual.py")]))
+
+
+def compiled(ground: Ground) -> Any:
+    """Compiled blocks, to the end of a real run, with the minutes that their compiler takes."""
+    keys = {**STRATEGIES["compiled blocks"], "run.timeout": "300 s", "run.startup_timeout": "300 s"}
+    return {device: _final_loss(ground, keys, device, number) for number, device in enumerate((ground.device, "cpu"))}
+
+
 def _final_loss(ground: Ground, keys: Mapping[str, object], device: str, number: int) -> float | str:
     """Of a real run of its own folder; or what went wrong."""
     folder = ground.folder / f"{number}-{device}"
@@ -199,6 +236,9 @@ SECTIONS: dict[str, Section] = {
     "profile_gpt": Section(profile_gpt),
     "sim_against_real": Section(sim_against_real),
     "tune": Section(tune),
+    "script": Section(script),
+    "virtual": Section(virtual, needs_cuda=True),
+    "compiled": Section(compiled),
 }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ Tensors = list[torch.Tensor]
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WORTH_TRACING_S, TRACING_S = 3.0, 0.1
 """What tracing takes: to import the tracer, and for each parameter."""
+WORTH_A_GPU_S = 3.0
+"""A training that a core ends sooner does not ask a GPU, whose first use takes as long."""
 
 
 class Computed(NamedTuple):
@@ -176,28 +179,41 @@ class Problem:
         return cross_entropy(outputs.flatten(0, 1), labels.flatten(0, 1), reduction="none").view(self.trainers, -1).mean(1)
 
 
-def fastest(problem: Problem, arguments: Arguments, steps: int, *, may_stack: bool) -> tuple[Way, str]:
-    """The way that computes these arguments' gradients in less processor time, and its name.
+class Chosen(NamedTuple):
+    """A way, its name, and the time of a step."""
+
+    way: Way
+    name: str
+    step_s: float
+
+
+def fastest(problem: Problem, arguments: Arguments, steps: int, *, may_stack: bool) -> Chosen:
+    """The way that computes these arguments' gradients in less processor time, or on a GPU in less time.
 
     ``may_stack``: memory suffices for all trainers at once. A training that could not save what tracing takes, were all trainers as
     fast as one, is not compared with a graph.
     """
     loop_s = _seconds(problem.loop, arguments)
     if not may_stack or loop_s * steps * (1 - 1 / problem.trainers) < WORTH_TRACING_S + TRACING_S * len(arguments[0]):
-        return problem.loop, "loop"
+        return Chosen(problem.loop, "loop", loop_s)
     try:
         graph = problem.graph(*arguments)
     except (RuntimeError, UserWarning):  # vmap has no rule for one of the model's operations, or one that is slower than a loop
-        return problem.loop, "loop"
-    return (graph, "graph") if _seconds(graph, arguments) < loop_s else (problem.loop, "loop")
+        return Chosen(problem.loop, "loop", loop_s)
+    return min(Chosen(problem.loop, "loop", loop_s), Chosen(graph, "graph", _seconds(graph, arguments)), key=attrgetter("step_s"))
 
 
 def _seconds(way: Way, arguments: Arguments) -> float:
-    """Processor time of one step, the second."""
+    """Of one step, the second: processor time, which other programs change less; on a GPU until it has ended."""
     way(*arguments)
-    begin = time.process_time()
+    if arguments[-1].is_cuda:
+        torch.cuda.synchronize(arguments[-1].device)
+    clock = time.perf_counter if arguments[-1].is_cuda else time.process_time
+    begin = clock()
     way(*arguments)
-    return time.process_time() - begin
+    if arguments[-1].is_cuda:
+        torch.cuda.synchronize(arguments[-1].device)
+    return clock() - begin
 
 
 def _tidied(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -36,21 +36,26 @@ class Prepared:
         self.held_out = HeldOut(scratch, folder, self.compare)
 
 
-def refuse_beyond(trainers: int, needed: int) -> int:
-    """Bytes of memory that are free. Raises ``ConfigError`` where fewer are than so many trainers need."""
-    free = psutil.virtual_memory().available
-    if needed > free:
+def free_bytes(device: str) -> int:
+    """Of memory, on ``cpu`` or ``cuda``."""
+    return psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info()[0]
+
+
+def refuse_beyond(trainers: int, needed: int) -> None:
+    """Raise ``ConfigError`` where so many trainers need more memory than is free."""
+    if needed > (free := free_bytes("cpu")):
         value = f"{counted(trainers, 'trainer')} take about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
         raise ConfigError("virtual trainers do not fit into memory", "cluster", value, "simulate fewer trainers, or leave --loss out")
-    return free
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Several threads of small operations wait for one another most of the time."""
-    before = torch.get_num_threads()
+    """Several threads of small operations wait for one another most of the time. Convolutions of a GPU have all digits of float32."""
+    before = torch.get_num_threads(), torch.backends.cudnn.allow_tf32
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]

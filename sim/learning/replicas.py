@@ -25,12 +25,13 @@ class Replicas:
     """Life of a step: ``compute`` leaves gradients, ``run`` executes operations on them, ``scalar`` answers what is observed."""
 
     def __init__(self, model: nn.Module, workload: Workload, plan: Plan, combination: Combination) -> None:
-        """All trainers begin with the parameters and buffers of ``model``."""
+        """All trainers begin with the parameters and buffers of ``model``, on its device."""
         self.trainers = plan.trainers
         self.shares, self.averages = sharing(plan, combination)
         members = 1 if self.shares else self.trainers
         self.parameters = {name: nn.Parameter(_stacked(value, members)) for name, value in model.named_parameters()}
         self.buffers = {name: _stacked(value, self.trainers) for name, value in model.named_buffers()}
+        self._device = next(iter(self.parameters.values())).device
         self.losses = torch.zeros(self.trainers)
         self._plan = plan
         self._combination = combination
@@ -50,8 +51,9 @@ class Replicas:
         """What a ``Way`` takes, of joint batches ``(trainers * batch, ...)``."""
         parameters = [parameter.detach() for parameter in self.parameters.values()]
         shape = (self.trainers, len(labels) // self.trainers)
-        scaled = torch.tensor(scale, dtype=parameters[0].dtype)
-        return parameters, [*self.buffers.values()], scaled, inputs.view(*shape, *inputs.shape[1:]), labels.view(*shape, *labels.shape[1:])
+        scaled = torch.tensor(scale, dtype=parameters[0].dtype, device=self._device)
+        inputs, labels = (joint.to(self._device).view(*shape, *joint.shape[1:]) for joint in (inputs, labels))
+        return parameters, [*self.buffers.values()], scaled, inputs, labels
 
     def begin_step(self, counted: int) -> None:
         """A step begins, whose learning rate is that of the step or update ``counted``."""
@@ -97,7 +99,7 @@ class Replicas:
             return float(self._optimizer.param_groups[0]["lr"])
         if name == "loss":
             return math.fsum(self.losses.tolist()) / self.trainers
-        found, inverse = torch.zeros(1), torch.full((1,), 1.0 / self._scale)
+        found, inverse = (torch.full((1,), value, device=self._device) for value in (0.0, 1.0 / self._scale))
         self._gradients = {name: gradient.contiguous() for name, gradient in self._gradients.items()}
         torch._amp_foreach_non_finite_check_and_unscale_([*self._gradients.values()], found, inverse)  # as torch.amp.GradScaler does
         return float(found)

@@ -1,6 +1,7 @@
 """Training without a clock: ``fleetbench.plan.drive``'s protocol over all trainers' replicas at once; and the store of what was learnt."""
 
 import contextlib
+import copy
 import dataclasses
 import json
 import tempfile
@@ -27,8 +28,8 @@ from fleetbench.store import new_folder, new_run_id
 from fleetbench.target import crossing
 from fleetbench.workload import OPTIMIZER_STATE
 from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
-from sim.learning.gradients import Problem, fastest
-from sim.learning.prepared import Prepared, Progress, Say, one_thread, refuse_beyond
+from sim.learning.gradients import WORTH_A_GPU_S, Chosen, Problem, fastest
+from sim.learning.prepared import Prepared, Progress, Say, free_bytes, one_thread, refuse_beyond
 from sim.learning.replicas import Replicas, expected_bytes, sharing
 from sim.learning.served import Played, ServedReplay
 from sim.learning.trajectory import Trajectory, key_of, learnt_from
@@ -44,9 +45,9 @@ def train(
 ) -> Trajectory:
     """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
 
-    Computes on one thread of the CPU. ``played``: the order in which trainers of parameter servers do so, where it is known; else it
-    is simulated first. ``until``: a held-out loss; where it is reached, as ``workload.target_loss`` is, training is over, and, of
-    collectives, was that of an experiment of so many steps.
+    Computes on one thread of the CPU; without parameter servers on the current GPU, where that is faster. ``played``: the order in which
+    trainers of parameter servers do so, where it is known; else it is simulated first. ``until``: a held-out loss; where it is reached,
+    as ``workload.target_loss`` is, training is over, and, of collectives, was that of an experiment of so many steps.
 
     Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory does not suffice.
     """
@@ -54,13 +55,18 @@ def train(
         if experiment.strategy.mode == "ps":
             looking = None if progress is None else partial(progress, 0, experiment.cluster.trainers * experiment.workload.steps)
             return ServedReplay(experiment, played or Played.of(experiment, looking), Path(folder), say).run(progress, until)
-        return VirtualTraining(experiment, Path(folder), say=say).run(progress, until)
+        found = VirtualTraining(experiment, Path(folder), say=say).run(progress, until)
+    torch.cuda.empty_cache()  # the next who computes there is another process
+    return found
 
 
 class VirtualTraining:
     """One training. Life cycle: made (the data are prepared, memory is checked), ``run``."""
 
-    def __init__(self, experiment: Experiment, folder: Path, way: str | None = None, say: Say = lambda _: None) -> None:
+    def __init__(
+        self, experiment: Experiment, folder: Path, way: str | None = None, say: Say = lambda _: None, device: str = "cpu"
+    ) -> None:
+        """``way``: ``loop`` or ``graph`` on this ``device``; where it is none, the fastest on any."""
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
         self._experiment = experiment = learnt_from(experiment)
@@ -81,9 +87,9 @@ class VirtualTraining:
             averages=averages,
             amp=experiment.strategy.amp_configs if experiment.strategy.amp else None,
         )
-        self._choose(problem, way, say)
+        self._choose(problem, way, say, device)
 
-    def _choose(self, problem: Problem, wanted: str | None, say: Say) -> None:
+    def _choose(self, problem: Problem, wanted: str | None, say: Say, device: str) -> None:
         """Make the replicas, and choose how gradients are computed. Raises ``ConfigError`` where memory does not suffice."""
         workload, plan, what = self._experiment.workload, self._strategy.plan, self._strategy.combination
         inputs, labels = self._batches.batch(0)
@@ -91,16 +97,26 @@ class VirtualTraining:
         activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # with what the backward makes of them
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
         at_once = in_loop + activations * (problem.trainers - 1)
-        free = refuse_beyond(problem.trainers, at_once if wanted == "graph" else in_loop)
+        refuse_beyond(problem.trainers, at_once if wanted == "graph" else in_loop)
         taken, most = in_loop / 1e6, at_once / 1e6
         say(f"{counted(problem.trainers, 'virtual trainer')} take {taken:.3g} MB, or {most:.3g} MB where all compute at once")
-        self.replicas = Replicas(problem.model, workload, plan, what)
-        arguments = self.replicas.arguments(inputs, labels, self._loss_scale)
-        if wanted is None:
-            self._way, self.way = fastest(problem, arguments, workload.steps, may_stack=at_once <= free)
-        else:
-            self._way, self.way = (problem.loop if wanted == "loop" else problem.graph(*arguments)), wanted
-        self.num_bytes = at_once if self.way == "graph" else in_loop
+
+        def on(device: str) -> tuple[Replicas, Chosen]:
+            own = problem if device == "cpu" else dataclasses.replace(problem, model=copy.deepcopy(problem.model).to(device))
+            replicas = Replicas(own.model, workload, plan, what)
+            arguments = replicas.arguments(inputs, labels, self._loss_scale)
+            if wanted is None:
+                return replicas, fastest(own, arguments, workload.steps, may_stack=at_once <= free_bytes(device))
+            return replicas, Chosen(own.loop if wanted == "loop" else own.graph(*arguments), wanted, 0.0)
+
+        self.replicas, chosen = on(device)
+        is_long = wanted is None and chosen.step_s * workload.steps > WORTH_A_GPU_S
+        if is_long and torch.cuda.is_available() and in_loop <= free_bytes("cuda"):
+            there, faster = on("cuda")
+            if faster.step_s < chosen.step_s:
+                self.replicas, chosen, device = there, faster, "cuda"
+        self._way, self.way = chosen.way, chosen.name if device == "cpu" else f"{chosen.name} on {device}"
+        self.num_bytes = at_once if chosen.name == "graph" else in_loop
 
     @property
     def _loss_scale(self) -> float:
@@ -120,7 +136,7 @@ class VirtualTraining:
                     self._tell(event, observed)
                     if isinstance(event, StepBegin):
                         self.replicas.compute(self._way, *self._batches.batch(position), self._loss_scale)
-                        losses.append(self.replicas.losses.to(torch.float64).numpy())
+                        losses.append(self.replicas.losses.to(torch.float64).cpu().numpy())
                 local_steps.append(closed_round(before, self._decider.state))
                 if step >= 1 and step % workload.eval_every == 0:
                     held_out.append((step, self._held_out.loss(self.replicas.evaluated())))

@@ -15,7 +15,7 @@ from processes import Arrays, run_ranks
 
 from fleetbench.errors import EnvironmentLacks
 from real.communication.communicators import Communicators
-from real.communication.lanes import InlineLane
+from real.communication.lanes import InlineLane, ThreadLane
 
 TIMEOUT = timedelta(seconds=7)
 
@@ -136,6 +136,19 @@ def test_gloo_on_the_cpu_is_trusted_with_one_communicator_at_a_time(sums: Sums) 
     communicators.require(1, HIERARCHY)
     communicators.prove(1)
     assert sums.flown == []
+
+
+def test_what_moves_to_a_device_is_carried_by_lanes_of_its_own(made: list[dict[str, Any]]) -> None:
+    """The process groups stay, and are open for two communicators as before."""
+    communicators = Communicators("gloo", TIMEOUT, lane=lambda _name: InlineLane())
+    communicators.require(2)
+    before, groups = communicators.lane(1), len(made)
+    communicators.move(torch.device("cpu", 0))
+    assert len(made) == groups
+    assert communicators.device == torch.device("cpu", 0)
+    assert isinstance(before, InlineLane)
+    assert isinstance(communicators.lane(1), ThreadLane)
+    communicators.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -12,11 +14,13 @@ import torch.distributed as dist
 from mirror import Mirror
 from torch import nn
 
+from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from real.communication.clocks import CudaClock
 from real.compute.compute import apply_device_settings
 from real.compute.injector import delay_of
 from real.engine.engine import Engine
+from sim.learning.virtual_training import VirtualTraining
 
 pytestmark = pytest.mark.gpu
 MS = 1_000_000
@@ -127,3 +131,36 @@ def test_an_outer_optimizer_on_the_host_steps_as_one_on_the_device(tmp_path: Pat
         assert torch.equal(train(on_host=True), train(on_host=False))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", ["loop", "graph"])
+@pytest.mark.parametrize("strategy", [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 4, "outer_lr": 0.7}}], ids=["all", "local"])
+def test_virtual_trainers_learn_on_the_device_what_they_learn_on_the_cpu(tmp_path: Path, way: str, strategy: dict[str, object]) -> None:
+    """In float64, up to the order of sums: parameters, and the held-out loss."""
+    workload = {"model": "digits_cnn", "dtype": "float64", "batch_size": 4, "steps": 12, "eval_every": 6, "optimizer": "adam", "lr": 0.01}
+    experiment = Experiment.from_dict({"workload": workload, "cluster": {"trainers_per_node": 3}, "strategy": strategy})
+
+    def learnt(way: str, device: str) -> torch.Tensor:
+        training = VirtualTraining(experiment, tmp_path / f"{way} {device}", way, device=device)
+        found = training.run()
+        assert training.replicas.evaluated().device.type == device
+        return torch.cat([training.replicas.evaluated().cpu(), torch.tensor([loss for _, loss in found.held_out])])
+
+    torch.testing.assert_close(learnt(way, "cuda"), learnt("loop", "cpu"), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_a_script_whose_model_is_on_the_device_trains_there(tmp_path: Path, trainers: int) -> None:
+    """Alone, as without fleetbench; more trainers than devices meet on gloo."""
+    examples, options = Path(__file__).parents[2] / "examples", ["--epochs", "1", "--updates", "20"]
+    DistributedStrategy().save(tmp_path / "plain.toml")
+    launch = [] if trainers == 1 else ["-m", "fleetbench", "launch", "--nproc", str(trainers)]
+    command = [sys.executable, *launch, str(examples / "gpt.py"), *options, "--strategy", str(tmp_path / "plain.toml")]
+
+    def said(command: list[str]) -> float:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return float(done.stdout.split("held-out loss: ")[1])
+
+    plain = said([sys.executable, str(examples / "gpt_plain.py"), *options])
+    assert said(command) == pytest.approx(plain, rel=1e-3 if trainers == 1 else 0.2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,24 @@ def test_a_killed_rank_is_named_with_its_output() -> None:
     error = job.judge(LOG)
     assert error is not None
     assert (error.where, error.what, error.hint) == ("rank 1", "was killed by SIGKILL", "its output: log/workerlog.1")
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "launcher", "backend"),
+    [(0, "torchrun", "gloo"), (1, "torchrun", "gloo"), (2, "torchrun", "nccl"), (2, "none", "gloo")],
+    ids=["no device", "one device for two", "a device each", "started alone"],
+)
+def test_nccl_carries_trainers_that_have_a_device_each(
+    monkeypatch: pytest.MonkeyPatch, num_devices: int, launcher: str, backend: str
+) -> None:
+    """The others meet on gloo, wherever their tensors are."""
+    asked: list[str] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: num_devices > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_devices)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **_: asked.append(backend))
+    role = Role(kind="trainer", rank=0, trainers=2, trainers_per_node=2, launcher=launcher)  # type: ignore[arg-type]  # a parameter's
+    joining.join(role, timedelta(seconds=1))
+    assert asked == [backend]
 
 
 def test_the_interface_towards_an_address() -> None:

@@ -132,7 +132,18 @@ def test_nothing_to_gain_keeps_the_default(tmp_path: Path) -> None:
     found, runner = verified(layers_experiment(pairs=48), arms(one=FUSED, two=slower), tmp_path, lambda s: 0.022 - by_fusion(s))
     assert (found.verdict, found.undecided, found.finalist, len(found.pairs)) == ("KEEP DEFAULT", False, "one", 4)
     assert len(runner.legs) == 6 + 8
-    assert found.line == "KEEP DEFAULT: no gain above 2 %: one measured 0.833x [0.833, 0.833] in 4 pairs"
+    assert found.line == "KEEP DEFAULT: no gain above 2 %: one measured 0.833x [0.833, 0.833] in 4 pairs; one is fuse_grad_size_in_MB = 1.0"
+
+
+def test_a_choice_between_arms_that_are_alike_is_said(tmp_path: Path) -> None:
+    """One that is 1 % faster in two rounds may be so by chance; one that is 4 % slower is not named."""
+    sizes = {1.0: 0.0100, 2.0: 0.0101, 3.0: 0.0104}
+    own = {f"arm {size:g}": DistributedStrategy(fuse_grad_size_in_MB=size) for size in sizes}
+    found, _ = verified(layers_experiment(pairs=6), arms(**own), tmp_path, lambda s: sizes.get(s.fuse_grad_size_in_MB, 0.02))
+    assert found.finalist == "arm 1"
+    assert [note for note in found.notes if "chance" in note] == [
+        "chosen before arm 2 by less than tune.min_gain, which may be chance: arm 1"
+    ]
 
 
 def test_each_pair_has_a_window_of_stragglers_that_its_legs_share(tmp_path: Path) -> None:
@@ -154,7 +165,7 @@ def test_what_is_undecided_says_so_and_how_many_pairs_it_would_take(tmp_path: Pa
     )
     assert (found.verdict, found.undecided, len(found.pairs)) == ("KEEP DEFAULT", True, 6)
     assert found.line.startswith("KEEP DEFAULT (UNDECIDED): one measured 1.0")
-    assert found.line.endswith(" would decide, if mean and spread stay (tune.pairs)")
+    assert found.line.endswith(" would decide, if mean and spread stay (tune.pairs); one is fuse_grad_size_in_MB = 1.0")
 
 
 def test_a_finalist_without_a_gain_makes_room_for_the_next(tmp_path: Path) -> None:
