@@ -162,7 +162,15 @@ def script(ground: Ground) -> Any:
     (ground.folder / "plain.toml").write_text("schema = 1\n[strategy]\n", encoding="utf-8")
     launch = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "2", example, *GPT]
     (ground.folder / "base.toml").write_text('schema = 1\nname = "script"\n', encoding="utf-8")
-    sets = ("tune.trials=10", "tune.finalists=2", "tune.leg_steps=20", "workload.target_loss=2.6", "workload.steps=400")
+    sets = (
+        "tune.finalists=1",
+        "tune.leg_steps=20",
+        "tune.local_steps=[1, 8]",
+        "tune.diloco=false",
+        "tune.pairs=6",
+        "workload.target_loss=2.6",
+        "workload.steps=400",
+    )
     given = [part for one in sets for part in ("--set", one)]
     tuned = [sys.executable, "-m", "fleetbench", "tune", "base.toml", *given, "--json", "--", *launch, "--strategy", "plain.toml"]
     found = json.loads(ground.run(tuned))

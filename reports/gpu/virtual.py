@@ -90,7 +90,7 @@ def mixed() -> list[dict[str, Any]]:
 
 def timed(workload: dict[str, Any], trainers: int, steps: int, way: str | None, device: str) -> dict[str, Any]:
     """A whole training but for its preparation."""
-    own = {**workload, "steps": steps, "eval_every": steps}
+    own = {**workload, "steps": steps, "eval_every": steps, "uneven_data": "pad"}
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
         run = training(own, LOCAL, trainers, way, device, Path(folder))

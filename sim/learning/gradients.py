@@ -198,9 +198,10 @@ def fastest(problem: Problem, arguments: Arguments, steps: int, *, may_stack: bo
         return Chosen(problem.loop, "loop", loop_s)
     try:
         graph = problem.graph(*arguments)
+        stacked = Chosen(graph, "graph", _seconds(graph, arguments))
     except (RuntimeError, UserWarning):  # vmap has no rule for one of the model's operations, or one that is slower than a loop
         return Chosen(problem.loop, "loop", loop_s)
-    return min(Chosen(problem.loop, "loop", loop_s), Chosen(graph, "graph", _seconds(graph, arguments)), key=attrgetter("step_s"))
+    return min(Chosen(problem.loop, "loop", loop_s), stacked, key=attrgetter("step_s"))
 
 
 def _seconds(way: Way, arguments: Arguments) -> float:
