@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -21,7 +22,7 @@ from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.layers import Gradient
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
-from real.job import launch
+from real.job import launch, script_session
 from real.job.launch import CommandLaunch, started_with
 from real.job.script_session import ScriptSession
 from real.leg import Leg
@@ -141,17 +142,35 @@ def test_a_script_whose_data_end_is_started_again(script: Open, notes: Path) -> 
     assert launches(notes) == ["legs record13 leg12 leg12 leg12 end", "legs leg12 leg12 leg12 stop", "legs leg12 leg12 stop"]
 
 
-def test_legs_that_belong_together_are_of_one_launch(script: Open, notes: Path) -> None:
+def _run_pairs(session: ScriptSession, number: int) -> None:
+    for _ in range(number):
+        pair = [leg(DEFAULT), leg(SMALL)]
+        session.together(pair)
+        for one in pair:
+            session.run(one)
+
+
+def test_legs_that_belong_together_are_of_one_launch(script: Open, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it is known how many steps a launch has, a pair that does not fit into the rest begins a new one."""
+    monkeypatch.setattr(script_session, "_USED", math.inf)
     with script("*:*:total=40") as session:
         for _ in range(3):
             session.run(leg())
-        for _ in range(2):
-            pair = [leg(DEFAULT), leg(SMALL)]
-            session.together(pair)
-            for one in pair:
-                session.run(one)
+        _run_pairs(session, 2)
     assert launches(notes)[1:] == ["legs leg12 leg12 leg12 stop", "legs leg12 leg12 stop"]
+
+
+@pytest.mark.parametrize(("used", "found"), [(0.0, 3), (1e6, 1)], ids=["used", "as good as new"])
+def test_pairs_are_of_several_launches(script: Open, notes: Path, monkeypatch: pytest.MonkeyPatch, used: float, found: int) -> None:
+    """A launch that legs have used for a share of its start makes room for the next pair's; the two legs of a pair share theirs."""
+    monkeypatch.setattr(script_session, "_USED", used)
+    with script() as session:
+        _run_pairs(session, 3)
+    record, *legs = launches(notes)[0].split()[1:-1]
+    assert record == "record13"
+    assert len(launches(notes)) == found + (used == 0.0)
+    assert legs + [word for line in launches(notes)[1:] for word in line.split()[1:-1]] == ["leg12"] * 6
+    assert {line.count("leg12") for line in launches(notes)[-found:]} == {6 // found}
 
 
 def test_a_pair_is_cut_to_what_a_launch_carries(script: Open) -> None:
