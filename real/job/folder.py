@@ -231,8 +231,10 @@ class RankSide(JobFolder):
         write_json(self.errors / f"rank{rank}.json", error, parents=False)
 
     def ended(self, rank: int, code: int) -> None:
-        """This rank has ended by itself, with this exit code."""
-        write_json(self.codes / f"rank{rank}.json", code, parents=False)
+        """This rank has ended by itself, with this exit code; one that ends of an abort is not to blame."""
+        with contextlib.suppress(OSError):  # the folder may be gone
+            if not self.is_aborted():
+                write_json(self.codes / f"rank{rank}.json", code, parents=False)
 
 
 def write_json(path: Path, data: Any, *, parents: bool = True) -> None:

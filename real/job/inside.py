@@ -139,9 +139,8 @@ def _train(role: Role, command: Sequence[str], environment: Mapping[str, str], f
     try:
         while (code := trainer.popen.poll()) is None and not watch.must_end() and not side.is_aborted():
             time.sleep(_POLL_S)
-        if code and not side.is_aborted():
-            with contextlib.suppress(OSError):  # it may be over by now
-                side.ended(role.rank, code)
+        if code:
+            side.ended(role.rank, code)
     finally:
         end([trainer])
 

@@ -105,11 +105,11 @@ def test_what_was_taken_away_stays_away(sides: tuple[DriverSide, RankSide]) -> N
     for write in (
         lambda: script.fail(0, dataclasses.asdict(ERROR)),
         lambda: script.finish(0, 0, {}),
-        lambda: script.ended(0, 1),
         lambda: joins(script, 0, 1),
     ):
         with pytest.raises(OSError, match="No such file"):
             write()
+    script.ended(0, 1)
     assert list(script.path.parent.iterdir()) == []
 
 
