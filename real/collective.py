@@ -86,7 +86,7 @@ class Collective:
         if os.environ.get(TUNING):
             from real.job.rank_legs import RankLegs
 
-            self.driven = RankLegs.join(self.communicators, self.role.trainers_per_node or 1)
+            self.driven = RankLegs.join(self.meeting)
 
     def environment(self) -> dict[str, object]:
         """What the box says of the job."""

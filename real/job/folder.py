@@ -106,7 +106,6 @@ class RankPlace(Config):
 
     rank: int
     trainers: int
-    trainers_per_node: int
     place: Place
 
 

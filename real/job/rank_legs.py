@@ -16,7 +16,6 @@ import json
 import sys
 import time
 import types
-import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -30,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fleetbench.config import encode
 from fleetbench.strategy import DistributedStrategy
+from real.checkpoints.meeting import Meeting
 from real.communication.communicators import Communicators, agree_on, backend_of_world
 from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
@@ -154,39 +154,28 @@ def share_state(optimizer: torch.optim.Optimizer, communicators: Communicators) 
             communicators.broadcast(tensor)
 
 
-_BARRIERS = 9
+_MEETINGS = 9
 
 
 class HostClocks:
     """By how much another host's monotonic clock is ahead of rank 0's. Every rank makes it, and asks it, at the same place.
 
-    All ranks leave a barrier at about one time, and note it; the median over some barriers is the offset, good to what ranks differ
+    All ranks leave a meeting at about one time, and note it; the median over some meetings is the offset, good to what ranks differ
     by in leaving one. Ranks that share a kernel share its clock, and nothing is measured.
     """
 
-    def __init__(self, communicators: Communicators, kernel: str) -> None:
+    def __init__(self, meeting: Meeting, kernel: str) -> None:
         """``kernel`` is equal where clocks are shared."""
-        self._communicators = communicators
-        kernels = self._of_all(zlib.crc32(kernel.encode()))
-        self._is_near = kernels[communicators.rank] == kernels[0]
+        self._meeting = meeting
+        kernels = meeting.texts(kernel)
+        self._is_near = kernels[meeting.rank] == kernels[0]
         self._several = len(set(kernels)) > 1
 
     def offset_ns(self) -> int:
         """What to take from this rank's times to have them on rank 0's clock."""
-        found = []
-        for _ in range(_BARRIERS if self._several else 0):
-            self._communicators.barrier()
-            now = self._of_all(time.monotonic_ns())
-            found.append(now[self._communicators.rank] - now[0])
+        left = [self._meeting.gather([time.monotonic_ns()]) for _ in range(1 + _MEETINGS if self._several else 0)]
+        found = [now[self._meeting.rank][0] - now[0][0] for now in left[1:]]  # what the first tells is when they came
         return 0 if self._is_near else round(median(found))
-
-    def _of_all(self, value: int) -> list[int]:
-        """Every rank's value, by rank."""
-        own = torch.tensor([value], device=self._communicators.device)
-        values = own.new_empty(self._communicators.trainers)
-        self._communicators.require(1)
-        self._communicators.all_gather(values, own, "world", 0)
-        return list(map(int, values.tolist()))
 
 
 class RankLegs:
@@ -206,12 +195,11 @@ class RankLegs:
         """Of the leg under way: what the script reports beside the loss, by its process's steps."""
 
     @classmethod
-    def join(cls, communicators: Communicators, trainers_per_node: int) -> RankLegs:
+    def join(cls, meeting: Meeting) -> RankLegs:
         """Say that this rank is here; every rank calls it. Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no folder of a job."""
-        folder = RankSide.of_environment()
-        place, rank = Place.here(), communicators.rank
-        steps = cls(folder, rank, HostClocks(communicators, place.kernel))
-        folder.join(RankPlace(rank=rank, trainers=communicators.trainers, trainers_per_node=trainers_per_node, place=place))
+        folder, place = RankSide.of_environment(), Place.here()
+        steps = cls(folder, meeting.rank, HostClocks(meeting, place.kernel))
+        folder.join(RankPlace(rank=meeting.rank, trainers=meeting.trainers, place=place))
         atexit.register(steps.exits)
         return steps
 

@@ -41,7 +41,7 @@ def sides(tmp_path: Path) -> tuple[DriverSide, RankSide]:
 
 def joins(script: RankSide, rank: int, trainers: int) -> None:
     """A rank says that it is here."""
-    script.join(RankPlace(rank=rank, trainers=trainers, trainers_per_node=1, place=Place.here()))
+    script.join(RankPlace(rank=rank, trainers=trainers, place=Place.here()))
 
 
 def test_an_order_arrives_as_it_was_given(sides: tuple[DriverSide, RankSide]) -> None:

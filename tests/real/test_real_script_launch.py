@@ -54,9 +54,7 @@ def failed(started: CommandLaunch, monkeypatch: pytest.MonkeyPatch) -> CommandLa
     command: Any = SimpleNamespace(popen=SimpleNamespace(poll=lambda: 1, pid=10))
     started._processes = [command]
     started.log.write_text("")
-    started.ranks = {
-        rank: RankPlace(rank=rank, trainers=2, trainers_per_node=2, place=Place(host="here", pid=11 + rank)) for rank in range(2)
-    }
+    started.ranks = {rank: RankPlace(rank=rank, trainers=2, place=Place(host="here", pid=11 + rank)) for rank in range(2)}
     monkeypatch.setattr(started, "kill", lambda: None)
     return started
 
