@@ -194,13 +194,6 @@ class RankSide(JobFolder):
         """The driver's process."""
         return decode(_json(self.path / "driver.json"), Place, TUNING)
 
-    def driver_life(self) -> str:
-        """What stands for the driver's life; it changes while the driver lives."""
-        try:
-            return (self.path / "driver").read_text(encoding="ascii")
-        except OSError:
-            return ""
-
     def join(self, place: RankPlace) -> None:
         """This rank is here."""
         write_json(self.ranks / f"rank{place.rank}.json", encode(place), parents=False)
