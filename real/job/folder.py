@@ -5,6 +5,7 @@ file                     written by           content
 =======================  ===================  ==================================================================
 experiment.toml, data    ``Session``          what all ranks train, and the data, where an experiment's own workload is trained
 driver.json, driver      driver               its process; a number that changes while it lives
+seed                     driver               the trainers' seed, of a leg that names one
 legs/N.json              driver, in order     a leg: strategy, steps, warm-up and what to measure
 legs/stop                driver               no order follows
 abort                    driver, or a rank    end at once; a rank writes it when it finds the driver gone
@@ -130,11 +131,13 @@ class JobFolder:
 class DriverSide(JobFolder):
     """What the driver does with it. ``make`` comes first."""
 
-    def make(self) -> None:
-        """Make the directory, with this process as its driver."""
+    def make(self, seed: int | None = None) -> None:
+        """Make the directory, with this process as its driver; the trainers will find ``seed`` in ``FLEETBENCH_SEED``."""
         for part in (self.legs, self.results, self.ranks, self.beats, self.errors, self.codes):
             part.mkdir(parents=True, exist_ok=True)
-        write_json(self.path / "driver.json", encode(Place.here()))
+        if seed is not None:
+            (self.path / "seed").write_text(str(seed), encoding="ascii")
+        write_json(self.path / "driver.json", encode(Place.here()))  # at which other ranks know the launch
 
     def show_life(self) -> None:
         """Show ranks of other hosts that the driver lives, by a number that changes every ``_BEAT_S`` until the launch is over."""

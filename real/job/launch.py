@@ -232,9 +232,9 @@ class CommandLaunch(Launch):
         """Seconds for which the command held its trainers so far, all of them together; one trainer until all have joined."""
         return ((self._end_s or time.monotonic()) - self._begin_s) * max(1, len(self.ranks))
 
-    def start(self, environment: Mapping[str, str], workdir: Path | None = None) -> None:
+    def start(self, environment: Mapping[str, str], workdir: Path | None = None, seed: int | None = None) -> None:
         """Start the command, in ``workdir`` if given. Raises ``EnvironmentLacks`` where there is no such program."""
-        self._folder.make()
+        self._folder.make(seed)
         own = {**os.environ, **environment, **trainer_environment(self._folder.path), TUNING: str(self._folder.path)}
         try:
             popen = start_process(self._command, self.log, own, gently=True, workdir=workdir)
