@@ -90,8 +90,6 @@ class Launch(ABC):
         self._folder.order(number, leg)
         self._ordered_s = time.monotonic()
         parts = self._wait_for(number, leg, progress, check)
-        if len(parts) < self._num_expected:  # workers that end before they are told to have failed
-            raise self._failure()
         self.num_steps += min((part["num_steps"] for part in parts.values()), default=0)
         return parts
 
@@ -131,7 +129,7 @@ class Launch(ABC):
                     return parts
             if code is None:
                 self._check()
-            elif code:
+            elif code or self._num_expected:  # workers that end before they are told to have failed
                 raise self._failure()
             else:
                 last_s = last_s or time.monotonic() + _LAST_PARTS_S
