@@ -9,7 +9,7 @@ seed                     driver               the trainers' seed, of a leg that 
 legs/N.json              driver, in order     a leg: strategy, steps, warm-up and what to measure
 legs/stop                driver               no order follows
 abort                    driver, or a rank    end at once; a rank writes it when it finds the driver gone
-ranks/rankR.json         rank R               where it runs, and the number of trainers
+ranks/rankR.json         rank R               its host, and the number of trainers, as soon as it has joined the others
 beats/rankR              rank R               the optimizer step of its process that it is at
 results/N/rankR.json     rank R               its part of leg N, written before it reads the next order
 errors/rankR.json        rank R               the exception that ended it
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetbench.config import Config, decode, encode
+from fleetbench.config import decode, encode
 from fleetbench.digests import atomic_write
 from fleetbench.errors import ConfigError
 from real.processes.diagnosis import RankError
@@ -101,15 +101,6 @@ _POLL_S = 0.005
 _BEAT_S = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace(Config):
-    """Where a rank runs, said as soon as it has joined the others."""
-
-    rank: int
-    trainers: int
-    place: Place
-
-
 class JobFolder:
     """Paths of one launch's folder; see the module."""
 
@@ -160,10 +151,10 @@ class DriverSide(JobFolder):
         """No leg follows the last one ordered: the script ends after it, with exit code 0."""
         (self.legs / "stop").touch()
 
-    def joined(self) -> dict[int, RankPlace]:
-        """The ranks that have joined, once all of them have; empty before."""
-        found = {rank: decode(data, RankPlace, f"rank {rank}") for rank, data in _parts(self.ranks.glob("rank*.json")).items()}
-        return found if found and len(found) == next(iter(found.values())).trainers else {}
+    def joined(self) -> dict[int, str]:
+        """The host of every rank, once all have joined; empty before."""
+        told = _parts(self.ranks.glob("rank*.json"))
+        return {rank: one["host"] for rank, one in told.items()} if any(one["trainers"] == len(told) for one in told.values()) else {}
 
     def num_parts(self, number: int) -> int:
         """How many ranks have written their part of leg ``number``."""
@@ -197,9 +188,9 @@ class RankSide(JobFolder):
         """The driver's process."""
         return decode(_json(self.path / "driver.json"), Place, TUNING)
 
-    def join(self, place: RankPlace) -> None:
-        """This rank is here."""
-        write_json(self.ranks / f"rank{place.rank}.json", encode(place), parents=False)
+    def join(self, rank: int, trainers: int, host: str) -> None:
+        """This rank, of so many, is here."""
+        write_json(self.ranks / f"rank{rank}.json", {"trainers": trainers, "host": host}, parents=False)
 
     def wait_for(self, number: int) -> Leg | None:
         """Leg ``number`` as soon as it is there; none when the driver says stop instead. Every rank waits by itself."""

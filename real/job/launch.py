@@ -19,7 +19,7 @@ from typing import Any
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.job.driver_watch import GRACE_S
-from real.job.folder import NEVER, BeatReader, DriverSide, RankPlace
+from real.job.folder import NEVER, BeatReader, DriverSide
 from real.job.inside import SHARED, trainer_environment
 from real.leg import Leg
 from real.processes.diagnosis import STOPPED, LegFailed, LegLost, diagnose, how_it_ended
@@ -66,8 +66,8 @@ class Launch(ABC):
         self._first_error_s: float | None = None
         self._processes: list[Started] = []
         """What was started: the ranks, or a command."""
-        self.ranks: dict[int, RankPlace] = {}
-        """Once all have joined."""
+        self.ranks: dict[int, str] = {}
+        """Their hosts, once all have joined."""
         self.startup_s = 0.0
         """Until all have joined."""
         self.num_orders = 0

@@ -35,7 +35,7 @@ from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
 from real.job.driver_watch import end_script
 from real.job.facts import facts_of
-from real.job.folder import BeatWriter, RankPlace, RankSide
+from real.job.folder import BeatWriter, RankSide
 from real.layer_times import ProfileLeg
 from real.leg import Leg
 from real.leg_steps import Beat, LegEngine, Trained, begin_leg, keeping_gradients
@@ -199,7 +199,7 @@ class RankLegs:
         """Say that this rank is here; every rank calls it. Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no folder of a job."""
         folder, place = RankSide.of_environment(), Place.here()
         steps = cls(folder, meeting.rank, HostClocks(meeting, place.kernel))
-        folder.join(RankPlace(rank=meeting.rank, trainers=meeting.trainers, place=place))
+        folder.join(meeting.rank, meeting.trainers, place.host)
         atexit.register(steps.exits)
         return steps
 

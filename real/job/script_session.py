@@ -130,7 +130,7 @@ class ScriptSession(LegSession):
                 if isinstance(error, ConfigError) and leg.start != "as_is":
                     raise LegFailed(f"refused: {error.what}", error.where, error.value, error.hint) from error
                 raise
-            self.hosts = tuple(launch.ranks[rank].place.host for rank in sorted(launch.ranks))
+            self.hosts = tuple(launch.ranks[rank] for rank in sorted(launch.ranks))
             self.startup_s = max(self.startup_s, launch.startup_s)
             if parts and all(part["complete"] for part in parts.values()):
                 return self._in_order(parts, launch)
