@@ -157,34 +157,25 @@ def share_state(optimizer: torch.optim.Optimizer, communicators: Communicators) 
 _MEETINGS = 9
 
 
-class HostClocks:
-    """By how much another host's monotonic clock is ahead of rank 0's. Every rank makes it, and asks it, at the same place.
+def clock_ahead_ns(meeting: Meeting) -> int:
+    """By how much this host's monotonic clock is ahead of rank 0's. Every rank calls it at the same place.
 
     All ranks leave a meeting at about one time, and note it; the median over some meetings is the offset, good to what ranks differ
     by in leaving one. Ranks that share a kernel share its clock, and nothing is measured.
     """
-
-    def __init__(self, meeting: Meeting, kernel: str) -> None:
-        """``kernel`` is equal where clocks are shared."""
-        self._meeting = meeting
-        kernels = meeting.texts(kernel)
-        self._is_near = kernels[meeting.rank] == kernels[0]
-        self._several = len(set(kernels)) > 1
-
-    def offset_ns(self) -> int:
-        """What to take from this rank's times to have them on rank 0's clock."""
-        left = [self._meeting.gather([time.monotonic_ns()]) for _ in range(1 + _MEETINGS if self._several else 0)]
-        found = [now[self._meeting.rank][0] - now[0][0] for now in left[1:]]  # what the first tells is when they came
-        return 0 if self._is_near else round(median(found))
+    kernels = meeting.texts(Place.here().kernel)
+    left = [meeting.gather([time.monotonic_ns()]) for _ in range(1 + _MEETINGS if len(set(kernels)) > 1 else 0)]
+    found = [now[meeting.rank][0] - now[0][0] for now in left[1:]]  # what the first tells is when they came
+    return 0 if kernels[meeting.rank] == kernels[0] else round(median(found))
 
 
 class RankLegs:
     """See the module."""
 
-    def __init__(self, folder: RankSide, rank: int, clocks: HostClocks | None = None) -> None:
+    def __init__(self, folder: RankSide, rank: int, meeting: Meeting | None = None) -> None:
         self.folder = folder
         self._rank = rank
-        self._clocks = clocks
+        self._meeting = meeting
         self._beats = BeatWriter(folder.beats, rank)
         self._legs: Generator[LegEngine, bool | None, None] | None = None
         self._engine: Engine | None = None
@@ -197,9 +188,9 @@ class RankLegs:
     @classmethod
     def join(cls, meeting: Meeting) -> RankLegs:
         """Say that this rank is here; every rank calls it. Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no folder of a job."""
-        folder, place = RankSide.of_environment(), Place.here()
-        steps = cls(folder, meeting.rank, HostClocks(meeting, place.kernel))
-        folder.join(meeting.rank, meeting.trainers, place.host)
+        folder = RankSide.of_environment()
+        steps = cls(folder, meeting.rank, meeting)
+        folder.join(meeting.rank, meeting.trainers, Place.here().host)
         atexit.register(steps.exits)
         return steps
 
@@ -280,7 +271,7 @@ class RankLegs:
 
     def _compared_clocks(self) -> tuple[int, int]:
         """Now on this rank's clock, and by how much that is ahead of rank 0's."""
-        return time.monotonic_ns(), 0 if self._clocks is None else self._clocks.offset_ns()
+        return time.monotonic_ns(), 0 if self._meeting is None else clock_ahead_ns(self._meeting)
 
 
 def follow_steps(optimizer: torch.optim.Optimizer, on_step: Callable[[], None]) -> None:

@@ -88,11 +88,10 @@ class ServedJob:
         self.blamed: Entry | None = None
         """Whom the first trainer of this host names that ended because of another process."""
         self.placement = placement
-        self.places = placement.places
         self._board, self._messenger = board, messenger
         self._restarts = restarts
-        self._servers = [name for name in self.places if name.startswith("server")]
-        self._trainers = [name for name in self.places if name.startswith("rank")]
+        self._servers = [name for name in placement.places if name.startswith("server")]
+        self._trainers = [name for name in placement.places if name.startswith("rank")]
         self._since: dict[str, float] = {}
 
     def run(self, command: list[str], common: Mapping[str, str], log_dir: Path, echo: Echo) -> None:

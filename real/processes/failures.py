@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -67,23 +67,18 @@ def rank_error(error: BaseException) -> RankError:
     return RankError(f"{type(error).__name__}: {error}", is_of_peers(error), time.monotonic_ns(), arguments)
 
 
-@dataclass(frozen=True, slots=True)
-class WayOut:
-    """How a process of torch's process group ends once a rank has failed; tests put another in its place, which does not end it."""
+def abort_collectives() -> None:
+    """On NCCL, whose kernels wait on for a peer that is gone, end all collectives; on gloo connections end with the process."""
+    if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config().split(","):  # also where no backend was named
+        dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # torch has no other name for it
 
-    grace_s: float = GRACE_S
 
-    def abort(self) -> None:
-        """On NCCL, whose kernels wait on for a peer that is gone, end all collectives; on gloo connections end with the process."""
-        if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config().split(","):  # also where no backend was named
-            dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # torch has no other name for it
-
-    def leave(self) -> None:
-        """End the process, without success."""
-        abort = threading.Thread(target=self.abort, name="failures-abort", daemon=True)  # which may hang itself
-        abort.start()
-        abort.join(self.grace_s)
-        end_now(WorkerFailed.exit_code)
+def leave_without_success(grace_s: float = GRACE_S) -> None:
+    """End this process of torch's process group, because a rank has failed."""
+    abort = threading.Thread(target=abort_collectives, name="failures-abort", daemon=True)  # which may hang itself
+    abort.start()
+    abort.join(grace_s)
+    end_now(WorkerFailed.exit_code)
 
 
 def end_now(code: int) -> NoReturn:
@@ -137,15 +132,15 @@ class Failures:
     failure of whoever failed first, for the launcher of this host.
     """
 
-    def __init__(
-        self, store: Store, rank: int, trainers: int, *, step: Callable[[], int], way_out: WayOut, note: Path | None = None
-    ) -> None:
+    grace_s = GRACE_S
+
+    def __init__(self, store: Store, rank: int, trainers: int, *, step: Callable[[], int], note: Path | None = None) -> None:
         self.failure: Failure | None = None
         """The first that this rank knows of; one of a rank's own goes before one of a collective."""
         self._keeps = store  # on rank 0 it may be the server, which is to outlive the process group
         self._store = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it yet
         self._rank, self._trainers = rank, trainers
-        self._step, self._way_out, self._note = step, way_out, note
+        self._step, self._note = step, note
         self._num_read = 0
         self._entry_of_broken: int | None = None
         self._own_entry: int | None = None
@@ -211,12 +206,12 @@ class Failures:
         if entry is not None and not self._has_broken:
             self._asked(lambda: bool(self._missing(entry)), otherwise=True)
         elif self.failure is not None and self.failure.rank != self._rank and not self._exits.has_failed:
-            time.sleep(self._way_out.grace_s)
+            time.sleep(self.grace_s)
         if self._has_broken or not self._exits.has_failed:
             why = self.failure or "a collective of its own broke"
             print(f"rank {self._rank} ends without success, because {why}", file=sys.stderr)  # noqa: T201  # the worker's log
-            self._way_out.leave()
-        self._way_out.abort()
+            leave_without_success()
+        abort_collectives()
 
     def _watch(self) -> None:
         since_s: float | None = None
@@ -231,8 +226,8 @@ class Failures:
             if other and failure != said:
                 print(f"rank {self._rank} ends, because {failure}", file=sys.stderr)  # noqa: T201  # the worker's log
             said, since_s = failure, since_s or time.monotonic()
-            if time.monotonic() - since_s > (self._way_out.grace_s if other else OWN_GRACE_S):
-                self._way_out.leave()
+            if time.monotonic() - since_s > (self.grace_s if other else OWN_GRACE_S):
+                leave_without_success()
                 return
 
     def _read(self) -> None:
@@ -326,7 +321,6 @@ def watch_failures(step: Callable[[], int]) -> Failures:
         dist.get_rank(),
         dist.get_world_size(),
         step=step,
-        way_out=WayOut(),
         note=None if joined is None else Path(joined).with_name(NOTE),
     )
     found.start()

@@ -22,7 +22,7 @@ from real.engine.engine import Engine
 from real.engine.stopwatch import Stopwatch, TimedStep
 from real.job.driver_watch import end_script
 from real.job.folder import BeatReader, DriverSide, RankSide
-from real.job.rank_legs import EngineSwitch, HostClocks, RankLegs
+from real.job.rank_legs import EngineSwitch, RankLegs, clock_ahead_ns
 from real.leg import Leg
 from real.leg_steps import LegSteps, not_finite
 
@@ -260,5 +260,5 @@ def test_clocks_of_other_hosts_are_compared_with_rank_0s(kernels: list[str], off
     """By the median over meetings that ranks leave at about one time, however far apart they came; a kernel has one clock."""
     apart = iter([900, 41, 39, 40, 40, 40, 77, 40, 3, 40])
     meeting: Any = SimpleNamespace(rank=1, trainers=3, texts=lambda _: kernels, gather=lambda own: [[own[0] - next(apart)], own, own])
-    assert HostClocks(meeting, "b").offset_ns() == offset_ns
+    assert clock_ahead_ns(meeting) == offset_ns
     assert len(list(apart)) == (10 if len(set(kernels)) == 1 else 0)
