@@ -70,7 +70,7 @@ class Collective:
         self.driven: RankLegs | None = None
         """The legs of this rank, where a driver orders them."""
         self._meeting: Meeting | None = None
-        _arrive(self.role.rank)
+        arrive(self.role.rank)
         timeout = timedelta(seconds=timeout_s)
         if not dist.is_initialized():
             join(self.role, timedelta(seconds=startup_timeout_s or timeout_s), backend)
@@ -250,7 +250,7 @@ def _part() -> None:
         dist.destroy_process_group()
 
 
-def _arrive(rank: int) -> None:
+def arrive(rank: int) -> None:
     """Let ``fleetbench launch`` know that this trainer has called ``fleet.init``; in a tuning, end with its driver from now on."""
     if os.environ.get(TUNING):
         from real.job.driver_watch import watch_driver

@@ -181,7 +181,7 @@ class Failures:
     def absent(self, patience_s: float) -> str | None:
         """A roll call: which ranks do not answer in so many seconds, in words; none where all do."""
         otherwise: str | None = _SILENT_STORE
-        return self._asked(lambda: _absence(self._missing(self._append(None), patience_s)), otherwise, patience_s)
+        return self._asked(lambda: _absence(self._missing(self._append(), patience_s)), otherwise, patience_s)
 
     def begin_exit(self) -> None:
         """This process has come to its exit: a collective of the others that breaks from now on waited for it."""
@@ -235,12 +235,12 @@ class Failures:
         with self._lock:
             while self._store.check([_key(self._num_read + 1)]):
                 self._num_read += 1
-                found = json.loads(self._store.get(_key(self._num_read)))["failure"]
-                number, failure = self._num_read, None if found is None else Failure(**found)
-                if failure is not None and not failure.own and failure.rank != self._rank and self._is_leaving and self.failure is None:
-                    self._own_entry = self._append(Failure(rank=self._rank, what=_LEFT_EARLY, own=True))
+                number, failure = self._num_read, Failure(**json.loads(self._store.get(_key(self._num_read))))
+                has_broken = bool(failure.what) and not failure.own
+                if has_broken and failure.rank != self._rank and self._is_leaving and self.failure is None:
+                    self._own_entry = self._append(_LEFT_EARLY, own=True)
                 self._store.set(_key(number, self._rank), "")
-                if failure is None:
+                if not failure.what:
                     continue
                 if not failure.own and self._entry_of_broken is None:
                     self._entry_of_broken = self._num_read
@@ -248,9 +248,9 @@ class Failures:
                     self.failure = failure
                     self._write_note()
 
-    def _append(self, failure: Failure | None) -> int:
-        """Write the next entry of the log; its number."""
-        text = json.dumps({"by": self._rank, "failure": None if failure is None else asdict(failure)})
+    def _append(self, what: str = "", *, own: bool = False) -> int:
+        """Write the next entry of the log, a failure or, without words, a roll call; its number."""
+        text = json.dumps(asdict(Failure(rank=self._rank, what=what, own=own)))
         with self._lock:
             self._read()
             number = self._num_read + 1
@@ -263,7 +263,7 @@ class Failures:
         with self._lock:
             self._read()
             if self.failure is None or (own and not self.failure.own and self.failure.rank != self._rank):
-                self._own_entry = self._append(Failure(rank=self._rank, what=text[:_LONGEST], own=own))
+                self._own_entry = self._append(text[:_LONGEST], own=own)
 
     def _cause(self, text: str) -> str:
         """Why a collective broke, in words."""
@@ -271,8 +271,7 @@ class Failures:
             self._read()
             entry = self._entry_of_broken
             if entry is None and self.failure is None:
-                failure = Failure(rank=self._rank, what=f"lost the others at step {self._step()}: {text}", own=False)
-                entry = self._own_entry = self._append(failure)
+                entry = self._own_entry = self._append(f"lost the others at step {self._step()}: {text}")
         missing = [] if entry is None else self._missing(entry)
         if self.failure is not None and self.failure.own:
             return str(self.failure)
