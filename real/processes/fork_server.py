@@ -5,7 +5,8 @@ its time. A fork has it all at once. It is for programs of this project alone, o
 set variables before it imports torch, and a process that has spoken to a GPU must not fork.
 
 A server ends with the process that uses it, and its forks with the server. What to fork is a JSON message on its standard input, with
-which come a socket of that fork's own, on which the server writes the number of the process and, later, its exit code, and its log.
+which come the file of its output and a socket of that fork's own: on this the server writes the number of the process and, later, its
+exit code.
 """
 
 from __future__ import annotations
