@@ -70,7 +70,7 @@ class Collective:
         self.driven: RankLegs | None = None
         """The legs of this rank, where a driver orders them."""
         self._meeting: Meeting | None = None
-        _arrive(self.role.rank)
+        arrive(self.role.rank)
         timeout = timedelta(seconds=timeout_s)
         if not dist.is_initialized():
             join(self.role, timedelta(seconds=startup_timeout_s or timeout_s), backend)
@@ -86,7 +86,7 @@ class Collective:
         if os.environ.get(TUNING):
             from real.job.rank_legs import RankLegs
 
-            self.driven = RankLegs.join(self.communicators, self.role.trainers_per_node or 1)
+            self.driven = RankLegs.join(self.meeting)
 
     def environment(self) -> dict[str, object]:
         """What the box says of the job."""
@@ -253,7 +253,7 @@ def _part() -> None:
         dist.destroy_process_group()
 
 
-def _arrive(rank: int) -> None:
+def arrive(rank: int) -> None:
     """Let ``fleetbench launch`` know that this trainer has called ``fleet.init``; in a tuning, end with its driver from now on."""
     if os.environ.get(TUNING):
         from real.job.driver_watch import watch_driver

@@ -41,7 +41,7 @@ from fleetbench.fleet_names import FieldHasNoEffect
 from fleetbench.overview import overview
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
-from real.collective import Collective
+from real.collective import Collective, arrive
 from real.processes.roles import TUNING, role_of
 from real.training_log import TrainingLog
 
@@ -249,9 +249,7 @@ def _served(strategy: DistributedStrategy, timeout_s: float) -> Served:
     """The part of a server, or of a trainer of servers. Raises ``ConfigError`` in a tuning."""
     role = role_of(os.environ)
     if os.environ.get(TUNING):
-        from real.job.driver_watch import watch_driver
-
-        watch_driver(role.rank)  # who hears of the error
+        arrive(role.rank)  # the driver hears of the error
         what = "a script with parameter servers is neither profiled nor tuned: legs change the strategies of collective training"
         raise ConfigError(what, "strategy.mode", "'ps'", "compare runs of fleetbench sim or real with different a_sync_configs")
     from real.servers.served import Served  # which training without servers need not pay for

@@ -5,10 +5,11 @@ file                     written by           content
 =======================  ===================  ==================================================================
 experiment.toml, data    ``Session``          what all ranks train, and the data, where an experiment's own workload is trained
 driver.json, driver      driver               its process; a number that changes while it lives
+seed                     driver               the trainers' seed, of a leg that names one
 legs/N.json              driver, in order     a leg: strategy, steps, warm-up and what to measure
 legs/stop                driver               no order follows
 abort                    driver, or a rank    end at once; a rank writes it when it finds the driver gone
-ranks/rankR.json         rank R               where it runs, and the number of trainers
+ranks/rankR.json         rank R               its host, and the number of trainers, as soon as it has joined the others
 beats/rankR              rank R               the optimizer step of its process that it is at
 results/N/rankR.json     rank R               its part of leg N, written before it reads the next order
 errors/rankR.json        rank R               the exception that ended it
@@ -33,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetbench.config import Config, decode, encode
+from fleetbench.config import decode, encode
 from fleetbench.digests import atomic_write
 from fleetbench.errors import ConfigError
 from real.processes.diagnosis import RankError
@@ -100,16 +101,6 @@ _POLL_S = 0.005
 _BEAT_S = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace(Config):
-    """Where a rank runs, said as soon as it has joined the others."""
-
-    rank: int
-    trainers: int
-    trainers_per_node: int
-    place: Place
-
-
 class JobFolder:
     """Paths of one launch's folder; see the module."""
 
@@ -131,11 +122,13 @@ class JobFolder:
 class DriverSide(JobFolder):
     """What the driver does with it. ``make`` comes first."""
 
-    def make(self) -> None:
-        """Make the directory, with this process as its driver."""
+    def make(self, seed: int | None = None) -> None:
+        """Make the directory, with this process as its driver; the trainers will find ``seed`` in ``FLEETBENCH_SEED``."""
         for part in (self.legs, self.results, self.ranks, self.beats, self.errors, self.codes):
             part.mkdir(parents=True, exist_ok=True)
-        write_json(self.path / "driver.json", encode(Place.here()))
+        if seed is not None:
+            (self.path / "seed").write_text(str(seed), encoding="ascii")
+        write_json(self.path / "driver.json", encode(Place.here()))  # at which other ranks know the launch
 
     def show_life(self) -> None:
         """Show ranks of other hosts that the driver lives, by a number that changes every ``_BEAT_S`` until the launch is over."""
@@ -158,10 +151,10 @@ class DriverSide(JobFolder):
         """No leg follows the last one ordered: the script ends after it, with exit code 0."""
         (self.legs / "stop").touch()
 
-    def joined(self) -> dict[int, RankPlace]:
-        """The ranks that have joined, once all of them have; empty before."""
-        found = {rank: decode(data, RankPlace, f"rank {rank}") for rank, data in _parts(self.ranks.glob("rank*.json")).items()}
-        return found if found and len(found) == next(iter(found.values())).trainers else {}
+    def joined(self) -> dict[int, str]:
+        """The host of every rank, once all have joined; empty before."""
+        told = _parts(self.ranks.glob("rank*.json"))
+        return {rank: one["host"] for rank, one in told.items()} if any(one["trainers"] == len(told) for one in told.values()) else {}
 
     def num_parts(self, number: int) -> int:
         """How many ranks have written their part of leg ``number``."""
@@ -195,16 +188,9 @@ class RankSide(JobFolder):
         """The driver's process."""
         return decode(_json(self.path / "driver.json"), Place, TUNING)
 
-    def driver_life(self) -> str:
-        """What stands for the driver's life; it changes while the driver lives."""
-        try:
-            return (self.path / "driver").read_text(encoding="ascii")
-        except OSError:
-            return ""
-
-    def join(self, place: RankPlace) -> None:
-        """This rank is here."""
-        write_json(self.ranks / f"rank{place.rank}.json", encode(place), parents=False)
+    def join(self, rank: int, trainers: int, host: str) -> None:
+        """This rank, of so many, is here."""
+        write_json(self.ranks / f"rank{rank}.json", {"trainers": trainers, "host": host}, parents=False)
 
     def wait_for(self, number: int) -> Leg | None:
         """Leg ``number`` as soon as it is there; none when the driver says stop instead. Every rank waits by itself."""
@@ -231,8 +217,10 @@ class RankSide(JobFolder):
         write_json(self.errors / f"rank{rank}.json", error, parents=False)
 
     def ended(self, rank: int, code: int) -> None:
-        """This rank has ended by itself, with this exit code."""
-        write_json(self.codes / f"rank{rank}.json", code, parents=False)
+        """This rank has ended by itself, with this exit code; one that ends of an abort is not to blame."""
+        with contextlib.suppress(OSError):  # the folder may be gone
+            if not self.is_aborted():
+                write_json(self.codes / f"rank{rank}.json", code, parents=False)
 
 
 def write_json(path: Path, data: Any, *, parents: bool = True) -> None:

@@ -31,8 +31,6 @@ SHARED = "FLEETBENCH_INSIDE"
 """Environment variable of a driver inside: the folder that all processes of the job see."""
 
 _MEET = timedelta(minutes=5)
-_SEED = "seed"
-"""File of a launch's folder, older than ``driver.json``, at which other ranks know the launch."""
 _POLL_S = 0.1
 
 
@@ -103,15 +101,9 @@ def _launches(board: RankSide) -> list[Path]:
     return []
 
 
-def set_seed(folder: Path, seed: int) -> None:
-    """The trainers of the launch with this folder, which is not made yet, will find ``seed`` in ``FLEETBENCH_SEED``."""
-    folder.mkdir(parents=True)
-    (folder / _SEED).write_text(str(seed), encoding="ascii")
-
-
 def trainer_environment(folder: Path, role: Role | None = None) -> dict[str, str]:
     """What a trainer of the launch with this folder is told: its seed, and, by a driver inside, its role, this process's by default."""
-    seed = {SEED: (folder / _SEED).read_text(encoding="ascii")} if (folder / _SEED).exists() else {}
+    seed = {SEED: (folder / "seed").read_text(encoding="ascii")} if (folder / "seed").exists() else {}
     if role is None:
         if SHARED not in os.environ:
             return seed
@@ -139,9 +131,8 @@ def _train(role: Role, command: Sequence[str], environment: Mapping[str, str], f
     try:
         while (code := trainer.popen.poll()) is None and not watch.must_end() and not side.is_aborted():
             time.sleep(_POLL_S)
-        if code and not side.is_aborted():
-            with contextlib.suppress(OSError):  # it may be over by now
-                side.ended(role.rank, code)
+        if code:
+            side.ended(role.rank, code)
     finally:
         end([trainer])
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.job.driver_watch import GRACE_S
-from real.job.folder import NEVER, BeatReader, DriverSide, RankPlace
+from real.job.folder import NEVER, BeatReader, DriverSide
 from real.job.inside import SHARED, trainer_environment
 from real.leg import Leg
 from real.processes.diagnosis import STOPPED, LegFailed, LegLost, diagnose, how_it_ended
@@ -66,8 +66,8 @@ class Launch(ABC):
         self._first_error_s: float | None = None
         self._processes: list[Started] = []
         """What was started: the ranks, or a command."""
-        self.ranks: dict[int, RankPlace] = {}
-        """Once all have joined."""
+        self.ranks: dict[int, str] = {}
+        """Their hosts, once all have joined."""
         self.startup_s = 0.0
         """Until all have joined."""
         self.num_orders = 0
@@ -90,8 +90,6 @@ class Launch(ABC):
         self._folder.order(number, leg)
         self._ordered_s = time.monotonic()
         parts = self._wait_for(number, leg, progress, check)
-        if len(parts) < self._num_expected:  # workers that end before they are told to have failed
-            raise self._failure()
         self.num_steps += min((part["num_steps"] for part in parts.values()), default=0)
         return parts
 
@@ -131,7 +129,7 @@ class Launch(ABC):
                     return parts
             if code is None:
                 self._check()
-            elif code:
+            elif code or self._num_expected:  # workers that end before they are told to have failed
                 raise self._failure()
             else:
                 last_s = last_s or time.monotonic() + _LAST_PARTS_S
@@ -237,9 +235,9 @@ class CommandLaunch(Launch):
         """Seconds since all have joined."""
         return time.monotonic() - self._begin_s - self.startup_s
 
-    def start(self, environment: Mapping[str, str], workdir: Path | None = None) -> None:
+    def start(self, environment: Mapping[str, str], workdir: Path | None = None, seed: int | None = None) -> None:
         """Start the command, in ``workdir`` if given. Raises ``EnvironmentLacks`` where there is no such program."""
-        self._folder.make()
+        self._folder.make(seed)
         own = {**os.environ, **environment, **trainer_environment(self._folder.path), TUNING: str(self._folder.path)}
         try:
             popen = start_process(self._command, self.log, own, gently=True, workdir=workdir)

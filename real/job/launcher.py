@@ -9,9 +9,8 @@ import re
 import signal
 import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
@@ -27,79 +26,54 @@ POLL_S = 0.05
 _OF_THE_USER = ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")
 
 
-class Job(ABC):
-    """What one launcher knows of a job. Life cycle: made; ``processes`` started; ``follow``, until the job is over; judged."""
+def follow(
+    processes: Sequence[Started],
+    echo: Echo,
+    see_end: Callable[[Started, int], None],
+    is_over: Callable[[], bool],
+    turn: Callable[[], None] = lambda: None,
+) -> None:
+    """Until the job is over here, as ``is_over`` says after every ``turn``. ``echo`` gets the output of rank 0, where it runs here.
 
-    def __init__(self) -> None:
-        self.processes: list[Started] = []
-        """This machine's."""
-        self.codes: dict[str, int] = {}
-        """Exit codes by name, in the order in which they were heard of."""
-
-    def follow(self, echo: Echo) -> None:
-        """Until the job is over here. ``echo`` gets the output of rank 0, where it runs here."""
-        with ExitStack() as stack:
-            logs = [stack.enter_context(process.log.open("rb")) for process in self.processes if process.name == "rank 0"]
-            is_over = False
-            while not is_over:
-                self.turn()
-                for process in self.processes:
-                    if process.code is None and (code := process.popen.poll()) is not None:
-                        self.see_end(process, code)
-                is_over = self.is_over()
-                for log in logs:
-                    if text := log.read():
-                        echo(text)
-                time.sleep(POLL_S)
-
-    def turn(self) -> None:  # noqa: B027  # a job of this machine's trainers hears no other host
-        """Read what others have told."""
-
-    def see_end(self, process: Started, code: int) -> None:
-        """A process of this machine has ended."""
-        process.code = self.codes[process.name] = code
-
-    @abstractmethod
-    def is_over(self) -> bool:
-        """Whether there is nothing left to wait for."""
+    ``see_end`` hears the exit code of each process of this machine, once: it notes it there, or starts the process again.
+    """
+    with ExitStack() as stack:
+        logs = [stack.enter_context(process.log.open("rb")) for process in processes if process.name == "rank 0"]
+        has_ended = False
+        while not has_ended:
+            turn()
+            for process in processes:
+                if process.code is None and (code := process.popen.poll()) is not None:
+                    see_end(process, code)
+            has_ended = is_over()
+            for log in logs:
+                if text := log.read():
+                    echo(text)
+            time.sleep(POLL_S)
 
 
-class CollectiveJob(Job):
-    """Ranks that meet in collectives: where one fails, all end."""
+def _note_end(rank: Started, code: int) -> None:
+    """A rank has ended; a driver that has started this launcher is told of one that has failed."""
+    rank.code = code
+    if code and TUNING in os.environ:
+        RankSide(Path(os.environ[TUNING])).ended(rank.rank, code)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stopped: set[int] = set()
-        """Ranks that did not run (SIGSTOP) when the launcher ended them."""
 
-    def see_end(self, process: Started, code: int) -> None:
-        """See ``Job``; a driver that has started this launcher is told, too."""
-        super().see_end(process, code)
-        if code and TUNING in os.environ:
-            side = RankSide(Path(os.environ[TUNING]))
-            with suppress(OSError):  # the folder may be gone
-                if not side.is_aborted():  # what ends of an abort is not to blame
-                    side.ended(process.rank, code)
+def judge(codes: Mapping[int, int], stopped: Collection[int], log_dir: Path, noted: Failure | None = None) -> WorkerFailed | None:
+    """The error of a launch that did not end well. ``noted``: what a rank has said of its failure.
 
-    def is_over(self) -> bool:
-        """Whether a rank has failed, or all have ended."""
-        return any(self.codes.values()) or len(self.codes) == len(self.processes)
-
-    def judge(self, log_dir: Path, noted: Failure | None = None) -> WorkerFailed | None:
-        """The error of a launch that did not end well. ``noted``: what a rank has said of its failure.
-
-        Named is who was stopped, then who was killed, then who failed.
-        """
-        for rank in sorted(self.stopped):
-            return WorkerFailed(STOPPED, f"rank {rank}", hint="look for a SIGSTOP or a debugger")
-        failed = {int(name.removeprefix("rank ")): code for name, code in self.codes.items() if code}
-        if not failed:
-            return None
-        rank = first_to_blame(failed)
-        how = how_it_ended(failed[rank])
-        if noted is not None and (failed[rank] >= 0 or failed[rank] == -signal.SIGTERM):  # not where it was killed
-            rank, how = noted.rank, noted.what.partition("\n")[0]
-        return WorkerFailed(how, f"rank {rank}", hint=f"its output: {log_dir / f'workerlog.{rank}'}")
+    Named is who was ``stopped`` (SIGSTOP) when the launcher ended it, then who was killed, then who failed.
+    """
+    for rank in sorted(stopped):
+        return WorkerFailed(STOPPED, f"rank {rank}", hint="look for a SIGSTOP or a debugger")
+    failed = {rank: code for rank, code in codes.items() if code}
+    if not failed:
+        return None
+    rank = first_to_blame(failed)
+    how = how_it_ended(failed[rank])
+    if noted is not None and (failed[rank] >= 0 or failed[rank] == -signal.SIGTERM):  # not where it was killed
+        rank, how = noted.rank, noted.what.partition("\n")[0]
+    return WorkerFailed(how, f"rank {rank}", hint=f"its output: {log_dir / f'workerlog.{rank}'}")
 
 
 def launch_script(nproc: int, script: Sequence[str], *, log_dir: Path, echo: Echo = sys.stdout.buffer.write) -> bool:
@@ -108,20 +82,21 @@ def launch_script(nproc: int, script: Sequence[str], *, log_dir: Path, echo: Ech
     Worker N's output is in ``log_dir/workerlog.N``; rank 0's is echoed. Ranks find each other through a file. Raises ``WorkerFailed``
     naming the rank that failed first.
     """
-    job = CollectiveJob()
+    ranks: list[Started] = []
     prepare_logs(log_dir, Placement(endpoints=(), workers=("",) * nproc, own=frozenset([""])))
     with temporary_folder() as folder:
         common = {**os.environ, **_own(QUIET), **meeting_variables(folder), JOINED: str(folder / "joined")}
         try:
             for rank in range(nproc):
                 variables, log = {**common, **torchrun_variables(rank, nproc)}, log_dir / f"workerlog.{rank}"
-                job.processes.append(start("trainer", rank, [sys.executable, "-u", *script], variables, log))
-            job.follow(echo)
+                ranks.append(start("trainer", rank, [sys.executable, "-u", *script], variables, log))
+            follow(ranks, echo, _note_end, lambda: any(rank.code for rank in ranks) or all(rank.code == 0 for rank in ranks))
         finally:
             with uninterrupted():
-                job.stopped = {process.rank for process in job.processes if process.is_stopped}
-                end(job.processes)
-        if (error := job.judge(log_dir, read_note(folder))) is not None:
+                stopped = {rank.rank for rank in ranks if rank.is_stopped}
+                end(ranks)
+        codes = {rank.rank: rank.code for rank in ranks if rank.code is not None}
+        if (error := judge(codes, stopped, log_dir, read_note(folder))) is not None:
             raise _shown(error, log_dir, echo)
         return (folder / "joined").exists()
 

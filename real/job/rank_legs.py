@@ -16,7 +16,6 @@ import json
 import sys
 import time
 import types
-import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -30,12 +29,13 @@ from torch.utils.hooks import RemovableHandle
 
 from fleetbench.config import encode
 from fleetbench.strategy import DistributedStrategy
+from real.checkpoints.meeting import Meeting
 from real.communication.communicators import Communicators, agree_on, backend_of_world
 from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
 from real.job.driver_watch import end_script
 from real.job.facts import facts_of
-from real.job.folder import BeatWriter, RankPlace, RankSide
+from real.job.folder import BeatWriter, RankSide
 from real.layer_times import ProfileLeg
 from real.leg import Leg
 from real.leg_steps import Beat, LegEngine, Trained, begin_leg, keeping_gradients
@@ -154,48 +154,28 @@ def share_state(optimizer: torch.optim.Optimizer, communicators: Communicators) 
             communicators.broadcast(tensor)
 
 
-_BARRIERS = 9
+_MEETINGS = 9
 
 
-class HostClocks:
-    """By how much another host's monotonic clock is ahead of rank 0's. Every rank makes it, and asks it, at the same place.
+def clock_ahead_ns(meeting: Meeting) -> int:
+    """By how much this host's monotonic clock is ahead of rank 0's. Every rank calls it at the same place.
 
-    All ranks leave a barrier at about one time, and note it; the median over some barriers is the offset, good to what ranks differ
+    All ranks leave a meeting at about one time, and note it; the median over some meetings is the offset, good to what ranks differ
     by in leaving one. Ranks that share a kernel share its clock, and nothing is measured.
     """
-
-    def __init__(self, communicators: Communicators, kernel: str) -> None:
-        """``kernel`` is equal where clocks are shared."""
-        self._communicators = communicators
-        kernels = self._of_all(zlib.crc32(kernel.encode()))
-        self._is_near = kernels[communicators.rank] == kernels[0]
-        self._several = len(set(kernels)) > 1
-
-    def offset_ns(self) -> int:
-        """What to take from this rank's times to have them on rank 0's clock."""
-        found = []
-        for _ in range(_BARRIERS if self._several else 0):
-            self._communicators.barrier()
-            now = self._of_all(time.monotonic_ns())
-            found.append(now[self._communicators.rank] - now[0])
-        return 0 if self._is_near else round(median(found))
-
-    def _of_all(self, value: int) -> list[int]:
-        """Every rank's value, by rank."""
-        own = torch.tensor([value], device=self._communicators.device)
-        values = own.new_empty(self._communicators.trainers)
-        self._communicators.require(1)
-        self._communicators.all_gather(values, own, "world", 0)
-        return list(map(int, values.tolist()))
+    kernels = meeting.texts(Place.here().kernel)
+    left = [meeting.gather([time.monotonic_ns()]) for _ in range(1 + _MEETINGS if len(set(kernels)) > 1 else 0)]
+    found = [now[meeting.rank][0] - now[0][0] for now in left[1:]]  # what the first tells is when they came
+    return 0 if kernels[meeting.rank] == kernels[0] else round(median(found))
 
 
 class RankLegs:
     """See the module."""
 
-    def __init__(self, folder: RankSide, rank: int, clocks: HostClocks | None = None) -> None:
+    def __init__(self, folder: RankSide, rank: int, meeting: Meeting | None = None) -> None:
         self.folder = folder
         self._rank = rank
-        self._clocks = clocks
+        self._meeting = meeting
         self._beats = BeatWriter(folder.beats, rank)
         self._legs: Generator[LegEngine, bool | None, None] | None = None
         self._engine: Engine | None = None
@@ -206,12 +186,11 @@ class RankLegs:
         """Of the leg under way: what the script reports beside the loss, by its process's steps."""
 
     @classmethod
-    def join(cls, communicators: Communicators, trainers_per_node: int) -> RankLegs:
+    def join(cls, meeting: Meeting) -> RankLegs:
         """Say that this rank is here; every rank calls it. Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no folder of a job."""
         folder = RankSide.of_environment()
-        place, rank = Place.here(), communicators.rank
-        steps = cls(folder, rank, HostClocks(communicators, place.kernel))
-        folder.join(RankPlace(rank=rank, trainers=communicators.trainers, trainers_per_node=trainers_per_node, place=place))
+        steps = cls(folder, meeting.rank, meeting)
+        folder.join(meeting.rank, meeting.trainers, Place.here().host)
         atexit.register(steps.exits)
         return steps
 
@@ -292,7 +271,7 @@ class RankLegs:
 
     def _compared_clocks(self) -> tuple[int, int]:
         """Now on this rank's clock, and by how much that is ahead of rank 0's."""
-        return time.monotonic_ns(), 0 if self._clocks is None else self._clocks.offset_ns()
+        return time.monotonic_ns(), 0 if self._meeting is None else clock_ahead_ns(self._meeting)
 
 
 def follow_steps(optimizer: torch.optim.Optimizer, on_step: Callable[[], None]) -> None:

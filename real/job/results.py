@@ -61,15 +61,13 @@ def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
     return Span(rank, stream, span.name, span.start_ns, span.end_ns - span.start_ns)
 
 
-def _to_target(held_out: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> tuple[float, Crossing] | None:
-    """Seconds up to the step that reached the target."""
-    return None if (reached := crossing(held_out, target)) is None else (_until_s(records, reached.step), reached)
-
-
-def _until_s(records: Sequence[StepRecord], step: int) -> float:
-    """From the first counted start to the end of a step on the last rank."""
-    begin_ns = min(record.start_ns for record in records if record.step >= 1)
-    return (max(record.end_ns for record in records if record.step == step) - begin_ns) * 1e-9
+def _to_target(told: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> tuple[float, Crossing] | None:
+    """Seconds from the first counted start to the last rank's end of the step by which the losses ``told`` have reached the target."""
+    if (reached := crossing(told, target)) is None:
+        return None
+    kept = [record for record in records if 1 <= record.step <= reached.step]
+    took_s = (max(record.end_ns for record in kept) - min(record.start_ns for record in kept)) * 1e-9
+    return took_s * (reached.step / len({record.step for record in kept})), reached  # a step that was cut out took what the others did
 
 
 def run_of(
@@ -89,11 +87,11 @@ def run_of(
     records, spans, host_s = collect(ranks)
     table = steps_table(records)
     if "held_out" in parts[0]:
-        final_loss, to_target = parts[0]["final_loss"], _to_target(parts[0]["held_out"], experiment.workload.target_loss, records)
-    elif leg.evaluate:
-        final_loss, to_target = _losses(table, records, experiment, leg.steps)
+        told, final_loss = parts[0]["held_out"], parts[0]["final_loss"]
     else:
-        final_loss = to_target = None
+        told = reported_losses(table, experiment.workload.eval_every, leg.steps) if leg.evaluate else []
+        final_loss = told[-1][1] if told else None
+    to_target = _to_target(told, experiment.workload.target_loss, records)
     experiment = experiment_of_leg(experiment, leg, int(table.loc[table["step"] >= 1, "step"].nunique()))
     if experiment.workload.target_loss is not None and not leg.evaluate:
         skipped = [*skipped, skip("workload.target_loss", "not evaluated in this leg")]
@@ -200,16 +198,3 @@ def reported_losses(table: pd.DataFrame, every: int, last_step: int) -> list[tup
     windows = counted["loss"].groupby((counted["step"] - 1) // every).mean()
     ends = [(window + 1) * every for window in windows.index.tolist()]
     return [(end, loss) for end, loss in zip(ends, windows.tolist(), strict=True) if end <= last_step]
-
-
-def _losses(
-    table: pd.DataFrame, records: Sequence[StepRecord], experiment: Experiment, last_step: int
-) -> tuple[float | None, tuple[float, Crossing] | None]:
-    """Final loss, and seconds to the target, of the reported loss."""
-    if not (ended := reported_losses(table, experiment.workload.eval_every, last_step)):
-        return None, None
-    if (reached := crossing(ended, experiment.workload.target_loss)) is None:
-        return ended[-1][1], None
-    kept = table.loc[table["step"].between(1, reached.step), "step"]
-    took_s = _until_s(records, kept.max())
-    return ended[-1][1], (took_s * reached.step / kept.nunique(), reached)  # a step that was cut out took what the others did

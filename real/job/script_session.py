@@ -21,7 +21,7 @@ from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 from real.job.facts import Facts, experiment_of
-from real.job.inside import SHARED, set_seed
+from real.job.inside import SHARED
 from real.job.launch import CommandLaunch, Progress
 from real.job.results import LEAST_STEPS, run_of
 from real.job.session import LegSession
@@ -133,7 +133,7 @@ class ScriptSession(LegSession):
                 if isinstance(error, ConfigError) and leg.start != "as_is":
                     raise LegFailed(f"refused: {error.what}", error.where, error.value, error.hint) from error
                 raise
-            self.hosts = tuple(launch.ranks[rank].place.host for rank in sorted(launch.ranks))
+            self.hosts = tuple(launch.ranks[rank] for rank in sorted(launch.ranks))
             self.startup_s = max(self.startup_s, launch.startup_s)
             if parts and all(part["complete"] for part in parts.values()):
                 return self._in_order(parts, launch)
@@ -190,10 +190,8 @@ class ScriptSession(LegSession):
         run = self._base.run
         self._num_launches += 1
         folder = self._folder / str(self._num_launches)
-        if seed is not None:
-            set_seed(folder, seed)
         launch = CommandLaunch(self._command, folder, startup_timeout_s=run.startup_timeout * 1e-9, timeout_s=run.timeout * 1e-9)
-        launch.start(run.environment, self._workdir)
+        launch.start(run.environment, self._workdir, seed)
         return launch
 
     def _end(self) -> None:

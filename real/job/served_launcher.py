@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fleetbench.errors import FleetbenchError, WorkerFailed
-from real.job.launcher import POLL_S, Echo, Job, prepare_logs
+from real.job.launcher import POLL_S, Echo, follow, prepare_logs
 from real.processes.diagnosis import STOPPED, how_it_ended
 from real.processes.joining import GLOO
 from real.processes.place import temporary_folder
@@ -74,22 +74,24 @@ def launch_placed(
             messenger.close()
 
 
-class ServedJob(Job):
+class ServedJob:
     """A job with servers, as one host sees it. Life cycle: made; ``run``, to the end of its processes; ``judge``."""
 
     def __init__(self, placement: Placement, board: Board, messenger: Messenger, restarts: int = 0) -> None:
-        super().__init__()
+        self.processes: list[Started] = []
+        """This machine's."""
+        self.codes: dict[str, int] = {}
+        """Exit codes by name, in the order in which they were heard of."""
         self.lost: dict[str, Entry] = {}
         """Trainers that servers have gone on without."""
         self.failure: Entry | None = None
         self.blamed: Entry | None = None
         """Whom the first trainer of this host names that ended because of another process."""
         self.placement = placement
-        self.places = placement.places
         self._board, self._messenger = board, messenger
         self._restarts = restarts
-        self._servers = [name for name in self.places if name.startswith("server")]
-        self._trainers = [name for name in self.places if name.startswith("rank")]
+        self._servers = [name for name in placement.places if name.startswith("server")]
+        self._trainers = [name for name in placement.places if name.startswith("rank")]
         self._since: dict[str, float] = {}
 
     def run(self, command: list[str], common: Mapping[str, str], log_dir: Path, echo: Echo) -> None:
@@ -102,14 +104,14 @@ class ServedJob(Job):
             which = {"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": str(rank)}
             self.processes.append(start("trainer", rank, command, {**common, **which}, log_dir / f"workerlog.{rank}"))
         try:
-            self.follow(echo)
+            follow(self.processes, echo, self.see_end, self.is_over, self.turn)
         except BaseException as error:
             self._part(error)
             raise
         self.turn()  # what a process told before it ended
 
     def turn(self) -> None:
-        """See ``Job``."""
+        """Read what others have told."""
         for entry in self._board.turn():
             self.hear(entry)
 
@@ -149,7 +151,7 @@ class ServedJob(Job):
             process.environment[AGAIN] = "1"
             process.start_again()
             return
-        super().see_end(process, code)
+        process.code = self.codes[process.name] = code
         self.tell(Entry(kind="ended", name=process.name, code=code))
         if is_server and code < 0:
             hint = f"its output: {process.log}; fleetbench launch --restart-servers 3 starts it again, from its checkpoint"

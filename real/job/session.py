@@ -5,6 +5,7 @@ import shutil
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -122,21 +123,20 @@ class Session(LegSession):
             require_cuda(experiment.cluster.trainers, experiment.run.backend)
         self._experiment = experiment
         self._launch: WorkerLaunch | None = None
-        self._servers: LegServers | None = None
         self._reports: list[dict[str, Any]] = []
+        """Of the last leg's servers."""
         self._testbed = testbed_of(experiment)
 
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """See ``LegSession``."""
         parts = self._parts(leg, progress)
-        reports, self._reports = self._reports, []
-        loads = loads_of(reports)
+        loads = loads_of(self._reports)
         assert len({part["parameters"] for part in parts}) == 1, "trainers hold different parameters after a leg"
         result = run_of(
             self._experiment,
             leg,
             parts,
-            reports,
+            self._reports,
             skipped=self._skipped(leg),
             testbed=None if self._testbed is None else self._testbed.summary(),
             lateness_s=lateness_of([part["lateness"] for part in parts]) if is_emulated(self._experiment) else None,
@@ -182,14 +182,15 @@ class Session(LegSession):
         if is_emulated(self._experiment):
             refuse_table(self._experiment, leg.strategy)
         assert self._launch is not None
-        if leg.strategy.mode == "ps" and not leg.profile:
-            self._servers = servers = self._leg_servers(self._launch.num_orders, leg)
-            servers.start()
-            leg = dataclasses.replace(leg, endpoints=servers.endpoints, token=servers.token)
-        found = self._launch.run(leg, progress, None if self._servers is None else self._servers.check)
-        if self._servers is not None:
-            self._reports = self._servers.end()
-            self._servers = None
+        with ExitStack() as stack:
+            servers = None
+            if leg.strategy.mode == "ps" and not leg.profile:
+                servers = self._leg_servers(self._launch.num_orders, leg)
+                stack.callback(servers.kill)
+                servers.start()
+                leg = dataclasses.replace(leg, endpoints=servers.endpoints, token=servers.token)
+            found = self._launch.run(leg, progress, None if servers is None else servers.check)
+            self._reports = [] if servers is None else servers.end()
         if progress is not None:
             progress(leg.steps, leg.steps)
         return [part for _, part in sorted(found.items())]
@@ -230,8 +231,6 @@ class Session(LegSession):
 
     def _kill(self) -> None:
         try:
-            if self._servers is not None:
-                self._servers.kill()
             if self._launch is not None:
                 self._launch.kill()
         finally:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -67,23 +67,18 @@ def rank_error(error: BaseException) -> RankError:
     return RankError(f"{type(error).__name__}: {error}", is_of_peers(error), time.monotonic_ns(), arguments)
 
 
-@dataclass(frozen=True, slots=True)
-class WayOut:
-    """How a process of torch's process group ends once a rank has failed; tests put another in its place, which does not end it."""
+def abort_collectives() -> None:
+    """On NCCL, whose kernels wait on for a peer that is gone, end all collectives; on gloo connections end with the process."""
+    if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config().split(","):  # also where no backend was named
+        dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # torch has no other name for it
 
-    grace_s: float = GRACE_S
 
-    def abort(self) -> None:
-        """On NCCL, whose kernels wait on for a peer that is gone, end all collectives; on gloo connections end with the process."""
-        if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config().split(","):  # also where no backend was named
-            dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # torch has no other name for it
-
-    def leave(self) -> None:
-        """End the process, without success."""
-        abort = threading.Thread(target=self.abort, name="failures-abort", daemon=True)  # which may hang itself
-        abort.start()
-        abort.join(self.grace_s)
-        end_now(WorkerFailed.exit_code)
+def leave_without_success(grace_s: float = GRACE_S) -> None:
+    """End this process of torch's process group, because a rank has failed."""
+    abort = threading.Thread(target=abort_collectives, name="failures-abort", daemon=True)  # which may hang itself
+    abort.start()
+    abort.join(grace_s)
+    end_now(WorkerFailed.exit_code)
 
 
 def end_now(code: int) -> NoReturn:
@@ -137,15 +132,15 @@ class Failures:
     failure of whoever failed first, for the launcher of this host.
     """
 
-    def __init__(
-        self, store: Store, rank: int, trainers: int, *, step: Callable[[], int], way_out: WayOut, note: Path | None = None
-    ) -> None:
+    grace_s = GRACE_S
+
+    def __init__(self, store: Store, rank: int, trainers: int, *, step: Callable[[], int], note: Path | None = None) -> None:
         self.failure: Failure | None = None
         """The first that this rank knows of; one of a rank's own goes before one of a collective."""
         self._keeps = store  # on rank 0 it may be the server, which is to outlive the process group
         self._store = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it yet
         self._rank, self._trainers = rank, trainers
-        self._step, self._way_out, self._note = step, way_out, note
+        self._step, self._note = step, note
         self._num_read = 0
         self._entry_of_broken: int | None = None
         self._own_entry: int | None = None
@@ -186,7 +181,7 @@ class Failures:
     def absent(self, patience_s: float) -> str | None:
         """A roll call: which ranks do not answer in so many seconds, in words; none where all do."""
         otherwise: str | None = _SILENT_STORE
-        return self._asked(lambda: _absence(self._missing(self._append(None), patience_s)), otherwise, patience_s)
+        return self._asked(lambda: _absence(self._missing(self._append(), patience_s)), otherwise, patience_s)
 
     def begin_exit(self) -> None:
         """This process has come to its exit: a collective of the others that breaks from now on waited for it."""
@@ -211,12 +206,12 @@ class Failures:
         if entry is not None and not self._has_broken:
             self._asked(lambda: bool(self._missing(entry)), otherwise=True)
         elif self.failure is not None and self.failure.rank != self._rank and not self._exits.has_failed:
-            time.sleep(self._way_out.grace_s)
+            time.sleep(self.grace_s)
         if self._has_broken or not self._exits.has_failed:
             why = self.failure or "a collective of its own broke"
             print(f"rank {self._rank} ends without success, because {why}", file=sys.stderr)  # noqa: T201  # the worker's log
-            self._way_out.leave()
-        self._way_out.abort()
+            leave_without_success()
+        abort_collectives()
 
     def _watch(self) -> None:
         since_s: float | None = None
@@ -231,8 +226,8 @@ class Failures:
             if other and failure != said:
                 print(f"rank {self._rank} ends, because {failure}", file=sys.stderr)  # noqa: T201  # the worker's log
             said, since_s = failure, since_s or time.monotonic()
-            if time.monotonic() - since_s > (self._way_out.grace_s if other else OWN_GRACE_S):
-                self._way_out.leave()
+            if time.monotonic() - since_s > (self.grace_s if other else OWN_GRACE_S):
+                leave_without_success()
                 return
 
     def _read(self) -> None:
@@ -240,12 +235,12 @@ class Failures:
         with self._lock:
             while self._store.check([_key(self._num_read + 1)]):
                 self._num_read += 1
-                found = json.loads(self._store.get(_key(self._num_read)))["failure"]
-                number, failure = self._num_read, None if found is None else Failure(**found)
-                if failure is not None and not failure.own and failure.rank != self._rank and self._is_leaving and self.failure is None:
-                    self._own_entry = self._append(Failure(rank=self._rank, what=_LEFT_EARLY, own=True))
+                number, failure = self._num_read, Failure(**json.loads(self._store.get(_key(self._num_read))))
+                has_broken = bool(failure.what) and not failure.own
+                if has_broken and failure.rank != self._rank and self._is_leaving and self.failure is None:
+                    self._own_entry = self._append(_LEFT_EARLY, own=True)
                 self._store.set(_key(number, self._rank), "")
-                if failure is None:
+                if not failure.what:
                     continue
                 if not failure.own and self._entry_of_broken is None:
                     self._entry_of_broken = self._num_read
@@ -253,9 +248,9 @@ class Failures:
                     self.failure = failure
                     self._write_note()
 
-    def _append(self, failure: Failure | None) -> int:
-        """Write the next entry of the log; its number."""
-        text = json.dumps({"by": self._rank, "failure": None if failure is None else asdict(failure)})
+    def _append(self, what: str = "", *, own: bool = False) -> int:
+        """Write the next entry of the log, a failure or, without words, a roll call; its number."""
+        text = json.dumps(asdict(Failure(rank=self._rank, what=what, own=own)))
         with self._lock:
             self._read()
             number = self._num_read + 1
@@ -268,7 +263,7 @@ class Failures:
         with self._lock:
             self._read()
             if self.failure is None or (own and not self.failure.own and self.failure.rank != self._rank):
-                self._own_entry = self._append(Failure(rank=self._rank, what=text[:_LONGEST], own=own))
+                self._own_entry = self._append(text[:_LONGEST], own=own)
 
     def _cause(self, text: str) -> str:
         """Why a collective broke, in words."""
@@ -276,8 +271,7 @@ class Failures:
             self._read()
             entry = self._entry_of_broken
             if entry is None and self.failure is None:
-                failure = Failure(rank=self._rank, what=f"lost the others at step {self._step()}: {text}", own=False)
-                entry = self._own_entry = self._append(failure)
+                entry = self._own_entry = self._append(f"lost the others at step {self._step()}: {text}")
         missing = [] if entry is None else self._missing(entry)
         if self.failure is not None and self.failure.own:
             return str(self.failure)
@@ -326,7 +320,6 @@ def watch_failures(step: Callable[[], int]) -> Failures:
         dist.get_rank(),
         dist.get_world_size(),
         step=step,
-        way_out=WayOut(),
         note=None if joined is None else Path(joined).with_name(NOTE),
     )
     found.start()

@@ -5,7 +5,8 @@ its time. A fork has it all at once. It is for programs of this project alone, o
 set variables before it imports torch, and a process that has spoken to a GPU must not fork.
 
 A server ends with the process that uses it, and its forks with the server. What to fork is a JSON message on its standard input, with
-which comes a socket of that fork's own: on this the server writes the number of the process and, later, its exit code.
+which come the file of its output and a socket of that fork's own: on this the server writes the number of the process and, later, its
+exit code.
 """
 
 from __future__ import annotations
@@ -114,8 +115,7 @@ class ForkServer:
         """End a server that is stopped, which would never say that its forks have ended: they end with it."""
         if process_state(self.pid) == "T":
             self.was_stopped = True
-            self._process.kill()
-            self._process.wait()
+            self.close()
 
     def fork(self, arguments: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> Forked:
         """Start ``python ARGUMENTS`` (``-m MODULE ...`` or ``SCRIPT ...``) here, in a session of its own; its output goes to ``log``.
@@ -124,22 +124,21 @@ class ForkServer:
         Raises ``EnvironmentLacks`` where the log cannot be written, ``WorkerFailed`` where the server has ended, or does not answer.
         """
         try:
-            log.open("ab").close()
-        except OSError as error:  # here, where it ends no server
+            output = log.open("wb")
+        except OSError as error:
             raise EnvironmentLacks(f"it cannot be written: {error.strerror}", "a process's log", str(log), "is its disk full?") from None
-        wanted = {"arguments": list(arguments), "log": str(log.absolute()), "folder": str(Path.cwd()), "variables": dict(variables or {})}
+        wanted = {"arguments": list(arguments), "folder": str(Path.cwd()), "variables": dict(variables or {})}
         connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(_PATIENCE_S)
         with contextlib.suppress(OSError):  # it has ended, or does not answer
-            with other:
-                socket.send_fds(self._socket, [json.dumps(wanted).encode()], [other.fileno()])
+            with output, other:
+                socket.send_fds(self._socket, [json.dumps(wanted).encode()], [other.fileno(), output.fileno()])
             if pid := connection.recv(_NUMBER):
                 self._forks = [fork for fork in self._forks if fork.poll() is None]
                 self._forks.append(Forked(self, int(pid), connection))
                 return self._forks[-1]
         connection.close()
-        self._process.kill()
-        self._process.wait()  # the next fork server is another one
+        self.close()  # the next fork server is another one
         raise WorkerFailed("the process that forks ranks has ended, or does not answer", "this node", hint="its errors are above")
 
     def close(self) -> None:
@@ -201,11 +200,11 @@ def _serve(modules: Sequence[str]) -> None:
                 _say(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
                 connection.close()
                 continue
-            text, files, _, _ = socket.recv_fds(asked, _LONGEST, 1)
+            text, files, _, _ = socket.recv_fds(asked, _LONGEST, 2)
             if not text:
                 return
             connection = socket.socket(fileno=files[0])
-            pid = _fork(json.loads(text), [connection, *(other for _, other in forks.values())])
+            pid = _fork(json.loads(text), files[1], [connection, *(other for _, other in forks.values())])
             forks[os.pidfd_open(pid)] = pid, connection
             _say(connection, pid)
 
@@ -215,21 +214,20 @@ def _say(connection: socket.socket, number: int) -> None:
         connection.send(str(number).encode())
 
 
-def _fork(wanted: Mapping[str, Any], connections: Sequence[socket.socket]) -> int:
+def _fork(wanted: Mapping[str, Any], output: int, connections: Sequence[socket.socket]) -> int:
     """Fork what is wanted, in a session of its own, without input; it ends with this process. Returns its number.
 
     ``connections``: this process's alone, so that their other ends hear of its end.
     """
     parent = os.getpid()
-    log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     with warnings.catch_warnings():  # Python 3.12 and later warn of the threads that libraries start as they load, which wait for work
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         end_with_parent(parent)
         for connection in connections:
             connection.close()
@@ -238,7 +236,7 @@ def _fork(wanted: Mapping[str, Any], connections: Sequence[socket.socket]) -> in
         if "RANK" in wanted["variables"]:
             name_process(f"rank {wanted['variables']['RANK']}")
         _become(wanted["arguments"])
-    os.close(log)
+    os.close(output)
     return pid
 
 

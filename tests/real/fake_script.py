@@ -96,8 +96,7 @@ def part(rank: int, leg: dict[str, Any], steps: int) -> dict[str, Any]:
 with notes.open("a") as file:
     file.write(f"legs{' seed' + os.environ['FLEETBENCH_SEED'] if 'FLEETBENCH_SEED' in os.environ else ''}")
 for rank in range(2):
-    place = {"host": f"host{rank}", "boot": "elsewhere", "namespace": "", "pid": 1}
-    write(tuning / "ranks" / f"rank{rank}.json", {"rank": rank, "trainers": 2, "trainers_per_node": 2, "place": place})
+    write(tuning / "ranks" / f"rank{rank}.json", {"trainers": 2, "host": f"host{rank}"})
 beat(-1, 0)
 left = min((int(what.removeprefix("total=")) for what in told("*") if what.startswith("total=")), default=10**6)
 number = done = 0

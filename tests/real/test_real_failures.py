@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ from processes import run_python
 from fleetbench.errors import WorkerFailed
 from real.job.folder import Beat
 from real.job.launcher import launch_script
+from real.processes import failures
 from real.processes.diagnosis import NOTE, Failure, RankError, diagnose, read_note
-from real.processes.failures import CollectiveFailed, Failures, WayOut
+from real.processes.failures import CollectiveFailed, Failures, leave_without_success
 
 RANKS = Path(__file__).with_name("failing_ranks.py")
 CASES = (
@@ -130,24 +130,14 @@ def test_the_rank_that_ran_out_of_memory_is_named_and_not_one_that_repeats_it() 
     assert diagnose({}, errors, [Beat(11, 0, 3, 1), Beat(12, 0, 3, 1)], 3, "log").where == "rank 1"
 
 
-@dataclass(frozen=True, slots=True)
-class Stays(WayOut):
-    """A way out that the process does not take."""
-
-    grace_s: float = 0.1
-    taken: list[str] = field(default_factory=list)
-
-    def leave(self) -> None:
-        """See ``WayOut``."""
-        self.taken.append("left")
-
-
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Failures]]:
-    """Three ranks of one job in this process, none of which watches yet."""
+    """Three ranks of one job in this process, none of which watches yet; none leaves it, but watches no more where it would."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(failures, "leave_without_success", lambda: None)
+    monkeypatch.setattr(Failures, "grace_s", 0.1)
     store = dist.HashStore()  # type: ignore[attr-defined]  # missing from __all__ only
-    made = [Failures(store, rank, 3, step=lambda: 7, way_out=Stays(), note=tmp_path / str(rank) / NOTE) for rank in range(3)]
+    made = [Failures(store, rank, 3, step=lambda: 7, note=tmp_path / str(rank) / NOTE) for rank in range(3)]
     for rank in range(3):
         (tmp_path / str(rank)).mkdir()
     yield made
@@ -168,7 +158,7 @@ def test_all_ranks_hear_of_the_first_failure(ranks: list[Failures], tmp_path: Pa
         one.start()
     ranks[1].announce(ValueError("odd"))
     ranks[2].announce(ValueError("even"))
-    _until(lambda: all(one._way_out.taken for one in (ranks[0], ranks[2])))  # type: ignore[attr-defined]  # of the fake
+    _until(lambda: not any(one._thread.is_alive() for one in (ranks[0], ranks[2])))
     expected = Failure(rank=1, what="failed at step 7: ValueError: odd", own=True)
     assert [one.failure for one in ranks] == [expected] * 3
     assert [read_note(tmp_path / str(rank)) for rank in range(3)] == [expected] * 3
@@ -178,7 +168,7 @@ def test_all_ranks_hear_of_the_first_failure(ranks: list[Failures], tmp_path: Pa
 def test_who_does_not_answer_is_named(ranks: list[Failures]) -> None:
     """A collective broke, and rank 2 watches no more; a rank's own failure, told late, goes before that."""
     for one in ranks[:2]:
-        one._way_out = Stays(grace_s=60.0)
+        one.grace_s = 60.0
         one.start()
     with pytest.raises(CollectiveFailed, match="rank 2 does not answer"), ranks[0].broken():
         raise RuntimeError("closed")
@@ -219,6 +209,6 @@ def test_on_nccl_communicators_are_aborted_before_the_process_leaves(monkeypatch
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
     monkeypatch.setattr(os, "_exit", lambda code: calls.append(f"exit {code}"))
-    WayOut(grace_s=0.1).leave()
+    leave_without_success(0.1)
     assert calls == (["abort", "exit 4"] if backend == "nccl" else ["exit 4"])
     time.sleep(0.4 * hangs)  # for the thread

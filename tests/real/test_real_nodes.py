@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fleetbench.errors import EnvironmentLacks
-from real.job.launcher import QUIET, CollectiveJob, _own
+from real.job.launcher import QUIET, _own, judge
 from real.processes import joining
 from real.processes.joining import _address, interface_towards, is_loopback, own_among
 from real.processes.roles import Role
@@ -21,10 +21,7 @@ LOG = Path("log")
 
 def _blamed(*codes: int, stopped: int | None = None) -> str:
     """The exit code of each rank that has ended."""
-    job = CollectiveJob()
-    job.codes = {f"rank {rank}": code for rank, code in enumerate(codes)}
-    job.stopped = set() if stopped is None else {stopped}
-    return str(job.judge(LOG))
+    return str(judge(dict(enumerate(codes)), () if stopped is None else (stopped,), LOG))
 
 
 def test_all_is_well_where_nobody_failed() -> None:
@@ -44,9 +41,7 @@ def test_a_stopped_rank_goes_before_all() -> None:
 
 def test_a_killed_rank_is_named_with_its_output() -> None:
     """And with its signal."""
-    job = CollectiveJob()
-    job.codes = {"rank 0": 1, "rank 1": -signal.SIGKILL}
-    error = job.judge(LOG)
+    error = judge({0: 1, 1: -signal.SIGKILL}, (), LOG)
     assert error is not None
     assert (error.where, error.what, error.hint) == ("rank 1", "was killed by SIGKILL", "its output: log/workerlog.1")
 

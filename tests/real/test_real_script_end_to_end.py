@@ -144,7 +144,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(script: Path, tmp_path: Path
     def kill(step: int, _steps: int) -> None:
         if step >= 5:
             with contextlib.suppress(ProcessLookupError):  # asked again before the launch has noticed
-                os.kill(launch.ranks[1].place.pid, signal.SIGKILL)
+                os.kill(launch._beats.read(2)[1].pid, signal.SIGKILL)
 
     try:
         with pytest.raises(LegLost, match="SIGKILL") as caught:

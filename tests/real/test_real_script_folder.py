@@ -19,7 +19,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
 from real.job import driver_watch
 from real.job.driver_watch import Watch
-from real.job.folder import NEVER, BeatReader, BeatWriter, DriverSide, RankPlace, RankSide
+from real.job.folder import NEVER, BeatReader, BeatWriter, DriverSide, RankSide
 from real.leg import Leg
 from real.processes.diagnosis import RankError
 from real.processes.failures import rank_error
@@ -41,7 +41,7 @@ def sides(tmp_path: Path) -> tuple[DriverSide, RankSide]:
 
 def joins(script: RankSide, rank: int, trainers: int) -> None:
     """A rank says that it is here."""
-    script.join(RankPlace(rank=rank, trainers=trainers, trainers_per_node=1, place=Place.here()))
+    script.join(rank, trainers, f"host{rank}")
 
 
 def test_an_order_arrives_as_it_was_given(sides: tuple[DriverSide, RankSide]) -> None:
@@ -62,7 +62,7 @@ def test_a_launch_has_joined_when_all_ranks_have(sides: tuple[DriverSide, RankSi
     joins(script, 1, 2)
     assert driver.joined() == {}
     joins(script, 0, 2)
-    assert {rank: found.rank for rank, found in driver.joined().items()} == {0: 0, 1: 1}
+    assert driver.joined() == {0: "host0", 1: "host1"}
 
 
 def test_parts_and_errors_are_the_ranks_own(sides: tuple[DriverSide, RankSide]) -> None:
@@ -105,11 +105,11 @@ def test_what_was_taken_away_stays_away(sides: tuple[DriverSide, RankSide]) -> N
     for write in (
         lambda: script.fail(0, dataclasses.asdict(ERROR)),
         lambda: script.finish(0, 0, {}),
-        lambda: script.ended(0, 1),
         lambda: joins(script, 0, 1),
     ):
         with pytest.raises(OSError, match="No such file"):
             write()
+    script.ended(0, 1)
     assert list(script.path.parent.iterdir()) == []
 
 

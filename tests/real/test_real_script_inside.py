@@ -161,7 +161,7 @@ def test_trainers_of_a_launch_meet_in_its_own_file(tmp_path: Path, monkeypatch: 
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("RANK", raising=False)
     assert inside.trainer_environment(tmp_path / "1") == {}
-    inside.set_seed(tmp_path / "2", 7)
+    DriverSide(tmp_path / "2").make(7)
     assert inside.trainer_environment(tmp_path / "2") == {"FLEETBENCH_SEED": "7"}
     monkeypatch.setenv(inside.SHARED, str(tmp_path))
     assert inside.trainer_environment(tmp_path / "2")["FLEETBENCH_SEED"] == "7"

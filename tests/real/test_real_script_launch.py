@@ -12,9 +12,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from real.job import launch
-from real.job.folder import RankPlace, RankSide
+from real.job.folder import RankSide
 from real.job.launch import CommandLaunch, codes_of_agent
-from real.processes.place import Place
 
 REPORT = "  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: 11)\n"
 """As torch's agent reports a failed rank."""
@@ -54,9 +53,7 @@ def failed(started: CommandLaunch, monkeypatch: pytest.MonkeyPatch) -> CommandLa
     command: Any = SimpleNamespace(popen=SimpleNamespace(poll=lambda: 1, pid=10))
     started._processes = [command]
     started.log.write_text("")
-    started.ranks = {
-        rank: RankPlace(rank=rank, trainers=2, trainers_per_node=2, place=Place(host="here", pid=11 + rank)) for rank in range(2)
-    }
+    started.ranks = {0: "here", 1: "here"}
     monkeypatch.setattr(started, "kill", lambda: None)
     return started
 

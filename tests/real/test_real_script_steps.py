@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,7 +22,7 @@ from real.engine.engine import Engine
 from real.engine.stopwatch import Stopwatch, TimedStep
 from real.job.driver_watch import end_script
 from real.job.folder import BeatReader, DriverSide, RankSide
-from real.job.rank_legs import EngineSwitch, RankLegs
+from real.job.rank_legs import EngineSwitch, RankLegs, clock_ahead_ns
 from real.leg import Leg
 from real.leg_steps import LegSteps, not_finite
 
@@ -252,3 +253,12 @@ def test_what_is_no_number_is_found_where_it_came_first(losses: list[float | Non
         record = StepRecord(rank=0, step=step, arrival_ns=None, local_steps=None, loss=loss, **zeros)
         stopwatch.steps.append(TimedStep(record, 0))
     assert not_finite(stopwatch, model, 9) == found
+
+
+@pytest.mark.parametrize(("kernels", "offset_ns"), [(["a", "b", "b"], 40), (["a", "a", "b"], 0), (["a", "a", "a"], 0)])
+def test_clocks_of_other_hosts_are_compared_with_rank_0s(kernels: list[str], offset_ns: int) -> None:
+    """By the median over meetings that ranks leave at about one time, however far apart they came; a kernel has one clock."""
+    apart = iter([900, 41, 39, 40, 40, 40, 77, 40, 3, 40])
+    meeting: Any = SimpleNamespace(rank=1, trainers=3, texts=lambda _: kernels, gather=lambda own: [[own[0] - next(apart)], own, own])
+    assert clock_ahead_ns(meeting) == offset_ns
+    assert len(list(apart)) == (10 if len(set(kernels)) == 1 else 0)
