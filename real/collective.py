@@ -104,9 +104,7 @@ class Collective:
         """Start from rank 0's parameters and buffers, and hook the model."""
         if self.engine is not None:
             raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
-        place = next(model.parameters(), torch.empty(0)).device
-        if self._backend == "gloo" and place.type == "cuda":
-            self.communicators.move(place)
+        self._follow(next(model.parameters(), torch.empty(0)).device)
         if self._strategy.auto:
             self._strategy = self.recommended(model)
         if self.role.trainers_per_node is None and self._strategy.use_hierarchical_allreduce:
@@ -122,6 +120,17 @@ class Collective:
         if not hasattr(model, "no_sync"):
             model.no_sync = NotCopied(self.no_sync, nullcontext)  # type: ignore[assignment]  # modules take any attribute
         return model
+
+    def _follow(self, place: torch.device) -> None:
+        """Meet where the model is, as gloo can. Raises ``ConfigError`` where it is on another kind of device than others'."""
+        if self._backend != "gloo" or not torch.cuda.is_available():
+            return
+        kinds = self.meeting.texts(place.type)
+        if len(set(kinds)) > 1:
+            hint = "move it to one kind of device on all trainers before fleet.distributed_model"
+            raise ConfigError("is on another kind of device than other trainers'", "the model", ", ".join(kinds), hint)
+        if place.type == "cuda":
+            self.communicators.move(place)
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let its steps be the strategy's updates."""

@@ -140,18 +140,18 @@ class RealRuns:
         workload = self.experiment.workload
         steps = number * (leg_steps_of(self.experiment) + self.experiment.run.warmup_steps)
         steps += 0 if workload.target_loss is None else num_targets * self._expected_steps(workload.steps)
-        return self._has_room(Leg(steps=steps, warmup_steps=0))
+        return self._has_room(Leg(steps=steps, warmup_steps=0), starts=number // 2 + num_targets)  # of a script, a pair or a run each
 
     def _expected_steps(self, steps: int) -> int:
         """Of a run to the target."""
         return min(steps, round(_LONGER * self.trained_steps)) if self.trained_steps else steps
 
-    def _has_room(self, leg: Leg) -> bool:
+    def _has_room(self, leg: Leg, starts: int = 1) -> bool:
         budget_s, _ = budget_of(self.experiment)
         if math.isinf(budget_s):
             return True
         steps = self._expected_steps(leg.steps) if leg.ends_at_target else leg.steps
-        ahead_s = self.experiment.cluster.trainers * ((steps + leg.warmup_steps) * self.step_s + self.runner.startup_s)
+        ahead_s = self.experiment.cluster.trainers * ((steps + leg.warmup_steps) * self.step_s + starts * self.runner.startup_s)
         return self.spent_s + ahead_s <= budget_s
 
     def _once(self, leg: Leg) -> RunResult:

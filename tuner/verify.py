@@ -1,6 +1,6 @@
 """Verify: real runs choose a finalist, price its local steps, and measure its gain.
 
-Three rounds in one launch: every arm twice, forward then backward (A B C C B A), which ranks them, and as many more arms as there
+Three rounds: every arm twice, forward then backward (A B C C B A), which ranks them, and as many more arms as there
 are finalists, each named by what the legs before it say of the simulator's errors (``tuner.bias``); where the workload has a
 target, runs to it from the initial parameters, which may reject an arm; then fresh pairs of the default and the fastest arm in
 alternating order, until the verdict is known. Where that arm is rejected, fails or gains nothing, the next that promises to be faster

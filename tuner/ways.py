@@ -164,7 +164,7 @@ def price_ways(
         return _of_script(experiment, found, step_s)
     if learn is None or workload.target_loss is None or workload.model == LAYERS or run.device == "emulated":
         return Ways()
-    if run.device != "cuda" and (least_s := _least_s(experiment)) > experiment.tune.search_seconds:
+    if (least_s := _least_s(experiment)) > experiment.tune.search_seconds and not (run.device == "cuda" and _has_gpu()):
         large = (
             f"virtual trainers are not asked: to the target they would take about {least_s:.3g} s of one core or more (tune.search_seconds)"
         )
@@ -258,6 +258,12 @@ def _on_one_wire(experiment: Experiment, strategy: DistributedStrategy) -> Exper
     base = experiment.strategy
     wire = {"fp16_allreduce": base.fp16_allreduce, "bf16_allreduce": base.bf16_allreduce}
     return experiment.replace(strategy=strategy.replace(**wire, **_FLAT))
+
+
+def _has_gpu() -> bool:
+    import torch  # which a search without a target does not need
+
+    return torch.cuda.is_available()
 
 
 def _least_s(experiment: Experiment) -> float:

@@ -71,6 +71,8 @@ class Launch(ABC):
         self.startup_s = 0.0
         """Until all have joined."""
         self.num_orders = 0
+        self.orders_s: list[float] = []
+        """How long each took; the first with what the ranks do before their first step."""
         self.num_steps = 0
         """Steps that were done in orders so far."""
 
@@ -90,6 +92,7 @@ class Launch(ABC):
         self._folder.order(number, leg)
         self._ordered_s = time.monotonic()
         parts = self._wait_for(number, leg, progress, check)
+        self.orders_s.append(time.monotonic() - self._ordered_s)
         self.num_steps += min((part["num_steps"] for part in parts.values()), default=0)
         return parts
 
@@ -229,11 +232,6 @@ class CommandLaunch(Launch):
     def held_s(self) -> float:
         """Seconds for which the command held its trainers so far, all of them together; one trainer until all have joined."""
         return ((self._end_s or time.monotonic()) - self._begin_s) * max(1, len(self.ranks))
-
-    @property
-    def used_s(self) -> float:
-        """Seconds since all have joined."""
-        return time.monotonic() - self._begin_s - self.startup_s
 
     def start(self, environment: Mapping[str, str], workdir: Path | None = None, seed: int | None = None) -> None:
         """Start the command, in ``workdir`` if given. Raises ``EnvironmentLacks`` where there is no such program."""

@@ -1,9 +1,9 @@
 """ScriptSession: legs in a user's script, through one launch of its command after another.
 
-A launch is kept as long as it will do: the next leg follows the last one in the living process. There
-is a new one where a leg starts from the initial parameters, where its strategy changes what a process
-can have only once, where a leg has failed, and where the script's own data end: then what it can do in
-one launch is known, and legs are cut to it.
+A launch is kept as long as it will do: the next leg follows the last one in the living process. There is a new one where
+a pair begins and the last launch was used enough, where a leg starts from the initial parameters, where its strategy changes
+what a process can have only once, where a leg has failed, and where the script's own data end: then what it can do in one
+launch is known, and legs are cut to it.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ RECORD = Leg(steps=10, warmup_steps=3, start="as_is")
 _MOST_LAUNCHES = 5
 """For one leg."""
 _USED = 0.25
-"""Of the time that a launch takes to start, for which legs use it before those of another pair start one: launches differ."""
+"""Of what a launch takes to the end of its first leg: once later ones took as much, the next pair starts another, for launches differ."""
 
 
 class ScriptSession(LegSession):
@@ -93,7 +93,10 @@ class ScriptSession(LegSession):
                 what = f"the legs of a pair were cut to {share} steps with their warm-up: a launch of the script has {self.capacity}"
                 self.notes.append(what)
         launch = self._launch
-        if launch is not None and launch.num_steps and (launch.used_s > _USED * launch.startup_s or self._remaining(launch) < wanted):
+        if launch is None or not launch.num_steps:
+            return
+        first_s, *later_s = launch.orders_s
+        if sum(later_s) > _USED * (launch.startup_s + first_s) or self._remaining(launch) < wanted:
             self._end()
 
     def _parts(self, leg: Leg, progress: Progress | None) -> list[Part]:

@@ -21,7 +21,9 @@ _RETRY_S = 1.0
 
 
 def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
-    """Make torch's process group. By default NCCL carries it where somebody started several, and each has a CUDA device; else gloo.
+    """Make torch's process group. By default NCCL carries it where somebody started several on CUDA; gloo where they share it, and else.
+
+    With ``CUDA_VISIBLE_DEVICES`` a rank may see its own device alone, so that their number says nothing.
 
     Raises ``ConfigError`` for a parameter server, and where the address of rank 0 is missing.
     """
@@ -32,7 +34,8 @@ def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
     import torch.distributed as dist
 
     require_address(role, os.environ)
-    has_device = torch.cuda.is_available() and torch.cuda.device_count() >= (role.trainers_per_node or 1)
+    is_few = torch.cuda.device_count() < (role.trainers_per_node or 1) and "CUDA_VISIBLE_DEVICES" not in os.environ
+    has_device = torch.cuda.is_available() and not is_few
     backend = backend or ("nccl" if has_device and role.launcher != "none" else "gloo")
     if role.store is not None:
         store = dist.FileStore(role.store, role.trainers)  # type: ignore[attr-defined]  # missing from __all__ only

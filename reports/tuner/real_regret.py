@@ -1,6 +1,6 @@
 """How much slower is what the tuner recommends than the best of 48 strategies, all of which ran? The testbed, emulated compute.
 
-As root, from the repository's root, with nothing else running (about 45 minutes): ``python reports/tuner/real_regret.py``. Writes
+As root, from the repository's root, with nothing else running (about 55 minutes): ``python reports/tuner/real_regret.py``. Writes
 ``real_regret.json`` and prints README.md's table. ``--quick FILE`` checks in minutes that all of it runs.
 
 Three clusters. On each ``fleetbench tune`` runs, ``TUNINGS`` times, knowing what its file declares and nothing that was measured here. Then

@@ -50,12 +50,14 @@ def refuse_beyond(trainers: int, needed: int) -> None:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Several threads of small operations wait for one another most of the time. Convolutions of a GPU have all digits of float32."""
-    before = torch.get_num_threads(), torch.backends.cudnn.allow_tf32
+    """Several threads of small operations wait for one another most of the time. A GPU computes with all digits of float32."""
+    before = torch.get_num_threads(), torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
         torch.set_num_threads(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+        torch.set_float32_matmul_precision(before[2])

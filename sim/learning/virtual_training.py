@@ -45,9 +45,10 @@ def train(
 ) -> Trajectory:
     """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
 
-    Computes on one thread of the CPU; without parameter servers on the current GPU, where that is faster. ``played``: the order in which
-    trainers of parameter servers do so, where it is known; else it is simulated first. ``until``: a held-out loss; where it is reached,
-    as ``workload.target_loss`` is, training is over, and, of collectives, was that of an experiment of so many steps.
+    Computes on one thread of the CPU; without parameter servers on a GPU, where there is one that is faster or that ``run.device`` names.
+    ``played``: the order in which trainers of parameter servers do so, where it is known; else it is simulated first. ``until``: a
+    held-out loss; where it is reached, as ``workload.target_loss`` is, training is over, and, of collectives, was that of an experiment
+    of so many steps.
 
     Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory does not suffice.
     """
@@ -69,6 +70,7 @@ class VirtualTraining:
         """``way``: ``loop`` or ``graph`` on this ``device``; where it is none, the fastest on any."""
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
+        wants_gpu = experiment.run.device == "cuda"
         self._experiment = experiment = learnt_from(experiment)
         data = Prepared(experiment, folder)
         self.steps_per_epoch, self._batches, self._held_out, model = data.steps_per_epoch, data.batches, data.held_out, data.model
@@ -87,9 +89,9 @@ class VirtualTraining:
             averages=averages,
             amp=experiment.strategy.amp_configs if experiment.strategy.amp else None,
         )
-        self._choose(problem, way, say, device)
+        self._choose(problem, way, say, device, wants_gpu=wants_gpu)
 
-    def _choose(self, problem: Problem, wanted: str | None, say: Say, device: str) -> None:
+    def _choose(self, problem: Problem, wanted: str | None, say: Say, device: str, *, wants_gpu: bool) -> None:
         """Make the replicas, and choose how gradients are computed. Raises ``ConfigError`` where memory does not suffice."""
         workload, plan, what = self._experiment.workload, self._strategy.plan, self._strategy.combination
         inputs, labels = self._batches.batch(0)
@@ -109,12 +111,23 @@ class VirtualTraining:
                 return replicas, fastest(own, arguments, workload.steps, may_stack=at_once <= free_bytes(device))
             return replicas, Chosen(own.loop if wanted == "loop" else own.graph(*arguments), wanted, 0.0)
 
-        self.replicas, chosen = on(device)
-        is_long = wanted is None and chosen.step_s * workload.steps > WORTH_A_GPU_S
-        if is_long and torch.cuda.is_available() and in_loop <= free_bytes("cuda"):
-            there, faster = on("cuda")
-            if faster.step_s < chosen.step_s:
-                self.replicas, chosen, device = there, faster, "cuda"
+        def on_gpu() -> tuple[Replicas, Chosen] | None:
+            """None where there is none, or it has no room."""
+            try:
+                return on("cuda") if torch.cuda.is_available() and in_loop <= free_bytes("cuda") else None
+            except RuntimeError as error:
+                say(f"virtual trainers stay on the CPU, as the GPU says: {error}")
+                return None
+
+        there = on_gpu() if wanted is None and wants_gpu else None
+        self.replicas, chosen = there or on(device)
+        if wanted is None and not wants_gpu and problem.amp is None and chosen.step_s * workload.steps > WORTH_A_GPU_S:
+            there = on_gpu()  # but for mixed precision, which every kind of device rounds in its own way
+            if there is not None and there[1].step_s < chosen.step_s:
+                self.replicas, chosen = there
+            else:
+                there = None
+        device = device if there is None else "cuda"
         self._way, self.way = chosen.way, chosen.name if device == "cpu" else f"{chosen.name} on {device}"
         self.num_bytes = at_once if chosen.name == "graph" else in_loop
 

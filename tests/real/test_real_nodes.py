@@ -47,15 +47,24 @@ def test_a_killed_rank_is_named_with_its_output() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "launcher", "backend"),
-    [(0, "torchrun", "gloo"), (1, "torchrun", "gloo"), (2, "torchrun", "nccl"), (2, "none", "gloo")],
-    ids=["no device", "one device for two", "a device each", "started alone"],
+    ("num_devices", "visible", "launcher", "backend"),
+    [
+        (0, None, "torchrun", "gloo"),
+        (1, None, "torchrun", "gloo"),
+        (1, "1", "slurm", "nccl"),
+        (2, None, "torchrun", "nccl"),
+        (2, None, "none", "gloo"),
+    ],
+    ids=["no device", "one device for two", "each sees its own", "a device each", "started alone"],
 )
 def test_nccl_carries_trainers_that_have_a_device_each(
-    monkeypatch: pytest.MonkeyPatch, num_devices: int, launcher: str, backend: str
+    monkeypatch: pytest.MonkeyPatch, num_devices: int, visible: str | None, launcher: str, backend: str
 ) -> None:
     """The others meet on gloo, wherever their tensors are."""
     asked: list[str] = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr("torch.cuda.is_available", lambda: num_devices > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_devices)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **_: asked.append(backend))

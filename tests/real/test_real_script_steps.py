@@ -258,7 +258,7 @@ def test_what_is_no_number_is_found_where_it_came_first(losses: list[float | Non
 @pytest.mark.parametrize(("kernels", "offset_ns"), [(["a", "b", "b"], 40), (["a", "a", "b"], 0), (["a", "a", "a"], 0)])
 def test_clocks_of_other_hosts_are_compared_with_rank_0s(kernels: list[str], offset_ns: int) -> None:
     """By the median over meetings that ranks leave at about one time, however far apart they came; a kernel has one clock."""
-    apart = iter([900, 41, 39, 40, 40, 40, 77, 40, 3, 40])
+    apart = iter([900, 40, 10, 20, 30, 35, 60, 70, 80, 90])
     meeting: Any = SimpleNamespace(rank=1, trainers=3, texts=lambda _: kernels, gather=lambda own: [[own[0] - next(apart)], own, own])
     assert clock_ahead_ns(meeting) == offset_ns
     assert len(list(apart)) == (10 if len(set(kernels)) == 1 else 0)
