@@ -54,6 +54,9 @@ def tune_script(
     found = known or (None if before is None else before.script(base, inputs))
     try:
         with ScriptSession(command, base, known=found, workdir=workdir) as session:
+            if base.workload.target_loss is not None and session.experiment.workload.target_loss is None:
+                hint = "call fleet.report(loss=loss) before optimizer.step(), or drop the target"
+                raise ConfigError("the script reports no loss", "workload.target_loss", f"{base.workload.target_loss:g}", hint)
             experiment = found or _profiled(session, out, seconds, progress)
             if known is None:
                 resumption.keep(experiment, session.held_s)
@@ -130,8 +133,6 @@ def _notes(base: Experiment, experiment: Experiment, session: ScriptSession, num
     if session.hosts:
         hosts = ", ".join(dict.fromkeys(session.hosts))
         notes.append(f"it holds for {counted(experiment.cluster.trainers, 'trainer')} on {hosts}, started by the same command")
-    if base.workload.target_loss is not None and experiment.workload.target_loss is None:
-        notes.append("the script reports no loss, so no target was looked for: call fleet.report(loss=loss) before optimizer.step()")
     if experiment.cluster.nodes > 1 and experiment.cluster.trainers_per_node > 1 and base.cluster.intra is None:
         notes.append("cluster.intra is not declared: the simulator took the link inside a node to be as slow as that between nodes")
     if num_replayed:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from tuner import script
 from tuner.real_runs import SPENT, BudgetSpent, RealRuns
 from tuner.recommendation import Recommendation
 from tuner.resumption import Journal, Resumption
-from tuner.script import _stored, refuse_beyond_budget
+from tuner.script import _stored, refuse_beyond_budget, tune_script
 from tuner.tune import tune
 
 DEFAULT, SMALL = DistributedStrategy(), DistributedStrategy(fuse_grad_size_in_MB=1.0)
@@ -448,3 +449,17 @@ def test_a_profile_is_refused_beyond_the_budget() -> None:
         refuse_beyond_budget(session, 11.0)
     session.experiment = layers_experiment()
     refuse_beyond_budget(session, 1e9)
+
+
+def test_a_target_needs_a_loss_that_the_script_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else local steps would be left out without a word: it is an error before the profile."""
+
+    class Silent(contextlib.nullcontext[Any]):
+        def __init__(self, *_: object, **__: object) -> None:
+            super().__init__(SimpleNamespace(experiment=Experiment()))
+
+    monkeypatch.setattr("tuner.script.ScriptSession", Silent)
+    base = Experiment.from_dict({"workload": {"target_loss": 0.2}})
+    with pytest.raises(ConfigError, match=r"workload.target_loss: the script reports no loss \(got 0.2\)") as caught:
+        tune_script(["python", "train.py"], base, out=tmp_path)
+    assert "fleet.report(loss=loss)" in str(caught.value.hint)
