@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from zero_trainer import ZeroTrainer, engine_of, six_layers, train
 
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
+from real.collective import Collective
 from real.engine.engine import Engine
 
 
@@ -320,6 +322,16 @@ def test_a_model_on_two_devices_is_refused(others: ZeroTrainer, what: str) -> No
         model.register_buffer("table", torch.ones(2, device="meta"))
     with pytest.raises(ConfigError, match=r"several devices.*cpu, meta"):
         engine_of(model, others)
+
+
+def test_models_on_different_kinds_of_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On gloo, where a trainer's tensors are wherever its model is; the error has every rank's."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    trainer = Collective.__new__(Collective)
+    trainer._backend = "gloo"
+    trainer.meeting = SimpleNamespace(texts=lambda own: [own, "cuda"])  # type: ignore[assignment]  # asked for that alone
+    with pytest.raises(ConfigError, match=r"another kind of device.*cpu, cuda"):
+        trainer._follow(torch.device("cpu"))
 
 
 def test_a_model_converted_later_is_refused(others: ZeroTrainer) -> None:

@@ -24,6 +24,7 @@ from fleetbench.workloads.data.data import open_batches, prepare
 from fleetbench.workloads.models.registry import build_model
 from fleetbench.workloads.training import sampler_of
 from sim.learning.gradients import Problem
+from sim.learning.prepared import one_thread
 from sim.learning.trajectory import CLOCK, LEARNT, key_of, learnt_from
 from sim.learning.virtual_training import VirtualTraining
 
@@ -232,6 +233,18 @@ def test_a_gpu_that_cannot_be_used_leaves_the_training_to_the_cpu(monkeypatch: p
     training = VirtualTraining(experiment, tmp_path, say=told.append)
     assert training.way == "loop"
     assert told[1:] == ["virtual trainers stay on the CPU, as the GPU says: all CUDA-capable devices are busy"]
+
+
+def test_virtual_trainers_compute_with_all_digits_whatever_the_caller_has_set() -> None:
+    """On a GPU, products and convolutions of float32; the caller has its own settings again afterwards."""
+    torch.set_float32_matmul_precision("high")
+    try:
+        with one_thread():
+            inside = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.get_num_threads()
+        assert inside == ("highest", False, 1)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_only_what_is_learnt_from_is_in_the_key() -> None:

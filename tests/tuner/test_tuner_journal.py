@@ -451,6 +451,15 @@ def test_a_profile_is_refused_beyond_the_budget() -> None:
     refuse_beyond_budget(session, 1e9)
 
 
+def test_room_for_legs_is_room_for_the_launches_of_their_pairs(tmp_path: Path) -> None:
+    """Twenty legs of 1 s on one trainer, and ten launches of 5 s: 70 s. A launch for all of them would be 25."""
+    tune = {"leg_steps": 10, "budget_minutes": 1.0}
+    experiment = Experiment.from_dict({"cluster": {"trainers_per_node": 1}, "run": {"warmup_steps": 0}, "tune": tune})
+    runs = RealRuns(experiment=experiment, runner=SimpleNamespace(startup_s=5.0), folder=tmp_path, step_s=0.1)  # type: ignore[arg-type]  # asked for that alone
+    assert not runs.affords(20)
+    assert runs.affords(16)
+
+
 def test_a_target_needs_a_loss_that_the_script_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Else local steps would be left out without a word: it is an error before the profile."""
 
