@@ -6,7 +6,7 @@ As root, from the repository's root, with nothing else running (about 55 minutes
 Three clusters. On each ``fleetbench tune`` runs, ``TUNINGS`` times, knowing what its file declares and nothing that was measured here. Then
 every strategy of its space runs three times (A B ... Z, Z ... B A, A B ... Z), in one launch each. Strategies that a simulation cannot tell
 apart count once. The five fastest, the default, and all that were recommended run again, in turns, in fresh launches: the regret is that of
-these legs, so that nobody is the best of 48 by luck.
+these legs, so that luck in the first three makes no strategy the best of 48.
 """
 
 from __future__ import annotations
