@@ -168,6 +168,7 @@ def script(ground: Ground) -> Any:
         "tune.local_steps=[1, 8]",
         "tune.diloco=false",
         "tune.pairs=6",
+        "tune.budget_minutes=5",
         "workload.target_loss=2.6",
         "workload.steps=400",
     )
@@ -189,8 +190,13 @@ def script(ground: Ground) -> Any:
 
 
 def virtual(ground: Ground) -> Any:
-    """Virtual trainers on the device beside those on the CPU."""
-    return json.loads(ground.run([sys.executable, str(HERE / "virtual.py")]))
+    """What virtual trainers learn on the device, beside those on the CPU."""
+    return json.loads(ground.run([sys.executable, str(HERE / "virtual.py"), "parity"]))
+
+
+def virtual_speed(ground: Ground) -> Any:
+    """Steps of a virtual trainer a second, on the device and on a core."""
+    return json.loads(ground.run([sys.executable, str(HERE / "virtual.py"), "speed"]))
 
 
 def compiled(ground: Ground) -> Any:
@@ -246,6 +252,7 @@ SECTIONS: dict[str, Section] = {
     "tune": Section(tune),
     "script": Section(script),
     "virtual": Section(virtual, needs_cuda=True),
+    "virtual_speed": Section(virtual_speed, needs_cuda=True),
     "compiled": Section(compiled),
 }
 
