@@ -13,6 +13,7 @@ stopped, or whose host is gone, is known by its missing answer. Entry n is the k
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -37,15 +38,19 @@ GRACE_S = 5.0
 """For a rank to end by itself once another has failed."""
 OWN_GRACE_S = 30.0
 """For the rank that failed: its script may have something to put away."""
+ALONE_S = 10.0
+"""Beside twice the longest so far: a collective that takes longer, while another rank has come to its exit, waits for that one."""
 _POLL_S = 0.5
 _ANSWER_S = 3.0
 """For the ranks to answer, each of which looks every ``_POLL_S``."""
 _STORE_S = 2.0
 """For the store to answer beside that."""
 _LONGEST = 2000
-_LEFT_EARLY = "has ended while others still train: it left early, or had fewer batches"
+_LEFT_EARLY = "has ended while others still train: its script left early, as by sys.exit, or had fewer batches"
 _OF_PEERS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "NCCL communicator was aborted", "Broken pipe")
 """In messages of torch.distributed that tell of another rank's end."""
+_LEAVING = "fleetbench/leaving"
+"""Key of the store that is there once a rank has come to its exit."""
 _SILENT_STORE = "the job's store does not answer: rank 0 or the launcher that keeps it is gone"
 
 Answer = TypeVar("Answer")
@@ -102,29 +107,6 @@ def on_uncaught(tell: Callable[[BaseException], None]) -> None:
     sys.excepthook = hook
 
 
-class ExitWatch:
-    """Notes what ``sys.exit`` is called with, from when it is made until ``end``. A bare ``raise SystemExit(1)`` it does not see."""
-
-    def __init__(self) -> None:
-        self._status: object = None
-        self._exit, self._noted = sys.exit, self._note
-        sys.exit = self._noted  # every call of it passes here
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the process ends by an exception that was not caught, or by ``sys.exit`` with anything but 0 or none."""
-        return hasattr(sys, "last_value") or self._status not in (None, 0)
-
-    def end(self) -> None:
-        """Let ``sys.exit`` be what it was, unless somebody else has put something in its place since."""
-        if sys.exit is self._noted:
-            sys.exit = self._exit
-
-    def _note(self, status: object = None) -> NoReturn:
-        self._status = status
-        self._exit(status)  # type: ignore[arg-type]  # as given
-
-
 class Failures:
     """One rank's view of its job; see the module. ``start`` makes it watch, ``end`` or ``leave`` belongs at the process's exit.
 
@@ -132,7 +114,7 @@ class Failures:
     failure of whoever failed first, for the launcher of this host.
     """
 
-    grace_s = GRACE_S
+    grace_s, alone_s = GRACE_S, ALONE_S
 
     def __init__(self, store: Store, rank: int, trainers: int, *, step: Callable[[], int], note: Path | None = None) -> None:
         self.failure: Failure | None = None
@@ -145,15 +127,17 @@ class Failures:
         self._entry_of_broken: int | None = None
         self._own_entry: int | None = None
         self._has_failed = self._has_broken = self._is_leaving = False
+        self._waits: dict[object, float] = {}
+        """When the collectives of this rank that are under way began."""
+        self._longest_s = 0.0
         self._lock = threading.RLock()
         self._ended = threading.Event()
-        self._exits = ExitWatch()
         self._thread = threading.Thread(target=self._watch, name="failures", daemon=True)
 
     @property
     def has_failed(self) -> bool:
         """Whether this process must not end with exit code 0: a collective of it broke, or some rank has failed."""
-        return self._has_failed or self.failure is not None or self._exits.has_failed
+        return self._has_failed or self.failure is not None or hasattr(sys, "last_value")
 
     def start(self) -> None:
         """Begin to watch the others, and what ends this process."""
@@ -170,6 +154,8 @@ class Failures:
     @contextmanager
     def broken(self) -> Iterator[None]:
         """Turn what breaks a collective inside into a ``CollectiveFailed`` that names who broke it, as far as the ranks can tell."""
+        this, begin_s = object(), time.monotonic()
+        self._waits[this] = begin_s
         try:
             yield
         except RuntimeError as error:
@@ -177,6 +163,10 @@ class Failures:
             text = str(error).strip()
             cause = self._asked(lambda: self._cause(text.partition("\n")[0][:200]), otherwise=_SILENT_STORE)
             raise CollectiveFailed(f"{cause}\nThe collective that broke: {text}") from error
+        finally:
+            del self._waits[this]
+            if self._step():  # before the first, ranks wait for each other's start
+                self._longest_s = max(self._longest_s, time.monotonic() - begin_s)
 
     def absent(self, patience_s: float) -> str | None:
         """A roll call: which ranks do not answer in so many seconds, in words; none where all do."""
@@ -184,13 +174,13 @@ class Failures:
         return self._asked(lambda: _absence(self._missing(self._append(), patience_s)), otherwise, patience_s)
 
     def begin_exit(self) -> None:
-        """This process has come to its exit: a collective of the others that breaks from now on waited for it."""
+        """This process has come to its exit: a collective of the others that breaks, or takes too long, from now on waited for it."""
         self._is_leaving = True
+        self._asked(lambda: self._store.set(_LEAVING, ""), otherwise=None)
 
     def end(self) -> None:
         """All ranks leave together: watch no more."""
         self._ended.set()
-        self._exits.end()
         if self._thread.is_alive():
             self._thread.join(_POLL_S)
 
@@ -200,14 +190,15 @@ class Failures:
         The rank that failed goes once the others know; they wait for it, so that a launcher sees it end first. A rank
         whose collective broke goes at once: to destroy a group in which one is still under way takes as long as that.
         """
-        if self._exits.has_failed and not hasattr(sys, "last_value") and self.failure is None:
-            self.announce("ended by sys.exit, and not with 0, while others train")
+        ended_by: BaseException | None = getattr(sys, "last_value", None)
+        if ended_by is not None and self.failure is None:
+            self.announce(ended_by)
         entry = self._own_entry
         if entry is not None and not self._has_broken:
             self._asked(lambda: bool(self._missing(entry)), otherwise=True)
-        elif self.failure is not None and self.failure.rank != self._rank and not self._exits.has_failed:
+        elif self.failure is not None and self.failure.rank != self._rank and ended_by is None:
             time.sleep(self.grace_s)
-        if self._has_broken or not self._exits.has_failed:
+        if self._has_broken or ended_by is None:
             why = self.failure or "a collective of its own broke"
             print(f"rank {self._rank} ends without success, because {why}", file=sys.stderr)  # noqa: T201  # the worker's log
             leave_without_success()
@@ -219,6 +210,8 @@ class Failures:
         while not self._ended.wait(_POLL_S):
             with suppress(RuntimeError):  # a store that is gone is noticed by the next collective, which says so
                 self._read()
+                if self._is_left_alone():
+                    self._append("waits for another rank that has come to its exit")
             failure = self.failure
             if failure is None:
                 continue
@@ -229,6 +222,12 @@ class Failures:
             if time.monotonic() - since_s > (self.grace_s if other else OWN_GRACE_S):
                 leave_without_success()
                 return
+
+    def _is_left_alone(self) -> bool:
+        """Whether a collective takes far longer than any before, and another rank has come to its exit."""
+        begin_s = min([*self._waits.values()], default=math.inf)
+        is_long = time.monotonic() - begin_s > self.alone_s + 2 * self._longest_s
+        return is_long and self.failure is None and not self._is_leaving and self._store.check([_LEAVING])
 
     def _read(self) -> None:
         """Take in what is new in the log, and answer it."""

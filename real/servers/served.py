@@ -12,7 +12,6 @@ import torch
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import refuse_unserved
 from fleetbench.strategy import DistributedStrategy
-from real.processes.failures import ExitWatch
 from real.processes.roles import STARTUP, Role, launcher_of
 from real.servers.board import Board, Entry
 from real.servers.links import TrainerOptions
@@ -46,7 +45,6 @@ class Served:
             "timeout_s": timeout_s / _SILENCE,
         }
         self._server: ParameterServer | None = None
-        self._exits = None if self.is_server else ExitWatch()
 
     @property
     def is_server(self) -> bool:
@@ -193,17 +191,20 @@ class Served:
     def leave(self) -> None:
         """At exit: a script that forgot ``stop_worker`` still leaves in order, unless it ends because of an error.
 
-        A trainer that does not leave in order is lost to the servers, which is what synchronous training ends by.
+        In synchronous training it does not, for it may have ended by ``sys.exit``: it is lost to the servers, and the training ends.
         """
         if self._server is not None:
             self._server.close()
-        if self._exits is not None:
-            self._exits.end()
+        has_failed = hasattr(sys, "last_value")
+        if not self.is_server:
             self._blame(getattr(sys, "last_value", None))
         if self.training is None:
             return
-        has_failed = self._exits is not None and self._exits.has_failed
-        if has_failed or not self.training.has_joined:
+        is_synchronous = not self._strategy.a_sync
+        if self.training.has_joined and is_synchronous and not has_failed:
+            hint = "without which synchronous training takes it for lost"
+            print(f"rank {self.role.rank} ends without fleet.stop_worker(), {hint}", file=sys.stderr)  # noqa: T201  # the worker's log
+        if has_failed or is_synchronous or not self.training.has_joined:
             self.training.close()
         else:
             self.training.finish()

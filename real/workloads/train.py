@@ -142,5 +142,6 @@ if __name__ == "__main__":
     except FleetbenchError as error:
         if os.environ.get(TUNING):  # the driver hears of an uncaught error
             raise
+        sys.last_value = error  # what happens at this process's exit is that of a failure
         _say(f"error: {error}")
         sys.exit(error.exit_code)

@@ -1,6 +1,7 @@
 """Virtual trainers on a CUDA device beside the same on one core of the CPU.
 
-``python reports/gpu/virtual.py parity`` and ``speed`` print rows as JSON. Parity: what is learnt in float64, in both ways of computing. Speed: steps of a trainer a second in float32, and which way is chosen.
+``python reports/gpu/virtual.py parity`` and ``speed`` print rows as JSON. Parity: what is learnt in float64, in both ways of computing.
+Speed: steps of a trainer a second in float32, and which way is chosen.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from torch import nn
 from fleetbench import DistributedStrategy
 from fleetbench.errors import ConfigError
 from real.fleet import Fleet
+from real.processes.failures import Failures
 from real.processes.roles import JOINED, STORE
 
 TIMEOUT_S = 120.0
@@ -113,6 +114,7 @@ def refused(folder: Path) -> None:
 
 def exited(folder: Path) -> None:
     """Rank 1 leaves by ``sys.exit``."""
+    Failures.alone_s = 3.0
     Script(folder).train(lambda: sys.exit(3))
 
 

@@ -20,6 +20,7 @@ from real.processes.roles import Role
 from real.servers.served import Served
 
 SERVED = DistributedStrategy(mode="ps", a_sync=True, a_sync_configs={"k_steps": 0})  # type: ignore[arg-type]  # its table
+SYNCHRONOUS = DistributedStrategy(mode="ps")
 
 
 @pytest.fixture
@@ -29,8 +30,6 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     fresh = Fleet()
     yield fresh
     if isinstance(fresh._job, Served):
-        if fresh._job._exits is not None:
-            fresh._job._exits.end()
         if fresh._job.training is not None:
             fresh._job.training.close()
         if fresh._job._server is not None:
@@ -118,20 +117,29 @@ class Ending:
         self.ended.append("close")
 
 
-@pytest.mark.parametrize(("status", "ending"), [(None, "finish"), (0, "finish"), (1, "close"), ("no data", "close")])
-def test_a_script_that_exits_with_an_error_does_not_leave_in_order(
-    status: object, ending: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("strategy", "raises", "ending"),
+    [(SYNCHRONOUS, False, "close"), (SERVED, False, "finish"), (SYNCHRONOUS, True, "close"), (SERVED, True, "close")],
+)
+def test_a_script_that_forgot_stop_worker_leaves_in_order_where_others_can_go_on(
+    strategy: DistributedStrategy,
+    raises: bool,
+    ending: str,
+    fleet: Fleet,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """One that forgot ``stop_worker`` does; to the others, one that failed is lost, and synchronous training names it."""
+    """To the others, one that failed is lost; in synchronous training any is, for it may have ended by ``sys.exit``, and it says so."""
     be(monkeypatch, "trainer", f"127.0.0.1:{free_port()}")
-    fleet.init(SERVED)
+    fleet.init(strategy)
     assert isinstance(fleet._job, Served)
     training = Ending()
     fleet._job.training = training  # type: ignore[assignment]  # so much of it
-    with pytest.raises(SystemExit):
-        sys.exit(status)  # type: ignore[arg-type]  # whatever a script gives
+    if raises:
+        monkeypatch.setattr(sys, "last_value", ValueError("odd"), raising=False)
     fleet._job.leave()
     assert training.ended == [ending]
+    assert ("ends without fleet.stop_worker()" in capfd.readouterr().err) == (ending == "close" and not raises)
 
 
 def test_a_script_that_ends_before_it_has_joined_has_nobody_to_leave(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,8 +247,6 @@ def test_a_checkpoint_that_cannot_be_written_keeps_nobody_waiting(monkeypatch: p
         is_past = threading.Event()
         roles = [Role(launcher="Paddle", rank=rank, trainers=2, servers=running.endpoints) for rank in (0, 1)]
         both = [Served(role, SERVED, 80.0) for role in roles]
-        for served in reversed(both):
-            served._exits.end()  # type: ignore[union-attr]  # a trainer's
 
         def work(served: Served) -> None:
             model = torch.nn.Linear(3, 1)
@@ -295,7 +301,6 @@ def test_servers_and_trainers_wait_for_each_other_as_long_as_the_launch_says(mon
     assert server._server_options().startup_timeout_s == 900.0
     role = Role(launcher="Paddle", rank=0, trainers=1, servers=("127.0.0.1:1",))
     trainer = Served(role, SERVED, 80.0)
-    trainer._exits.end()  # type: ignore[union-attr]  # a trainer's
     trainer.distributed_model(torch.nn.Linear(1, 1))
     assert trainer.training is not None
     assert trainer.training._options.startup_timeout_s == 900.0

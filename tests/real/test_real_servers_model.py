@@ -31,7 +31,6 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Job, Sequence[ServedTrain
         for rank, training in enumerate(trainings):
             role = Role(launcher="Paddle", rank=rank, trainers=len(trainings), servers=running.endpoints)
             fleet = Served(role, DistributedStrategy(mode="ps"), 80.0)
-            fleet._exits.end()  # type: ignore[union-attr]  # a trainer's
             fleet.training = training
             made.append(fleet)
         return made

@@ -56,7 +56,6 @@ def test_servers_trainers_and_launchers_of_several_hosts_encrypt(monkeypatch: py
         server = Served(Role(launcher="Paddle", kind="server", servers=servers), SERVED, 80.0)
         assert server._server_options().encrypted is means
         trainer = Served(Role(launcher="Paddle", servers=servers), SERVED, 80.0)
-        trainer._exits.end()  # type: ignore[union-attr]  # a trainer's
         trainer.distributed_model(torch.nn.Linear(1, 1))
         assert trainer.training is not None
         assert trainer.training._options.encrypted is means
