@@ -55,6 +55,25 @@ class Memory(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GradientNoise(Config):
+    """Over the first steps of a leg that exchanges nothing; see ``real.gradient_noise``."""
+
+    steps: int
+    scale: float | None = None
+    """Gradient noise scale, in joint batches of all trainers; none where it is more than ``steps`` of them, which these cannot tell."""
+    drift: float
+    """How far trainers were from their middle after these steps, as a share of how far that had gone. 0 for one trainer."""
+
+    @property
+    def statement(self) -> str:
+        """In words."""
+        size = f"more than {self.steps}" if self.scale is None else f"{self.scale:.2g}"
+        worth = "would still save" if self.scale is None or self.scale > 1 else "would hardly save"
+        apart = f"; {self.steps} steps without an exchange took trainers {self.drift:.2g} of their common way apart" if self.drift else ""
+        return f"gradient noise scale at the profile's begin: {size} joint batches, so that a larger batch {worth} updates{apart}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LawFit(Config):
     """The law of X that explains times ``t = base (1 + X)`` best."""
 

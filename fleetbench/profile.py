@@ -21,7 +21,7 @@ from fleetbench.config import Config, decode, encode, flat
 from fleetbench.digests import json_digest, read_text, read_toml, sealed, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.measurements import CollectivePoint, Memory, StragglerFit, Threads, is_busy
+from fleetbench.measurements import CollectivePoint, GradientNoise, Memory, StragglerFit, Threads, is_busy
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable, declared_table, scaled
 from fleetbench.plan.longest_chain import Pace, around_ring, envelope
@@ -92,6 +92,8 @@ class Profile(Config):
     communication: Communication | None = None
     threads: tuple[Threads, ...] = ()
     memory: Memory | None = None
+    gradient_noise: GradientNoise | None = None
+    """None where it was not measured: sparse gradients, mixed precision."""
     stragglers: StragglerFit | None = None
     """Where it is there, the tables are those of X = 0: use its entries with them. Otherwise they are medians."""
     estimated: float | None = None

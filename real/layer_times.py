@@ -33,12 +33,14 @@ from fleetbench.plan.groups import Parts
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.workloads.data.reader import BatchTime, ReadsAhead
+from fleetbench.workloads.training import sparse_weights
 from real.communication.clocks import Clock, Mark, clock_of
 from real.communication.communicators import Communicators
 from real.communication.lanes import InlineLane
 from real.compute.recompute import SavedForBackward
 from real.engine.buckets import BufferAverage
 from real.engine.engine import Engine
+from real.gradient_noise import GradientNoise
 from real.leg import Leg
 
 Floats = npt.NDArray[np.float64]
@@ -198,6 +200,8 @@ class Measured:
     """Threads that make batches."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes, by the fields of ``Memory``."""
+    gradient_noise: dict[str, Any] | None = None
+    """By the fields of ``GradientNoise``."""
     touched: dict[str, list[int]] = field(default_factory=dict)
     """Numbers that a step touches, of every sparse gradient."""
     activation_bytes: dict[str, int] = field(default_factory=dict)
@@ -250,6 +254,8 @@ class ProfileLeg:
         self._communicators = communicators
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._clock = LayerClock(model, clock_of(communicators.device))
+        self._noise: GradientNoise | None = None
+        """Of the warm-up, whose times do not count."""
         self._counted: set[int] = set()
         self._touched: dict[str, list[int]] = {}
 
@@ -262,14 +268,19 @@ class ProfileLeg:
         self.engine = engine = Engine(self._model, leg.strategy, Alone(self._communicators), first_step=1 - leg.warmup_steps)
         engine.attach_optimizer(self._optimizer)
         engine.on_step = on_step
+        if not leg.strategy.amp and not sparse_weights(self._model):
+            self._noise = GradientNoise([*self._parameters.values()], self._communicators)
         try:
             saved, step_s = yield from self._warm_up(leg)
+            noise, self._noise = self._noise, None
+            measured_noise = None if noise is None else noise.measured()
+            del noise
             for _ in range(max(LEAST_STEPS, min(leg.steps, int((1 - _WARMUP_SHARE) * leg.max_s / step_s)))):
                 yield None
                 self._counted.add(engine.step)
                 self._clock.keep()
             engine.stopwatch.finish()
-            return self._measured(engine, saved)
+            return dataclasses.replace(self._measured(engine, saved), gradient_noise=measured_noise)
         finally:
             engine.close()
             self._clock.detach()
@@ -297,6 +308,8 @@ class ProfileLeg:
 
     def update_done(self) -> None:
         """An optimizer's step is over, and its gradients are still there: count what sparse ones touch."""
+        if self._noise is not None:
+            self._noise.add()
         gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
         sparse = {name: gradient for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse}
         if sparse:

@@ -148,9 +148,12 @@ def tune(
 
 
 def _of_profile(experiment: Experiment) -> tuple[str, ...]:
-    """Says so where the profile was taken on a busy machine, or its times lack their stragglers."""
+    """What it says of other training; and that it was taken on a busy machine, or its times lack their stragglers."""
     profile = profile_of(experiment)
-    return () if profile is None else tuple(filter(None, (profile.busy, profile.short_of(experiment))))
+    if profile is None:
+        return ()
+    noise = None if profile.gradient_noise is None else profile.gradient_noise.statement
+    return tuple(filter(None, (noise, profile.busy, profile.short_of(experiment))))
 
 
 def _new_folder(experiment: Experiment, out: Path, draft: Path | None) -> Path:

@@ -151,6 +151,8 @@ def print_profile(experiment: Experiment, profile: Profile) -> None:
         emit(f"all-reduce among {profile.communication.trainers} trainers: {_link(link)}; the farthest point is {residual} from this line")
         for count, each in enumerate(profile.communication.in_flight, 2):
             emit(f"each of {count} in flight: {_link(each)}")
+    if profile.gradient_noise is not None:
+        emit(profile.gradient_noise.statement)
     if profile.busy:
         emit(f"warning: {profile.busy}; profile again when it is quiet")
     for note in profile.notes:

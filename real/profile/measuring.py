@@ -37,7 +37,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.fitting.lines import Hockney
 from fleetbench.fitting.stragglers import fit_stragglers
-from fleetbench.measurements import Memory, Threads
+from fleetbench.measurements import GradientNoise, Memory, Threads
 from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable, scaled
 from fleetbench.profile import Communication, Profile, compute_key, compute_part
@@ -248,6 +248,7 @@ class _Measuring:
         total = (3 * len(self._counts) + 3 + self._own.quantises) if several else 2 * len(self._counts)
         self._legs = Legs(session, seconds, lambda: None if progress is None else progress(next(numbers), total))
         self._memory: Memory | None = None
+        self._noise: GradientNoise | None = None
         self._notes: list[str] = []
 
     def take(self, *, stragglers: bool) -> Taken:
@@ -280,6 +281,7 @@ class _Measuring:
             communication=communication,
             threads=tuple(threads[number] for number in sorted(threads)),
             memory=self._memory,
+            gradient_noise=self._noise,
             stragglers=fit,
             foreign_cores=self._legs.foreign_cores,
             notes=tuple(self._notes),
@@ -307,7 +309,8 @@ class _Measuring:
         """A thread count's table with the sums that training has, and the run of at most ``most`` steps that they are from."""
         parts = self._legs.layers(strategy)
         if self._memory is None:
-            self._memory = memory_of(parts)
+            self._memory, noise = memory_of(parts), parts[0].get("gradient_noise")
+            self._noise = None if noise is None else GradientNoise(**noise)
         table = table_of(compute_key(self._experiment, strategy), parts)
         run = self._legs.run(_named("whole", strategy), whole(strategy), most)
         return settled(table, run), run

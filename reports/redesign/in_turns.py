@@ -69,7 +69,7 @@ def measured(checkout: Path, case: str, folder: Path, profiles: Path) -> float:
     """Seconds of a step, or of a whole command; with a profile of the quickstart at hand. Raises ``RuntimeError`` where it fails."""
     shutil.copytree(profiles, folder / "runs" / "profiles")
     shutil.copy(checkout / "examples" / "sixty_four_gpus.toml", folder / "cluster.toml")
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "FLEETBENCH_BUSY": "accept"}
+    environment = _environment(checkout)
     if case in START_CASES:
         begun = time.perf_counter()
         _run(START_CASES[case], folder, environment)
@@ -81,6 +81,12 @@ def measured(checkout: Path, case: str, folder: Path, profiles: Path) -> float:
     if name in ("script", "small"):
         return float(json.loads((folder / "step_s.json").read_text(encoding="utf-8")))
     return float(json.loads(out)["step_s"]["p50"])
+
+
+def _environment(checkout: Path) -> dict[str, str]:
+    """The checkout's code goes before what PYTHONPATH has of libraries that another version needs."""
+    paths = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": paths, "FLEETBENCH_BUSY": "accept"}
 
 
 def _run(command: tuple[str, ...], folder: Path, environment: dict[str, str]) -> str:
@@ -95,7 +101,7 @@ def main(before: Path, after: Path, out: Path, rounds: int, wanted: Sequence[str
     commits = {path: _commit(path) for path in (before, after)}
     cases = wanted or [*START_CASES, *(f"step_{name}" for name in STEP_CASES)]
     profiles = Path(tempfile.mkdtemp(prefix="profiles-"))
-    _run((*COMMAND, "sim", "--out", str(profiles)), profiles, {**os.environ, "PYTHONPATH": str(before), "FLEETBENCH_BUSY": "accept"})
+    _run((*COMMAND, "sim", "--out", str(profiles)), profiles, _environment(before))
     with out.open("a", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
         if not out.stat().st_size:
