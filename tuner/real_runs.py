@@ -18,7 +18,7 @@ from real.testbed.noise import TRIES
 SECONDS_PER_HOUR = 3600.0
 _LONGER = 1.5
 """Times the longest run to the target so far, which the next one is expected to take at most."""
-SPENT = "GPU seconds spent, of the budget's"
+SPENT = "trainer seconds spent, of the budget's"
 """Stage of the progress in which the budget is shown."""
 
 

@@ -116,7 +116,7 @@ def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
     """Raise ``ConfigError`` where the profile's next leg, of so many seconds, may lie beyond the budget."""
     (budget_s, setting), trainers = budget_of(session.experiment), session.experiment.cluster.trainers
     if session.held_s + trainers * seconds > budget_s:
-        gone = f"{budget_s / SECONDS_PER_HOUR:.3g} GPU hours, of which {session.held_s / SECONDS_PER_HOUR:.3g} are gone"
+        gone = f"{budget_s / SECONDS_PER_HOUR:.3g} trainer hours, of which {session.held_s / SECONDS_PER_HOUR:.3g} are gone"
         raise ConfigError("the profile alone would take more", setting, gone, "raise it: after the profile come the legs that are compared")
 
 
@@ -138,5 +138,5 @@ def _notes(base: Experiment, experiment: Experiment, session: ScriptSession, num
     if num_replayed:
         notes.append(f"before an interruption it had run {counted(num_replayed, 'leg')}")
     since = " since the interruption" if num_replayed else ""
-    notes.append(f"the script held its trainers for {session.held_s / SECONDS_PER_HOUR:.2g} GPU hours{since}")
+    notes.append(f"the script held its trainers for {session.held_s / SECONDS_PER_HOUR:.2g} trainer hours{since}")
     return notes

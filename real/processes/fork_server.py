@@ -190,6 +190,7 @@ def _serve(modules: Sequence[str]) -> None:
     gc.freeze()  # a fork's garbage collection leaves what was imported alone, and its pages shared
     for imported in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001  # no list of them is public
         imported.atexit = False  # torch takes its operators apart one by one, for longer than a fork takes to start
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it at once, and forks with it, as SIGTERM does
     asked = socket.socket(fileno=0)
     forks: dict[int, tuple[int, socket.socket]] = {}  # process and connection of each, by the file that is readable once it has ended
     while True:
@@ -224,6 +225,7 @@ def _fork(wanted: Mapping[str, Any], output: int, connections: Sequence[socket.s
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
         pid = os.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)

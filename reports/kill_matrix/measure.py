@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cells whose name contains this text")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th cell from the I-th on, to measure in several processes")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores, and with it all that it starts
     first, parts = map(int, arguments.part.split("/"))
     known = set(cells())  # lines of earlier versions have cells that are none any more
     found = {outcome.cell: outcome for outcome in read(RAW) if outcome.cell in known} if RAW.exists() else {}

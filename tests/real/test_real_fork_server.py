@@ -101,14 +101,16 @@ def test_a_log_that_cannot_be_written_ends_no_server(server: ForkServer, tmp_pat
 
 
 @pytest.mark.usefixtures("servers_of_its_own")
-def test_a_killed_server_takes_its_forks_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("struck", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_server_takes_its_forks_with_it(struck: signal.Signals, tmp_path: Path) -> None:
     """They end, say so, and the next that is asked for is another; so it is where a variable has changed."""
     first = fork_server({**os.environ, "TELL": "one"})
     fork = first.fork([_script(tmp_path, "import time; time.sleep(60)")], tmp_path / "log")
     process = psutil.Process(fork.pid)
-    os.kill(first.pid, signal.SIGKILL)
+    os.kill(first.pid, struck)
     assert psutil.wait_procs([process], timeout=10)[1] == []
     assert fork.wait(20) == -signal.SIGKILL
+    assert first.code == -struck
     second = fork_server({**os.environ, "TELL": "one"})
     assert second is not first
     assert second is fork_server({**os.environ, "TELL": "one"})
