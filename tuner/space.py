@@ -156,7 +156,10 @@ def search_space(experiment: Experiment) -> Space:
     choices: list[tuple[str, tuple[Value, ...]]] = []
     fixed: list[tuple[str, Value]] = []
     notes: list[str] = []
-    for name in NAMES:
+    is_alone = experiment.cluster.trainers == 1 and not experiment.cluster.servers
+    if is_alone:
+        notes.append("one trainer exchanges nothing: only what changes its compute is searched")
+    for name in ("thread_num", "update_by_bucket") if is_alone else NAMES:
         wanted = _wanted(experiment, name)
         stays = parameters_of(experiment.strategy)[name]
         reason = _not_searched(name, experiment)

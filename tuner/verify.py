@@ -170,6 +170,11 @@ class _Verifier:
             self.finalist, self.pairs, self.judged = self.open
             self.notes += [f"{why}: not to be used either" for why in ruled_out]
             return ""
+        default, target = self.arms[DEFAULT].target, self.experiment.workload.target_loss
+        if self.judged is None and ruled_out and default is not None and not default.reached:
+            self.notes += ruled_out
+            ended = "" if default.final_loss is None else f"; the default ended at {default.final_loss:.3g}"
+            return f"no strategy that was tried reached loss {target:g} in {default.steps} steps{ended}"
         found = "what is faster was rejected" if self.judged is None else f"no gain above {100 * self.experiment.tune.min_gain:g} %"
         return f"{found}: {'; '.join(ruled_out)}" if ruled_out else "no other strategy ran"
 

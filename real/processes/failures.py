@@ -47,8 +47,11 @@ _STORE_S = 2.0
 """For the store to answer beside that."""
 _LONGEST = 2000
 _LEFT_EARLY = "has ended while others still train: its script left early, as by sys.exit, or had fewer batches"
-_OF_PEERS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "NCCL communicator was aborted", "Broken pipe")
-"""In messages of torch.distributed that tell of another rank's end."""
+_OF_PEERS = (
+    *("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Wait timeout"),
+    *("NCCL communicator was aborted", "Broken pipe"),
+)
+"""In messages of torch.distributed that tell of another rank's end, or that it does not come."""
 _LEAVING = "fleetbench/leaving"
 """Key of the store that is there once a rank has come to its exit."""
 _SILENT_STORE = "the job's store does not answer: rank 0 or the launcher that keeps it is gone"

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from real.job.folder import Beat
 from real.job.launcher import launch_script
 from real.processes import failures
 from real.processes.diagnosis import NOTE, Failure, RankError, diagnose, read_note
-from real.processes.failures import CollectiveFailed, Failures, leave_without_success
+from real.processes.failures import CollectiveFailed, Failures, is_of_peers, leave_without_success
 
 RANKS = Path(__file__).with_name("failing_ranks.py")
 CASES = (
@@ -214,6 +215,15 @@ def test_a_roll_call_finds_all_ranks_or_names_the_absent(ranks: list[Failures]) 
     ranks[2].start()
     assert ranks[0].absent(10.0) is None
     assert not ranks[0].has_failed
+
+
+def test_a_rank_that_waits_for_one_that_never_joins_is_not_to_blame(tmp_path: Path) -> None:
+    """What torch's store in a file says then tells of another rank."""
+    store = dist.FileStore(str(tmp_path / "store"), 2)  # type: ignore[attr-defined]  # missing from __all__ only
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(RuntimeError) as caught:
+        dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=0.1))
+    assert is_of_peers(caught.value)
 
 
 def test_what_breaks_outside_a_collective_is_left_alone(ranks: list[Failures]) -> None:

@@ -225,3 +225,10 @@ def test_sizes_of_equal_buckets_are_one_value() -> None:
     experiment = layers_experiment(fuse_grad_size_in_MB=(0.2, 0.3, 0.5, 4.0, 32.0, 64.0), fusion=("off", "optimal"))
     space = with_different_sizes(search_space(experiment), Equivalence(experiment))
     assert dict(space.choices)["fusion"] == (0.3, 0.5, 32.0, "off", "optimal")
+
+
+def test_for_one_trainer_compute_alone_is_searched() -> None:
+    """It exchanges nothing: fusion and local steps would change nothing but names."""
+    space = search_space(Experiment.from_dict({"workload": {"target_loss": 0.5}}))
+    assert {name for name, _ in (*space.choices, *space.fixed)} <= {"thread_num", "update_by_bucket"}
+    assert any("one trainer exchanges nothing" in note for note in space.notes)

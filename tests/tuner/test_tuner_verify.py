@@ -370,6 +370,7 @@ def test_a_target_that_nobody_reaches_rules_everything_out(tmp_path: Path) -> No
     found, _ = verified(target_experiment(), arms(fast=local(16), fused=FUSED), tmp_path, by_local_steps, lambda _: None)
     assert found.finalist is None
     assert found.verdict == "KEEP DEFAULT"
+    assert found.reason.startswith("no strategy that was tried reached loss 0.5 in 40 steps")
     assert all(arm.rejected is not None for arm in found.arms[1:])
     assert any("default does not reach the target" in note for note in found.notes)
 
