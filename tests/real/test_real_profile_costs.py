@@ -14,7 +14,7 @@ from sim_cases import link, with_profile
 from fleetbench.cluster import Link
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.measurements import CollectivePoint, StragglerFit
+from fleetbench.measurements import CollectivePoint, GradientNoise, StragglerFit
 from fleetbench.plan.layers import Gradient, Layer, LayerTable, scaled
 from fleetbench.profile import Communication, Profile, compute_key, table_for
 from fleetbench.quantities import Bytes, Nanoseconds
@@ -279,6 +279,14 @@ def test_what_times_without_stragglers_lack_is_said_of_a_tuning() -> None:
     assert "simulated steps are too short" in said
     declared = experiment(stragglers=({"kind": "jitter", "distribution": "exponential", "mean": 0.3},))
     assert _of_profile(with_profile(declared, profile)) == ()
+
+
+def test_a_tuning_says_the_gradient_noise_of_its_profile() -> None:
+    """Where it was measured."""
+    profile = Profile(machine="", created="", tables=(table(),), gradient_noise=GradientNoise(steps=10, scale=0.4, drift=0.3))
+    (said,) = _of_profile(with_profile(experiment(), profile))
+    assert "0.4 joint batches, so that a larger batch would hardly save updates" in said
+    assert "10 steps without an exchange took trainers 0.3 of their common way apart" in said
 
 
 @pytest.mark.parametrize("order", [(PLAIN, ROUNDS), (ROUNDS, PLAIN)])
