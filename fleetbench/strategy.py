@@ -374,6 +374,8 @@ class DistributedStrategy(Config):
         state, changes = 'optimizer_state = "average"', "Fleet would change it silently"
         served, local = self.mode == "ps", self.localsgd_configs
         stays, parts, rounds = "the inner optimizer's state stays local", "fragments", "fragments have rounds of their own"
+        resets, shares_state = average.momentum == "reset", average.optimizer_state == "average"
+        in_order, feeds_back = build.enable_sequential_execution, self.localsgd and local.outer_error_feedback
         int8, fp32 = 'outer_wire = "int8"', 'outer_wire = "fp32"'
         cut, averages = self.localsgd and local.has_fragments, self.is_local and not self.has_outer
         return (
@@ -394,20 +396,10 @@ class DistributedStrategy(Config):
             (fuses and by_bucket, update, fused, "one update of all, or one a bucket"),
             (unused and fuses, fused, "find_unused_parameters", "one update cannot leave some out"),
             (self.scales_loss and merge.remainder == "flush", 'remainder = "flush"', "amp", "an epoch's end knows of no overflow"),
-            (
-                build.enable_sequential_execution and not self.sync_nccl_allreduce,
-                sequential,
-                "sync_nccl_allreduce = false",
-                "one stream has nothing beside it",
-            ),
-            (
-                average.momentum == "reset" and average.optimizer_state == "average",
-                'momentum = "reset"',
-                state,
-                "momentum is part of the optimizer's state",
-            ),
+            (in_order and not self.sync_nccl_allreduce, sequential, "sync_nccl_allreduce = false", "one stream has nothing beside it"),
+            (resets and shares_state, 'momentum = "reset"', state, "momentum is part of the optimizer's state"),
             (self.has_outer and average.momentum != "local", "outer_lr", "momentum other than local", stays),
-            (self.has_outer and average.optimizer_state == "average", "outer_lr", state, stays),
+            (self.has_outer and shares_state, "outer_lr", state, stays),
             (cut and local.schedule != "fleet", parts, "schedule other than fleet", rounds),
             (cut and average.buffers == "average", parts, 'buffers = "average"', "statistics belong to no fragment"),
             (cut and self.gradient_merge and merge.remainder == "flush", parts, 'remainder = "flush"', rounds),
@@ -415,12 +407,7 @@ class DistributedStrategy(Config):
             (synced and self.nccl_comm_num > 1, "sync_batch_norm", "nccl_comm_num above 1", changes),
             (synced and self.use_hierarchical_allreduce, "sync_batch_norm", hierarchy, changes),
             (synced and self.thread_num > 1, "sync_batch_norm", "thread_num above 1", changes),
-            (
-                self.localsgd and local.outer_error_feedback and not self.quantises,
-                "outer_error_feedback",
-                fp32,
-                "nothing is lost on the wire",
-            ),
+            (feeds_back and not self.quantises, "outer_error_feedback", fp32, "nothing is lost on the wire"),
             (self.a_sync and self.overlap_push, "overlap_push", "a_sync", "asynchronous pushes are beside the next steps"),
             (self.a_sync and self.reduce_in_node, "reduce_in_node", "a_sync", "trainers of a node would wait for each other"),
         )
