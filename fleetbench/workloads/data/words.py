@@ -114,13 +114,18 @@ def _paired(pairs: npt.NDArray[np.int32], vocabulary: Vocabulary) -> Read:
 
 def _text(workload: Workload) -> bytes:
     if data_source(workload) == "text":
-        path = workload.data.partition(":")[2]
-        with reading(f"workload.data: {path}", "text:FILE names a file"):
-            return Path(path).read_bytes()
+        return text_file(workload)
     topics_file()
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def text_file(workload: Workload) -> bytes:
+    """What is in the file of ``text:FILE``. Raises ``ConfigError`` where it cannot be read."""
+    path = workload.data.partition(":")[2]
+    with reading(f"workload.data: {path}", "text:FILE names a file"):
+        return Path(path).read_bytes()
 
 
 def topics_file() -> Path:
