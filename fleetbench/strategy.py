@@ -332,26 +332,16 @@ class DistributedStrategy(Config):
 
     def _refuse_settings_of_what_is_off(self) -> None:
         defaults = defaults_of(type(self))  # type: ignore[arg-type]  # classes are hashable
-        needs = (
-            ("fusion", "fuse_all_reduce_ops", True),
-            ("fuse_grad_size_in_MB", "fuse_all_reduce_ops", True),
-            ("fuse_grad_count", "fuse_all_reduce_ops", True),
-            ("fuse_grad_size_in_MB", "fusion", "fleet"),
-            ("fuse_grad_count", "fusion", "fleet"),
-            ("fuse_grad_size_in_num", "fusion", "by_number"),
-            ("last_comm_group_size_MB", "fusion", "by_number"),
-            ("hierarchical_inner_ranks", "use_hierarchical_allreduce", True),
-            ("hierarchical_variant", "use_hierarchical_allreduce", True),
-            ("localsgd_configs", "localsgd", True),
-            ("adaptive_localsgd_configs", "adaptive_localsgd", True),
-            ("gradient_merge_configs", "gradient_merge", True),
-            ("amp_configs", "amp", True),
-            ("recompute_configs", "recompute", True),
-            ("a_sync_configs", "a_sync", True),
-            ("overlap_push", "mode", "ps"),
-            ("reduce_in_node", "mode", "ps"),
+        tables = ("localsgd", "adaptive_localsgd", "gradient_merge", "amp", "recompute", "a_sync")
+        needed_by: tuple[tuple[str, object, tuple[str, ...]], ...] = (
+            ("fuse_all_reduce_ops", True, ("fusion", "fuse_grad_size_in_MB", "fuse_grad_count")),
+            ("fusion", "fleet", ("fuse_grad_size_in_MB", "fuse_grad_count")),
+            ("fusion", "by_number", ("fuse_grad_size_in_num", "last_comm_group_size_MB")),
+            ("use_hierarchical_allreduce", True, ("hierarchical_inner_ranks", "hierarchical_variant")),
+            *((switch, True, (f"{switch}_configs",)) for switch in tables),
+            ("mode", "ps", ("overlap_push", "reduce_in_node")),
         )
-        for name, switch, on in needs:
+        for switch, on, name in ((switch, on, name) for switch, on, names in needed_by for name in names):
             value = getattr(self, name)
             if value != defaults[name] and getattr(self, switch) != on:
                 shown = None if isinstance(value, Config) else repr(value)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
+from fleetbench.stragglers import Floats
 from fleetbench.strategy import DistributedStrategy
 from tuner.space import parameters_of
 
@@ -25,8 +26,6 @@ RESIDUAL, NOISE = 0.01, 0.02
 """Deviations of a strategy's own error, and of the ratio of two legs of it to two of the default."""
 LEAST = 0.002
 """Expected gain, in logarithms, for which another strategy is worth its legs."""
-
-Floats = npt.NDArray[np.float64]
 
 
 def named(

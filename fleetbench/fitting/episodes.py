@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from fleetbench.stragglers import Floats
 
 _ROUNDS = 100
 _GUESSES = (0.7, 0.85, 0.95)

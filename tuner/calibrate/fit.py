@@ -22,8 +22,9 @@ from fleetbench.digests import sealed, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile, name_profile
+from fleetbench.stragglers import Floats
 from tuner.calibrate.cells import Cell
-from tuner.calibrate.model import RATES, Floats, Model
+from tuner.calibrate.model import RATES, Model
 
 WIDEST = math.log(4.0)
 """Of a 95 % interval, the logarithm of its ends' ratio: a wider one says that the cells do not identify the parameter."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fleetbench.config import Config, encode, field_types
 from fleetbench.cores import on_cores
@@ -20,6 +19,7 @@ from fleetbench.experiment import Experiment, apply_override
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, profile_of, table_for
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from fleetbench.stragglers import Floats
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime, table_key
 from sim.network.links import Links
@@ -35,7 +35,6 @@ RATES = ("bandwidth", "flow_limit")
 _DRAWN_STEPS = 48
 """Steps that are simulated, about so many, where stragglers make them differ; otherwise two periods of the strategy are enough."""
 
-Floats = NDArray[np.float64]
 Settings = tuple[tuple[str, str], ...]
 """A cell's."""
 

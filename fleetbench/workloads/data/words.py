@@ -18,12 +18,10 @@ import numpy.typing as npt
 
 from fleetbench.digests import reading
 from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.stragglers import Floats, Integers
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.reader import Read, Vocabulary
 from fleetbench.workloads.models.registry import SUBSAMPLE, data_source, model_option, sizes
-
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 _PARAGRAPH = -1
 """In the place of a word: a paragraph ends."""
