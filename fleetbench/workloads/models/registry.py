@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from fleetbench.errors import ConfigError
 from fleetbench.workload import ModelOption, Workload
 from fleetbench.workloads.models.resnet import resnet50
-from fleetbench.workloads.models.sparse import MOST_ROWS, click_loss, skip_gram_loss, wide_deep, word2vec
-from fleetbench.workloads.models.transformers import bert_base, gpt, next_token_loss
+from fleetbench.workloads.models.sparse import MOST_ROWS, SkipGram, WideDeep, click_loss, skip_gram_loss
+from fleetbench.workloads.models.transformers import Gpt, bert_base, next_token_loss
 
 
 def mlp(features: int = 32, classes: int = 10, hidden: int = 64, depth: int = 2) -> nn.Module:
@@ -58,9 +58,9 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "digits_cnn": digits_cnn,
     "resnet50": resnet50,
     "bert_base": bert_base,
-    "gpt": gpt,
-    "wide_deep": wide_deep,
-    "word2vec": word2vec,
+    "gpt": Gpt,
+    "wide_deep": WideDeep,
+    "word2vec": SkipGram,
 }
 
 INPUTS: Mapping[str, str] = {
