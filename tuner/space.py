@@ -156,8 +156,9 @@ def search_space(experiment: Experiment) -> Space:
     choices: list[tuple[str, tuple[Value, ...]]] = []
     fixed: list[tuple[str, Value]] = []
     notes: list[str] = []
+    tune = experiment.tune
     for name in NAMES:
-        wanted = _wanted(experiment, name)
+        wanted = tuple(dict.fromkeys((*tune.fuse_grad_size_in_MB, *tune.fusion) if name == "fusion" else getattr(tune, name)))
         stays = parameters_of(experiment.strategy)[name]
         reason = _not_searched(name, experiment)
         if reason is not None:
@@ -172,14 +173,6 @@ def search_space(experiment: Experiment) -> Space:
         elif values:
             choices.append((name, values))
     return Space(base=experiment.strategy, choices=tuple(choices), fixed=tuple(fixed), notes=tuple(notes))
-
-
-def _wanted(experiment: Experiment, name: str) -> tuple[Value, ...]:
-    """The values that ``[tune]`` allows, each once."""
-    tune = experiment.tune
-    if name == "fusion":
-        return tuple(dict.fromkeys((*tune.fuse_grad_size_in_MB, *tune.fusion)))
-    return tuple(dict.fromkeys(getattr(tune, name)))
 
 
 def _not_searched(name: str, experiment: Experiment) -> str | None:

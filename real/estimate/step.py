@@ -18,7 +18,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.hardware import Gpu, Precision, gpu_named
 from fleetbench.measurements import Memory
-from fleetbench.profile import Profile, compute_key, name_profile
+from fleetbench.profile import Profile, compute_key
 from fleetbench.quantities import Bytes
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.models.registry import INPUTS, MODELS, check_model, loss_of, model_option, sizes
@@ -215,7 +215,7 @@ def estimated(experiment: Experiment, gpu: str, root: Path, *, tf32: bool = Fals
     """The experiment that names its estimated profile, which is made below ``root`` where it is not there."""
     version = hashlib.sha256(repr((FITTED, HALF_WIDTH, gpu_named(gpu, "--gpu"), tf32)).encode()).hexdigest()[:8]
     path = (root / "estimates" / f"{experiment.workload.model}-{gpu}-{compute_key(experiment)}-{version}.toml").resolve()
-    if path.exists():
-        return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return name_profile(experiment, estimate(experiment, gpu, tf32=tf32), path)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        estimate(experiment, gpu, tf32=tf32).save(path)
+    return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))

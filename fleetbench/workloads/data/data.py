@@ -107,7 +107,7 @@ class Batches:
     def batch(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs ``(batch, ...)`` and labels ``(batch,)`` of the step at ``position``."""
         chosen = self.sampler.indices(position)  # taken in half of the time that an index needs
-        return _numbers(self._inputs.take(chosen, axis=0), self._dtype), torch.from_numpy(self._labels.take(chosen))
+        return numbers_of(self._inputs.take(chosen, axis=0), self._dtype), torch.from_numpy(self._labels.take(chosen))
 
     def close(self) -> None:
         """Nothing was started."""
@@ -129,7 +129,7 @@ class PairBatches(Batches):
 
 def held_out(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels that no trainer learns from."""
-    return _numbers(np.load(folder / "x_eval.npy"), _dtype(folder)), torch.from_numpy(np.load(folder / "y_eval.npy"))
+    return numbers_of(np.load(folder / "x_eval.npy"), _dtype(folder)), torch.from_numpy(np.load(folder / "y_eval.npy"))
 
 
 def num_training_samples(folder: Path) -> int:
@@ -137,7 +137,8 @@ def num_training_samples(folder: Path) -> int:
     return int(np.load(folder / "y_train.npy", mmap_mode="r").shape[0])
 
 
-def _numbers(inputs: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+def numbers_of(inputs: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """Inputs as a model takes them: bytes are images, which are normalised."""
     return normalise(torch.from_numpy(inputs), dtype) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
 
 
