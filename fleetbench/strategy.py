@@ -25,8 +25,17 @@ from fleetbench.fleet_names import translate
 SCHEMA = 1
 _NOT_TOML = 'a strategy file holds lines such as "nccl_comm_num = 2"'
 _NO_STRATEGY = "a line [strategy] alone stands for the defaults"
-
-
+_TABLES = ("localsgd", "adaptive_localsgd", "gradient_merge", "amp", "recompute", "a_sync")
+_READ_WITH: tuple[tuple[str, object, tuple[str, ...]], ...] = (
+    ("fuse_all_reduce_ops", True, ("fusion", "fuse_grad_size_in_MB", "fuse_grad_count")),
+    ("fusion", "fleet", ("fuse_grad_size_in_MB", "fuse_grad_count")),
+    ("fusion", "by_number", ("fuse_grad_size_in_num", "last_comm_group_size_MB")),
+    ("use_hierarchical_allreduce", True, ("hierarchical_inner_ranks", "hierarchical_variant")),
+    *((switch, True, (f"{switch}_configs",)) for switch in _TABLES),
+    ("mode", "ps", ("overlap_push", "reduce_in_node")),
+)
+"""A field, the value with which others are read, and these."""
+_NEEDED = tuple((switch, on, name) for switch, on, names in _READ_WITH for name in names)
 MOST_COMMUNICATORS = 64
 """Each is a process group with connections of its own on every trainer, so that thousands exhaust ports; Fleet advises 1 or 2."""
 
@@ -332,16 +341,7 @@ class DistributedStrategy(Config):
 
     def _refuse_settings_of_what_is_off(self) -> None:
         defaults = defaults_of(type(self))  # type: ignore[arg-type]  # classes are hashable
-        tables = ("localsgd", "adaptive_localsgd", "gradient_merge", "amp", "recompute", "a_sync")
-        needed_by: tuple[tuple[str, object, tuple[str, ...]], ...] = (
-            ("fuse_all_reduce_ops", True, ("fusion", "fuse_grad_size_in_MB", "fuse_grad_count")),
-            ("fusion", "fleet", ("fuse_grad_size_in_MB", "fuse_grad_count")),
-            ("fusion", "by_number", ("fuse_grad_size_in_num", "last_comm_group_size_MB")),
-            ("use_hierarchical_allreduce", True, ("hierarchical_inner_ranks", "hierarchical_variant")),
-            *((switch, True, (f"{switch}_configs",)) for switch in tables),
-            ("mode", "ps", ("overlap_push", "reduce_in_node")),
-        )
-        for switch, on, name in ((switch, on, name) for switch, on, names in needed_by for name in names):
+        for switch, on, name in _NEEDED:
             value = getattr(self, name)
             if value != defaults[name] and getattr(self, switch) != on:
                 shown = None if isinstance(value, Config) else repr(value)

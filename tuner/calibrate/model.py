@@ -165,10 +165,9 @@ def _simulated(
         raise ConfigError(f"is of {cell.ranks} ranks, and the experiment has {cluster.trainers}", cell.where, hint=hint)
     if cell.all_reduce_bytes is not None and cluster.trainers == 1:
         raise ConfigError("an all-reduce needs two trainers", cell.where, hint="set cluster.nodes and cluster.trainers_per_node")
-    if cell.samples_per_s is not None:
-        return _Simulated(own, table, None, cluster.trainers * own.workload.batch_size / cell.samples_per_s)
-    assert cell.seconds is not None, "a cell measured something"
-    return _Simulated(own, table, cell.all_reduce_bytes, cell.seconds)
+    measured_s = cell.seconds if cell.samples_per_s is None else cluster.trainers * own.workload.batch_size / cell.samples_per_s
+    assert measured_s is not None, "a cell measured something"
+    return _Simulated(own, table, cell.all_reduce_bytes, measured_s)
 
 
 def _settled(experiment: Experiment, data: Mapping[str, Any], settings: Settings) -> Experiment:
