@@ -27,7 +27,7 @@ from tuner.simulated.assumptions import assumptions, changed
 from tuner.simulated.uncertainty import CONFIDENCE, Spread, spread_of, ways_outside
 from tuner.space import FIELDS
 from tuner.to_target import Updates
-from tuner.verify import num_seeds
+from tuner.verify import Progress, num_seeds
 from tuner.ways import Learn, Ways, by_virtual_trainers, over_seeds
 
 SCHEMA = 1
@@ -47,7 +47,6 @@ KNOBS: dict[str, tuple[str, ...]] = {
 }
 """What a candidate may change of the experiment's strategy, by the fields that go together."""
 
-Progress = Callable[[str, int, int], None]
 Item = TypeVar("Item")
 
 
