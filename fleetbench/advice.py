@@ -81,8 +81,10 @@ def advice(
     consider(f"nccl_comm_num = {count}", {"nccl_comm_num": count, "sync_nccl_allreduce": not several})
     threads = strategy.nccl_comm_num + 1 if several else 1
     consider(f"thread_num = {threads}", {"thread_num": threads})
-    if several:
-        consider(HIERARCHY, _hierarchy(cluster.trainers_per_node))
+    if several and (inner := cluster.trainers_per_node) > 1:
+        consider(HIERARCHY, {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": inner})
+    elif several:
+        consider(HIERARCHY, "one trainer a node leaves nothing to reduce inside it")
     consider(LOCAL_SGD, _local_sgd(workload, strategy.localsgd_configs))
     # of the optimizer's operators only: the others are fused by a compiler, whose time no document counts
     consider(OP_FUSION, {"build_strategy": {"fuse_all_optimizer_ops": True}})
@@ -105,12 +107,6 @@ def _fusion(workload: Workload, gradient_bytes: int | None) -> Rule:
         "last_comm_group_size_MB": plain.last_comm_group_size_MB,
         "fuse_grad_size_in_MB": float(f"{FUSED_SHARE * gradient_bytes / MIB:.4g}"),
     }
-
-
-def _hierarchy(inner: int) -> Rule:
-    if inner == 1:
-        return "one trainer a node leaves nothing to reduce inside it"
-    return {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": inner}
 
 
 def _local_sgd(workload: Workload, base: LocalSGDConfigs) -> Rule:

@@ -134,7 +134,9 @@ def _read(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
     if _is_config(base) and of_file and isinstance(value, Mapping):
         return _read_table(value, base, where)
     if base is float and type(value) in (int, float):
-        return _finite(value, where)
+        if not math.isfinite(_countable(value, where)):
+            raise ConfigError("expected a finite number", where, _shown(value), _described(float)[1])
+        return float(value)
     exact = of_file or base in (bool, int, str)  # True is an int to Python, and not to a user
     if type(value) is base or (not exact and isinstance(value, base)):
         return _countable(value, where)
@@ -236,12 +238,6 @@ def _countable(value: Any, where: str) -> Any:
     if isinstance(value, str) and "\0" in value:
         raise ConfigError("holds a NUL character", where, _shown(value), _described(str)[1])
     return value
-
-
-def _finite(value: float, where: str) -> float:
-    if not math.isfinite(_countable(value, where)):
-        raise ConfigError("expected a finite number", where, _shown(value), _described(float)[1])
-    return float(value)
 
 
 def _described(hint: Any) -> tuple[str, str]:

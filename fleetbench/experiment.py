@@ -127,12 +127,8 @@ class Tune(Config):
             )
         if not (*self.fuse_grad_size_in_MB, *self.fusion):
             raise ConfigError("needs a size or a rule", "fusion", "()", "for example fuse_grad_size_in_MB = [1, 32]")
-        for name, example in (
-            ("sync_nccl_allreduce", "[true, false]"),
-            ("update_by_bucket", "[false]"),
-            ("hierarchy", '["off"]'),
-            ("wire", '["fp32"]'),
-        ):
+        examples = {"sync_nccl_allreduce": "[true, false]", "update_by_bucket": "[false]", "hierarchy": '["off"]', "wire": '["fp32"]'}
+        for name, example in examples.items():
             if not getattr(self, name):
                 raise ConfigError("needs at least one value", name, "()", f"for example {name} = {example}")
         least_of = {"local_steps": 1, "gradient_merge": 1, "nccl_comm_num": 1, "thread_num": 1, "fuse_grad_size_in_MB": 0}

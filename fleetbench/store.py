@@ -76,7 +76,14 @@ def save_run(result: RunResult, root: str | Path) -> RunResult:
     summary = result.summary
     try:
         with new_folder(result.experiment, summary.executor, Path(root), summary.run_id) as (path, manifest):
-            _write(result, path)
+            result.experiment.save(path / "experiment.toml")
+            (path / "plan.json").write_text(json.dumps(result.plan.to_dict(), indent=1), encoding="utf-8")
+            if len(result.steps):
+                result.steps.to_parquet(path / STEPS_FILE, index=False)
+            write_timeline(path / TIMELINE_FILE, result.spans)
+            (path / "summary.json").write_text(summary.to_json(), encoding="utf-8")
+            if result.testbed is not None:
+                (path / _TESTBED).write_text(json.dumps(result.testbed, indent=1), encoding="utf-8")
             manifest |= {
                 "plan": result.plan.digest,
                 "host_s": result.host_s,
@@ -86,17 +93,6 @@ def save_run(result: RunResult, root: str | Path) -> RunResult:
     except OSError as error:
         raise EnvironmentLacks(f"cannot be written: {error.strerror or error}", str(root), hint=_ELSEWHERE) from None
     return dataclasses.replace(result, path=path)
-
-
-def _write(result: RunResult, path: Path) -> None:
-    result.experiment.save(path / "experiment.toml")
-    (path / "plan.json").write_text(json.dumps(result.plan.to_dict(), indent=1), encoding="utf-8")
-    if len(result.steps):
-        result.steps.to_parquet(path / STEPS_FILE, index=False)
-    write_timeline(path / TIMELINE_FILE, result.spans)
-    (path / "summary.json").write_text(result.summary.to_json(), encoding="utf-8")
-    if result.testbed is not None:
-        (path / _TESTBED).write_text(json.dumps(result.testbed, indent=1), encoding="utf-8")
 
 
 def _runs_below(path: Path) -> str:

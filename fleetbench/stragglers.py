@@ -27,7 +27,6 @@ LARGEST = 10**6
 Distribution = Literal["exponential", "gamma", "lognormal", "pareto", "constant"]
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +225,7 @@ def _uniform(seed: int, entry: int, purpose: int, who: Integers, steps: Integers
     return _unit_interval(splitmix64(rows[:, None] ^ steps.astype(np.uint64)[None, :]))
 
 
-def _unit_interval(words: Words) -> Floats:
+def _unit_interval(words: npt.NDArray[np.uint64]) -> Floats:
     """64-bit words as numbers in (0, 1): the middles of 2^52 equal cells, so that neither end is reached."""
     return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # 52 bits: the half is exact
 

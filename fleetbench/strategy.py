@@ -25,8 +25,17 @@ from fleetbench.fleet_names import translate
 SCHEMA = 1
 _NOT_TOML = 'a strategy file holds lines such as "nccl_comm_num = 2"'
 _NO_STRATEGY = "a line [strategy] alone stands for the defaults"
-
-
+_TABLES = ("localsgd", "adaptive_localsgd", "gradient_merge", "amp", "recompute", "a_sync")
+_READ_WITH: tuple[tuple[str, object, tuple[str, ...]], ...] = (
+    ("fuse_all_reduce_ops", True, ("fusion", "fuse_grad_size_in_MB", "fuse_grad_count")),
+    ("fusion", "fleet", ("fuse_grad_size_in_MB", "fuse_grad_count")),
+    ("fusion", "by_number", ("fuse_grad_size_in_num", "last_comm_group_size_MB")),
+    ("use_hierarchical_allreduce", True, ("hierarchical_inner_ranks", "hierarchical_variant")),
+    *((switch, True, (f"{switch}_configs",)) for switch in _TABLES),
+    ("mode", "ps", ("overlap_push", "reduce_in_node")),
+)
+"""A field, the value with which others are read, and these."""
+_NEEDED = tuple((switch, on, name) for switch, on, names in _READ_WITH for name in names)
 MOST_COMMUNICATORS = 64
 """Each is a process group with connections of its own on every trainer, so that thousands exhaust ports; Fleet advises 1 or 2."""
 
@@ -332,26 +341,7 @@ class DistributedStrategy(Config):
 
     def _refuse_settings_of_what_is_off(self) -> None:
         defaults = defaults_of(type(self))  # type: ignore[arg-type]  # classes are hashable
-        needs = (
-            ("fusion", "fuse_all_reduce_ops", True),
-            ("fuse_grad_size_in_MB", "fuse_all_reduce_ops", True),
-            ("fuse_grad_count", "fuse_all_reduce_ops", True),
-            ("fuse_grad_size_in_MB", "fusion", "fleet"),
-            ("fuse_grad_count", "fusion", "fleet"),
-            ("fuse_grad_size_in_num", "fusion", "by_number"),
-            ("last_comm_group_size_MB", "fusion", "by_number"),
-            ("hierarchical_inner_ranks", "use_hierarchical_allreduce", True),
-            ("hierarchical_variant", "use_hierarchical_allreduce", True),
-            ("localsgd_configs", "localsgd", True),
-            ("adaptive_localsgd_configs", "adaptive_localsgd", True),
-            ("gradient_merge_configs", "gradient_merge", True),
-            ("amp_configs", "amp", True),
-            ("recompute_configs", "recompute", True),
-            ("a_sync_configs", "a_sync", True),
-            ("overlap_push", "mode", "ps"),
-            ("reduce_in_node", "mode", "ps"),
-        )
-        for name, switch, on in needs:
+        for switch, on, name in _NEEDED:
             value = getattr(self, name)
             if value != defaults[name] and getattr(self, switch) != on:
                 shown = None if isinstance(value, Config) else repr(value)
@@ -374,6 +364,8 @@ class DistributedStrategy(Config):
         state, changes = 'optimizer_state = "average"', "Fleet would change it silently"
         served, local = self.mode == "ps", self.localsgd_configs
         stays, parts, rounds = "the inner optimizer's state stays local", "fragments", "fragments have rounds of their own"
+        resets, shares_state = average.momentum == "reset", average.optimizer_state == "average"
+        in_order, feeds_back = build.enable_sequential_execution, self.localsgd and local.outer_error_feedback
         int8, fp32 = 'outer_wire = "int8"', 'outer_wire = "fp32"'
         cut, averages = self.localsgd and local.has_fragments, self.is_local and not self.has_outer
         return (
@@ -394,20 +386,10 @@ class DistributedStrategy(Config):
             (fuses and by_bucket, update, fused, "one update of all, or one a bucket"),
             (unused and fuses, fused, "find_unused_parameters", "one update cannot leave some out"),
             (self.scales_loss and merge.remainder == "flush", 'remainder = "flush"', "amp", "an epoch's end knows of no overflow"),
-            (
-                build.enable_sequential_execution and not self.sync_nccl_allreduce,
-                sequential,
-                "sync_nccl_allreduce = false",
-                "one stream has nothing beside it",
-            ),
-            (
-                average.momentum == "reset" and average.optimizer_state == "average",
-                'momentum = "reset"',
-                state,
-                "momentum is part of the optimizer's state",
-            ),
+            (in_order and not self.sync_nccl_allreduce, sequential, "sync_nccl_allreduce = false", "one stream has nothing beside it"),
+            (resets and shares_state, 'momentum = "reset"', state, "momentum is part of the optimizer's state"),
             (self.has_outer and average.momentum != "local", "outer_lr", "momentum other than local", stays),
-            (self.has_outer and average.optimizer_state == "average", "outer_lr", state, stays),
+            (self.has_outer and shares_state, "outer_lr", state, stays),
             (cut and local.schedule != "fleet", parts, "schedule other than fleet", rounds),
             (cut and average.buffers == "average", parts, 'buffers = "average"', "statistics belong to no fragment"),
             (cut and self.gradient_merge and merge.remainder == "flush", parts, 'remainder = "flush"', rounds),
@@ -415,12 +397,7 @@ class DistributedStrategy(Config):
             (synced and self.nccl_comm_num > 1, "sync_batch_norm", "nccl_comm_num above 1", changes),
             (synced and self.use_hierarchical_allreduce, "sync_batch_norm", hierarchy, changes),
             (synced and self.thread_num > 1, "sync_batch_norm", "thread_num above 1", changes),
-            (
-                self.localsgd and local.outer_error_feedback and not self.quantises,
-                "outer_error_feedback",
-                fp32,
-                "nothing is lost on the wire",
-            ),
+            (feeds_back and not self.quantises, "outer_error_feedback", fp32, "nothing is lost on the wire"),
             (self.a_sync and self.overlap_push, "overlap_push", "a_sync", "asynchronous pushes are beside the next steps"),
             (self.a_sync and self.reduce_in_node, "reduce_in_node", "a_sync", "trainers of a node would wait for each other"),
         )

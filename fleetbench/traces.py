@@ -47,19 +47,14 @@ def replayed(path: str, base_ns: int | None, ranks: Integers, steps: Integers, w
 
 def read_table(path: str | Path, where: str) -> pd.DataFrame:
     """A table in Parquet or CSV, told apart by its first bytes. Raises ``ConfigError`` for a file that is neither."""
+    import pandas as pd
     from pyarrow import ArrowException
 
     check_file(Path(path))
     with reading(f"{where}: {path}", f"a trace is {FORMAT}", ArrowException):
-        return _parsed(Path(path))
-
-
-def _parsed(path: Path) -> pd.DataFrame:
-    import pandas as pd
-
-    with path.open("rb") as file:
-        is_parquet = file.read(len(_PARQUET)) == _PARQUET
-    return pd.read_parquet(path) if is_parquet else pd.read_csv(path, compression=None)
+        with Path(path).open("rb") as file:
+            is_parquet = file.read(len(_PARQUET)) == _PARQUET
+        return pd.read_parquet(path) if is_parquet else pd.read_csv(path, compression=None)
 
 
 def by_rank_and_step(frame: pd.DataFrame, values: str | list[str], where: str, path: str) -> tuple[Floats, tuple[int, ...]]:

@@ -20,7 +20,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.vectors import name_some, refuse_repeated, write_vectors
 from fleetbench.workload import Workload
-from fleetbench.workloads.data.data import read_data
+from fleetbench.workloads.data.data import numbers_of, read_data
 from fleetbench.workloads.data.images import evaluation_picture, read_list
 from fleetbench.workloads.data.reader import normalise
 from fleetbench.workloads.models.registry import build_model, check_model, data_source, model_option, sizes
@@ -96,9 +96,7 @@ def open_samples(workload: Workload, seed: int) -> tuple[Sequence[str], Callable
         inputs = read_data(workload, seed).inputs
 
         def read_rows(first: int, last: int) -> torch.Tensor:
-            rows = torch.from_numpy(np.ascontiguousarray(inputs[first:last]))
-            if rows.dtype == torch.uint8:  # pictures
-                return normalise(rows, dtype)
+            rows = numbers_of(np.ascontiguousarray(inputs[first:last]), dtype)
             return rows.to(dtype) if rows.is_floating_point() else rows
 
         return [str(place) for place in range(len(inputs))], read_rows

@@ -22,7 +22,7 @@ from fleetbench.target import crossing
 from fleetbench.workloads.data.data import open_batches
 from fleetbench.workloads.data.reader import ReadsAhead
 from fleetbench.workloads.models.registry import build_model, loss_of
-from fleetbench.workloads.served import Told
+from fleetbench.workloads.server_updates import Told
 from fleetbench.workloads.training import HeldOut, evaluated, make_optimizer, refuse_dense_optimizer, sampler_of, set_learning_rate
 from real.communication.communicators import Communicators
 from real.compute.injector import Injector, delay_of

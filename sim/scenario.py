@@ -135,12 +135,9 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     if not served and cluster.intra is None and max(cluster.trainers_by_node) > 1:
         found.append(skip("cluster.intra", "not declared: as the profile measured it in the training loop"))
     measured = None if profile is None else profile.communication
+    unknown_cost = experiment.strategy.quantises and (measured is None or not measured.quantise)
     left_out = (
-        (
-            experiment.strategy.quantises and (measured is None or not measured.quantise),
-            "strategy.localsgd_configs.outer_wire",
-            "quantising takes no time here: no profile has measured it",
-        ),
+        (unknown_cost, "strategy.localsgd_configs.outer_wire", "quantising takes no time here: no profile has measured it"),
         (experiment.strategy.localsgd_configs.outer_on_host, "strategy.localsgd_configs.outer_on_host", "its copies are not simulated"),
         (experiment.run.environment, "run.environment", "no process is started"),
     )

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
+from fleetbench.stragglers import Floats
 from fleetbench.strategy import DistributedStrategy
 from tuner.space import parameters_of
 
@@ -25,8 +26,6 @@ RESIDUAL, NOISE = 0.01, 0.02
 """Deviations of a strategy's own error, and of the ratio of two legs of it to two of the default."""
 LEAST = 0.002
 """Expected gain, in logarithms, for which another strategy is worth its legs."""
-
-Floats = npt.NDArray[np.float64]
 
 
 def named(
@@ -58,7 +57,7 @@ def corrections(
 ) -> tuple[Floats, Floats]:
     """Mean and deviation of log(real / simulated) of ``others``, less the default's; ``measured`` says it of some. Shapes ``(others,)``."""
     errors = np.array([*measured.values()], dtype=np.float64)
-    base, known, asked = (_features(strategies) for strategies in ([default], [*measured], others))
+    base, known, asked = (np.array([*map(_features, some)]) for some in ([default], [*measured], others))
     among_known, to_known, differs = _covariance(known, known, base), _covariance(asked, known, base), asked != base
     means, variances, weights = [], [], []
     for scale in SCALES:
@@ -87,12 +86,8 @@ def _covariance(some: npt.NDArray[np.str_], others: npt.NDArray[np.str_], base: 
     return np.asarray(differs * (1.0 + (some[:, None] == others[None])))
 
 
-def _features(strategies: Sequence[DistributedStrategy]) -> npt.NDArray[np.str_]:
-    return np.array([_features_of(strategy) for strategy in strategies])
-
-
 @functools.lru_cache(maxsize=32_768)
-def _features_of(strategy: DistributedStrategy) -> tuple[str, ...]:
+def _features(strategy: DistributedStrategy) -> tuple[str, ...]:
     """The two families and the parameters; sizes of buckets are told apart by factors of four."""
     found = parameters_of(strategy)
     if isinstance(size := found["fusion"], float):

@@ -195,10 +195,10 @@ class Recommendation(Config):
     def _verdict(self) -> str:
         if self.verdict == "KEEP DEFAULT":
             finalist = next((arm for arm in self.arms if arm.name == self.finalist), None)
-            what = "" if finalist is None else f"; {finalist.name} is {_changes(finalist.strategy)}"
+            what = "" if finalist is None else f"; {finalist.name} is {changes_of(finalist.strategy)}"
             return f"KEEP DEFAULT{' (UNDECIDED)' if self.undecided else ''}: {self.reason}{what}"
         gain = self._gain(f"{self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}]", f"n = {len(self.pairs)} pairs")
-        return f"USE {_changes(self.strategy)}: {gain}"
+        return f"USE {changes_of(self.strategy)}: {gain}"
 
     def _gain(self, step: str, count: str) -> str:
         """The gain under its objective: time to the target, which is updates times seconds an update, or of a step alone."""
@@ -241,6 +241,7 @@ class Recommendation(Config):
             return decode(data, cls, str(path))
 
 
-def _changes(strategy: DistributedStrategy) -> str:
+def changes_of(strategy: DistributedStrategy) -> str:
+    """What it changes of Fleet's defaults, in words."""
     changed = ((key, str(value).lower() if isinstance(value, bool) else value) for key, value in flat(strategy.changes()))
     return ", ".join(f"{key} = {value}" for key, value in changed) or "Fleet's defaults"

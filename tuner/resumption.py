@@ -151,7 +151,8 @@ class Resumption:
     """``claimed`` (no other process is at it) -> ``kept`` (the experiment is known) -> ``closed``."""
 
     def __init__(self, command: Sequence[str], base: Experiment, out: Path) -> None:
-        self.folder = out / f"resume-{base.name}-{_key(command, base)}"
+        key = json_digest(inputs_of(command) | {"base": encode(base)})[:12]
+        self.folder = out / f"resume-{base.name}-{key}"
 
     def claim(self) -> None:
         """From now on this process is at it. Raises ``ConfigError`` where another one of this host is.
@@ -236,8 +237,3 @@ def inputs_of(command: Sequence[str]) -> dict[str, Any]:
         "environment": {name: value for name, value in os.environ.items() if name.startswith(RECORDED) and name not in _SET_BY_LIBRARIES},
         "versions": versions(),
     }
-
-
-def _key(command: Sequence[str], base: Experiment) -> str:
-    what = inputs_of(command) | {"base": encode(base)}
-    return json_digest(what)[:12]

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 from scipy import stats
 
+from fleetbench.stragglers import Floats
 from tuner.to_target import Updates
 
 LEAST_PAIRS = 2
@@ -42,8 +42,6 @@ a deviation of 0.03 stop by then, and nine in ten with a deviation of 0.06 withi
 _MUCH = 3.0
 """Times as wide as that of a step the updates' interval makes more pairs futile, if it alone has ``1 + min_gain`` inside."""
 _DRAWS = 500_000
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

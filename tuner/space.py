@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,8 +159,9 @@ def search_space(experiment: Experiment) -> Space:
     is_alone = experiment.cluster.trainers == 1 and not experiment.cluster.servers
     if is_alone:
         notes.append("one trainer exchanges nothing: only what changes its compute is searched")
+    tune = experiment.tune
     for name in ("thread_num", "update_by_bucket") if is_alone else NAMES:
-        wanted = _wanted(experiment, name)
+        wanted = tuple(dict.fromkeys((*tune.fuse_grad_size_in_MB, *tune.fusion) if name == "fusion" else getattr(tune, name)))
         stays = parameters_of(experiment.strategy)[name]
         reason = _not_searched(name, experiment)
         if reason is not None:
@@ -175,14 +176,6 @@ def search_space(experiment: Experiment) -> Space:
         elif values:
             choices.append((name, values))
     return Space(base=experiment.strategy, choices=tuple(choices), fixed=tuple(fixed), notes=tuple(notes))
-
-
-def _wanted(experiment: Experiment, name: str) -> tuple[Value, ...]:
-    """The values that ``[tune]`` allows, each once."""
-    tune = experiment.tune
-    if name == "fusion":
-        return tuple(dict.fromkeys((*tune.fuse_grad_size_in_MB, *tune.fusion)))
-    return tuple(dict.fromkeys(getattr(tune, name)))
 
 
 def _not_searched(name: str, experiment: Experiment) -> str | None:
@@ -247,12 +240,32 @@ def _refusal(experiment: Experiment, name: str, value: Value) -> str | None:
 def _with(strategy: DistributedStrategy, name: str, value: Value) -> DistributedStrategy:
     if parameters_of(strategy)[name] == value and name != "local_steps":
         return strategy
-    return strategy.replace(**_CHANGES[name](strategy, value) if name in _CHANGES else {name: value})
+    return strategy.replace(**_changes(strategy, name, value))
 
 
-def _local_steps(strategy: DistributedStrategy, value: Any) -> dict[str, Any]:
-    configs = LocalSGDConfigs() if value == 1 else dataclasses.replace(strategy.localsgd_configs, k_steps=value)
-    return {"localsgd": value != 1, "localsgd_configs": configs}
+def _changes(strategy: DistributedStrategy, name: str, value: Any) -> dict[str, Any]:
+    """Fields of the strategy with which the parameter has this value."""
+    changes: dict[str, Any] = {name: value}
+    match name:
+        case "local_steps":
+            configs = LocalSGDConfigs() if value == 1 else dataclasses.replace(strategy.localsgd_configs, k_steps=value)
+            changes = {"localsgd": value != 1, "localsgd_configs": configs}
+        case "fusion":
+            changes = _fusion(strategy, value)
+        case "hierarchy" if value == OFF:
+            changes = {field: getattr(_DEFAULTS, field) for field in FIELDS["hierarchy"]}
+        case "hierarchy":
+            changes = {"use_hierarchical_allreduce": True, "hierarchical_variant": value}
+        case "wire":
+            changes = {"fp16_allreduce": value == "fp16", "bf16_allreduce": value == "bf16"}
+        case "nccl_comm_num":  # communicators that wait for each other change nothing, so more than one goes with letting them run
+            alone = strategy.sync_nccl_allreduce or strategy.nccl_comm_num > 1
+            changes = {"nccl_comm_num": value, "sync_nccl_allreduce": value == 1 and alone}
+        case "sync_nccl_allreduce":
+            changes = {"sync_nccl_allreduce": bool(value) and strategy.nccl_comm_num == 1}
+        case "update_by_bucket":
+            changes = {"build_strategy": dataclasses.replace(strategy.build_strategy, enable_backward_optimizer_op_deps=not value)}
+    return changes
 
 
 def _fusion(strategy: DistributedStrategy, value: Any) -> dict[str, Any]:
@@ -263,38 +276,6 @@ def _fusion(strategy: DistributedStrategy, value: Any) -> dict[str, Any]:
         return plain | {"fusion": value}
     kept = {"fuse_grad_count": strategy.fuse_grad_count} if strategy.fusion == "fleet" else {}
     return plain | kept | {"fuse_grad_size_in_MB": value}
-
-
-def _hierarchy(strategy: DistributedStrategy, value: Any) -> dict[str, Any]:
-    if value == OFF:
-        return {name: getattr(_DEFAULTS, name) for name in FIELDS["hierarchy"]}
-    inner = strategy.hierarchical_inner_ranks
-    return {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": inner, "hierarchical_variant": value}
-
-
-def _wire(_: DistributedStrategy, value: Any) -> dict[str, Any]:
-    return {"fp16_allreduce": value == "fp16", "bf16_allreduce": value == "bf16"}
-
-
-def _communicators(strategy: DistributedStrategy, value: Any) -> dict[str, Any]:
-    # Communicators that wait for each other change nothing, so more than one goes with letting them run.
-    alone = strategy.sync_nccl_allreduce or strategy.nccl_comm_num > 1
-    return {"nccl_comm_num": value, "sync_nccl_allreduce": value == 1 and alone}
-
-
-def _update_by_bucket(strategy: DistributedStrategy, value: Any) -> dict[str, Any]:
-    return {"build_strategy": dataclasses.replace(strategy.build_strategy, enable_backward_optimizer_op_deps=not value)}
-
-
-_CHANGES: Mapping[str, Callable[[DistributedStrategy, Any], dict[str, Any]]] = {
-    "local_steps": _local_steps,
-    "fusion": _fusion,
-    "hierarchy": _hierarchy,
-    "wire": _wire,
-    "nccl_comm_num": _communicators,
-    "sync_nccl_allreduce": lambda strategy, value: {"sync_nccl_allreduce": bool(value) and strategy.nccl_comm_num == 1},
-    "update_by_bucket": _update_by_bucket,
-}
 
 
 def _key(name: str, value: Value) -> str:

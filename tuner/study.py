@@ -32,7 +32,12 @@ def open_study(experiment: Experiment, out: Path) -> Iterator[optuna.Study]:
     path = out / "studies" / f"{name}.journal"
     with _quiet():
         with reading(path, _ANEW, RuntimeError, AssertionError):  # Optuna's, of another version or a damaged journal
-            study = optuna.create_study(storage=_storage(path), study_name=name, direction="minimize", load_if_exists=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and not f"\n{path.read_text(encoding='utf-8')}".endswith("\n"):
+                raise ValueError("its last line is not whole")
+            # a trial adds to a journal in a sixth of the time that SQLite takes; its lock is a link to it
+            storage = JournalStorage(JournalFileBackend(str(path.resolve())))
+            study = optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
             _verify(study)
             for trial in trials(study, TrialState.RUNNING):
                 study.tell(trial.number, state=TrialState.FAIL)
@@ -85,14 +90,6 @@ def _verify(study: optuna.Study) -> None:
     for trial in trials(study, TrialState.COMPLETE):
         if trial.user_attrs.get(_DIGEST) != _digest(trial.number, trial.params, trial.value, trial.user_attrs):
             raise ValueError(f"trial {trial.number} is not what was written: its digest differs")
-
-
-def _storage(path: Path) -> JournalStorage:
-    """A journal, to which a trial adds in a sixth of the time that SQLite takes. Raises ``ValueError`` where its last line was cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not f"\n{path.read_text(encoding='utf-8')}".endswith("\n"):
-        raise ValueError("its last line is not whole")
-    return JournalStorage(JournalFileBackend(str(path.resolve())))  # whose lock is a link to it
 
 
 @contextmanager

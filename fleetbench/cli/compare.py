@@ -58,15 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     a, b, *repeats = (read_run(folder) for folder in (arguments.a, arguments.b, *arguments.repeats))
     comparison = compare_runs(a, b)
-    fidelity = compare_fidelity(a, b, repeats if arguments.losses is None else ())
-    several = [a, b, *repeats] if arguments.losses is not None and repeats else []
-    if arguments.losses is not None:
+    fidelity, draws = compare_fidelity(a, b, repeats if arguments.losses is None else ()), arguments.losses is not None
+    if draws:
         _draw_losses([a, b, *repeats], arguments.losses)
     if arguments.json:
         emit(json.dumps(comparison.to_dict() | ({} if fidelity is None else {"fidelity": fidelity}), indent=1))
     else:
-        if several:
-            emit_table(_table(several))
+        if draws and repeats:
+            emit_table(_table([a, b, *repeats]))
         emit(comparison.text())
         emit(f"mean step time: {100 * comparison.step_difference:+.2f} %")
         if fidelity is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fleetbench.cli.output import say
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import TaskID
 
 Steps = Callable[[int, int], None]
 """Told how many of how many are done."""
@@ -42,7 +42,11 @@ def stages(*, lines: bool = False) -> Iterator[Stages | None]:
     if not wanted():
         yield _lines() if lines and _is_first() else None
         return
-    with _bars() as bars:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         known: dict[str, TaskID] = {}
 
         def advance(stage: str, done: int, total: int) -> None:
@@ -51,14 +55,6 @@ def stages(*, lines: bool = False) -> Iterator[Stages | None]:
             bars.update(known[stage], completed=done, total=total)
 
         yield advance
-
-
-def _bars() -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 _OFTEN_S = 2.0

@@ -6,7 +6,6 @@ import argparse
 import json
 from functools import partial
 from math import isnan
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress
@@ -158,6 +157,7 @@ def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    from fleetbench.store import new_run_id
     from sim.many.sweep import Axis, sweep
 
     axes = [Axis.parse(text) for text in arguments.sweep]
@@ -175,7 +175,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
     with progress.steps("simulate points") as advance:
         prepare = partial(_with_times, arguments=arguments)
         found = sweep(load, axes, engine=arguments.engine, progress=advance, prepare=prepare, learn=_learn(arguments))
-    table = _write(found, arguments.out)
+    table = arguments.out / f"{found.name}-sweep-{new_run_id()}" / "sweep.parquet"
+    table.parent.mkdir(parents=True)
+    found.table.to_parquet(table, index=False)
     if arguments.json:
         points = json.loads(found.table.to_json(orient="records", double_precision=15))
         emit(json.dumps({"name": found.name, "points": points, "note": found.note, "table": str(table)}, indent=1))
@@ -185,16 +187,6 @@ def _sweep(arguments: argparse.Namespace) -> int:
         emit(f"note: {found.note}")
     emit(f"table: {table}")
     return 0
-
-
-def _write(found: Sweep, root: Path) -> Path:
-    """The table as Parquet, in a folder of its own below ``root``."""
-    from fleetbench.store import new_run_id
-
-    table = root / f"{found.name}-sweep-{new_run_id()}" / "sweep.parquet"
-    table.parent.mkdir(parents=True)
-    found.table.to_parquet(table, index=False)
-    return table
 
 
 def _seeds_table(found: OverSeeds) -> Table:

@@ -99,13 +99,11 @@ def runs_table(runs: Mapping[str, Summary]) -> Table:
     figures = {label: dict(flat(dataclasses.asdict(summary))) for label, summary in runs.items()}
     for key, name in TIMES:
         cells = [units.seconds(values.get(key)) for values in figures.values()]
-        table.add_row(name, *cells, *([_error(figures["simulated"].get(key), figures["real"].get(key))] if both else []))
+        if both:
+            simulated, real = (figures[label].get(key) for label in ("simulated", "real"))
+            cells.append(units.percent(simulated / real - 1.0, sign=True) if simulated and real else "")
+        table.add_row(name, *cells)
     for name, read, spell in _COUNTS:
         cells = [units.NONE if (value := read(summary)) is None else spell(value) for summary in runs.values()]
         table.add_row(name, *cells)
     return table
-
-
-def _error(simulated: float | None, real: float | None) -> str:
-    """Of a simulated figure, as a share of the real one."""
-    return units.percent(simulated / real - 1.0, sign=True) if simulated and real else ""

@@ -16,13 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy import special
 from scipy.optimize import OptimizeResult, minimize
 
-from fleetbench.stragglers import Distribution, quantile
+from fleetbench.stragglers import Distribution, Floats, quantile
 
-Floats = npt.NDArray[np.float64]
 Law = Distribution
 LAWS: tuple[Law, ...] = ("exponential", "gamma", "lognormal", "pareto")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from fleetbench.stragglers import Floats
 
 _ROUNDS = 100
 _GUESSES = (0.7, 0.85, 0.95)
@@ -38,8 +38,6 @@ class Episodes:
     length: float = 0.0
     """Mean length of an episode in steps."""
     factor: float | None = None
-    evidence: float = 0.0
-    """Twice the log-likelihood that memory adds."""
     ill: npt.NDArray[np.bool_] | None = None
     """By rank and step."""
 
@@ -71,21 +69,19 @@ def find_episodes(times_s: Floats) -> Episodes:
     likelihoods, models, posteriors = _fit(y)
     num = len(_GUESSES)
     best = int(np.argmax(likelihoods[:num]))
-    evidence = 2 * float(likelihoods[best] - likelihoods[num:].max())
+    added = 2 * float(likelihoods[best] - likelihoods[num:].max())
     ill_state = int(np.argmax(models.middle[best]))
     ill = posteriors[best][..., ill_state] > 0.5
     rate, recovery = float(models.turn[best, 1 - ill_state, ill_state]), float(models.turn[best, ill_state, 1 - ill_state])
     starts = int((ill[:, 1:] & ~ill[:, :-1]).sum() + ill[:, 0].sum())
     length = 1.0 / recovery if recovery > 0 else math.inf
-    if not ill.any() or ill.all() or evidence < _NEEDED:
-        return Episodes(statement="no episodes: slow steps come one by one", evidence=evidence)
+    if not ill.any() or ill.all() or added < _NEEDED:
+        return Episodes(statement="no episodes: slow steps come one by one")
     factor = math.exp(float(np.median(y[ill]) - np.median(y[~ill])))
     told = f"factor {factor:.2f}, {length:.1f} steps long, {starts} of them"
     if factor < LEAST_FACTOR or length < _LEAST_LENGTH or starts < _LEAST_EPISODES or ill.mean() > 0.5:
-        return Episodes(statement=f"no episodes: neighbouring steps are alike, but that is no fail-slow ({told})", evidence=evidence)
-    return Episodes(
-        statement=f"episodes: {told}, at {rate:.3g} a step", rate=rate, length=length, factor=factor, evidence=evidence, ill=ill
-    )
+        return Episodes(statement=f"no episodes: neighbouring steps are alike, but that is no fail-slow ({told})")
+    return Episodes(statement=f"episodes: {told}, at {rate:.3g} a step", rate=rate, length=length, factor=factor, ill=ill)
 
 
 def _fit(y: Floats) -> tuple[Floats, _Models, Floats]:

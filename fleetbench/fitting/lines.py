@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import nnls
 
 from fleetbench.cluster import Link
 from fleetbench.quantities import LARGEST, BitsPerSecond, Nanoseconds
-
-Floats = npt.NDArray[np.float64]
+from fleetbench.stragglers import Floats
 
 _ROUNDS = 20
 _HUBER = 1.345

@@ -21,9 +21,8 @@ import numpy.typing as npt
 from scipy import special, stats
 
 from fleetbench.fitting.distributions import Fitted, Law, cells, most_likely
+from fleetbench.stragglers import Floats, Integers
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
 LAWS: tuple[Law, ...] = ("constant", "exponential", "gamma", "lognormal")
 
 _SMALLEST_NOISE = 0.02

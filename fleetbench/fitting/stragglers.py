@@ -22,10 +22,8 @@ from fleetbench.fitting.shocks import Shared, choose_shock, correlation, groups_
 from fleetbench.measurements import JitterFit, ShockFit, StragglerFit
 from fleetbench.quantities import Nanoseconds, PerStep, Steps
 from fleetbench.store import load_run
-from fleetbench.stragglers import Empirical, Episode, Jitter, NodeShock, SlowRank, Straggler
+from fleetbench.stragglers import Empirical, Episode, Floats, Jitter, NodeShock, SlowRank, Straggler
 from fleetbench.traces import FORMAT, by_rank_and_step, compute_columns, read_table
-
-Floats = npt.NDArray[np.float64]
 
 LEAST_STEPS = 30
 """Fewer times of all ranks together fit no law."""

@@ -114,7 +114,9 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
     """
     if strategy.is_local:
         gradients = [dataclasses.replace(gradient, sparse=False, touched=0) if gradient.sparse else gradient for gradient in gradients]
-    rounds, inner = Fragments.of(strategy), inner_ranks(strategy, setting)
+    rounds, inner = Fragments.of(strategy), strategy.hierarchical_inner_ranks or setting.trainers_per_node
+    if not strategy.use_hierarchical_allreduce or setting.trainers in (1, inner):
+        inner = 0
     parts = [gradients] if rounds is None else runs_of_layers(gradients, rounds.number, setting.order)
     position = {gradient.name: index for index, gradient in enumerate(gradients)}
     fused = [(index, bucket) for index, part in enumerate(parts) for bucket in fuse(part, strategy, setting.cost)]
@@ -136,9 +138,3 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
         num_state_slots=setting.num_state_slots if strategy.averages_state else 0,
         buffers_nbytes=setting.buffers_nbytes if strategy.is_local and strategy.averaging.buffers == "average" else 0,
     )
-
-
-def inner_ranks(strategy: DistributedStrategy, setting: Setting) -> int:
-    """Ranks inside a node of the hierarchy; 0 without one."""
-    inner = strategy.hierarchical_inner_ranks or setting.trainers_per_node
-    return inner if strategy.use_hierarchical_allreduce and setting.trainers not in (1, inner) else 0

@@ -60,10 +60,6 @@ class Fragments:
         period, overlap = configs.k_steps // number, configs.overlap_steps
         return cls(number=number, period=period, overlap=overlap, mixing=configs.mixing, begin_step=configs.begin_step)
 
-    def is_warm_up(self, update: int) -> bool:
-        """Whether all of the model is exchanged after ``update``."""
-        return update < self.begin_step
-
 
 def runs_of_layers(gradients: Sequence[Gradient], number: int, order: Sequence[str]) -> list[list[Gradient]]:
     """``gradients`` in ``number`` runs of whole layers, of which the largest has as few bytes as can be; each keeps their order.

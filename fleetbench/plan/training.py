@@ -98,7 +98,7 @@ class CollectiveTraining:
         merged = state.merged + (not flushes)
         if not closes or what.fragments is None:
             return StepKind(closes=closes, merged=merged, meets=meets, asks_loss=asks_loss)
-        if what.fragments.is_warm_up(update):
+        if update < what.fragments.begin_step:  # all of the model is exchanged
             return StepKind(closes=True, merged=merged, meets=True, asks_loss=False)
         done = update - (state.origin if state.last_sync is None else state.last_sync)
         starts = done == what.fragments.period - what.fragments.overlap

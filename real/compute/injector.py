@@ -164,11 +164,8 @@ class Injector:
     def _on_output(self, base_ns: int) -> Callable[..., None]:
         """The gradient of a layer's output arrives where the layer's backward begins."""
 
-        def on_gradient(_gradient: torch.Tensor) -> None:
-            self._until(base_ns)
-
         def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
             if isinstance(output, torch.Tensor) and output.requires_grad and not torch.compiler.is_compiling():
-                output.register_hook(on_gradient)
+                output.register_hook(lambda _gradient: self._until(base_ns))
 
         return hook

@@ -17,7 +17,7 @@ from fleetbench.plan.layers import LayerTable, StepHead
 from fleetbench.profile import table_for
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import OPTIMIZER_STATE
-from fleetbench.workloads.served import options_for
+from fleetbench.workloads.server_updates import options_for
 from real.communication.communicators import Communicators
 from real.emulated.model import EmulatedModel, EmulatedOptimizer
 from real.emulated.pace import Pace, sharpen_sleep

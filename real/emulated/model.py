@@ -117,7 +117,8 @@ class EmulatedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are the engine's to refuse
         """Update, and return when the time of it has passed."""
         assert closure is None, "a closure would compute gradients again"
-        deadline_ns = self._pace.deadline(self._took_ns())
+        numel: int = sum(parameter.numel() for group in self.param_groups for parameter in group["params"] if parameter.grad is not None)
+        deadline_ns = self._pace.deadline((2 * self._update_ns * numel + self._numel) // (2 * self._numel))
         for group in self.param_groups:
             members = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
             gradients = [_first(parameter.grad) for parameter in members]
@@ -127,11 +128,6 @@ class EmulatedOptimizer(torch.optim.Optimizer):
             for slot in self._slots:
                 torch._foreach_add_([_first(self._tensor(parameter, slot)) for parameter in members], gradients)  # as above
         self._pace.sleep_until(deadline_ns)
-
-    def _took_ns(self) -> int:
-        """The share of the parameters that have a gradient."""
-        numel: int = sum(parameter.numel() for group in self.param_groups for parameter in group["params"] if parameter.grad is not None)
-        return (2 * self._update_ns * numel + self._numel) // (2 * self._numel)
 
     def _tensor(self, parameter: nn.Parameter, slot: str) -> torch.Tensor:
         state = self.state[parameter]

@@ -111,7 +111,7 @@ class _Script:
             self.entered.enter_context(nothing_computed())
             self.entered.enter_context(self.step.recorder)
             self._saved = ExitStack()
-            self._saved.enter_context(self.step.forward())
+            self._saved.enter_context(self.step.forward)
 
         model.register_forward_pre_hook(begin)
         self.step = StepEstimate(model, self.strategy, self._gpu, tf32=self._tf32)

@@ -5,8 +5,7 @@ A price is a roofline's: from the GPU's data sheet and a few efficiencies fitted
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +18,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.hardware import Gpu, Precision, gpu_named
 from fleetbench.measurements import Memory
-from fleetbench.profile import Profile, compute_key, name_profile
+from fleetbench.profile import Profile, compute_key
 from fleetbench.quantities import Bytes
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.models.registry import INPUTS, MODELS, check_model, loss_of, model_option, sizes
@@ -103,7 +102,7 @@ _COMPILED = ("fuse_elewise_add_act_ops", "fuse_bn_act_ops", "fuse_relu_depthwise
 
 
 class StepEstimate:
-    """One step of a model whose forward, backward and update run inside ``forward()``, ``backward_ends`` and ``update``, in this order."""
+    """One step of a model whose forward, backward and update run inside ``forward``, ``backward_ends`` and ``update``, in this order."""
 
     def __init__(self, model: nn.Module, strategy: DistributedStrategy, gpu: str, *, tf32: bool) -> None:
         """Raises ``ConfigError`` for what cannot be estimated."""
@@ -118,7 +117,8 @@ class StepEstimate:
             apply_mixed_precision(model, strategy.amp_configs, "cpu", lambda: 1.0)
         self._clock = LayerClock(model, self.recorder)
         self._clock.attach()
-        self._saved = SavedForBackward(model, lambda: self._clock.current)
+        self.forward = SavedForBackward(model, lambda: self._clock.current)
+        """Around the forward and the loss."""
 
     def _refuse(self) -> None:
         strategy, build = self._strategy, self._strategy.build_strategy
@@ -133,12 +133,6 @@ class StepEstimate:
         if strategy.amp and strategy.amp_configs.dtype not in self._gpu.flops_s:
             known = ", ".join(self._gpu.flops_s)
             raise ConfigError(f"{self._name} has no {strategy.amp_configs.dtype}", "strategy.amp_configs.dtype", hint=f"it has {known}")
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around the forward and the loss."""
-        with self._saved:
-            yield
 
     def backward_ends(self) -> None:
         """After the backward."""
@@ -155,7 +149,7 @@ class StepEstimate:
         if self._strategy.scales_loss:
             moved += 2 * sum(parameter.nbytes for parameter in trained)
         self._update_ns = round(1e9 * self._roofline.update_s(moved))
-        self._memory = memory_bytes(self._model, optimizer, sum(self._saved.by_name.values()))
+        self._memory = memory_bytes(self._model, optimizer, sum(self.forward.by_name.values()))
 
     def _uneven_vocabularies(self) -> list[str]:
         """Warnings of products with as many columns as an embedding has words, whose rows do not begin at 16 bytes in 16 bits."""
@@ -176,7 +170,7 @@ class StepEstimate:
             "read": [0],
             "loaders": 0,
             "touched": {},
-            "activation_bytes": dict(self._saved.by_name),
+            "activation_bytes": dict(self.forward.by_name),
             "buffers_nbytes": BufferAverage(self._model).nbytes,
         }
         held = {name: Bytes(size) for name, size in self._memory.items() if name != "peak"}
@@ -209,7 +203,7 @@ def estimate(experiment: Experiment, gpu: str, *, tf32: bool = False) -> Profile
         inputs = torch.zeros(workload.batch_size, *shape, dtype=torch.int64 if kind in ("tokens", "pairs") else dtype)
         labels = torch.zeros(workload.batch_size, dtype=torch.int64)
         with step.recorder:
-            with step.forward():
+            with step.forward:
                 loss = compare(model(inputs), labels)
             loss.backward()
             step.backward_ends()
@@ -221,7 +215,7 @@ def estimated(experiment: Experiment, gpu: str, root: Path, *, tf32: bool = Fals
     """The experiment that names its estimated profile, which is made below ``root`` where it is not there."""
     version = hashlib.sha256(repr((FITTED, HALF_WIDTH, gpu_named(gpu, "--gpu"), tf32)).encode()).hexdigest()[:8]
     path = (root / "estimates" / f"{experiment.workload.model}-{gpu}-{compute_key(experiment)}-{version}.toml").resolve()
-    if path.exists():
-        return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return name_profile(experiment, estimate(experiment, gpu, tf32=tf32), path)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        estimate(experiment, gpu, tf32=tf32).save(path)
+    return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))

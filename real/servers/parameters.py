@@ -21,7 +21,7 @@ from torch import nn
 from fleetbench.config import Config, decode
 from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.rules import ServerRules, Shards, Table
-from fleetbench.workloads.served import DTYPES, OPTIONS, ROW, Array, Change, Layout, ParameterShard, Told, part_of
+from fleetbench.workloads.server_updates import DTYPES, OPTIONS, ROW, Array, Change, Layout, ParameterShard, Told, part_of
 from fleetbench.workloads.training import sparse_weights
 from real.engine.sparse import refuse_unknown_sparse
 from real.servers.links import BEAT_S, Answer, Links

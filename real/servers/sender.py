@@ -2,7 +2,7 @@
 
 The trainer's messages to it go through a deque, and through a socket that wakes it where one is urgent; its own go through
 a queue. An error ends the thread; the trainer raises it at its next message. What it sends, and when, is decided in
-``fleetbench.plan.servers.training``, GeoSGD's rounds too; their deltas are ``fleetbench.workloads.served``.
+``fleetbench.plan.servers.training``, GeoSGD's rounds too; their deltas are ``fleetbench.workloads.server_updates``.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from fleetbench.plan.operations import Operation
 from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.training import ServerTraining
-from fleetbench.workloads.served import Change, GeoCopy, add_changes
+from fleetbench.workloads.server_updates import Change, GeoCopy, add_changes
 from real.servers.links import BEAT_S, Answer, Links
 from real.servers.parameters import Parameters, Spec, read_pull, read_values, shard_change
 

@@ -30,7 +30,7 @@ from fleetbench.plan.servers.rules import ServerRules, choice, rules_of
 from fleetbench.plan.servers.states import TrainerState
 from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.workloads.served import ROW, GeoCopy, Told, shard_rows
+from fleetbench.workloads.server_updates import ROW, GeoCopy, Told, shard_rows
 from real.compute.compute import apply_device_settings
 from real.compute.living import living_hook
 from real.engine.optimizers import hide, refuse_arguments

@@ -27,7 +27,7 @@ from fleetbench.plan.operations import Operation
 from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.states import ServerState
 from fleetbench.plan.servers.training import ServerTraining
-from fleetbench.workloads.served import Change
+from fleetbench.workloads.server_updates import Change
 from real.processes.diagnosis import how_it_ended
 from real.processes.joining import is_loopback
 from real.servers.board import Board, Entry

@@ -20,7 +20,7 @@ from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import format_bandwidth
 from fleetbench.result import skip
-from real.testbed import link_shaping, noise, relay, traffic
+from real.testbed import latency_relay, link_shaping, noise, traffic
 from real.testbed.network import Network, is_rootless
 from real.testbed.topology import INTERFACE, PAYLOAD_SHARE, Topology, num_hosts, topology_of, unrealised, wire_s
 from real.testbed.traffic import Flow
@@ -94,11 +94,11 @@ class Testbed:
     def _delay(self, delays: Mapping[str, Mapping[str, int]]) -> list[dict[str, str]]:
         """Start the relay that delays packets; what the kernel refused of it."""
         try:
-            self._relay = relay.start(self._built.inside, INTERFACE, delays)
+            self._relay = latency_relay.start(self._built.inside, INTERFACE, delays)
         except OSError as error:
             self._delays = False
             return [{"namespace": "host0", "what": "latency (/dev/net/tun)", "why": error.strerror or str(error)}]
-        self.apply(link_shaping.delay(self.topology, relay.DEVICE))
+        self.apply(link_shaping.delay(self.topology, latency_relay.DEVICE))
         try:
             os.sched_setscheduler(self._relay.pid, os.SCHED_RR, os.sched_param(1))
         except PermissionError as error:

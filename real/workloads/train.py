@@ -43,7 +43,9 @@ def train(experiment: Experiment, *, keep_times: bool = False) -> dict[str, Any]
 
     ``keep_times``: with every step, which a training of weeks would not want. Raises ``ConfigError`` for what nobody can train.
     """
-    run, job = experiment.run, _join(experiment)
+    run = experiment.run
+    timeout_s, startup_timeout_s = run.timeout * 1e-9, run.startup_timeout * 1e-9  # legs have strategies of their own
+    job = Collective(DistributedStrategy(), timeout_s, startup_timeout_s=startup_timeout_s, backend=run.backend, device=run.device)
     session = None if job.driven is None else job.driven.folder.path
     if session is None or not (session / EXPERIMENT).is_file():
         session = None
@@ -62,13 +64,6 @@ def train(experiment: Experiment, *, keep_times: bool = False) -> dict[str, Any]
             for _ in job.driven.orders(training):
                 training.step()
     return {}
-
-
-def _join(experiment: Experiment) -> Collective:
-    """This trainer's part in the job; legs have strategies of their own."""
-    run = experiment.run
-    timeout_s, startup_timeout_s = run.timeout * 1e-9, run.startup_timeout * 1e-9
-    return Collective(DistributedStrategy(), timeout_s, startup_timeout_s=startup_timeout_s, backend=run.backend, device=run.device)
 
 
 def _refuse(experiment: Experiment) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import train
 
 from fleetbench import fleet
-from fleetbench.workloads.served import Change
+from fleetbench.workloads.server_updates import Change
 from real.servers.parameters import Shard
 from real.servers.served_training import ServedTraining
 from real.servers.wire import Head

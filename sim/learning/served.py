@@ -2,7 +2,7 @@
 
 The clock comes first here: which parameters a gradient is computed from, and in which order servers apply it, is what links and stragglers
 make of it. ``sim.servers`` notes that order and needs nothing of the loss; a ``ServedReplay`` follows it with real parameters, data and
-gradients. What a push, a delta or a pull does to them is ``fleetbench.workloads.served``, as with real servers.
+gradients. What a push, a delta or a pull does to them is ``fleetbench.workloads.server_updates``, as with real servers.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
 from fleetbench.target import crossing
 from fleetbench.workloads.models.registry import build_model
-from fleetbench.workloads.served import (
+from fleetbench.workloads.server_updates import (
     DTYPES,
     Array,
     Change,

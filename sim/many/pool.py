@@ -48,19 +48,18 @@ def summaries(
     Raises ``EnvironmentLacks`` where a process was killed, and what a simulation raises, with the job's label in front.
     """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    number = min(usable if processes is None else processes, len(jobs))
+    number, tell = min(usable if processes is None else processes, len(jobs)), progress or (lambda *_: None)
     if number > 1 and len(jobs) >= _WORTH_A_PROCESS:
-        return _by_workers(jobs, engine, number, progress)
+        return _by_workers(jobs, engine, number, tell)
     found = []
     for done, job in enumerate(jobs, start=1):
         with naming(job.label):
             found.append(simulated(job, engine))
-        if progress is not None:
-            progress(done, len(jobs))
+        tell(done, len(jobs))
     return found
 
 
-def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, progress: Progress | None) -> list[Summary]:
+def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, tell: Progress) -> list[Summary]:
     """So many processes, which are killed on the way out, also by a Ctrl-C: they hold nothing that would be lost."""
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(number, multiprocessing.get_context("fork"), _begin, (os.getpid(),))
@@ -71,8 +70,7 @@ def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, progress: Prog
         for done, future in enumerate(as_completed(futures), start=1):
             with naming(futures[future].label):
                 future.result()  # or the first failure
-            if progress is not None:
-                progress(done, len(jobs))
+            tell(done, len(jobs))
         return [future.result() for future in futures]
     except BrokenProcessPool:
         hint = "it may have run out of memory: fewer trainers or steps need less"

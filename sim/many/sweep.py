@@ -107,7 +107,11 @@ def sweep(
         labels.append(f"the point {', '.join(overrides)}")
         with naming(labels[-1]):
             experiments.append(load(overrides))
-    jobs = [_job(label, experiment, prepare, learn) for label, experiment in zip(labels, experiments, strict=True)]
+    jobs = list[Job]()
+    for label, experiment in zip(labels, experiments, strict=True):
+        with naming(label):
+            own = prepare(experiment)
+            jobs.append(Job(label=label, experiment=own, learnt=None if learn is None else learn(own)))
     found = summaries(jobs, engine=engine, processes=processes, progress=progress)
     rows = [
         {axis.key: _value(job.experiment, axis.key, value) for axis, value in zip(read, point, strict=True)}
@@ -138,12 +142,6 @@ def _indistinct(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
         f"this workload does not notice {key}: at all values the held-out loss is {target:.4g} after {fewest} to {most} steps; "
         "what is best here says nothing of others. Noisy labels, or trainers whose data differ, are noticed: docs/loss.md"
     )
-
-
-def _job(label: str, experiment: Experiment, prepare: Callable[[Experiment], Experiment], learn: Learn | None) -> Job:
-    with naming(label):
-        experiment = prepare(experiment)
-        return Job(label=label, experiment=experiment, learnt=None if learn is None else learn(experiment))
 
 
 def _value(experiment: Experiment, key: str, text: str) -> Any:

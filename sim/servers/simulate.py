@@ -18,7 +18,7 @@ from fleetbench.plan.fusion import fuse
 from fleetbench.plan.groups import world_of
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.replay import Recording, RoleDecider, in_order
-from fleetbench.plan.servers.rules import ServerRules, rules_of
+from fleetbench.plan.servers.rules import rules_of
 from fleetbench.plan.servers.states import Role
 from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.profile import communication_of, table_for
@@ -228,7 +228,10 @@ class _Run:
         self._counts = False
         self.deciders: list[RoleDecider] = []
         self.servers = [Server(clock, self._roles("server", number, record), job, self._answer) for number in range(rules.servers)]
-        _join(self.servers, rules)
+        for decider in (decider for server in self.servers for decider in server.deciders):
+            for rank in range(rules.trainers):  # all are known, and the parameters there, before the clock starts; answers take no time
+                decider.on(0, Message("sender", rank, "join"))
+            decider.on(0, Message("sender", 0, "initial"))
         inner = len(job.draws) // rules.trainers
         memories = [Memory(versions=(0,) * rules.servers, computed_from=(0,) * rules.servers) for _ in job.draws]
         self.senders = [Sender(clock, self._roles("sender", rank, record), job, memory) for rank, memory in enumerate(memories[::inner])]
@@ -275,11 +278,3 @@ class _Run:
             self._counts = True
             for server in self.servers:
                 server.load.restart(self._clock.now)
-
-
-def _join(servers: Sequence[Server], rules: ServerRules) -> None:
-    """All trainers are known, and the parameters are there, before the clock starts; what is answered to that takes no time."""
-    for decider in (decider for server in servers for decider in server.deciders):
-        for rank in range(rules.trainers):
-            decider.on(0, Message("sender", rank, "join"))
-        decider.on(0, Message("sender", 0, "initial"))

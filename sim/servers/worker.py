@@ -116,10 +116,6 @@ class Trainer(Actor):
         self.step_done: Callable[[], None] = lambda: None
 
     @property
-    def _may_go_on(self) -> bool:
-        return all(isinstance(decider.state, TrainerState) and decider.state.waits is None for decider in self.deciders)
-
-    @property
     def _index(self) -> int:
         """Of the step under way."""
         return len(self._job.steps) - len(self._steps)
@@ -238,7 +234,9 @@ class Trainer(Actor):
         self.hear(event, Carried(piece=last))
 
     def _idle(self) -> None:
-        if self._next is not None and self._may_go_on:
+        if self._next is None:
+            return
+        if all(isinstance(decider.state, TrainerState) and decider.state.waits is None for decider in self.deciders):
             then, self._next = self._next, None
             then()
 

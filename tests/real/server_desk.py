@@ -10,7 +10,7 @@ import numpy as np
 
 from fleetbench.plan.servers.rules import Mode, ServerRules, Table
 from fleetbench.plan.servers.states import ServerState
-from fleetbench.workloads.served import OPTIONS, ROW
+from fleetbench.workloads.server_updates import OPTIONS, ROW
 from real.servers import checkpoints
 from real.servers.board import Entry
 from real.servers.parameters import VERSION, Spec

@@ -118,9 +118,9 @@ def test_wide_and_deep_has_fleets_sizes() -> None:
 
 def build_model_on_meta() -> torch.nn.Module:
     """Without memory for its table."""
-    from fleetbench.workloads.models.sparse import wide_deep
+    from fleetbench.workloads.models.sparse import WideDeep
 
-    return wide_deep()
+    return WideDeep()
 
 
 def test_click_loss_is_the_logistic_one() -> None:

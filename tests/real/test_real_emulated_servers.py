@@ -22,7 +22,7 @@ from fleetbench.report.fidelity import compare_fidelity
 from fleetbench.result import RunResult
 from fleetbench.staleness import counts_of, load_of, quantiles_of
 from fleetbench.stragglers import draws, stretch
-from fleetbench.workloads.served import options_for
+from fleetbench.workloads.server_updates import options_for
 from fleetbench.workloads.training import make_optimizer
 from real.emulated import emulated_training
 from real.emulated.emulated_training import EmulatedTraining

@@ -16,7 +16,7 @@ from server_job import dice
 from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.rules import ServerRules, Table
 from fleetbench.plan.servers.states import ServerState
-from fleetbench.workloads.served import OPTIONS
+from fleetbench.workloads.server_updates import OPTIONS
 from real.servers.checkpoints import Saved, load_shard
 from real.servers.parameters import Shard, Spec
 

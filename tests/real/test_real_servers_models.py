@@ -11,7 +11,7 @@ from torch import nn
 
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from fleetbench.workloads.models.registry import LOSSES
-from fleetbench.workloads.models.sparse import NUM_CATEGORICAL, NUM_NUMERIC, wide_deep, word2vec
+from fleetbench.workloads.models.sparse import NUM_CATEGORICAL, NUM_NUMERIC, SkipGram, WideDeep
 from fleetbench.workloads.training import sparse_weights
 
 ROWS, STEPS = 40, 8
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # tor
 
 def made(name: str) -> nn.Module:
     """A small model in float64, whose parameters are the same every time."""
-    model = (word2vec(ROWS, 3) if name == "word2vec" else wide_deep(ROWS, 3, 8, 2)).double()
+    model = (SkipGram(ROWS, 3) if name == "word2vec" else WideDeep(ROWS, 3, 8, 2)).double()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():

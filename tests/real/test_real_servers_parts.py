@@ -18,7 +18,7 @@ from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.rules import ServerRules, Table
 from fleetbench.plan.servers.states import ServerState
 from fleetbench.plan.servers.training import ServerTraining
-from fleetbench.workloads.served import OPTIONS, ROW, Updates, add_rows
+from fleetbench.workloads.server_updates import OPTIONS, ROW, Updates, add_rows
 from real.servers.board import Entry
 from real.servers.checkpoints import Saved, load_shard, shard_path
 from real.servers.parameters import VERSION, Shard, Spec

@@ -12,7 +12,7 @@ from server_job import SYNCHRONOUS, job, served, together
 from test_real_servers_training import add, counting
 
 from fleetbench.plan.servers.rules import Mode, Table
-from fleetbench.workloads.served import OPTIONS
+from fleetbench.workloads.server_updates import OPTIONS
 from real.servers.parameters import Spec
 
 

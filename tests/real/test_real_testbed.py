@@ -23,7 +23,7 @@ from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.store import load_run, save_run
 from real.job.session import Session
 from real.leg import Leg
-from real.testbed import link_shaping, relay, traffic
+from real.testbed import latency_relay, link_shaping, traffic
 from real.testbed.network import Network, is_rootless
 from real.testbed.testbed import Testbed as Ground  # pytest would take a Test... for tests
 from real.testbed.topology import Wire, wire_s

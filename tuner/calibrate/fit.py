@@ -22,8 +22,9 @@ from fleetbench.digests import sealed, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile, name_profile
+from fleetbench.stragglers import Floats
 from tuner.calibrate.cells import Cell
-from tuner.calibrate.model import Floats, Model
+from tuner.calibrate.model import RATES, Model
 
 WIDEST = math.log(4.0)
 """Of a 95 % interval, the logarithm of its ends' ratio: a wider one says that the cells do not identify the parameter."""
@@ -149,7 +150,7 @@ class _Fit:
 
     def __init__(self, model: Model, weights: Floats) -> None:
         self.model, self.weights = model, weights
-        self._signs = np.array([-1.0 if parameter.is_rate else 1.0 for parameter in model.parameters])
+        self._signs = np.array([-1.0 if parameter.key.endswith(RATES) else 1.0 for parameter in model.parameters])
         """Planes are over exp(sign * log): over reciprocals of rates."""
         num_cells, num = len(weights), len(model.parameters)
         self._constants, self._slopes = np.zeros((0, num_cells)), np.zeros((0, num_cells, num))

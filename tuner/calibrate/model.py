@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fleetbench.config import Config, encode, field_types
 from fleetbench.cores import on_cores
@@ -20,6 +19,7 @@ from fleetbench.experiment import Experiment, apply_override
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, profile_of, table_for
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from fleetbench.stragglers import Floats
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime, table_key
 from sim.network.links import Links
@@ -30,12 +30,11 @@ from tuner.simulated.assumptions import scaled
 
 COMPUTE = "compute"
 """The parameter that scales all times of the layer table: forward, backward, update."""
-_RATES = ("bandwidth", "flow_limit")
+RATES = ("bandwidth", "flow_limit")
 """Parameters that times grow with the reciprocal of."""
 _DRAWN_STEPS = 48
 """Steps that are simulated, about so many, where stragglers make them differ; otherwise two periods of the strategy are enough."""
 
-Floats = NDArray[np.float64]
 Settings = tuple[tuple[str, str], ...]
 """A cell's."""
 
@@ -66,11 +65,6 @@ class Parameter:
         if not value or value < 0:
             raise ConfigError("has no declared value above zero to start from", "--fit", repr(key), f"declare it: --set {key}=...")
         return cls(key, float(value), "bit/s" if BitsPerSecond in kinds else "ns" if Nanoseconds in kinds else "")
-
-    @property
-    def is_rate(self) -> bool:
-        """Times grow with its reciprocal."""
-        return self.key.endswith(_RATES)
 
     def value(self, log: float) -> float:
         """The declared value times e^log, whole where the experiment's is."""
@@ -110,10 +104,7 @@ class Model:
         data = encode(experiment)
         settled = functools.cache(lambda settings: _settled(experiment, data, settings))
         table_of = functools.cache(lambda settings: Scenario.of(settled(settings)).table)
-        self._cells = []
-        for cell in cells:
-            own, table, measured_s = _simulated(settled, table_of, cell, keys)
-            self._cells.append(_Simulated(own, table, cell.all_reduce_bytes, measured_s))
+        self._cells = [_simulated(settled, table_of, cell, keys) for cell in cells]
         self._scaled = functools.lru_cache(maxsize=64)(lambda table, factor: scaled(table, COMPUTE, factor))
         self.measured_s = np.array([cell.measured_s for cell in self._cells])
 
@@ -158,8 +149,8 @@ class Model:
 
 def _simulated(
     settled: Callable[[Settings], Experiment], table_of: Callable[[Settings], LayerTable], cell: Cell, keys: Sequence[str]
-) -> tuple[Experiment, LayerTable | None, float]:
-    """A cell's experiment, its layer table unless it is a bare all-reduce, and what was measured."""
+) -> _Simulated:
+    """Raises ``ConfigError`` for a cell that contradicts ``keys`` or the experiment."""
     settings = tuple(cell.settings.items())
     for key, _ in settings:
         if key in keys:
@@ -174,10 +165,9 @@ def _simulated(
         raise ConfigError(f"is of {cell.ranks} ranks, and the experiment has {cluster.trainers}", cell.where, hint=hint)
     if cell.all_reduce_bytes is not None and cluster.trainers == 1:
         raise ConfigError("an all-reduce needs two trainers", cell.where, hint="set cluster.nodes and cluster.trainers_per_node")
-    if cell.samples_per_s is not None:
-        return own, table, cluster.trainers * own.workload.batch_size / cell.samples_per_s
-    assert cell.seconds is not None, "a cell measured something"
-    return own, table, cell.seconds
+    measured_s = cell.seconds if cell.samples_per_s is None else cluster.trainers * own.workload.batch_size / cell.samples_per_s
+    assert measured_s is not None, "a cell measured something"
+    return _Simulated(own, table, cell.all_reduce_bytes, measured_s)
 
 
 def _settled(experiment: Experiment, data: Mapping[str, Any], settings: Settings) -> Experiment:

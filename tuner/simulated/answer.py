@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from fleetbench.config import Config, encode, flat
+from fleetbench.config import Config, encode
 from fleetbench.cores import on_cores
 from fleetbench.digests import sealed_json, write_whole
 from fleetbench.errors import ConfigError
@@ -21,16 +21,16 @@ from fleetbench.quantities import counted, hours_or_days
 from fleetbench.result import RunResult, parts_of
 from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
+from tuner.recommendation import changes_of
 from tuner.simulated import candidates
 from tuner.simulated.assumptions import assumptions, changed
 from tuner.simulated.uncertainty import CONFIDENCE, Spread, spread_of, ways_outside
 from tuner.space import FIELDS
 from tuner.to_target import Updates
-from tuner.verify import num_seeds
+from tuner.verify import Progress, num_seeds
 from tuner.ways import Learn, Ways, by_virtual_trainers, over_seeds
 
 SCHEMA = 1
-_DEFAULTS = "Fleet's defaults"
 RERANKED, SERVED_RERANKED = 6, 3
 """Of the best strategies, simulated again under each changed assumption; beside them the best one with each value of any knob."""
 RUNNERS_UP = 4
@@ -47,7 +47,6 @@ KNOBS: dict[str, tuple[str, ...]] = {
 }
 """What a candidate may change of the experiment's strategy, by the fields that go together."""
 
-Progress = Callable[[str, int, int], None]
 Item = TypeVar("Item")
 
 
@@ -159,9 +158,7 @@ class SimulatedRecommendation(Config):
             rivals = [best for best in self.runners_up[:1] if best.interval]
             ratios = [(best.to_target or self.default_s / best.step_s, *best.interval) for best in rivals]
             return keep + "".join(f": the best other {ratio:.3f}x [{low:.2f}, {high:.2f}]" for ratio, low, high in ratios)
-        fields = flat(self.strategy.changes())
-        changes = ", ".join(f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in fields)
-        return f"SIMULATED, {self.compute}: use {changes or _DEFAULTS}: {self._gain}"
+        return f"SIMULATED, {self.compute}: use {changes_of(self.strategy)}: {self._gain}"
 
     @property
     def _gain(self) -> str:

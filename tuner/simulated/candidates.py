@@ -28,7 +28,7 @@ from tuner.recommendation import Trial
 from tuner.search import Search, StepS, Tried, search, with_steps
 from tuner.search import shortened as of_collectives
 from tuner.space import parameters_of, search_space, way_of
-from tuner.ways import Learn, Ways, price_ways
+from tuner.ways import Learn, Progress, Ways, price_ways
 
 PER_SAMPLES = 10**6
 """Samples that a cost is for where ``tune.samples`` names no number."""
@@ -44,7 +44,6 @@ MERGED = (4, 16)
 SERVED_ROUNDS = 2
 """GeoSGD's exchanges in one trial."""
 
-Progress = Callable[[int, int], None]
 Times = dict[DistributedStrategy, float]
 """Seconds of a step."""
 

@@ -77,6 +77,7 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
     Raises:
         ConfigError: a value does not fit the experiment, or cannot be simulated; the message names it.
     """
+    tell = progress or (lambda *_: None)
     experiments: list[Experiment] = []
     for value in axis.values:  # all, before the first is estimated
         with naming(f"the point {axis.key}={value}"):
@@ -88,8 +89,7 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
     noted: dict[str, list[str]] = {}
     order = [*anchors, *(index for index in range(len(experiments)) if index not in anchors)]
     for done, index in enumerate(order):
-        if progress is not None:
-            progress(done, len(order))
+        tell(done, len(order))
         with naming(f"the point {axis.key}={axis.values[index]}"):
             if index in anchors:
                 ranking = candidates.ranked(experiments[index], out=out)
@@ -100,8 +100,7 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
                 below, above = max(anchor for anchor in anchors if anchor < index), min(anchor for anchor in anchors if anchor > index)
                 best[index] = _carried(experiments[index], [best[below], best[above]])
             times[index] = _of_best(experiments[index], best[index])
-    if progress is not None:
-        progress(len(order), len(order))
+    tell(len(order), len(order))
     first = experiments[0]
     sizes: list[Size] = []
     for index, (value, experiment) in enumerate(zip(axis.values, experiments, strict=True)):

@@ -70,13 +70,11 @@ def spread_of(ratios: Sequence[float], outside: Sequence[str], ends: Sequence[fl
 def ways_outside(experiment: Experiment) -> tuple[str, ...]:
     """In which ways the experiment lies outside of what was measured: emulated compute, gloo over shaped links."""
     cluster, run = experiment.cluster, experiment.run
-    found = []
-    if cluster.trainers > MEASURED_TRAINERS:
-        found.append(f"more than {MEASURED_TRAINERS} trainers")
-    if any(link is not None and link.bandwidth > MEASURED_BANDWIDTH for link in (cluster.intra, cluster.inter)):
-        found.append("links faster than 200 Mbit/s")
-    if cluster.gpu is not None or run.device == "cuda" or experiment.transport == "nccl":
-        found.append("GPUs or NCCL")
-    if experiment.strategy.mode == "ps":
-        found.append("parameter servers")
-    return tuple(found)
+    fast = [link for link in (cluster.intra, cluster.inter) if link is not None and link.bandwidth > MEASURED_BANDWIDTH]
+    ways = (
+        (f"more than {MEASURED_TRAINERS} trainers", cluster.trainers > MEASURED_TRAINERS),
+        ("links faster than 200 Mbit/s", bool(fast)),
+        ("GPUs or NCCL", cluster.gpu is not None or run.device == "cuda" or experiment.transport == "nccl"),
+        ("parameter servers", experiment.strategy.mode == "ps"),
+    )
+    return tuple(name for name, is_outside in ways if is_outside)

@@ -17,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fleetbench.digests import reading
 from fleetbench.errors import ConfigError
 from fleetbench.stragglers import splitmix64
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.reader import Read, Reader, Sampler, normalise
-from fleetbench.workloads.data.words import HELD_OUT_POSITION, Negatives, read_pairs, topics_file
+from fleetbench.workloads.data.words import HELD_OUT_POSITION, Negatives, read_pairs, text_file, topics_file
 from fleetbench.workloads.models.registry import INPUTS, NUM_BYTES, check_model, data_source, model_option, sizes
 from fleetbench.workloads.models.sparse import NUM_CATEGORICAL, NUM_NUMERIC
 
@@ -108,7 +107,7 @@ class Batches:
     def batch(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs ``(batch, ...)`` and labels ``(batch,)`` of the step at ``position``."""
         chosen = self.sampler.indices(position)  # taken in half of the time that an index needs
-        return _numbers(self._inputs.take(chosen, axis=0), self._dtype), torch.from_numpy(self._labels.take(chosen))
+        return numbers_of(self._inputs.take(chosen, axis=0), self._dtype), torch.from_numpy(self._labels.take(chosen))
 
     def close(self) -> None:
         """Nothing was started."""
@@ -130,7 +129,7 @@ class PairBatches(Batches):
 
 def held_out(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels that no trainer learns from."""
-    return _numbers(np.load(folder / "x_eval.npy"), _dtype(folder)), torch.from_numpy(np.load(folder / "y_eval.npy"))
+    return numbers_of(np.load(folder / "x_eval.npy"), _dtype(folder)), torch.from_numpy(np.load(folder / "y_eval.npy"))
 
 
 def num_training_samples(folder: Path) -> int:
@@ -138,7 +137,8 @@ def num_training_samples(folder: Path) -> int:
     return int(np.load(folder / "y_train.npy", mmap_mode="r").shape[0])
 
 
-def _numbers(inputs: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+def numbers_of(inputs: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """Inputs as a model takes them: bytes are images, which are normalised."""
     return normalise(torch.from_numpy(inputs), dtype) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
 
 
@@ -157,16 +157,13 @@ def read_data(workload: Workload, seed: int) -> Read:
     if INPUTS[workload.model] == "clicks":
         size = sizes(workload, "clicks")
         return planted_clicks(seed, size["samples"], size["categories"], model_option(workload, "rows"))
-    return Read(*_arrays(workload, seed))
-
-
-def _arrays(workload: Workload, seed: int) -> tuple[Array, Labels]:
     source = data_source(workload)
     if source == "digits":
-        return _digits()
+        return Read(*_digits())
     if source == "synthetic":
-        return _synthetic(workload, seed)
-    return _masked_bytes(_text(workload), sizes(workload, "tokens")["length"], seed, workload.data)
+        return Read(*_synthetic(workload, seed))
+    text = topics_file().read_bytes() if source == "pydocs" else text_file(workload)
+    return Read(*_masked_bytes(text, sizes(workload, "tokens")["length"], seed, workload.data))
 
 
 def _digits() -> tuple[Array, Labels]:
@@ -221,14 +218,6 @@ def _bags(generator: np.random.Generator, shape: tuple[int, int], vocab: int, cl
     tokens = generator.integers(0, vocab, shape)
     votes = generator.standard_normal((vocab, classes))
     return tokens, np.array([votes[sample].sum(axis=0).argmax() for sample in tokens])
-
-
-def _text(workload: Workload) -> bytes:
-    if data_source(workload) == "pydocs":
-        return topics_file().read_bytes()
-    path = workload.data.partition(":")[2]
-    with reading(f"workload.data: {path}", "text:FILE names a file"):
-        return Path(path).read_bytes()
 
 
 def _masked_bytes(text: bytes, length: int, seed: int, name: str) -> tuple[Array, Labels]:

@@ -18,12 +18,10 @@ import numpy.typing as npt
 
 from fleetbench.digests import reading
 from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.stragglers import Floats, Integers
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.reader import Read, Vocabulary
 from fleetbench.workloads.models.registry import SUBSAMPLE, data_source, model_option, sizes
-
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 _PARAGRAPH = -1
 """In the place of a word: a paragraph ends."""
@@ -114,13 +112,18 @@ def _paired(pairs: npt.NDArray[np.int32], vocabulary: Vocabulary) -> Read:
 
 def _text(workload: Workload) -> bytes:
     if data_source(workload) == "text":
-        path = workload.data.partition(":")[2]
-        with reading(f"workload.data: {path}", "text:FILE names a file"):
-            return Path(path).read_bytes()
+        return text_file(workload)
     topics_file()
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def text_file(workload: Workload) -> bytes:
+    """What is in the file of ``text:FILE``. Raises ``ConfigError`` where it cannot be read."""
+    path = workload.data.partition(":")[2]
+    with reading(f"workload.data: {path}", "text:FILE names a file"):
+        return Path(path).read_bytes()
 
 
 def topics_file() -> Path:

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from fleetbench.errors import ConfigError
 from fleetbench.workload import ModelOption, Workload
 from fleetbench.workloads.models.resnet import resnet50
-from fleetbench.workloads.models.sparse import MOST_ROWS, click_loss, skip_gram_loss, wide_deep, word2vec
-from fleetbench.workloads.models.transformers import bert_base, gpt, next_token_loss
+from fleetbench.workloads.models.sparse import MOST_ROWS, SkipGram, WideDeep, click_loss, skip_gram_loss
+from fleetbench.workloads.models.transformers import Gpt, bert_base, next_token_loss
 
 
 def mlp(features: int = 32, classes: int = 10, hidden: int = 64, depth: int = 2) -> nn.Module:
@@ -58,9 +58,9 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "digits_cnn": digits_cnn,
     "resnet50": resnet50,
     "bert_base": bert_base,
-    "gpt": gpt,
-    "wide_deep": wide_deep,
-    "word2vec": word2vec,
+    "gpt": Gpt,
+    "wide_deep": WideDeep,
+    "word2vec": SkipGram,
 }
 
 INPUTS: Mapping[str, str] = {
@@ -150,9 +150,9 @@ def _check_model_options(name: str, options: Mapping[str, ModelOption]) -> None:
         raise ConfigError("not a model that can be executed", "workload.model", repr(name), f"one of {', '.join(MODELS)}")
     known = {option: parameter.default for option, parameter in signature(MODELS[name]).parameters.items()}
     _check_options("model_options", options, known, name)
-    if "heads" in known and _option(name, options, "hidden") % _option(name, options, "heads"):
-        hint = f"a divisor of hidden = {_option(name, options, 'hidden')}"
-        raise ConfigError("does not divide hidden", "workload.model_options.heads", str(_option(name, options, "heads")), hint)
+    hidden, heads = (int({**known, **options}.get(option, 1)) for option in ("hidden", "heads"))
+    if hidden % heads:
+        raise ConfigError("does not divide hidden", "workload.model_options.heads", str(heads), f"a divisor of hidden = {hidden}")
 
 
 def _check_options(table: str, options: Mapping[str, ModelOption], known: Mapping[str, int | float], taker: str) -> None:
@@ -171,11 +171,7 @@ def _check_options(table: str, options: Mapping[str, ModelOption], known: Mappin
 
 def model_option(workload: Workload, option: str) -> int:
     """The value of an option that the workload's model has, as given or by default."""
-    return _option(workload.model, workload.model_options, option)
-
-
-def _option(name: str, options: Mapping[str, ModelOption], option: str) -> int:
-    return int(options.get(option, signature(MODELS[name]).parameters[option].default))
+    return int(workload.model_options.get(option, signature(MODELS[workload.model]).parameters[option].default))
 
 
 def loss_of(model: str) -> Loss:

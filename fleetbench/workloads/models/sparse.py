@@ -24,7 +24,8 @@ class WideDeep(nn.Module):
     perceptron over the numbers and the rows' vectors. The two tables have sparse gradients.
     """
 
-    def __init__(self, rows: int, dim: int, hidden: int, depth: int) -> None:
+    def __init__(self, rows: int = 1_000_001, dim: int = 10, hidden: int = 400, depth: int = 3) -> None:
+        """A table of ``rows`` vectors of ``dim`` numbers, ``depth`` layers of ``hidden`` units."""
         super().__init__()
         self.wide_rows = nn.EmbeddingBag(rows, 1, mode="sum", sparse=True)
         self.wide = nn.Linear(NUM_NUMERIC, 1)
@@ -45,11 +46,6 @@ class WideDeep(nn.Module):
         return (wide + deep).squeeze(1)  # type: ignore[no-any-return]  # Module.__call__ is untyped
 
 
-def wide_deep(rows: int = 1_000_001, dim: int = 10, hidden: int = 400, depth: int = 3) -> nn.Module:
-    """``WideDeep`` over a table of ``rows`` vectors of ``dim`` numbers, ``depth`` layers of ``hidden`` units."""
-    return WideDeep(rows, dim, hidden, depth)
-
-
 def click_loss(logits: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
     """Logistic loss of labels 0 and 1; ``reduction`` is ``mean`` or ``sum``."""
     return binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction=reduction)
@@ -63,7 +59,8 @@ class SkipGram(nn.Module):
     gradients. They begin as published: ``words`` uniform in +-0.5 / dim, ``contexts`` at zero.
     """
 
-    def __init__(self, vocab: int, dim: int) -> None:
+    def __init__(self, vocab: int = 20_000, dim: int = 64) -> None:
+        """For the ``vocab`` most frequent words, vectors of ``dim`` numbers."""
         super().__init__()
         self.words = nn.Embedding(vocab, dim, sparse=True)
         self.contexts = nn.Embedding(vocab, dim, sparse=True)
@@ -74,11 +71,6 @@ class SkipGram(nn.Module):
         """Logits of the candidates."""
         middle, candidates = self.words(words[:, 0]), self.contexts(words[:, 1:])
         return torch.bmm(candidates, middle.unsqueeze(2)).squeeze(2)
-
-
-def word2vec(vocab: int = 20_000, dim: int = 64) -> nn.Module:
-    """``SkipGram`` for the ``vocab`` most frequent words, vectors of ``dim`` numbers."""
-    return SkipGram(vocab, dim)
 
 
 def skip_gram_loss(logits: torch.Tensor, _labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:

@@ -93,7 +93,8 @@ class Gpt(nn.Module):
     The output layer's weight is the embedding's.
     """
 
-    def __init__(self, vocab: int, hidden: int, layers: int, heads: int, positions: int) -> None:
+    def __init__(self, vocab: int = 50257, hidden: int = 768, layers: int = 12, heads: int = 12, positions: int = 1024) -> None:
+        """By default the small GPT-2 of 124,439,808 parameters. ``heads`` divides ``hidden``."""
         super().__init__()
         self.tokens = nn.Embedding(vocab, hidden)
         self.positions = nn.Embedding(positions, hidden)
@@ -116,11 +117,6 @@ class Gpt(nn.Module):
         return (
             cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1).to(self.norm.weight.dtype)
         )
-
-
-def gpt(vocab: int = 50257, hidden: int = 768, layers: int = 12, heads: int = 12, positions: int = 1024) -> nn.Module:
-    """GPT-2; by default the small one of 124,439,808 parameters. ``heads`` divides ``hidden``."""
-    return Gpt(vocab, hidden, layers, heads, positions)
 
 
 def next_token_loss(costs: torch.Tensor, _labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:

@@ -3,7 +3,7 @@
 A host sends into a device of its own, whose token bucket is the link's. The relay reads each frame there, waits, and sends it out of the
 host's interface, so that a packet first takes its time on the wire, and then its latency. What a host receives passes no relay.
 
-``python -m real.testbed.relay HOSTS``: descriptors and delays of every host, as JSON.
+``python -m real.testbed.latency_relay HOSTS``: descriptors and delays of every host, as JSON.
 """
 
 import ctypes
@@ -67,7 +67,7 @@ def start(
                 out.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
                 out.bind((interface, 0))
             hosts.append((device, out.fileno(), {address.replace(":", ""): ns for address, ns in by_address.items()}))
-        command = [sys.executable, "-P", "-m", "real.testbed.relay", json.dumps(hosts)]
+        command = [sys.executable, "-P", "-m", "real.testbed.latency_relay", json.dumps(hosts)]
         return subprocess.Popen(bound(command), pass_fds=[file for device, out, _ in hosts for file in (device, out)])
 
 
