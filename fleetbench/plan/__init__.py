@@ -10,8 +10,8 @@ Where to find the rows of Fleet's documents:
 - fusion of gradients: ``fusion``; MG-WFBP and the best partition: ``mg_wfbp``;
 - hierarchical all-reduce, ``nccl_comm_num``, ``sync_nccl_allreduce``, sparse rows, FP16 and BF16 on the wire: ``exchange``; which ranks
   meet: ``groups``;
-- gradient merge: ``training`` (which step ends an update, what an epoch's end leaves over) and ``steps`` (``accumulate``, ``release``); the sums
-  are made in ``real.engine.buckets``;
+- gradient merge: ``training`` (which step ends an update, what an epoch's end leaves over) and ``steps`` (``accumulate``, ``release``);
+  the sums are made in ``real.engine.buckets``;
 - Local SGD: ``local_sgd`` (after which updates trainers average), ``steps`` (what is averaged); adaptive K: ``adaptive_k``;
 - an outer optimizer on local steps, fragments and their exchange beside later steps: ``outer``; its step: ``real.engine.buckets``;
 - mixed precision: ``loss_scaling``; the update that waits for ``found_inf``: ``training``;

@@ -175,7 +175,7 @@ def test_links_have_the_declared_latency() -> None:
 
 def test_a_kernel_that_delays_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The testbed is built all the same, and the latency is listed."""
-    monkeypatch.setattr(relay, "_TUN", "/dev/absent")
+    monkeypatch.setattr(latency_relay, "_TUN", "/dev/absent")
     late = Link(bandwidth=BitsPerSecond(RATE), latency=Nanoseconds(4 * 10**6))
     with Ground(Cluster(nodes=2, inter=late)) as ground:
         assert [entry["what"] for entry in ground.skipped()] == ["cluster.inter.latency"]
