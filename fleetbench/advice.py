@@ -76,7 +76,7 @@ def advice(
             else:
                 strategy = advised
 
-    consider("fusion size", _fusion(workload, gradient_bytes))
+    consider("fusion size", "one trainer exchanges nothing" if cluster.trainers == 1 else _fusion(workload, gradient_bytes))
     count = 2 if several else 1
     consider(f"nccl_comm_num = {count}", {"nccl_comm_num": count, "sync_nccl_allreduce": not several})
     threads = strategy.nccl_comm_num + 1 if several else 1

@@ -67,10 +67,12 @@ class GradientNoise(Config):
     @property
     def statement(self) -> str:
         """In words."""
+        scale = self.steps if self.scale is None else self.scale
         size = f"more than {self.steps}" if self.scale is None else f"{self.scale:.2g}"
-        worth = "would still save" if self.scale is None or self.scale > 1 else "would hardly save"
-        apart = f"; {self.steps} steps without an exchange took trainers {self.drift:.2g} of their common way apart" if self.drift else ""
-        return f"gradient noise scale at the profile's begin: {size} joint batches, so that a larger batch {worth} updates{apart}"
+        saved = f"{'at least ' if self.scale is None else ''}{100 * scale / (2 * (1 + scale)):.0f} % fewer updates"
+        apart = f"{self.steps} steps without an exchange moved trainers apart by {self.drift:.2g} of their common way"
+        found = f"gradient noise scale at the start: {size} joint batches, so that one twice as large would need {saved}"
+        return f"{found}; {apart}" if self.drift else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

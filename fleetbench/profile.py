@@ -93,7 +93,7 @@ class Profile(Config):
     threads: tuple[Threads, ...] = ()
     memory: Memory | None = None
     gradient_noise: GradientNoise | None = None
-    """None where it was not measured: sparse gradients, mixed precision."""
+    """None where it was not measured: with sparse gradients or mixed precision, where the loss diverged, by older versions."""
     stragglers: StragglerFit | None = None
     """Where it is there, the tables are those of X = 0: use its entries with them. Otherwise they are medians."""
     estimated: float | None = None

@@ -4,6 +4,7 @@ The noise scale is the simple one of McCandlish et al., "An Empirical Model of L
 from squares of gradients of one batch and of the mean over all batches of all steps, as if parameters stood still in the meantime.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +15,16 @@ from real.communication.communicators import Communicators
 
 
 class GradientNoise:
-    """Of some steps from common parameters. ``add`` after each backward, then ``measured`` once; both keep a copy of the parameters."""
+    """Of some steps from common parameters: ``add`` after each backward, then ``measured`` once.
+
+    It keeps two copies of the parameters, on the host.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], communicators: Communicators) -> None:
         self._parameters, self._communicators = parameters, communicators
-        self._begin = [parameter.detach().clone() for parameter in parameters]
+        self._begin = [parameter.detach().cpu().clone() for parameter in parameters]
         self._sums = [torch.zeros_like(parameter) for parameter in self._begin]
-        self._square, self._steps = torch.zeros((), dtype=torch.float64, device=communicators.device), 0
+        self._square, self._steps = 0.0, 0
 
     @torch.no_grad()
     def add(self) -> None:
@@ -28,27 +32,31 @@ class GradientNoise:
         self._steps += 1
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             if parameter.grad is not None:
-                total.add_(parameter.grad)
-                self._square += parameter.grad.double().square().sum()
+                total.add_(parameter.grad.cpu())
+                self._square += _square_of(parameter.grad)
 
     @torch.no_grad()
-    def measured(self) -> dict[str, Any]:
-        """Fields of ``fleetbench.measurements.GradientNoise``; every trainer calls it, and has the same."""
-        trainers, batches = self._communicators.trainers, self._steps * self._communicators.trainers
-        own = self._square.new_zeros(2)  # squares of a gradient, and of how far this trainer is from the middle of all
-        own[0] = self._square / self._steps
-        joint = self._square.new_zeros(2)  # of the mean gradient, and of how far that middle has gone
+    def measured(self) -> dict[str, Any] | None:
+        """Fields of ``fleetbench.measurements.GradientNoise``; every trainer calls it, and has the same. None where one diverged."""
+        trainers, batches, device = self._communicators.trainers, self._steps * self._communicators.trainers, self._communicators.device
+        apart = of_mean = way = 0.0  # squares: of how far this trainer is from the middle of all, of the mean gradient, of the middle's way
         for parameter, begin, total in zip(self._parameters, self._begin, self._sums, strict=True):
-            gone, mean = parameter.detach() - begin, total / self._steps
+            gone, mean = parameter.detach() - begin.to(device), total.to(device) / self._steps
             middle = gone.clone()
             for tensor in (mean, middle) if trainers > 1 else ():
                 self._communicators.all_reduce(tensor, "mean")
-            joint += torch.stack([mean.double().square().sum(), middle.double().square().sum()])
-            own[1] += (gone - middle).double().square().sum()
+            apart, of_mean, way = apart + _square_of(gone - middle), of_mean + _square_of(mean), way + _square_of(middle)
+        means = torch.tensor([self._square / self._steps, apart], dtype=torch.float64, device=device)
         if trainers > 1:
-            self._communicators.all_reduce(own, "mean")
-        (square, apart), (of_mean, way) = own.tolist(), joint.tolist()
+            self._communicators.all_reduce(means, "mean")
+        square, apart = means.tolist()
+        if not all(map(math.isfinite, (square, apart, of_mean, way))):
+            return None
         variance = (square - of_mean) * batches / max(1, batches - 1)  # of the gradient of one trainer's batch
         signal = of_mean - variance / batches
         scale = variance / signal / trainers if signal > variance / batches else None
         return {"steps": self._steps, "scale": scale, "drift": (apart / way) ** 0.5 if way else 0.0}
+
+
+def _square_of(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2

@@ -272,15 +272,15 @@ class ProfileLeg:
             self._noise = GradientNoise([*self._parameters.values()], self._communicators)
         try:
             saved, step_s = yield from self._warm_up(leg)
-            noise, self._noise = self._noise, None
-            measured_noise = None if noise is None else noise.measured()
-            del noise
+            found = None if self._noise is None else self._noise.measured()
+            self._noise = None
+            reset_peak(self._communicators.device)  # its copies are no memory of the training
             for _ in range(max(LEAST_STEPS, min(leg.steps, int((1 - _WARMUP_SHARE) * leg.max_s / step_s)))):
                 yield None
                 self._counted.add(engine.step)
                 self._clock.keep()
             engine.stopwatch.finish()
-            return dataclasses.replace(self._measured(engine, saved), gradient_noise=measured_noise)
+            return self._measured(engine, saved, found)
         finally:
             engine.close()
             self._clock.detach()
@@ -317,8 +317,9 @@ class ProfileLeg:
                 for name, gradient in sparse.items():
                     self._touched.setdefault(name, []).append(gradient.coalesce().values().numel())
 
-    def _measured(self, engine: Engine, saved: dict[str, int]) -> Measured:
+    def _measured(self, engine: Engine, saved: dict[str, int], noise: dict[str, Any] | None) -> Measured:
         measured = Measured(
+            gradient_noise=noise,
             layers=self._clock.times(),
             touched=self._touched,
             activation_bytes=saved,

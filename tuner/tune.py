@@ -214,7 +214,7 @@ def refuse_small_budget(experiment: Experiment, arms: Sequence[Arm], spent_s: fl
         what = f"{2 * len(arms)} runs of {leg_steps_of(experiment)} steps to choose among {len(arms)} strategies{of_target}"
         in_minutes, in_hours = least_s / trainers / 60, least_s / SECONDS_PER_HOUR
         wanted = f"budget_minutes = {in_minutes * 2:.2g}" if "minutes" in setting else f"budget_gpu_hours = {in_hours * 2:.2g}"
-        value = f"{what} and {LEAST_PAIRS} pairs would take {in_minutes:.2g} minutes, or {in_hours:.2g} GPU hours"
+        value = f"{what} and {LEAST_PAIRS} pairs would take {in_minutes:.2g} minutes, or {in_hours:.2g} trainer hours"
         raise ConfigError("has no room for a verdict", setting, value, f"set tune.{wanted}, or fewer tune.finalists or tune.leg_steps")
 
 

@@ -171,7 +171,7 @@ class _Verifier:
             self.notes += [f"{why}: not to be used either" for why in ruled_out]
             return ""
         default, target = self.arms[DEFAULT].target, self.experiment.workload.target_loss
-        if self.judged is None and ruled_out and default is not None and not default.reached:
+        if default is not None and ruled_out and not any(arm.target is not None and arm.target.reached for arm in self.arms.values()):
             self.notes += ruled_out
             ended = "" if default.final_loss is None else f"; the default ended at {default.final_loss:.3g}"
             return f"no strategy that was tried reached loss {target:g} in {default.steps} steps{ended}"

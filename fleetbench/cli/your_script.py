@@ -117,7 +117,7 @@ def budget(tune: Tune) -> str:
     """Said before anything is started."""
     bounds = [] if tune.budget_minutes is None else [f"{tune.budget_minutes:g} minutes from the first launch on"]
     if tune.budget_gpu_hours is not None:
-        bounds.append(f"{tune.budget_gpu_hours:g} GPU hours, for all trainers together from the first launch on")
+        bounds.append(f"{tune.budget_gpu_hours:g} trainer hours, for all of them together from the first launch on")
     return f"budget: {'; '.join(bounds) or 'none; --set tune.budget_minutes=30 would bound the time for which trainers are held'}"
 
 

@@ -214,7 +214,7 @@ class WorkerLaunch(Launch):
             return WorkerFailed(f"the launcher of its workers {how}", "this node", hint=f"the workers' output: {self.log}")
         stopped = [process.name for process in self._processes if process.is_stopped]
         self.kill()
-        if stopped:  # the others fell silent for its sake
+        if stopped:  # the others wait for it
             return WorkerFailed(STOPPED, stopped[0], hint="look for a SIGSTOP or a debugger")
         found = diagnose(codes, self._folder.failures(), beats, now_ns, str(self.log))
         return WorkerFailed(*found.args) if isinstance(found, LegFailed) else found  # no leg follows in this launch

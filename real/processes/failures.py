@@ -48,7 +48,7 @@ _STORE_S = 2.0
 _LONGEST = 2000
 _LEFT_EARLY = "has ended while others still train: its script left early, as by sys.exit, or had fewer batches"
 _OF_PEERS = (
-    *("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Wait timeout"),
+    *("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Wait timeout", "wait timeout"),
     *("NCCL communicator was aborted", "Broken pipe"),
 )
 """In messages of torch.distributed that tell of another rank's end, or that it does not come."""
@@ -133,6 +133,8 @@ class Failures:
         self._waits: dict[object, float] = {}
         """When the collectives of this rank that are under way began."""
         self._longest_s = 0.0
+        self._left_s: float | None = None
+        """When this rank saw that another has come to its exit, or said so of itself."""
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="failures", daemon=True)
@@ -179,7 +181,6 @@ class Failures:
     def begin_exit(self) -> None:
         """This process has come to its exit: a collective of the others that breaks, or takes too long, from now on waited for it."""
         self._is_leaving = True
-        self._asked(lambda: self._store.set(_LEAVING, ""), otherwise=None)
 
     def end(self) -> None:
         """All ranks leave together: watch no more."""
@@ -227,10 +228,18 @@ class Failures:
                 return
 
     def _is_left_alone(self) -> bool:
-        """Whether a collective takes far longer than any before, and another rank has come to its exit."""
+        """Whether a collective takes far longer than any before, most of it since another rank has come to its exit."""
+        if self._is_leaving:
+            if self._left_s is None:
+                self._store.set(_LEAVING, "")
+            self._left_s = self._left_s or time.monotonic()
+            return False
+        if self._left_s is None and self._store.check([_LEAVING]):
+            self._left_s = time.monotonic()
+        if self._left_s is None or self.failure is not None:
+            return False
         begin_s = min([*self._waits.values()], default=math.inf)
-        is_long = time.monotonic() - begin_s > self.alone_s + 2 * self._longest_s
-        return is_long and self.failure is None and not self._is_leaving and self._store.check([_LEAVING])
+        return time.monotonic() - max(begin_s, self._left_s) > self.alone_s + 2 * self._longest_s
 
     def _read(self) -> None:
         """Take in what is new in the log, and answer it."""

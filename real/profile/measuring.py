@@ -92,6 +92,8 @@ class Legs:
         self.runs: dict[str, RunResult] = {}
         self.foreign_cores: float | None = None
         """During the busiest of the legs that count."""
+        self.noise: dict[str, Any] | None = None
+        """Gradient noise of the first leg of layers: later ones begin where trainers have drifted apart."""
         self._session = session
         self._seconds = seconds
         self._done = done
@@ -99,7 +101,13 @@ class Legs:
     def layers(self, strategy: DistributedStrategy) -> list[dict[str, Any]]:
         """Every rank's layer times, as ``Measured``."""
         leg = Leg(strategy=measured_part(strategy), steps=STEPS, warmup_steps=WARMUP, profile=True, max_s=self._seconds)
-        parts = self._quietest(lambda: self._session.run_profile(leg))
+
+        def measure() -> list[dict[str, Any]]:
+            parts = self._session.run_profile(leg)
+            self.noise = self.noise or parts[0].get("gradient_noise")
+            return parts
+
+        parts = self._quietest(measure)
         self._done()
         return parts
 
@@ -248,7 +256,6 @@ class _Measuring:
         total = (3 * len(self._counts) + 3 + self._own.quantises) if several else 2 * len(self._counts)
         self._legs = Legs(session, seconds, lambda: None if progress is None else progress(next(numbers), total))
         self._memory: Memory | None = None
-        self._noise: GradientNoise | None = None
         self._notes: list[str] = []
 
     def take(self, *, stragglers: bool) -> Taken:
@@ -281,7 +288,7 @@ class _Measuring:
             communication=communication,
             threads=tuple(threads[number] for number in sorted(threads)),
             memory=self._memory,
-            gradient_noise=self._noise,
+            gradient_noise=None if self._legs.noise is None else GradientNoise(**self._legs.noise),
             stragglers=fit,
             foreign_cores=self._legs.foreign_cores,
             notes=tuple(self._notes),
@@ -309,8 +316,7 @@ class _Measuring:
         """A thread count's table with the sums that training has, and the run of at most ``most`` steps that they are from."""
         parts = self._legs.layers(strategy)
         if self._memory is None:
-            self._memory, noise = memory_of(parts), parts[0].get("gradient_noise")
-            self._noise = None if noise is None else GradientNoise(**noise)
+            self._memory = memory_of(parts)
         table = table_of(compute_key(self._experiment, strategy), parts)
         run = self._legs.run(_named("whole", strategy), whole(strategy), most)
         return settled(table, run), run

@@ -202,8 +202,8 @@ class Served:
             return
         is_synchronous = not self._strategy.a_sync
         if self.training.has_joined and is_synchronous and not has_failed:
-            hint = "without which synchronous training takes it for lost"
-            print(f"rank {self.role.rank} ends without fleet.stop_worker(), {hint}", file=sys.stderr)  # noqa: T201  # the worker's log
+            what = f"rank {self.role.rank} ends without fleet.stop_worker(), and is lost to synchronous training"
+            print(what, file=sys.stderr)  # noqa: T201  # the worker's log
         if has_failed or is_synchronous or not self.training.has_joined:
             self.training.close()
         else:

@@ -100,8 +100,10 @@ def main(before: Path, after: Path, out: Path, rounds: int, wanted: Sequence[str
     """Append lines to ``out``."""
     commits = {path: _commit(path) for path in (before, after)}
     cases = wanted or [*START_CASES, *(f"step_{name}" for name in STEP_CASES)]
-    profiles = Path(tempfile.mkdtemp(prefix="profiles-"))
-    _run((*COMMAND, "sim", "--out", str(profiles)), profiles, _environment(before))
+    profiles = {}
+    for checkout in (before, after):  # each its own: one of an older method would be taken again
+        profiles[checkout] = Path(tempfile.mkdtemp(prefix="profiles-"))
+        _run((*COMMAND, "sim", "--out", str(profiles[checkout])), profiles[checkout], _environment(checkout))
     with out.open("a", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
         if not out.stat().st_size:
@@ -111,7 +113,7 @@ def main(before: Path, after: Path, out: Path, rounds: int, wanted: Sequence[str
                 for place, checkout in enumerate((before, after, after, before)):
                     foreign = _foreign()
                     with tempfile.TemporaryDirectory() as folder:
-                        seconds = measured(checkout, case, Path(folder) / "run", profiles / "profiles")
+                        seconds = measured(checkout, case, Path(folder) / "run", profiles[checkout] / "profiles")
                     which = "before" if checkout == before else "after"
                     rows.writerow([number, place, commits[checkout], which, case, f"{seconds:.6f}", f"{foreign:.3f}"])
                     file.flush()

@@ -165,7 +165,7 @@ def test_all_ranks_hear_of_the_first_failure(ranks: list[Failures], tmp_path: Pa
     assert "rank 2 ends, because rank 1 failed at step 7: ValueError: odd" in capsys.readouterr().err
 
 
-def test_who_has_left_while_another_waits_is_named(ranks: list[Failures]) -> None:
+def test_a_rank_that_left_while_another_waits_is_named(ranks: list[Failures]) -> None:
     """A collective takes longer than any before, and nobody says anything; without one who has left, it may take as long as it likes."""
     ranks[0].alone_s = 0.1
     for one in ranks:
@@ -193,6 +193,19 @@ def test_a_long_collective_after_others_have_come_to_their_exit_is_as_long_as_th
     ranks[1].begin_exit()
     with ranks[0].broken():
         time.sleep(1.5)
+    assert not any(one.has_failed for one in ranks)
+
+
+def test_a_collective_that_took_long_before_others_came_to_their_exit_has_time_to_end(ranks: list[Failures]) -> None:
+    """One rank evaluates, the others wait for it, and it is the last to hear that all have met."""
+    ranks[0].alone_s = 1.2
+    for one in ranks:
+        one.start()
+    with ranks[0].broken():
+        time.sleep(1.5)
+        ranks[1].begin_exit()
+        time.sleep(0.6)
+    time.sleep(0.6)
     assert not any(one.has_failed for one in ranks)
 
 

@@ -119,7 +119,8 @@ def test_a_rank_that_leaves_early_is_named(tmp_path: Path, begin: str, leave: st
     """It does not end well, whoever made or destroyed the process group; the others do not hang for the whole timeout."""
     script = tmp_path / "leaves.py"
     script.write_text(
-        f"import sys, torch\nfrom fleetbench import fleet\n{begin}\nfleet.init(timeout_s=8)\n"
+        f"import sys, torch\nfrom fleetbench import fleet\nfrom real.processes.failures import Failures\n{begin}\n"
+        "Failures.alone_s = 1.0\nfleet.init(timeout_s=300)\n"
         "model = fleet.distributed_model(torch.nn.Linear(4, 1))\n"
         "optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
         f"for step in range(9):\n    if step == 3 and fleet.worker_index() == 1: {leave}\n"

@@ -285,8 +285,8 @@ def test_a_tuning_says_the_gradient_noise_of_its_profile() -> None:
     """Where it was measured."""
     profile = Profile(machine="", created="", tables=(table(),), gradient_noise=GradientNoise(steps=10, scale=0.4, drift=0.3))
     (said,) = _of_profile(with_profile(experiment(), profile))
-    assert "0.4 joint batches, so that a larger batch would hardly save updates" in said
-    assert "10 steps without an exchange took trainers 0.3 of their common way apart" in said
+    assert "0.4 joint batches, so that one twice as large would need 14 % fewer updates" in said
+    assert "10 steps without an exchange moved trainers apart by 0.3 of their common way" in said
 
 
 @pytest.mark.parametrize("order", [(PLAIN, ROUNDS), (ROUNDS, PLAIN)])

@@ -287,6 +287,23 @@ def test_a_script_that_returns_early_keeps_no_launch_open(tmp_path: Path, capfd:
     assert "AssertionError" not in (tmp_path / "log" / "workerlog.1").read_text() + capfd.readouterr().err
 
 
+@pytest.mark.timeout(90)
+def test_synchronous_training_does_not_go_on_without_a_trainer_that_ended_in_the_middle(tmp_path: Path) -> None:
+    """Rank 1 calls ``sys.exit()``, which is exit code 0, at its third step: the job ends with an error that names it."""
+    script = tmp_path / "script.py"
+    text = Path(SCRIPT).read_text(encoding="utf-8")
+    script.write_text(
+        text.replace(
+            "        optimizer.zero_grad()",
+            "        if step == 2 and fleet.worker_index():\n            sys.exit()\n        optimizer.zero_grad()",
+        )
+    )
+    arguments = [str(script), *map(str, (-1, 20, "-", -1, 0.0, tmp_path))]
+    with pytest.raises(WorkerFailed, match="rank 1"):
+        launch_placed(on_this_machine(1, 2), arguments, log_dir=tmp_path / "log", echo=lambda _text: None)
+    assert "rank 1 ends without fleet.stop_worker(), and is lost to synchronous training" in (tmp_path / "log" / "workerlog.1").read_text()
+
+
 @pytest.mark.timeout(30)
 def test_a_lost_trainer_that_hangs_does_not_keep_a_launch_open(
     tmp_path: Path, board: Callable[..., Known], capfd: pytest.CaptureFixture[str]

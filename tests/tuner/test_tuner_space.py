@@ -228,7 +228,8 @@ def test_sizes_of_equal_buckets_are_one_value() -> None:
 
 
 def test_for_one_trainer_compute_alone_is_searched() -> None:
-    """It exchanges nothing: fusion and local steps would change nothing but names."""
-    space = search_space(Experiment.from_dict({"workload": {"target_loss": 0.5}}))
-    assert {name for name, _ in (*space.choices, *space.fixed)} <= {"thread_num", "update_by_bucket"}
+    """It exchanges nothing: fusion would change nothing but names."""
+    space = search_space(layers_with({}, {"nodes": 1}))
+    assert {name for name, _ in (*space.choices, *space.fixed)} == {"update_by_bucket"}
     assert any("one trainer exchanges nothing" in note for note in space.notes)
+    assert "fusion" in {name for name, _ in search_space(layers_experiment()).choices}
