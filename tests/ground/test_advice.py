@@ -54,8 +54,8 @@ def test_one_node_needs_little_of_it() -> None:
 def test_the_gradients_of_a_table_of_layers_are_known() -> None:
     """Twenty layers of 1 MiB: a tenth is 2 MiB. Of a model whose gradients are not known the fusion size stays Fleet's."""
     layers = (LayerSpec(name="block", params=2**18, forward=1, backward=1, repeat=20),)
-    assert advice(Workload(model="layers", layers=layers), Cluster()).strategy.fuse_grad_size_in_MB == 2
-    found = advice(Workload(), Cluster())
+    assert advice(Workload(model="layers", layers=layers), Cluster(trainers_per_node=2)).strategy.fuse_grad_size_in_MB == 2
+    found = advice(Workload(), Cluster(trainers_per_node=2))
     assert found.strategy.fuse_grad_size_in_MB == 32
     assert left_out(found, "fusion size") is not None
 
@@ -115,3 +115,10 @@ def test_what_is_not_executed_is_left_out(name: str, what: str, monkeypatch: pyt
     top = name.partition(".")[0]
     assert top in all_of_it
     assert top not in changed
+
+
+def test_one_trainer_is_advised_no_fusion() -> None:
+    """It exchanges nothing."""
+    found = advice(Workload(), Cluster(), RESNET50_BYTES)
+    assert found.strategy.fuse_grad_size_in_MB == DistributedStrategy().fuse_grad_size_in_MB
+    assert "fusion size: one trainer exchanges nothing" in found.left_out

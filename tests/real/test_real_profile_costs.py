@@ -21,6 +21,7 @@ from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.result import RunResult, step_s_of
 from fleetbench.stragglers import Jitter
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy, LocalSGDConfigs
+from real.leg import Leg
 from real.profile import measuring as profile_legs
 from real.profile.costs import (
     closing,
@@ -341,3 +342,22 @@ def test_a_profile_keeps_what_was_fitted(run: Callable[..., RunResult]) -> None:
     points = points_of(run(profile_legs.whole(PLAIN)), run(profile_legs.queued(PLAIN, "sgd")))
     kept = communication_of(points, fit_points(points, 2), "gloo", (link(0.5, MS),), between_nodes=True)
     assert (kept.between, kept.trainers, kept.in_flight, kept.points) == ("nodes", 2, (link(0.5, MS),), points)
+
+
+def test_gradient_noise_is_that_of_the_first_try() -> None:
+    """Where the machine was busy, layers are measured again, by trainers that have drifted apart in the meantime."""
+    tries = iter(range(1, 4))
+
+    class Busy:
+        """A session on a machine that is never quiet."""
+
+        foreign_cores = 1.0
+
+        def run_profile(self, _leg: Leg) -> list[dict[str, object]]:
+            """Of two ranks."""
+            return [{"gradient_noise": {"steps": 10, "scale": float(next(tries)), "drift": 0.1}}] * 2
+
+    legs = profile_legs.Legs(Busy(), 1.0, lambda: None)  # type: ignore[arg-type]  # so much of it
+    assert legs.layers(PLAIN)[0]["gradient_noise"]["scale"] in (1.0, 2.0, 3.0)
+    assert next(tries, None) is None
+    assert legs.noise == {"steps": 10, "scale": 1.0, "drift": 0.1}
