@@ -172,9 +172,10 @@ class _Verifier:
             return ""
         default, target = self.arms[DEFAULT].target, self.experiment.workload.target_loss
         if default is not None and ruled_out and not any(arm.target is not None and arm.target.reached for arm in self.arms.values()):
-            self.notes += ruled_out
             ended = "" if default.final_loss is None else f"; the default ended at {default.final_loss:.3g}"
-            return f"no strategy that was tried reached loss {target:g} in {default.steps} steps{ended}"
+            return (
+                f"no strategy that was tried reached loss {target:g} in {default.steps} steps{ended}: raise workload.steps, or the target"
+            )
         found = "what is faster was rejected" if self.judged is None else f"no gain above {100 * self.experiment.tune.min_gain:g} %"
         return f"{found}: {'; '.join(ruled_out)}" if ruled_out else "no other strategy ran"
 

@@ -204,7 +204,9 @@ class Failures:
             time.sleep(self.grace_s)
         if self._has_broken or ended_by is None:
             why = self.failure or "a collective of its own broke"
-            print(f"rank {self._rank} ends without success, because {why}", file=sys.stderr)  # noqa: T201  # the worker's log
+            is_own = self.failure is not None and self.failure.rank == self._rank
+            text = str(why) if is_own else f"rank {self._rank} ends without success, because {why}"
+            print(text, file=sys.stderr)  # noqa: T201  # the worker's log
             leave_without_success()
         abort_collectives()
 

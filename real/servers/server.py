@@ -388,7 +388,7 @@ class ParameterServer:
             has_left = code == 0 and (rank != 0 or self._state.initialised)  # it ended well, before it had joined or unheard
             if self.shard is not None and self.shard.spec.rules.mode == "synchronous":
                 has_left = has_left and all(peer.rank != rank for peer in self._peers.values())  # else it may have ended by sys.exit
-            self._lost[rank] = Lost(why, code)
+            self._lost[rank] = Lost(why if has_left or code != 0 else f"{why}, without fleet.stop_worker()", code)
             self._tell(Message("executor", rank, "leave" if has_left else "lost"))
 
     def _execute(self, operation: Operation, message: Message) -> None:
