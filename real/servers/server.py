@@ -386,9 +386,10 @@ class ParameterServer:
             self._lost[rank] = Lost(why, code)
         elif rank not in (*self._state.left, *self._state.lost):
             has_left = code == 0 and (rank != 0 or self._state.initialised)  # it ended well, before it had joined or unheard
-            if self.shard is not None and self.shard.spec.rules.mode == "synchronous":
-                has_left = has_left and all(peer.rank != rank for peer in self._peers.values())  # else it may have ended by sys.exit
-            self._lost[rank] = Lost(why if has_left or code != 0 else f"{why}, without fleet.stop_worker()", code)
+            in_rounds = self.shard is not None and self.shard.spec.rules.mode == "synchronous"
+            if has_left and in_rounds and any(peer.rank == rank for peer in self._peers.values()):  # it may have ended by sys.exit
+                has_left, why = False, f"{why}, without fleet.stop_worker()"
+            self._lost[rank] = Lost(why, code)
             self._tell(Message("executor", rank, "leave" if has_left else "lost"))
 
     def _execute(self, operation: Operation, message: Message) -> None:

@@ -29,7 +29,7 @@ def test_a_signal_without_a_name_has_its_number() -> None:
 # The server's side
 
 
-@pytest.mark.parametrize("mode", ["asynchronous", "synchronous", "geo_sgd"])
+@pytest.mark.parametrize("mode", ["asynchronous", "geo_sgd"])
 def test_a_trainer_that_ended_well_without_a_word_has_left(mode: Any) -> None:
     """Before it had joined, as scripts that return early do, or unheard, while a server was away: nobody waits for it, nor ends by it."""
     with desk(mode, trainers=3) as server:
@@ -42,6 +42,17 @@ def test_a_trainer_that_ended_well_without_a_word_has_left(mode: Any) -> None:
         assert [head.kind for head in server.say("barrier", 0, 3, count=1)] == ["barrier"]
         server.say("leave", 0, 4)
         assert (server.is_stopping, server.failure) == (True, None)
+
+
+def test_synchronous_training_ends_with_a_trainer_that_had_joined_and_ended_without_a_word() -> None:
+    """However well it ended: it may have been in the middle. One that had not joined has left."""
+    with desk("synchronous", trainers=3) as server:
+        server.board(ended={2: 0})
+        server.enter(0, 1)
+        assert (server.state.left, server.failure) == ((2,), None)
+        server.board(ended={1: 0})
+        why = "this trainer ended with exit code 0, without fleet.stop_worker(), and synchronous training cannot continue without it"
+        assert server.failure == ("rank 1", why)
 
 
 def test_a_first_trainer_that_ended_without_bringing_the_parameters_ends_the_job() -> None:
