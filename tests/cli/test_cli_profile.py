@@ -63,6 +63,8 @@ def test_a_profile_is_what_sim_runs_with(command: Callable, place: Path, monkeyp
     assert profile.communication is not None
     assert profile.communication.trainers == 2
     assert profile.foreign_cores is not None
+    assert profile.gradient_noise is not None
+    assert profile.gradient_noise.steps > 0
     assert profile.memory is not None
     assert profile.memory.parameters == 4 * (16 * 32 + 32 + 32 * 4 + 4)
     assert [line.thread_num for line in profile.threads] == [1]

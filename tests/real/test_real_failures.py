@@ -166,7 +166,7 @@ def test_all_ranks_hear_of_the_first_failure(ranks: list[Failures], tmp_path: Pa
 
 
 def test_a_rank_that_left_while_another_waits_is_named(ranks: list[Failures]) -> None:
-    """A collective takes longer than any before, and nobody says anything; without one who has left, it may take as long as it likes."""
+    """A collective takes longer than any before it. That alone is no failure; it is one once another rank has come to its exit."""
     ranks[0].alone_s = 0.1
     for one in ranks:
         one.grace_s = 60.0

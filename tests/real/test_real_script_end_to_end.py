@@ -104,6 +104,8 @@ def test_the_profile_is_what_sim_runs_with(session: ScriptSession, tmp_path: Pat
     assert shapes == {"0.weight": 64 * 256, "0.bias": 256, "2.weight": 256 * 256, "2.bias": 256, "4.weight": 2560, "4.bias": 10}
     assert table.read > 0
     assert taken.profile.communication is not None
+    assert taken.profile.gradient_noise is not None
+    assert taken.profile.gradient_noise.drift > 0
     assert taken.profile.memory is not None
     assert taken.profile.memory.optimizer_state == taken.profile.memory.parameters
     assert key_of_profiled(taken.experiment, table) == _key_of_the_example()

@@ -14,6 +14,7 @@ from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.target import crossing
 from real.leg import Leg
+from real.processes.diagnosis import LegFailed
 from tuner.real_runs import RealRuns
 from tuner.recommendation import Arm, Recommendation, TargetCheck
 from tuner.sequential import ERROR, judge, looks
@@ -246,3 +247,30 @@ def test_a_rejection_says_that_windows_are_too_long(tmp_path: Path) -> None:
     arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("local", LOCAL))]
     found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01))
     assert "(final loss 0.45, of three evaluations in a row: workload.eval_every)" in (found.arms[1].rejected or "")
+
+
+@dataclass
+class FailingLater(FakeRunner):
+    """Where local steps run out of memory once they have been to the target."""
+
+    has_been: bool = False
+
+    def run(self, leg: Leg) -> RunResult:
+        """See ``Runner``."""
+        if self.has_been and leg.strategy.localsgd:
+            raise LegFailed("out of memory", "rank 1")
+        self.has_been = self.has_been or (leg.evaluate and leg.strategy.localsgd)
+        return FakeRunner.run(self, leg)
+
+
+def test_a_candidate_that_reached_the_target_and_failed_later_did_reach_it(tmp_path: Path) -> None:
+    """The reason does not say that nothing reached it."""
+    experiment = target_experiment()
+    runner = FailingLater(
+        experiment, lambda strategy: 0.006 if strategy.localsgd else 0.012, lambda strategy: 2.0 if strategy.localsgd else None
+    )
+    arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("fast", LOCAL))]
+    found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01))
+    assert found.verdict == "KEEP DEFAULT"
+    assert "out of memory" in found.reason
+    assert "no strategy that was tried" not in found.reason

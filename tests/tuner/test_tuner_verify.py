@@ -375,29 +375,6 @@ def test_a_target_that_nobody_reaches_rules_everything_out(tmp_path: Path) -> No
     assert any("default does not reach the target" in note for note in found.notes)
 
 
-@dataclass
-class FailingLater(FakeRunner):
-    """Where local steps run out of memory once they have been to the target."""
-
-    has_been: bool = False
-
-    def run(self, leg: Leg) -> RunResult:
-        """See ``Runner``."""
-        if self.has_been and leg.strategy.localsgd:
-            raise LegFailed("out of memory", "rank 1")
-        self.has_been = self.has_been or (leg.evaluate and leg.strategy.localsgd)
-        return FakeRunner.run(self, leg)
-
-
-def test_a_candidate_that_reached_the_target_and_failed_later_did_reach_it(tmp_path: Path) -> None:
-    """The reason does not say that nothing reached it."""
-    runner = FailingLater(target_experiment(), by_local_steps, lambda strategy: 2.0 if strategy.localsgd else None)
-    found = verify(runner.experiment, arms(fast=local(16)), legs_of(runner, tmp_path))
-    assert found.verdict == "KEEP DEFAULT"
-    assert "out of memory" in found.reason
-    assert "no strategy that was tried" not in found.reason
-
-
 def test_local_steps_that_reach_what_the_default_misses_are_used(tmp_path: Path) -> None:
     """The default misses the target and K = 16 reaches it: it may be recommended."""
     found, _ = verified(target_experiment(), arms(fast=local(16)), tmp_path, by_local_steps, lambda s: 2.0 if s.localsgd else None)
