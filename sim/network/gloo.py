@@ -2,18 +2,21 @@
 
 After ``gloo/allreduce.cc``, ``broadcast.cc``, ``reduce.cc`` and ``transport/tcp/pair.cc`` (github.com/pytorch/gloo). Among
 P ranks S bytes are cut into n = roundUp(max(ceil(S / 1 MiB), 2 P), P) segments. A phase, of which there are two, sends
-N = n - n / P of them one after the other. A segment leaves when its receiver has said that it waits for it, which
-it does when it is done with the segment before the last. So with b = S / (n B) for a segment on the wire, alpha for a
-message and c for what a host copies and sums, a phase takes the longest of
+n - n / P of them one after the other. A segment leaves when its receiver has told that it waits for it, which it does when it is
+done with the segment before the last. What it tells is a message of a few bytes to the other neighbour, behind what
+it sends itself at that moment: at most a millisecond of data lies in a device's queue (Linux, "TCP small queues").
 
-- 2 alpha + N b + c: the wire never rests;
-- N / 2 (2 alpha + b + c) + max(b, c), for an even N: every pair of segments waits a round trip for the one before it;
-- 2 alpha + b + N c: the host never rests.
+With b = S / (n B) for a segment on the wire, alpha for a message and c for what a host copies and sums, a phase takes at least
+
+- 2 alpha + (n - n / P) b + c: the wire never rests;
+- a round trip, 2 alpha + b + c, for every two segments, and more where a segment that is on its way delays what is told;
+- 2 alpha + b + (n - n / P) c: the host never rests.
 
 A broadcast goes down a binomial tree, ceil(log2 P) (alpha + S / B); a reduce is a ring reduce-scatter
 whose P parts the root gathers. Reduce-scatter and all-gather are rings.
 """
 
+import math
 from fractions import Fraction
 
 from fleetbench.plan.longest_chain import Pace
@@ -22,6 +25,9 @@ from fleetbench.quantities import MIB
 from sim.network.algorithms import Ranks, ring, tree
 from sim.network.links import Links
 from sim.network.work import Cost, Route, Work
+
+QUEUE_NS = 10**6
+"""So long a queue of its own data a connection keeps in a device: ``tcp_small_queue_check`` in linux/net/ipv4/tcp_output.c."""
 
 
 def num_segments(nbytes: int, ranks: int) -> int:
@@ -37,6 +43,7 @@ class SegmentedRing:
         self._size = len(ranks)
         self._ring = ring("all_reduce", ranks, links)
         self._host_ns_per_byte = links.host_ns_per_byte
+        self._queue_ns = QUEUE_NS if len({links.node(rank) for rank in ranks}) > 1 else 0
 
     def route(self, nbytes: int) -> Route:
         """What an all-reduce of ``nbytes`` takes. Each hop has its two segments in flight, so that the slowest hop decides."""
@@ -49,15 +56,25 @@ class SegmentedRing:
         sends = segments * (self._size - 1) // self._size
         wire_ns = nbytes * self._size * hop.ns_per_byte / segments  # a hop's pace is of a P-th of the bytes
         host_ns = nbytes * self._host_ns_per_byte / segments
-        round_trip_ns = 2 * hop.latency_ns + wire_ns + host_ns
-        pairs, last = divmod(sends, 2)
-        phase_ns = max(
-            2 * hop.latency_ns + sends * wire_ns + host_ns,
-            (pairs + last) * round_trip_ns + (0 if last else max(wire_ns, host_ns)),
-            2 * hop.latency_ns + wire_ns + sends * host_ns,
-        )
+        unit = math.lcm(wire_ns.denominator, Fraction(host_ns).denominator)  # whole numbers are many times faster
+        times = (round(unit * ns) for ns in (wire_ns, host_ns, hop.latency_ns, self._queue_ns))
+        phase_ns = Fraction(_phase(sends, *times), unit)
         latency_ns = int(2 * (phase_ns - sends * wire_ns))
         return Cost(latency_ns, 2 * phase_ns - latency_ns)
+
+
+def _phase(sends: int, wire: int, host: int, latency: int, queue: int) -> int:
+    """When the last of so many segments is done with, where all ranks begin at 0; times are of one unit.
+
+    ``queue`` is the most that may lie before a message in its host's device.
+    """
+    told, left, done = [latency, latency], [latency + wire, latency + 2 * wire], 0
+    for segment in range(sends):
+        done = max(done, left[segment] + latency) + host
+        on_its_way = left[segment + 1] - done if told[segment + 1] <= done else 0
+        told.append(done + min(max(on_its_way, 0), queue) + latency)
+        left.append(max(left[segment + 1], told[segment + 2]) + wire)
+    return done
 
 
 def gloo(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work | SegmentedRing:

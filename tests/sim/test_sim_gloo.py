@@ -24,12 +24,13 @@ def took(kind: Collective, ranks: int, nbytes: int, latency_ns: int, host_ns_per
     return cost.latency_ns + cost.transfer_ns
 
 
-def run(ranks: int, nbytes: int, latency_ns: int | list[int], host_ns_per_byte: Fraction = Fraction(0)) -> Fraction:
+def run(ranks: int, nbytes: int, latency_ns: int | list[int], host_ns_per_byte: Fraction = Fraction(0), per_node: int = 1) -> Fraction:
     """Every rank's loop, segment by segment: issue a send and a receive, after those before the last have ended.
 
-    A receive is told to the sender, a latency later, and only then its segment leaves. A rank's sends follow each other on
-    its wire at 1 ns a byte, and arrive a latency later, that of the rank's hop to the next. What came is copied and summed,
-    one segment after the other.
+    A receive is told to the sender, and only then its segment leaves. Between nodes, what is told waits until what lies in the node's
+    device has left, a millisecond at most, and arrives a latency later: the node's last rank sends there. A rank's sends
+    follow each other on its wire at 1 ns a byte, and arrive a latency later, that of the rank's hop to the next. What came is
+    copied and summed, one segment after the other.
     """
     hops_ns = latency_ns if isinstance(latency_ns, list) else [latency_ns] * ranks
     segments = num_segments(nbytes, ranks)
@@ -40,6 +41,7 @@ def run(ranks: int, nbytes: int, latency_ns: int | list[int], host_ns_per_byte: 
     wire_free = [Fraction(0)] * ranks
     for phase in ("reduce", "gather"):
         issued: list[list[Fraction]] = [[] for _ in range(ranks)]
+        begun: list[list[Fraction]] = [[] for _ in range(ranks)]
         sent: list[list[Fraction]] = [[] for _ in range(ranks)]
         done: list[list[Fraction]] = [[] for _ in range(ranks)]
         for turn in range(segments - per_rank):
@@ -52,8 +54,15 @@ def run(ranks: int, nbytes: int, latency_ns: int | list[int], host_ns_per_byte: 
                 moving.append((rank, segment, data[rank][segment]))
             for rank, segment, value in moving:
                 receiver = (rank + 1) % ranks
-                waited_for_ns = issued[receiver][-1] + hops_ns[rank]
-                wire_free[rank] = max(wire_free[rank], issued[rank][-1], waited_for_ns) + size
+                asks_ns = issued[receiver][turn]
+                queued_ns = Fraction(0)
+                if rank // per_node != receiver // per_node:
+                    last = receiver // per_node * per_node + per_node - 1
+                    device = zip(begun[last][:turn], sent[last][:turn], strict=True)
+                    queued_ns = max([queued_ns, *(left - asks_ns for joined, left in device if joined <= asks_ns)])
+                waited_for_ns = asks_ns + min(queued_ns, 10**6) + hops_ns[rank]
+                begun[rank].append(max(issued[rank][-1], waited_for_ns))
+                wire_free[rank] = max(wire_free[rank], begun[rank][-1]) + size
                 sent[rank].append(wire_free[rank])
                 came_ns = wire_free[rank] + hops_ns[rank]
                 done[receiver].append(max([came_ns, *done[receiver][-1:]]) + size * host_ns_per_byte)
@@ -79,7 +88,7 @@ def test_the_slowest_hop_decides(nbytes: int, latency_ns: int) -> None:
     """Three nodes of two, a tenth of the latency inside: segment by segment, each hop with two in flight."""
     links = Links(trainers_per_node=2, intra=link(8, latency_ns // 10), inter=link(8, latency_ns))
     cost = gloo("all_reduce", range(6), links).route(nbytes).cost
-    assert cost.latency_ns + cost.transfer_ns == run(6, nbytes, [latency_ns // 10, latency_ns] * 3)
+    assert cost.latency_ns + cost.transfer_ns == run(6, nbytes, [latency_ns // 10, latency_ns] * 3, per_node=2)
 
 
 def test_segments_by_hand() -> None:
