@@ -49,7 +49,8 @@ class EmulatedTraining(Training):
         self._start(leg)
         table = self._table(leg.strategy)
         self._strategy = strategy = executed_part(leg.strategy)
-        self._pace = pace = Pace(holds_up=strategy.build_strategy.enable_sequential_execution)
+        lead_ns = 0 if strategy.mode == "ps" else table.forward_ns  # a trainer of servers waits where no stopwatch sees it
+        self._pace = pace = Pace(holds_up=strategy.build_strategy.enable_sequential_execution, lead_ns=lead_ns)
         self._head = StepHead(table, leg.strategy.fetch_every_n_steps, pace.deadline(0))
         self.model = EmulatedModel(table, self.communicators.rank, pace)
         self.optimizer = EmulatedOptimizer(
@@ -64,6 +65,7 @@ class EmulatedTraining(Training):
 
         self.engine = self._engine(leg, strategy, options_for(workload))
         self.engine.on_step = begin_step
+        self.engine.stopwatch.on_stall = pace.stalled
         return self.engine
 
     def results(self, leg: Leg) -> dict[str, Any]:
@@ -90,7 +92,7 @@ class EmulatedTraining(Training):
     def _train_step(self) -> float | None:
         engine = self.engine
         self.optimizer.zero_grad()
-        self._pace.sleep_until(self._head.forward_begins(self._pace.deadline(0)))
+        self._pace.busy_until(self._head.forward_begins(self._pace.ready()))
         output = self.model()
         if self._strategy.follows_loss:
             engine.report(torch.tensor(self._scalars.scalar("loss", self.communicators.rank, engine.step)))

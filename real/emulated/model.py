@@ -127,7 +127,8 @@ class EmulatedOptimizer(torch.optim.Optimizer):
             torch._foreach_add_([_first(parameter) for parameter in members], gradients, alpha=-group["lr"])  # no public name for lists
             for slot in self._slots:
                 torch._foreach_add_([_first(self._tensor(parameter, slot)) for parameter in members], gradients)  # as above
-        self._pace.sleep_until(deadline_ns)
+        if self._update_ns:
+            self._pace.busy_until(deadline_ns)
 
     def _tensor(self, parameter: nn.Parameter, slot: str) -> torch.Tensor:
         state = self.state[parameter]

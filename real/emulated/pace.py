@@ -1,7 +1,8 @@
 """Pace: when a step of emulated compute is where.
 
 Compute that is emulated sleeps to deadlines that are fixed once a step has begun, so that what a
-layer is late by is gone by the next one: lateness does not add up over layers.
+layer is late by is gone by the next one: lateness does not add up over layers. Nor over steps, where a host runs ahead of its
+device: a step begins when the device is free for it, though the host is a little later.
 """
 
 import ctypes
@@ -13,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fleetbench.staleness import quantiles_of
 from fleetbench.stragglers import stretch
 
+_BLINK_NS = 100_000
+"""Who waits for less has not waited: what it waited for was there."""
 Nanoclock = Callable[[], int]
 Sleep = Callable[[float], None]
 
@@ -42,10 +45,13 @@ class Pace:
     ``finish`` at the last. What a thread does between two marks (hooks, packing, starting a collective) is
     hidden in the compute that goes on in the meantime, as on a device that computes by itself, unless it takes
     longer than that. With ``holds_up`` it is not hidden: all later deadlines of the step move by it, as
-    where a collective blocks the only stream.
+    where a collective blocks the only stream. What it does between two steps is hidden in the second one, up to ``lead_ns``,
+    if waits for other trainers are told by ``stalled``.
     """
 
-    def __init__(self, *, holds_up: bool = False, clock: Nanoclock = time.monotonic_ns, sleep: Sleep = time.sleep) -> None:
+    def __init__(
+        self, *, holds_up: bool = False, lead_ns: int = 0, clock: Nanoclock = time.monotonic_ns, sleep: Sleep = time.sleep
+    ) -> None:
         self.layers: Counter[int] = Counter()
         """How often each whole number of microseconds was a mark of the counted steps missed by."""
         self.steps: Counter[int] = Counter()
@@ -53,6 +59,9 @@ class Pace:
         self.begun = False
         """Whether a step has begun and not finished."""
         self._holds_up = holds_up
+        self._lead_ns = lead_ns
+        self._free_ns = clock()
+        """When the device has done all that it was given so far."""
         self._clock = clock
         self._sleep = sleep
         self._x = 0
@@ -62,7 +71,7 @@ class Pace:
 
     def begin(self, x: int = 0, *, counted: bool = True) -> None:
         """The forward of a step starts; ``x`` is its X in units of 2^-24."""
-        self._origin_ns = self._clock()
+        self._origin_ns = self.ready()
         self._x, self._counted, self._left_ns, self.begun = x, counted, None, True
 
     def reach(self, mark_ns: int, *, hands_over: bool = False) -> int:
@@ -85,7 +94,22 @@ class Pace:
         late_ns = self.reach(mark_ns)
         if self._counted:
             self.steps[late_ns // 1000] += 1
+        self._free_ns = self._origin_ns + stretch(mark_ns, self._x)
         self.begun = False
+
+    def ready(self) -> int:
+        """When the device takes what it is given now: it was, if it is free since less than ``lead_ns``, given ahead of time."""
+        return max(self._free_ns, self._clock() - self._lead_ns)
+
+    def stalled(self, begin_ns: int, end_ns: int) -> None:
+        """The host waited for other trainers, and so did the device."""
+        if end_ns - begin_ns > _BLINK_NS:
+            self._free_ns = max(self._free_ns, end_ns)
+
+    def busy_until(self, deadline_ns: int) -> None:
+        """Something beside forward and backward takes the device's time; returns when that has passed."""
+        self.sleep_until(deadline_ns)
+        self._free_ns = max(self._free_ns, deadline_ns)
 
     def deadline(self, took_ns: int) -> int:
         """Where something ends that begins now and takes so long; for ``sleep_until``."""

@@ -119,6 +119,8 @@ class Stopwatch:
     """Losses that are tensors stay on their device for so many steps, and are then read together."""
     steps: list[TimedStep] = field(default_factory=list)
     spans: list[TimedSpan] = field(default_factory=list)
+    on_stall: Callable[[Mark, Mark], None] | None = None
+    """Called with begin and end of each stall."""
     _current: _Step | None = None
     _mark: Mark = 0
     _local: str = "update"
@@ -180,8 +182,7 @@ class Stopwatch:
     def stall_ends(self) -> None:
         """The last collective has ended."""
         now = self.clock.mark()
-        self._step().stalls.append((self._mark, now))
-        self._span("wait", self._mark, now)
+        self._stalled(self._mark, now)
         self._mark = now
 
     def update_begins(self) -> None:
@@ -201,9 +202,7 @@ class Stopwatch:
         begin = self.clock.mark()
         yield
         if self._current is not None:
-            end = self.clock.mark()
-            self._current.stalls.append((begin, end))
-            self._span("wait", begin, end)
+            self._stalled(begin, self.clock.mark())
 
     def closes_round(self, local_steps: int) -> None:
         """The step ends a round of so many steps."""
@@ -244,6 +243,12 @@ class Stopwatch:
             return None
         ends = self._queues.setdefault(operation.communicator, Queue(queue_depth)).join()
         return lambda: self.spans.append(TimedSpan(step, f"{operation.kind} {operation.bucket}", *ends(), operation.communicator))
+
+    def _stalled(self, begin: Mark, end: Mark) -> None:
+        self._step().stalls.append((begin, end))
+        self._span("wait", begin, end)
+        if self.on_stall is not None:
+            self.on_stall(begin, end)
 
     def _span(self, name: str, begin: Mark, end: Mark) -> None:
         if self.keep:

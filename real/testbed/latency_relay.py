@@ -3,7 +3,8 @@
 A host sends into a device of its own, whose token bucket is the link's. The relay reads each frame there, waits, and sends it out of the
 host's interface, so that a packet first takes its time on the wire, and then its latency. What a host receives passes no relay.
 
-``python -m real.testbed.latency_relay HOSTS``: descriptors and delays of every host, as JSON.
+``python -m real.testbed.latency_relay HOSTS``: descriptors and delays of every host, as JSON. A line of its input is a number of
+nanoseconds by which packets are held less from then on.
 """
 
 import ctypes
@@ -68,7 +69,15 @@ def start(
                 out.bind((interface, 0))
             hosts.append((device, out.fileno(), {address.replace(":", ""): ns for address, ns in by_address.items()}))
         command = [sys.executable, "-P", "-m", "real.testbed.latency_relay", json.dumps(hosts)]
-        return subprocess.Popen(bound(command), pass_fds=[file for device, out, _ in hosts for file in (device, out)])
+        files = [file for device, out, _ in hosts for file in (device, out)]
+        return subprocess.Popen(bound(command), stdin=subprocess.PIPE, pass_fds=files)
+
+
+def hold_less(process: subprocess.Popen[bytes], ns: int) -> None:
+    """From now on the relay holds every packet so much less than before, or more."""
+    assert process.stdin is not None
+    process.stdin.write(b"%d\n" % ns)
+    process.stdin.flush()
 
 
 def relay(hosts: list[tuple[int, int, dict[bytes, int]]]) -> None:
@@ -76,19 +85,25 @@ def relay(hosts: list[tuple[int, int, dict[bytes, int]]]) -> None:
     buffer = bytearray(1 << 17)
     view = memoryview(buffer)
     waiting: list[tuple[int, int, int, bytes]] = []  # due, order, where to, frame
-    order = 0
+    order = held_less_ns = 0
+    told = sys.stdin.fileno()
     by_device = {device: (out, delays) for device, out, delays in hosts}
     for device in by_device:
         os.set_blocking(device, False)
     while True:
-        ready, _, _ = select.select(by_device, [], [], max(0.0, (waiting[0][0] - time.monotonic_ns()) * 1e-9) if waiting else None)
+        timeout_s = max(0.0, (waiting[0][0] - time.monotonic_ns()) * 1e-9) if waiting else None
+        ready, _, _ = select.select([*by_device, told], [], [], timeout_s)
         for device in ready:
+            if device == told:
+                held_less_ns += int(sys.stdin.readline())
+                continue
             out, delays = by_device[device]
             try:
                 while True:
                     frame = bytes(view[: os.readv(device, [buffer])])
                     order += 1
-                    heapq.heappush(waiting, (time.monotonic_ns() + delays.get(frame[_TARGET], 0), order, out, frame))
+                    held_ns = max(0, delays.get(frame[_TARGET], 0) - held_less_ns)
+                    heapq.heappush(waiting, (time.monotonic_ns() + held_ns, order, out, frame))
             except BlockingIOError:  # the device is empty
                 pass
         now = time.monotonic_ns()

@@ -4,7 +4,7 @@ After ``gloo/allreduce.cc``, ``broadcast.cc``, ``reduce.cc`` and ``transport/tcp
 P ranks S bytes are cut into n = roundUp(max(ceil(S / 1 MiB), 2 P), P) segments. A phase, of which there are two, sends
 n - n / P of them one after the other. A segment leaves when its receiver has told that it waits for it, which it does when it is
 done with the segment before the last. What it tells is a message of a few bytes to the other neighbour, behind what
-it sends itself at that moment: at most a millisecond of data lies in a device's queue (Linux, "TCP small queues").
+it sends itself at that moment: about a millisecond of data lies in a device's queue at most (Linux, "TCP small queues").
 
 With b = S / (n B) for a segment on the wire, alpha for a message and c for what a host copies and sums, a phase takes at least
 
@@ -26,8 +26,9 @@ from sim.network.algorithms import Ranks, ring, tree
 from sim.network.links import Links
 from sim.network.work import Cost, Route, Work
 
-QUEUE_NS = 10**6
-"""So long a queue of its own data a connection keeps in a device: ``tcp_small_queue_check`` in linux/net/ipv4/tcp_output.c."""
+QUEUE_NS = 1_171_875
+"""So much of its own data a connection leaves in a device's queue: 1 / 1024 s at 1.2 times its rate (linux/net/ipv4/tcp_output.c,
+``tcp_small_queue_check``; the rate is ``net.ipv4.tcp_pacing_ca_ratio``). Queues that let other connections pass have less."""
 
 
 def num_segments(nbytes: int, ranks: int) -> int:

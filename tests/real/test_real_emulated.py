@@ -49,9 +49,9 @@ class Host:
         """Something else takes time."""
         self.now_ns += took_ns
 
-    def pace(self, **options: bool) -> Pace:
+    def pace(self, **options: int) -> Pace:
         """A pace on this clock."""
-        return Pace(clock=self.clock, sleep=self.sleep, **options)
+        return Pace(clock=self.clock, sleep=self.sleep, **options)  # type: ignore[arg-type]  # a flag among them
 
 
 def layer(name: str, gradients: dict[str, tuple[int, int]], forward: int, backward: int) -> Layer:
@@ -167,6 +167,52 @@ def test_with_nothing_beside_it_compute_is_held_up_by_hooks() -> None:
     model().backward()
     assert seen[-1][1] - begin == 30 * MS + 9 * 1_500_000 + OVERSHOOT
     assert host.now_ns - begin == 30 * MS + 10 * 1_500_000 + OVERSHOOT
+
+
+@pytest.mark.parametrize("host_ms", [0, 3, 4, 6])
+def test_a_host_that_runs_ahead_hides_its_work_between_steps(host_ms: int) -> None:
+    """Steps of 12 ms follow each other every 12 ms; what the host takes in between, late sleep included, counts beyond a lead of 4 ms."""
+    host = Host()
+    pace = host.pace(lead_ns=4 * MS)
+    ends = []
+    for _ in range(4):
+        pace.begin()
+        pace.finish(12 * MS)
+        ends.append(host.now_ns)
+        host.pass_time(host_ms * MS)
+    assert [after - before for before, after in itertools.pairwise(ends)] == [12 * MS + max(0, host_ms * MS + OVERSHOOT - 4 * MS)] * 3
+
+
+@pytest.mark.parametrize(("waited_ns", "counts"), [(7 * MS, True), (OVERSHOOT, True), (50_000, False)])
+def test_waits_for_other_trainers_are_not_hidden(waited_ns: int, *, counts: bool) -> None:
+    """A step ends 12 ms behind the wait's end, whatever the host does after it; a wait for what was there is the host's work."""
+    host = Host()
+    pace = host.pace(lead_ns=4 * MS)
+    pace.begin()
+    pace.finish(12 * MS)
+    before = host.now_ns
+    host.pass_time(waited_ns)
+    pace.stalled(before, host.now_ns)
+    free = host.now_ns if counts else before - OVERSHOOT
+    host.pass_time(2 * MS)
+    pace.begin()
+    pace.finish(12 * MS)
+    assert host.now_ns == free + 12 * MS + OVERSHOOT
+
+
+def test_what_takes_the_devices_time_between_steps_is_not_hidden() -> None:
+    """An update of 3 ms, which the host starts 1 ms late: the next step begins 4 ms after the first, as the update does not overlap it."""
+    host = Host()
+    pace = host.pace(lead_ns=10 * MS)
+    pace.begin()
+    pace.finish(12 * MS)
+    host.pass_time(1 * MS)
+    pace.busy_until(pace.deadline(3 * MS))
+    updated = host.now_ns - OVERSHOOT
+    host.pass_time(2 * MS)
+    pace.begin()
+    pace.finish(12 * MS)
+    assert host.now_ns == updated + 12 * MS + OVERSHOOT
 
 
 def test_lateness_is_counted_by_layer_and_by_step() -> None:

@@ -28,7 +28,7 @@ def run(ranks: int, nbytes: int, latency_ns: int | list[int], host_ns_per_byte: 
     """Every rank's loop, segment by segment: issue a send and a receive, after those before the last have ended.
 
     A receive is told to the sender, and only then its segment leaves. Between nodes, what is told waits until what lies in the node's
-    device has left, a millisecond at most, and arrives a latency later: the node's last rank sends there. A rank's sends
+    device has left, 1.17 ms at most, and arrives a latency later: the node's last rank sends there. A rank's sends
     follow each other on its wire at 1 ns a byte, and arrive a latency later, that of the rank's hop to the next. What came is
     copied and summed, one segment after the other.
     """
@@ -60,7 +60,7 @@ def run(ranks: int, nbytes: int, latency_ns: int | list[int], host_ns_per_byte: 
                     last = receiver // per_node * per_node + per_node - 1
                     device = zip(begun[last][:turn], sent[last][:turn], strict=True)
                     queued_ns = max([queued_ns, *(left - asks_ns for joined, left in device if joined <= asks_ns)])
-                waited_for_ns = asks_ns + min(queued_ns, 10**6) + hops_ns[rank]
+                waited_for_ns = asks_ns + min(queued_ns, 1_171_875) + hops_ns[rank]
                 begun[rank].append(max(issued[rank][-1], waited_for_ns))
                 wire_free[rank] = max(wire_free[rank], begun[rank][-1]) + size
                 sent[rank].append(wire_free[rank])
