@@ -158,8 +158,8 @@ class Cluster(Config):
     """How the simulator carries collectives out; ``measured`` is by the points of ``measured``, or else of the profile."""
     measured: Measured | None = None
     host_bandwidth: BitsPerSecond | None = None
-    """What a host copies and sums a second in gloo's all-reduce (``collective = "gloo"``); by default copies and sums take no time.
-    All-reduces in flight together do not slow each other's."""
+    """What a host copies and sums a second in gloo's all-reduce (``collective = "gloo"``), and as a parameter server of what it receives
+    and sends; by default copies and sums take no time. All-reduces in flight together do not slow each other's."""
     cores_per_node: int = 16
     gpu: str | None = None
     """What a trainer computes on, by a name of ``fleetbench.hardware``: a simulated answer says whether its memory suffices."""

@@ -33,6 +33,9 @@ PLACEMENTS = ("shared", "own")
 """The servers are on the trainers' nodes, as the authors' eight nodes must have it; or on as many others, beside several nodes."""
 DECLARED = (1.0, 10e9, 96e9)
 """Compute as a multiple of a single GPU's; bit/s between and inside nodes."""
+HOST = (1.0, 16e9, 96e9)
+"""The same with bit/s that a server's host handles, between nodes as declared."""
+KINDS = ("calibrated", "calibrated host", "closed form")
 Key = tuple[str, str, str]
 Said = Callable[[Row, Sequence[float]], float]
 """Seconds of a row's step, with three parameters: compute, and what is between and inside nodes."""
@@ -58,12 +61,12 @@ def simulated_nodes(row: Row, placement: str) -> int:
     return min(nodes, 2) if placement == "own" else nodes
 
 
-def simulated(placement: str) -> Said:
-    """Compute scale, bit/s between and inside nodes; latencies and framing stay as declared."""
+def simulated(placement: str, *, host: bool = False) -> Said:
+    """Compute scale, bit/s between nodes, or, with ``host``, of a server's host, and bit/s inside nodes; all else stays as declared."""
 
     def said(row: Row, values: Sequence[float]) -> float:
         base, nodes = experiment(row["model"]), simulated_nodes(row, placement)
-        workload, cluster, (scale, between, inside) = base.workload, base.cluster, values
+        workload, cluster, (scale, second, inside) = base.workload, base.cluster, values
         layers = tuple(_slowed(layer, scale) for layer in workload.layers)
         made = Experiment(
             workload=dataclasses.replace(workload, layers=layers, steps=1),
@@ -73,7 +76,8 @@ def simulated(placement: str) -> Said:
                 servers=nodes,
                 server_placement="own" if placement == "own" and nodes > 1 else "shared",
                 intra=_with_rate(cluster.intra, inside),
-                inter=_with_rate(cluster.inter, between),
+                inter=_with_rate(cluster.inter, DECLARED[1] if host else second),
+                host_bandwidth=BitsPerSecond(round(second)) if host else None,
             ),
             strategy=strategy(row),
             run=dataclasses.replace(base.run, warmup_steps=0),
@@ -105,29 +109,29 @@ def closed_form(placement: str) -> Said:
     return said
 
 
-def fitted(said: Said, rows: Sequence[Row]) -> list[float]:
+def fitted(said: Said, rows: Sequence[Row], declared: Sequence[float] = DECLARED) -> list[float]:
     """The least squared logarithms over ``rows``, from what is declared, and within a factor of ten of it: some rows do not tell a rate."""
 
     def residuals(logs: Sequence[float]) -> list[float]:
         return [float(np.log(said(row, np.exp(logs)) / measured_s(row))) for row in rows]
 
-    start = np.log(DECLARED)
+    start = np.log(declared)
     found = optimize.least_squares(residuals, start, bounds=(start - np.log(10), start + np.log(10)), diff_step=1e-3, max_nfev=16)
     state = "converged" if found.status > 0 else "not converged"
     print(f"{rows[0]['model']}: {state} after {found.nfev} steps, cost {found.cost:.4f}", flush=True)
     return [float(value) for value in np.exp(found.x)]
 
 
-def predicted(placement: str, own: Sequence[Row]) -> tuple[list[str], list[tuple[float, float]]]:
-    """Of a model's rows, what was fitted, in words, and each row's errors: of the simulator and of the closed form."""
-    sim, bare = simulated(placement), closed_form(placement)
+def predicted(placement: str, own: Sequence[Row]) -> tuple[list[str], list[list[float]]]:
+    """Of a model's rows, what was fitted, in words, and each row's errors, by ``KINDS``."""
     small = [row for row in own if int(row["gpus"]) <= 8]
-    of_sim, of_bare = fitted(sim, small), fitted(bare, small)
+    models = (simulated(placement), simulated(placement, host=True), closed_form(placement))
+    found = [fitted(said, small, declared) for said, declared in zip(models, (DECLARED, HOST, DECLARED), strict=True)]
     notes = [
-        f"- {own[0]['model']}, {placement}, {kind}: compute {scale:.3f}, {between / 1e9:.2f} and {inside / 1e9:.1f} Gbit/s"
-        for kind, (scale, between, inside) in (("calibrated", of_sim), ("closed form", of_bare))
+        f"- {own[0]['model']}, {placement}, {kind}: compute {scale:.3f}, {second / 1e9:.2f} and {inside / 1e9:.1f} Gbit/s"
+        for kind, (scale, second, inside) in zip(KINDS, found, strict=True)
     ]
-    return notes, [(sim(row, of_sim) / measured_s(row) - 1, bare(row, of_bare) / measured_s(row) - 1) for row in own]
+    return notes, [[said(row, values) / measured_s(row) - 1 for said, values in zip(models, found, strict=True)] for row in own]
 
 
 def main(source: Path, target: Path) -> None:
@@ -136,12 +140,12 @@ def main(source: Path, target: Path) -> None:
         rows = [row for row in csv.DictReader(file) if row["method"] in METHODS]
     parts = [(placement, [row for row in rows if row["model"] == model]) for placement in PLACEMENTS for model in MODELS]
     errors: dict[Key, list[float]] = {(row["model"], row["method"], row["gpus"]): [] for row in rows}
-    with ProcessPoolExecutor(len(parts)) as pool:
+    with ProcessPoolExecutor(2) as pool:
         for (_, own), (notes, found) in zip(parts, pool.map(predicted, *zip(*parts, strict=True)), strict=True):
             print(*notes, sep="\n", flush=True)
-            for row, pair in zip(own, found, strict=True):
-                errors[row["model"], row["method"], row["gpus"]] += pair
-    names = [f"{kind}, {placement}" for placement in PLACEMENTS for kind in ("calibrated", "closed form")]
+            for row, of_row in zip(own, found, strict=True):
+                errors[row["model"], row["method"], row["gpus"]] += of_row
+    names = [f"{kind}, {placement}" for placement in PLACEMENTS for kind in KINDS]
     print("\n| model | method | GPUs | " + " | ".join(names) + " |\n|---|---|---" + "|---" * len(names) + "|")
     for key, own in errors.items():
         print(f"| {' | '.join(key)} | " + " | ".join(f"{error:+.1%}" for error in own) + " |")

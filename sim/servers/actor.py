@@ -57,13 +57,18 @@ class Linear:
         return {"merge": self.merge_ns, "install": self.install_ns}.get(kind, 0)
 
 
-def costs_of(table: LayerTable, gradient_bytes: int, pieces: int = 1) -> Linear:
+def costs_of(table: LayerTable, gradient_bytes: int, pieces: int = 1, host_ns_per_byte: float = 0.0) -> Linear:
     """What a layer table tells: an update over all parameters takes ``table.update``, and one over a part of them its share by bytes.
 
-    ``gradient_bytes``: of one step's gradient over all servers together.
+    ``gradient_bytes``: of one step's gradient over all servers together. ``host_ns_per_byte``: a server's own work on what it
+    receives and sends.
     """
-    push_ns_per_byte = table.update / gradient_bytes if gradient_bytes else 0.0
-    return Linear(push_ns_per_byte=push_ns_per_byte, update_ns=table.update, merge_ns=(table.merge + table.resume) // pieces)
+    return Linear(
+        push_ns_per_byte=(table.update / gradient_bytes if gradient_bytes else 0.0) + host_ns_per_byte,
+        answer_ns_per_byte=host_ns_per_byte,
+        update_ns=table.update,
+        merge_ns=(table.merge + table.resume) // pieces,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ WHO = "the simulator of parameter servers"
 CLUSTER = frozenset(
     f"cluster.{name}"
     for name in ("nodes", "trainers_per_node", "servers", "server_placement", "intra", "inter", "cores_per_node", "gpu", "stragglers")
-)
+) | {"cluster.host_bandwidth"}
 _ROWS_ALIKE = (
     "which rows steps touch is not drawn: those of several steps are counted as if all rows were alike, which is too many where few "
     "rows are frequent, as in a text; what is sent comes out too large"
@@ -120,13 +120,14 @@ def job_of(experiment: Experiment, *, costs: Costs | None = None, traffic: Traff
     at_most(rank_steps * len(pieces), MOST_EVENTS, "pieces of ranks", "workload.steps", "fewer steps, or larger buckets")
     traffic = traffic or traffic_of(gradients, cluster.servers)
     step_nbytes = sum(traffic.pushed(server, [(0, 0, 1)]) for server in range(cluster.servers))
+    host = 0.0 if cluster.host_bandwidth is None else 8e9 / cluster.host_bandwidth
     steps = range(1 - run.warmup_steps, experiment.workload.steps + 1)
     delays = draws(cluster.stragglers, run.seed, cluster.trainers, cluster.trainers_per_node, steps.start, len(steps))
     return Job(
         rules=rules,
         table=table,
         traffic=traffic,
-        costs=costs or dataclasses.replace(costs_of(measured, step_nbytes, max(1, len(pieces))), update_ns=table.update),
+        costs=costs or dataclasses.replace(costs_of(measured, step_nbytes, max(1, len(pieces)), host), update_ns=table.update),
         hosts=hosts_of(experiment),
         steps=steps,
         draws=tuple(map(tuple, delays.tolist())),

@@ -216,6 +216,23 @@ def test_an_update_takes_its_share_of_the_tables() -> None:
     assert costs_of(table, 4_000_000).push_ns_per_byte * job.traffic.push(1) == 500_000
 
 
+def test_a_server_handles_what_it_receives_and_sends_at_its_hosts_pace() -> None:
+    """Synchronous, a host of 2 ns a byte, 4 MB of gradients: one trainer's step takes the server 8 ms for the push, and 8 for the answer.
+
+    Of two trainers both pushes and both answers, 32. The second has its answer 8 ms after the first, and so has the link for itself, twice:
+    30 + 4 + 16 + 16 + 4 ms, where with a host that takes no time two share the link, 30 + 8 + 8.
+    """
+    synchronous = {"a_sync": False, "a_sync_configs": {}}
+
+    def step_s(trainers: int, **cluster: Any) -> float:
+        made = experiment(cluster={"nodes": trainers, **cluster}, strategy=synchronous)
+        return simulate(made).summary.wall_s / made.workload.steps
+
+    slow = {"host_bandwidth": "500 MB/s"}
+    assert step_s(1, **slow) - step_s(1) == pytest.approx(0.016, rel=1e-3)
+    assert step_s(2, **slow) - step_s(2) == pytest.approx(0.024, rel=2e-3)
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
