@@ -14,6 +14,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.drive import ends_epoch
+from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import all_reduce_cost, as_used, compute_key, profile_of
 from fleetbench.stragglers import draws
@@ -28,7 +29,6 @@ from real.communication.communicators import Communicators
 from real.compute.injector import Injector, delay_of
 from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
-from real.engine.planning import Forecast
 from real.layer_times import ProfileLeg
 from real.leg import Leg
 from real.leg_steps import Beat, LegEngine, Trained, begin_leg
@@ -163,7 +163,7 @@ class Training(Trained):
         engine.attach_optimizer(self.optimizer)
         return engine
 
-    def _forecast(self, strategy: DistributedStrategy) -> Forecast | None:
+    def _forecast(self, strategy: DistributedStrategy) -> tuple[Cost, dict[str, int]] | None:
         """What the layer table knows beforehand, for a fusion that plans by it."""
         table = self._table(strategy)
         if not strategy.fuses_by_cost or table is None:
@@ -310,15 +310,13 @@ class ComputedTraining(Training):
 
     def _evaluated_at(self, flat: torch.Tensor) -> tuple[float, float | None]:
         """Mean loss and accuracy on the held-out split at the average of all trainers' parameters."""
-        if self.communicators.trainers > 1:
-            self.communicators.all_reduce(flat, "mean")
+        self.communicators.all_reduce(flat, "mean")
         return self._held_out.loss_and_accuracy(flat)
 
     def _agreed(self, loss: float) -> float:
         """The mean over ranks, whose hardware may differ in the last digit: all of them end at one step."""
         found = torch.tensor([loss], dtype=torch.float64, device=self.device)
-        if self.communicators.trainers > 1:
-            self.communicators.all_reduce(found, "mean")
+        self.communicators.all_reduce(found, "mean")
         return float(found)
 
 

@@ -135,8 +135,6 @@ def _notes(base: Experiment, experiment: Experiment, session: ScriptSession, num
         notes.append(f"it holds for {counted(experiment.cluster.trainers, 'trainer')} on {hosts}, started by the same command")
     if experiment.cluster.nodes > 1 and experiment.cluster.trainers_per_node > 1 and base.cluster.intra is None:
         notes.append("cluster.intra is not declared: the simulator took the link inside a node to be as slow as that between nodes")
-    if num_replayed:
-        notes.append(f"before an interruption it had run {counted(num_replayed, 'leg')}")
     since = " since the interruption" if num_replayed else ""
     notes.append(f"the script held its trainers for {session.held_s / SECONDS_PER_HOUR:.2g} trainer hours{since}")
     return notes

@@ -127,7 +127,7 @@ def tune(
             held=held,
         )
     cost_s = max(time.monotonic() - began, legs.spent_s / experiment.cluster.trainers)  # a resumed tuning has spent more than it took now
-    if resumption is not None and journal is not None and journal.num_replayed:
+    if journal is not None and journal.num_replayed:
         notes.append(f"before an interruption it had run {counted(journal.num_replayed, 'leg')}")
     recommendation = dataclasses.replace(
         recommendation,

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from sim.learning.trajectory import Trajectory
     from sim.many.seeds import OverSeeds
     from sim.many.sweep import Sweep
-    from sim.many.what_if import Case
 
 _COLUMNS = (("trainers", "trainers"), ("samples_per_s", "samples/s"), ("step_s", "step"), ("wait_s", "wait"), ("exposed_comm_s", "exposed"))
 
@@ -148,11 +147,15 @@ def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
         cases = what_if(experiment, engine=arguments.engine, progress=advance)
     if arguments.json:
         emit(json.dumps({"name": experiment.name, "cases": [case.to_dict() for case in cases]}, indent=1))
-    else:
-        emit_table(_what_if_table(experiment, cases))
-        from fleetbench.cli.tables import emit_node_bandwidth
+        return 0
+    from fleetbench.cli.tables import emit_node_bandwidth
 
-        emit_node_bandwidth(experiment.cluster)
+    size = f"{experiment.cluster.trainers} trainers, {experiment.workload.steps} steps"
+    table = new_table(f"{experiment.name}: {size}", "", "whole run", "step, mean", "gain")
+    for case in cases:
+        table.add_row(case.name, units.seconds(case.summary.wall_s), units.seconds(case.summary.step_s["mean"]), units.ratio(case.gain))
+    emit_table(table)
+    emit_node_bandwidth(experiment.cluster)
     return 0
 
 
@@ -209,14 +212,6 @@ def _seeds_table(found: OverSeeds) -> Table:
         median = units.seconds(found.median_to_target_s)
         table.add_row("time to target, median", median, f"reached by {found.num_reached} of {len(found.seeds)}")
         table.caption = f"losses: from {first.loss_from}"
-    return table
-
-
-def _what_if_table(experiment: Experiment, cases: Sequence[Case]) -> Table:
-    cluster, steps = experiment.cluster, experiment.workload.steps
-    table = new_table(f"{experiment.name}: {cluster.trainers} trainers, {steps} steps", "", "whole run", "step, mean", "gain")
-    for case in cases:
-        table.add_row(case.name, units.seconds(case.summary.wall_s), units.seconds(case.summary.step_s["mean"]), units.ratio(case.gain))
     return table
 
 

@@ -275,7 +275,8 @@ class Communicators:
 
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str = "world", communicator: int = 0) -> None:
         """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``, bit-identical on each of its ranks."""
-        self._run(partial(dist.all_reduce, tensor, op=_OPERATORS[operator]), group, communicator)
+        if self.trainers > 1:
+            self._run(partial(dist.all_reduce, tensor, op=_OPERATORS[operator]), group, communicator)
 
     def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None = None) -> Started:
         """Begin to replace ``tensor`` by its mean over all ranks; ``ended`` runs on the backend's thread as it ends, or fails."""
@@ -308,7 +309,8 @@ class Communicators:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` by rank 0's."""
-        self.spread(tensor, "world", 0)
+        if self.trainers > 1:
+            self.spread(tensor, "world", 0)
 
     def barrier(self) -> None:
         """Meet all ranks."""
@@ -340,8 +342,6 @@ def strategy_digest(strategy: DistributedStrategy) -> str:
 
 def agree_on(digest: str, what: str, communicators: Communicators) -> None:
     """Raise ``ConfigError`` on a rank whose hexadecimal ``digest`` is not rank 0's: its collectives would not match."""
-    if communicators.trainers == 1:
-        return
     own = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=communicators.device)
     first = own.clone()
     communicators.broadcast(first)

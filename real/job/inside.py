@@ -82,8 +82,11 @@ def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) ->
             if not watch.driver_lives():
                 hint = "its output says why; start the job again: it goes on"
                 raise WorkerFailed("is gone, and nobody drives any more", "rank 0", hint=hint)
-            for folder in _launches(board):
-                if folder not in done:
+            found: list[Path] = []
+            with contextlib.suppress(OSError):  # one goes while its name is looked for
+                found = sorted(path.parent for path in board.path.glob(f"{PREFIX}*/*/driver.json"))
+            for folder in found:
+                if folder not in done and not RankSide(folder).is_aborted():
                     done.add(folder)
                     _train(role, command, environment, folder, watch)
             time.sleep(_POLL_S)
@@ -91,14 +94,6 @@ def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) ->
         if not board.is_over() and not watch.driver_lives():
             shutil.rmtree(board.path, ignore_errors=True)  # as rank 0 would have done
     return 0
-
-
-def _launches(board: RankSide) -> list[Path]:
-    """Folders of launches that are not over."""
-    with contextlib.suppress(OSError):  # one went while we looked
-        found = [path.parent for path in board.path.glob(f"{PREFIX}*/*/driver.json")]
-        return sorted(folder for folder in found if not RankSide(folder).is_aborted())
-    return []
 
 
 def trainer_environment(folder: Path, role: Role | None = None) -> dict[str, str]:

@@ -142,8 +142,6 @@ def share_state(optimizer: torch.optim.Optimizer, communicators: Communicators) 
     Numbers that are no tensors on the trainers' device, such as counts of steps, are the same on all
     ranks anyway. Raises ``ConfigError`` on a rank that holds other state than rank 0.
     """
-    if communicators.trainers == 1:
-        return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [sorted(optimizer.state.get(parameter, {}).items()) for parameter in parameters]  # in one order on all ranks
     found = [(f"{number}.{name}", value) for number, state in enumerate(states) for name, value in state if isinstance(value, torch.Tensor)]

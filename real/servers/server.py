@@ -238,11 +238,10 @@ class ParameterServer:
         """A trainer has been at ``num`` meetings: who still waits in one of them, after a restart of this server, need not."""
         self._meetings = max(self._meetings, num)
         waiting = [request for (_, answer), request in self._waiting.items() if answer == "barrier"]
-        for request in waiting:
-            if request.head.count <= self._meetings:
-                del self._waiting[request.head.rank, "barrier"]
-                self._answer(request, "barrier")
-                self._tell(Message("sender", request.head.rank, "join"))  # a trainer that joins waits at no barrier
+        for request in [one for one in waiting if one.head.count <= self._meetings]:
+            del self._waiting[request.head.rank, "barrier"]
+            self._answer(request, "barrier")
+            self._tell(Message("sender", request.head.rank, "join"))  # a trainer that joins waits at no barrier
 
     def _do(self, request: Request) -> None:
         """Do a request, or answer one that was done before."""
@@ -275,8 +274,10 @@ class ParameterServer:
                 self._tell(Message("sender", 0, "initial"))
             case "fetch":
                 self._answer(request, "fetched", shard.everything(head.rank))
-            case "save":
-                self._save(request)
+            case "save":  # a repeated request writes again, if the file was written before its answer was lost
+                folder = Path(bytes(request.tensors[0]).decode())
+                why = self._writer.refusal(folder) if self._state.initialised else "there are no parameters yet"
+                self._answer(request, "saved", ((why or self._writer.write(folder)).encode(),))
             case "leave":
                 self._answer(request, "applied")
                 self._writer.hurry()  # a next life of this server must know it
@@ -297,12 +298,6 @@ class ParameterServer:
                 self._tell(Message("sender", head.rank, head.kind))
             case kind:
                 raise AssertionError(f"{kind} is no request")
-
-    def _save(self, request: Request) -> None:
-        """A repeated request writes again, if the file was written before its answer was lost."""
-        folder = Path(bytes(request.tensors[0]).decode())
-        why = self._writer.refusal(folder) if self._state.initialised else "there are no parameters yet"
-        self._answer(request, "saved", ((why or self._writer.write(folder)).encode(),))
 
     def _do_push(self, request: Request, shard: Shard) -> None:
         peer, head, mode = request.peer, request.head, shard.spec.rules.mode
