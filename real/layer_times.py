@@ -296,8 +296,9 @@ class ProfileLeg:
         begin = time.monotonic()
         yield None
         took = torch.tensor([time.monotonic() - begin], dtype=torch.float64, device=self._communicators.device)
-        self._communicators.require(1)
-        self._communicators.all_reduce(took, "max")
+        if self._communicators.trainers > 1:
+            self._communicators.require(1)
+            self._communicators.all_reduce(took, "max")
         return float(took[0])
 
     def update_done(self) -> None:

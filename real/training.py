@@ -258,7 +258,6 @@ class ComputedTraining(Training):
         self.optimizer = make_optimizer(self.model, self._experiment.workload)
 
     def _inject(self, leg: Leg, beat: Beat) -> None:
-        """Delay the engine's steps by the experiment's stragglers."""
         table = self._table(leg.strategy)
         if table is None:
             raise ConfigError("injected stragglers need the profile's layer times", "workload.profile", hint="take a profile first")
@@ -286,7 +285,6 @@ class ComputedTraining(Training):
         return loss
 
     def _table(self, strategy: DistributedStrategy) -> LayerTable | None:
-        """The profile's; none where it has none."""
         key, profile = compute_key(self._experiment, strategy), profile_of(self._experiment)
         return next((as_used(table, strategy) for table in profile.tables if table.key == key), None) if profile else None
 
@@ -294,13 +292,13 @@ class ComputedTraining(Training):
         with self.engine.stopwatch.pause():
             flat, leg = self._flat_parameters(), self._leg
             in_flight = isinstance(self.engine, ServedTraining) or leg.strategy.localsgd_configs.has_fragments
-            if (
-                in_flight or not leg.ends_at_target
-            ):  # an evaluation's exchange between those of the engine would be another one on each rank
+            if in_flight or not leg.ends_at_target:  # an exchange between those in flight would be another one on each rank
                 self._snapshots.append((step, flat))
                 return
             loss, accuracy = self._evaluated_at(flat)
-            self._measures.append((step, self._agreed(loss), accuracy))
+            agreed = torch.tensor([loss], dtype=torch.float64, device=self.device)
+            self.communicators.all_reduce(agreed, "mean")  # hardware may differ in the last digit: all ranks end at one step
+            self._measures.append((step, float(agreed), accuracy))
             held_out = [(after, loss) for after, loss, _ in self._measures]
             self.has_arrived = crossing(held_out, self._experiment.workload.target_loss) is not None
 
@@ -312,12 +310,6 @@ class ComputedTraining(Training):
         """Mean loss and accuracy on the held-out split at the average of all trainers' parameters."""
         self.communicators.all_reduce(flat, "mean")
         return self._held_out.loss_and_accuracy(flat)
-
-    def _agreed(self, loss: float) -> float:
-        """The mean over ranks, whose hardware may differ in the last digit: all of them end at one step."""
-        found = torch.tensor([loss], dtype=torch.float64, device=self.device)
-        self.communicators.all_reduce(found, "mean")
-        return float(found)
 
 
 def checksum(model: torch.nn.Module) -> str:

@@ -121,7 +121,6 @@ def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
 
 
 def _stored(profile: Profile, folder: Path) -> Path:
-    """Write a profile under the digest of what it says."""
     path = (folder / f"script-{json_digest(encode(profile))[:16]}.toml").resolve()
     profile.save(path)
     return path

@@ -115,7 +115,6 @@ def _with_times(experiment: Experiment, arguments: argparse.Namespace) -> Experi
 
 
 def _run_several(arguments: argparse.Namespace) -> int:
-    """Simulate, and print what came out; ``--json`` as data."""
     if arguments.table:
         asked = "--sweep" if arguments.sweep else "--what-if" if arguments.what_if else "--seeds"
         raise ConfigError(f"no run of {asked} is stored, so none has a steps.parquet", "--table", hint="drop it, or simulate one run")
@@ -216,7 +215,6 @@ def _seeds_table(found: OverSeeds) -> Table:
 
 
 def _sweep_table(found: Sweep) -> Table:
-    """The points, with what a reader looks for first."""
     losses = ("final loss", "to target") if "final_loss" in found.table and found.table["final_loss"].notna().any() else ()
     titles = (*(axis.key for axis in found.axes), *(title for _, title in _COLUMNS), *losses)
     table = new_table(f"{found.name}: {len(found.table)} points", *titles)

@@ -137,7 +137,6 @@ def _asks_for_simulations(arguments: argparse.Namespace) -> bool:
 
 
 def _run_simulated(arguments: argparse.Namespace) -> int:
-    """Simulate, write the folder, print what came out and where it is."""
     arguments.interrupted = "nothing was running but this command"
     if arguments.sweep is not None:
         return _sweep(arguments)

@@ -5,9 +5,7 @@ every group that this rank is in. They are made in one order on every rank and k
 of the process, because making one is itself a collective. Below are the device of a trainer, and what carries collectives there.
 """
 
-import hashlib
 import itertools
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fleetbench.config import encode
+from fleetbench.digests import json_digest
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.plan.groups import Parts, part_of, queue_depth, world_of
 from fleetbench.strategy import DistributedStrategy
@@ -337,7 +336,7 @@ class Communicators:
 
 def strategy_digest(strategy: DistributedStrategy) -> str:
     """Hexadecimal digest of all of a strategy's fields."""
-    return hashlib.sha256(json.dumps(encode(strategy), sort_keys=True).encode()).hexdigest()
+    return json_digest(encode(strategy))
 
 
 def agree_on(digest: str, what: str, communicators: Communicators) -> None:

@@ -477,7 +477,6 @@ def _is_dropped(what: Combination, gradients_of: Sequence[nn.Parameter]) -> bool
 
 
 def _is_cleared(gradients_of: Sequence[nn.Parameter]) -> bool:
-    """Whether there is no gradient, or nothing but zeros."""
     return not any(values.any() for values in _values(gradients_of))
 
 

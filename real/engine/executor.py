@@ -293,7 +293,6 @@ class Executor:
         return self._control
 
     def _finish(self, operations: Operations, requests: Requests) -> None:
-        """Run operations, and those that follow from them."""
         for operation in operations:
             self._run(operation)
         for request in requests:
@@ -359,7 +358,6 @@ class Executor:
         self._updates.append(lane.submit(run, self._after(operation)))
 
     def _collect(self, operation: Operation) -> None:
-        """Start a collective on its lane."""
         tickets = self._flying if operation.payload == "delta" else self._tickets
         if not self._communicators.part(operation.group):
             tickets[operation.id] = Joined(self._after(operation))  # as far as this rank knows

@@ -268,7 +268,6 @@ class CommandLaunch(Launch):
         return LegLost(how + so_far, "the command", None, f"its output: {self.log}; it said: {self._last_lines()}")
 
     def _said(self) -> str:
-        """All that the command has said so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def _last_lines(self) -> str:
