@@ -43,11 +43,12 @@ class GradientNoise:
         for parameter, begin, total in zip(self._parameters, self._begin, self._sums, strict=True):
             gone, mean = parameter.detach() - begin.to(device), total.to(device) / self._steps
             middle = gone.clone()
-            for tensor in (mean, middle):
+            for tensor in (mean, middle) if trainers > 1 else ():
                 self._communicators.all_reduce(tensor, "mean")
             apart, of_mean, way = apart + _square_of(gone - middle), of_mean + _square_of(mean), way + _square_of(middle)
         means = torch.tensor([self._square / self._steps, apart], dtype=torch.float64, device=device)
-        self._communicators.all_reduce(means, "mean")
+        if trainers > 1:
+            self._communicators.all_reduce(means, "mean")
         square, apart = means.tolist()
         if not all(map(math.isfinite, (square, apart, of_mean, way))):
             return None

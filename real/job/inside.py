@@ -14,13 +14,14 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from fleetbench.children import end_with_parent
-from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
+from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.job.driver_watch import Watch
 from real.job.folder import DriverSide, RankSide
 from real.processes.place import PREFIX, make_folder
@@ -50,22 +51,17 @@ def driving(role: Role, out: Path) -> Iterator[None]:
     board = DriverSide(make_folder(out.resolve()))
     board.make()
     board.show_life()
-    keep = False
     try:
         _meet(role, board.path)
         os.environ[SHARED] = str(board.path)
-        try:
-            yield
-        finally:
-            del os.environ[SHARED]
-    except FleetbenchError as error:
-        keep = isinstance(error, WorkerFailed)  # whose hint names a file below
-        raise
+        yield
     finally:
+        os.environ.pop(SHARED, None)
+        has_log = isinstance(sys.exc_info()[1], WorkerFailed)  # whose hint names a file below
         with uninterrupted():
             board.stop()
             board.abort()
-            if not keep:
+            if not has_log:
                 shutil.rmtree(board.path, ignore_errors=True)
 
 
