@@ -18,7 +18,7 @@ from tuner.earlier import Earlier, keep_inputs
 from tuner.real_runs import SECONDS_PER_HOUR, budget_of
 from tuner.recommendation import Recommendation
 from tuner.resumption import Journal, Resumption, inputs_of
-from tuner.tune import spending, store, tune
+from tuner.tune import refuse_metric_alone, spending, store, tune
 from tuner.verify import Progress
 
 SECONDS = 5.0
@@ -46,6 +46,7 @@ def tune_script(
     Raises ``ConfigError``
     for what cannot be executed or is being tuned by another process already, ``LegFailed`` where the script fails with its own strategy.
     """
+    refuse_metric_alone(base)
     before = None if earlier is None else Earlier.load(earlier)
     resumption = Resumption(command, base, out)
     resumption.claim()
