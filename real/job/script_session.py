@@ -126,7 +126,7 @@ class ScriptSession(LegSession):
             try:
                 num_before = launch.num_steps
                 parts = launch.run(leg, progress)
-                require_finite(parts, num_before, profile=leg.profile)
+                require_finite(parts, num_before, launch.output, profile=leg.profile)
             except BaseException as error:
                 self._kill()
                 if isinstance(error, LegLost) and not lost:
