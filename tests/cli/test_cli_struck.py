@@ -71,8 +71,12 @@ def _found(folder: Path, done: subprocess.CompletedProcess[str]) -> dict[str, An
     (default, *others) = (len(arm["measured_s"]) for arm in found["arms"])
     assert others == [2] * len(others)
     assert default in range(2, 2 * len(others) + 1, 2)  # again beside each arm that the first legs named
-    assert len(found["pairs"]) == (0 if found.get("finalist") is None else 2)
-    assert sum(len(arm["measured_runs"]) for arm in found["arms"]) == default + sum(others) + 2 * len(found["pairs"])
+    void = {run for arm in found["arms"] for run in arm.get("void_runs", ())}
+    legs = {arm["name"]: arm["measured_runs"][len(arm["measured_s"]) :] for arm in found["arms"]}  # but for those that ranked the arms
+    pairs = [] if found.get("finalist") is None else list(zip(legs["default"], legs[found["finalist"]], strict=True))
+    assert len(pairs) == (0 if found.get("finalist") is None else 2)
+    assert sum(map(len, legs.values())) == 2 * len(pairs)
+    assert len(found["pairs"]) == sum(void.isdisjoint(pair) for pair in pairs)
     assert not list((folder / "runs").glob("resume-*"))
     return found
 
