@@ -21,6 +21,7 @@ from fleetbench.cli.options import (
 )
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
+from fleetbench.quantities import counted
 from fleetbench.report import units
 
 if TYPE_CHECKING:
@@ -159,12 +160,13 @@ def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    from fleetbench.cli.tables import target_of
     from fleetbench.store import new_run_id
     from sim.many.sweep import Axis, sweep
 
     axes = [Axis.parse(text) for text in arguments.sweep]
     check_writable(arguments.out)
-    said: set[str] = set()
+    said, headings = set[str](), set[str]()
 
     def load(more: Sequence[str]) -> Experiment:
         experiment, notes = load_with_notes(arguments, more)
@@ -172,6 +174,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
             if text not in said:  # once, and not at every point
                 say(f"note: {text}")
         said.update(notes)
+        headings.add(f", {counted(experiment.workload.steps, 'step')}{target_of(experiment) if arguments.loss else ''}")
         return experiment
 
     with progress.steps("simulate points") as advance:
@@ -184,7 +187,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
         points = json.loads(found.table.to_json(orient="records", double_precision=15))
         emit(json.dumps({"name": found.name, "points": points, "note": found.note, "table": str(table)}, indent=1))
         return 0
-    emit_table(_sweep_table(found))
+    emit_table(_sweep_table(found, "".join(headings) if len(headings) == 1 else ""))
     if found.note is not None:
         emit(f"note: {found.note}")
     emit(f"table: {table}")
@@ -192,12 +195,12 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _seeds_table(found: OverSeeds) -> Table:
-    from fleetbench.cli.tables import TIMES
+    from fleetbench.cli.tables import TIMES, target_of
 
     first = found.summaries[0]
-    table = new_table(
-        f"{first.name}: {first.trainers} trainers, {first.steps} steps, {len(found.seeds)} seeds", "", "mean", "95 % interval"
-    )
+    target = "" if first.loss_from is None else target_of(found.experiment)
+    size = f"{first.trainers} trainers, {first.steps} steps, {len(found.seeds)} seeds"
+    table = new_table(f"{first.name}: {size}{target}", "", "mean", "95 % interval")
     intervals = found.intervals
     for name, label in TIMES:
         if (interval := intervals.get(name)) is not None:
@@ -214,10 +217,10 @@ def _seeds_table(found: OverSeeds) -> Table:
     return table
 
 
-def _sweep_table(found: Sweep) -> Table:
+def _sweep_table(found: Sweep, heading: str) -> Table:
     losses = ("final loss", "to target") if "final_loss" in found.table and found.table["final_loss"].notna().any() else ()
     titles = (*(axis.key for axis in found.axes), *(title for _, title in _COLUMNS), *losses)
-    table = new_table(f"{found.name}: {len(found.table)} points", *titles)
+    table = new_table(f"{found.name}: {len(found.table)} points{heading}", *titles)
     for row in found.table.to_dict(orient="records"):
         cells: list[Any] = [units.number(row[axis.key]) for axis in found.axes]
         cells += [f"{row['trainers']:,}", f"{row['samples_per_s']:,.0f}"]
