@@ -71,12 +71,15 @@ def _found(folder: Path, done: subprocess.CompletedProcess[str]) -> dict[str, An
     (default, *others) = (len(arm["measured_s"]) for arm in found["arms"])
     assert others == [2] * len(others)
     assert default in range(2, 2 * len(others) + 1, 2)  # again beside each arm that the first legs named
+    own, *compared = (arm["measured_runs"][len(arm["measured_s"]) :] for arm in found["arms"])  # after the legs that rank the arms
+    assert {len(legs) for legs in compared} <= {0, 2}  # another is compared after one that gains nothing
+    assert len(own) == sum(map(len, compared))
+    finalist = [legs for arm, legs in zip(found["arms"][1:], compared, strict=True) if arm["name"] == found.get("finalist")]
+    assert [len(legs) for legs in finalist] == ([2] if own else [])
     void = {run for arm in found["arms"] for run in arm.get("void_runs", ())}
-    legs = {arm["name"]: arm["measured_runs"][len(arm["measured_s"]) :] for arm in found["arms"]}  # but for those that ranked the arms
-    pairs = [] if found.get("finalist") is None else list(zip(legs["default"], legs[found["finalist"]], strict=True))
-    assert len(pairs) == (0 if found.get("finalist") is None else 2)
-    assert sum(map(len, legs.values())) == 2 * len(pairs)
-    assert len(found["pairs"]) == sum(void.isdisjoint(pair) for pair in pairs)
+    beside = [own[first : first + 2] for first in range(0, len(own), 2)]  # one of these pairs of legs is beside the finalist's
+    counted = {sum(void.isdisjoint(pair) for pair in zip(legs, finalist[0], strict=True)) for legs in beside}
+    assert len(found["pairs"]) in (counted or {0})
     assert not list((folder / "runs").glob("resume-*"))
     return found
 
