@@ -147,7 +147,10 @@ def _read_generic(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
     """A choice, a list or a dictionary."""
     origin, arguments = _origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
-        return _checked_choice(value, arguments, where)
+        if any(value == choice and type(value) is type(choice) for choice in arguments):
+            return value
+        listed = ", ".join(map(str, arguments))
+        raise ConfigError("not one of the choices", where, _shown(value), f"choose from: {listed}{nearest(value, arguments)}")
     if origin is tuple and isinstance(value, (tuple, list)):
         return tuple(_read(item, arguments[0], f"{where}[{index}]", of_file=of_file) for index, item in enumerate(value))
     if origin is dict and isinstance(value, Mapping):
@@ -221,13 +224,6 @@ def _below(where: str, make: Callable[[], T]) -> T:
         raise type(error)(error.what, place, error.value, error.hint) from None
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise ConfigError(str(error), where, hint="check what the file says there") from None
-
-
-def _checked_choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:
-    if any(value == choice and type(value) is type(choice) for choice in choices):
-        return value
-    listed = ", ".join(map(str, choices))
-    raise ConfigError("not one of the choices", where, _shown(value), f"choose from: {listed}{nearest(value, choices)}")
 
 
 def _countable(value: Any, where: str) -> Any:

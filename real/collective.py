@@ -28,7 +28,8 @@ from real.checkpoints.meeting import Meeting
 from real.communication.communicators import Communicators, Errors, backend_of_world, collective_errors, device_of
 from real.compute.living import NotCopied
 from real.engine.engine import Engine
-from real.processes.failures import Failures, watch_failures
+from real.processes.diagnosis import NOTE
+from real.processes.failures import Failures
 from real.processes.joining import join
 from real.processes.roles import JOINED, TUNING, launcher_of, role_of
 
@@ -231,7 +232,15 @@ class Collective:
         """Watch for a failure on any rank; what stands around every collective from now on."""
         if dist.get_world_size() == 1:
             return collective_errors
-        self._failures = watch_failures(lambda: 0 if self.engine is None else self.engine.step)
+        joined = os.environ.get(JOINED)
+        self._failures = Failures(
+            dist.distributed_c10d._get_default_store(),  # noqa: SLF001  # torch has no other name for it
+            dist.get_rank(),
+            dist.get_world_size(),
+            step=lambda: 0 if self.engine is None else self.engine.step,
+            note=None if joined is None else Path(joined).with_name(NOTE),
+        )
+        self._failures.start()
         return self._failures.broken
 
     def use(self, engine: Engine) -> None:

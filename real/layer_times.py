@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -101,7 +102,7 @@ class LayerClock:
             self._model.register_forward_pre_hook(lambda *_: self._forward_begins()),
             self._model.register_forward_hook(lambda *_: self._forward_ends()),
             *(module.register_forward_pre_hook(self._enters(name)) for name, module in self._modules.items()),
-            *(item.register_post_accumulate_grad_hook(self._on_gradient(name)) for name, item in self._parameters.items()),
+            *(item.register_post_accumulate_grad_hook(partial(self._on_gradient, name)) for name, item in self._parameters.items()),
         ]
 
     def detach(self) -> None:
@@ -127,7 +128,9 @@ class LayerClock:
         times = LayerTimes(list(self._layers), [(name, item.numel(), dtype[name]) for name, item in self._parameters.items()])
         for step in self._kept:
             times.forward.append(self._forward_of(step))
-            times.ready.append(self._ready_of(step))
+            forward_end, *ends = self._clock.resolve([step.forward_end, *step.ready.values()])
+            ready = dict(zip(step.ready, (end - forward_end for end in ends), strict=True))
+            times.ready.append([ready.get(name) for name in self._parameters])
         return times
 
     def _forward_of(self, step: _Step) -> list[int]:
@@ -140,11 +143,6 @@ class LayerClock:
         bounds = [begin, *(entry[name] for name in order[1:]), end]
         spans = {name: bounds[index + 1] - bounds[index] for index, name in enumerate(order)}
         return [spans[name] for name in self._layers]
-
-    def _ready_of(self, step: _Step) -> list[int | None]:
-        forward_end, *times = self._clock.resolve([step.forward_end, *step.ready.values()])
-        ready = dict(zip(step.ready, (time - forward_end for time in times), strict=True))
-        return [ready.get(name) for name in self._parameters]
 
     def _forward_begins(self) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._model.training:
@@ -170,12 +168,9 @@ class LayerClock:
 
         return hook
 
-    def _on_gradient(self, name: str) -> Callable[[torch.Tensor], None]:
-        def hook(_parameter: torch.Tensor) -> None:
-            if self._step is not None and not self._in_forward:
-                self._step.ready[name] = self._clock.mark()
-
-        return hook
+    def _on_gradient(self, name: str, _parameter: torch.Tensor) -> None:
+        if self._step is not None and not self._in_forward:
+            self._step.ready[name] = self._clock.mark()
 
 
 def _nearest(name: str, entered: dict[str, int]) -> str:

@@ -14,6 +14,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.drive import ends_epoch
+from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import all_reduce_cost, as_used, compute_key, profile_of
 from fleetbench.stragglers import draws
@@ -28,7 +29,6 @@ from real.communication.communicators import Communicators
 from real.compute.injector import Injector, delay_of
 from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
-from real.engine.planning import Forecast
 from real.layer_times import ProfileLeg
 from real.leg import Leg
 from real.leg_steps import Beat, LegEngine, Trained, begin_leg
@@ -163,7 +163,7 @@ class Training(Trained):
         engine.attach_optimizer(self.optimizer)
         return engine
 
-    def _forecast(self, strategy: DistributedStrategy) -> Forecast | None:
+    def _forecast(self, strategy: DistributedStrategy) -> tuple[Cost, dict[str, int]] | None:
         """What the layer table knows beforehand, for a fusion that plans by it."""
         table = self._table(strategy)
         if not strategy.fuses_by_cost or table is None:
@@ -258,7 +258,6 @@ class ComputedTraining(Training):
         self.optimizer = make_optimizer(self.model, self._experiment.workload)
 
     def _inject(self, leg: Leg, beat: Beat) -> None:
-        """Delay the engine's steps by the experiment's stragglers."""
         table = self._table(leg.strategy)
         if table is None:
             raise ConfigError("injected stragglers need the profile's layer times", "workload.profile", hint="take a profile first")
@@ -286,7 +285,6 @@ class ComputedTraining(Training):
         return loss
 
     def _table(self, strategy: DistributedStrategy) -> LayerTable | None:
-        """The profile's; none where it has none."""
         key, profile = compute_key(self._experiment, strategy), profile_of(self._experiment)
         return next((as_used(table, strategy) for table in profile.tables if table.key == key), None) if profile else None
 
@@ -294,13 +292,13 @@ class ComputedTraining(Training):
         with self.engine.stopwatch.pause():
             flat, leg = self._flat_parameters(), self._leg
             in_flight = isinstance(self.engine, ServedTraining) or leg.strategy.localsgd_configs.has_fragments
-            if (
-                in_flight or not leg.ends_at_target
-            ):  # an evaluation's exchange between those of the engine would be another one on each rank
+            if in_flight or not leg.ends_at_target:  # an exchange between those in flight would be another one on each rank
                 self._snapshots.append((step, flat))
                 return
             loss, accuracy = self._evaluated_at(flat)
-            self._measures.append((step, self._agreed(loss), accuracy))
+            agreed = torch.tensor([loss], dtype=torch.float64, device=self.device)
+            self.communicators.all_reduce(agreed, "mean")  # hardware may differ in the last digit: all ranks end at one step
+            self._measures.append((step, float(agreed), accuracy))
             held_out = [(after, loss) for after, loss, _ in self._measures]
             self.has_arrived = crossing(held_out, self._experiment.workload.target_loss) is not None
 
@@ -310,16 +308,8 @@ class ComputedTraining(Training):
 
     def _evaluated_at(self, flat: torch.Tensor) -> tuple[float, float | None]:
         """Mean loss and accuracy on the held-out split at the average of all trainers' parameters."""
-        if self.communicators.trainers > 1:
-            self.communicators.all_reduce(flat, "mean")
+        self.communicators.all_reduce(flat, "mean")
         return self._held_out.loss_and_accuracy(flat)
-
-    def _agreed(self, loss: float) -> float:
-        """The mean over ranks, whose hardware may differ in the last digit: all of them end at one step."""
-        found = torch.tensor([loss], dtype=torch.float64, device=self.device)
-        if self.communicators.trainers > 1:
-            self.communicators.all_reduce(found, "mean")
-        return float(found)
 
 
 def checksum(model: torch.nn.Module) -> str:

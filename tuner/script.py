@@ -18,7 +18,7 @@ from tuner.earlier import Earlier, keep_inputs
 from tuner.real_runs import SECONDS_PER_HOUR, budget_of
 from tuner.recommendation import Recommendation
 from tuner.resumption import Journal, Resumption, inputs_of
-from tuner.tune import spending, store, tune
+from tuner.tune import refuse_metric_alone, spending, store, tune
 from tuner.verify import Progress
 
 SECONDS = 5.0
@@ -46,6 +46,7 @@ def tune_script(
     Raises ``ConfigError``
     for what cannot be executed or is being tuned by another process already, ``LegFailed`` where the script fails with its own strategy.
     """
+    refuse_metric_alone(base)
     before = None if earlier is None else Earlier.load(earlier)
     resumption = Resumption(command, base, out)
     resumption.claim()
@@ -121,7 +122,6 @@ def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
 
 
 def _stored(profile: Profile, folder: Path) -> Path:
-    """Write a profile under the digest of what it says."""
     path = (folder / f"script-{json_digest(encode(profile))[:16]}.toml").resolve()
     profile.save(path)
     return path
@@ -135,8 +135,6 @@ def _notes(base: Experiment, experiment: Experiment, session: ScriptSession, num
         notes.append(f"it holds for {counted(experiment.cluster.trainers, 'trainer')} on {hosts}, started by the same command")
     if experiment.cluster.nodes > 1 and experiment.cluster.trainers_per_node > 1 and base.cluster.intra is None:
         notes.append("cluster.intra is not declared: the simulator took the link inside a node to be as slow as that between nodes")
-    if num_replayed:
-        notes.append(f"before an interruption it had run {counted(num_replayed, 'leg')}")
     since = " since the interruption" if num_replayed else ""
     notes.append(f"the script held its trainers for {session.held_s / SECONDS_PER_HOUR:.2g} trainer hours{since}")
     return notes

@@ -65,9 +65,7 @@ def tune(
     if experiment.strategy.mode == "ps":
         hint = "compare runs of `fleetbench sim` or `real` with different a_sync_configs"
         raise ConfigError("strategies of parameter servers are not searched", "strategy.mode", "'ps'", hint)
-    if experiment.tune.metric is not None and experiment.workload.target_loss is None:
-        hint = "set workload.target_loss; a script also calls fleet.report(loss=loss) before optimizer.step()"
-        raise ConfigError("is looked at where a run reaches its target, and there is none", "tune.metric", experiment.tune.metric, hint)
+    refuse_metric_alone(experiment)
     if runner is None:
         from real.job.session import Session
         from real.supported import refuse_unsupported
@@ -127,7 +125,7 @@ def tune(
             held=held,
         )
     cost_s = max(time.monotonic() - began, legs.spent_s / experiment.cluster.trainers)  # a resumed tuning has spent more than it took now
-    if resumption is not None and journal is not None and journal.num_replayed:
+    if journal is not None and journal.num_replayed:
         notes.append(f"before an interruption it had run {counted(journal.num_replayed, 'leg')}")
     recommendation = dataclasses.replace(
         recommendation,
@@ -170,6 +168,13 @@ def _new_folder(experiment: Experiment, out: Path, draft: Path | None) -> Path:
 def store(experiment: Experiment, recommendation: Recommendation, out: Path) -> None:
     """Put the strategy where ``strategy.auto`` finds it for this model on these trainers."""
     keep(folder_of(out=out), key_of_profiled(experiment, table_for(experiment)), recommendation.strategy, recommendation.line)
+
+
+def refuse_metric_alone(experiment: Experiment) -> None:
+    """Raise ``ConfigError`` for ``tune.metric`` without a target."""
+    if experiment.tune.metric is not None and experiment.workload.target_loss is None:
+        hint = "set workload.target_loss; a script also calls fleet.report(loss=loss) before optimizer.step()"
+        raise ConfigError("is looked at where a run reaches its target, and there is none", "tune.metric", experiment.tune.metric, hint)
 
 
 def _profiled(experiment: Experiment, out: Path, resumption: Resumption | None, progress: Callable[[int, int], None] | None) -> Experiment:

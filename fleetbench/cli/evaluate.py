@@ -67,7 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _evaluated(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """The folder of the evaluation and its ``summary.json``."""
     experiment = load_experiment(arguments)
     from fleetbench.result import SCHEMA
     from fleetbench.store import new_folder

@@ -73,7 +73,7 @@ def _lines() -> Stages:
         if done == said or (first < done < total and now - at_s < _OFTEN_S):
             return
         told[stage] = done, now
-        left = f", about {(now - begin_s) / (done - first) * (total - done):.0f} s left" if first < done < total else ""
+        left = f", the rest in about {(now - begin_s) / (done - first) * (total - done):.0f} s" if first < done < total else ""
         say(f"{stage}: {done} of {total}{left}")
 
     return advance

@@ -27,7 +27,11 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, store the run, print its summary beside what the simulator says of it."""
-    _refuse_several()
+    from real.processes.roles import role_of
+
+    if (num := role_of(os.environ).trainers) > 1:
+        hint = f"start it once; torchrun -m {REGISTRY_SCRIPT} EXPERIMENT.toml trains, and fleetbench tune can drive from inside"
+        raise ConfigError("starts its trainers itself, on this machine", "fleetbench real", f"{num} processes", hint)
     experiment = load_experiment(arguments)
     from fleetbench.store import save_run
     from fleetbench.workload import LAYERS
@@ -59,16 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
             emit(line)
     emit(f"run: {result.path}")
     return 0
-
-
-def _refuse_several() -> None:
-    """Raise ``ConfigError`` where somebody has started the command once for each trainer."""
-    from real.processes.roles import role_of
-
-    num = role_of(os.environ).trainers
-    if num > 1:
-        hint = f"start it once; torchrun -m {REGISTRY_SCRIPT} EXPERIMENT.toml trains, and fleetbench tune can drive from inside"
-        raise ConfigError("starts its trainers itself, on this machine", "fleetbench real", f"{num} processes", hint)
 
 
 def _simulated(experiment: Experiment) -> Summary | None:

@@ -21,6 +21,7 @@ from fleetbench.cli.options import (
 )
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
+from fleetbench.quantities import counted
 from fleetbench.report import units
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from sim.learning.trajectory import Trajectory
     from sim.many.seeds import OverSeeds
     from sim.many.sweep import Sweep
-    from sim.many.what_if import Case
 
 _COLUMNS = (("trainers", "trainers"), ("samples_per_s", "samples/s"), ("step_s", "step"), ("wait_s", "wait"), ("exposed_comm_s", "exposed"))
 
@@ -116,7 +116,6 @@ def _with_times(experiment: Experiment, arguments: argparse.Namespace) -> Experi
 
 
 def _run_several(arguments: argparse.Namespace) -> int:
-    """Simulate, and print what came out; ``--json`` as data."""
     if arguments.table:
         asked = "--sweep" if arguments.sweep else "--what-if" if arguments.what_if else "--seeds"
         raise ConfigError(f"no run of {asked} is stored, so none has a steps.parquet", "--table", hint="drop it, or simulate one run")
@@ -148,21 +147,26 @@ def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
         cases = what_if(experiment, engine=arguments.engine, progress=advance)
     if arguments.json:
         emit(json.dumps({"name": experiment.name, "cases": [case.to_dict() for case in cases]}, indent=1))
-    else:
-        emit_table(_what_if_table(experiment, cases))
-        from fleetbench.cli.tables import emit_node_bandwidth
+        return 0
+    from fleetbench.cli.tables import emit_node_bandwidth
 
-        emit_node_bandwidth(experiment.cluster)
+    size = f"{experiment.cluster.trainers} trainers, {experiment.workload.steps} steps"
+    table = new_table(f"{experiment.name}: {size}", "", "whole run", "step, mean", "gain")
+    for case in cases:
+        table.add_row(case.name, units.seconds(case.summary.wall_s), units.seconds(case.summary.step_s["mean"]), units.ratio(case.gain))
+    emit_table(table)
+    emit_node_bandwidth(experiment.cluster)
     return 0
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    from fleetbench.cli.tables import target_of
     from fleetbench.store import new_run_id
     from sim.many.sweep import Axis, sweep
 
     axes = [Axis.parse(text) for text in arguments.sweep]
     check_writable(arguments.out)
-    said: set[str] = set()
+    said, headings = set[str](), set[str]()
 
     def load(more: Sequence[str]) -> Experiment:
         experiment, notes = load_with_notes(arguments, more)
@@ -170,6 +174,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
             if text not in said:  # once, and not at every point
                 say(f"note: {text}")
         said.update(notes)
+        headings.add(f", {counted(experiment.workload.steps, 'step')}{target_of(experiment) if arguments.loss else ''}")
         return experiment
 
     with progress.steps("simulate points") as advance:
@@ -182,7 +187,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
         points = json.loads(found.table.to_json(orient="records", double_precision=15))
         emit(json.dumps({"name": found.name, "points": points, "note": found.note, "table": str(table)}, indent=1))
         return 0
-    emit_table(_sweep_table(found))
+    emit_table(_sweep_table(found, "".join(headings) if len(headings) == 1 else ""))
     if found.note is not None:
         emit(f"note: {found.note}")
     emit(f"table: {table}")
@@ -190,12 +195,12 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _seeds_table(found: OverSeeds) -> Table:
-    from fleetbench.cli.tables import TIMES
+    from fleetbench.cli.tables import TIMES, target_of
 
     first = found.summaries[0]
-    table = new_table(
-        f"{first.name}: {first.trainers} trainers, {first.steps} steps, {len(found.seeds)} seeds", "", "mean", "95 % interval"
-    )
+    target = "" if first.loss_from is None else target_of(found.experiment)
+    size = f"{first.trainers} trainers, {first.steps} steps, {len(found.seeds)} seeds"
+    table = new_table(f"{first.name}: {size}{target}", "", "mean", "95 % interval")
     intervals = found.intervals
     for name, label in TIMES:
         if (interval := intervals.get(name)) is not None:
@@ -212,19 +217,10 @@ def _seeds_table(found: OverSeeds) -> Table:
     return table
 
 
-def _what_if_table(experiment: Experiment, cases: Sequence[Case]) -> Table:
-    cluster, steps = experiment.cluster, experiment.workload.steps
-    table = new_table(f"{experiment.name}: {cluster.trainers} trainers, {steps} steps", "", "whole run", "step, mean", "gain")
-    for case in cases:
-        table.add_row(case.name, units.seconds(case.summary.wall_s), units.seconds(case.summary.step_s["mean"]), units.ratio(case.gain))
-    return table
-
-
-def _sweep_table(found: Sweep) -> Table:
-    """The points, with what a reader looks for first."""
+def _sweep_table(found: Sweep, heading: str) -> Table:
     losses = ("final loss", "to target") if "final_loss" in found.table and found.table["final_loss"].notna().any() else ()
     titles = (*(axis.key for axis in found.axes), *(title for _, title in _COLUMNS), *losses)
-    table = new_table(f"{found.name}: {len(found.table)} points", *titles)
+    table = new_table(f"{found.name}: {len(found.table)} points{heading}", *titles)
     for row in found.table.to_dict(orient="records"):
         cells: list[Any] = [units.number(row[axis.key]) for axis in found.axes]
         cells += [f"{row['trainers']:,}", f"{row['samples_per_s']:,.0f}"]

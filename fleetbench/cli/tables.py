@@ -42,7 +42,8 @@ _COUNTS: tuple[tuple[str, Callable[[Summary], Any], Callable[[Any], str]], ...] 
 
 def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
     """Print summaries side by side: one, or the simulated and the real one with the simulator's error."""
-    emit_table(runs_table(runs))
+    has_losses = any(summary.loss_from is not None for summary in runs.values())
+    emit_table(runs_table(runs, target_of(experiment) if has_losses else ""))
     emit_node_bandwidth(experiment.cluster)
     target = experiment.workload.target_loss
     for label, summary in runs.items():
@@ -89,13 +90,18 @@ def _servers(load: Mapping[str, Any], staleness: Mapping[str, float] | None) -> 
     return ", ".join(found)
 
 
-def runs_table(runs: Mapping[str, Summary]) -> Table:
-    """A column a run; with ``simulated`` and ``real`` a third one, the error of the simulated figure."""
+def target_of(experiment: Experiment) -> str:
+    """What a heading says of the target, if there is one."""
+    return "" if experiment.workload.target_loss is None else f", target loss {experiment.workload.target_loss:g}"
+
+
+def runs_table(runs: Mapping[str, Summary], target: str = "") -> Table:
+    """A column a run, below a heading with ``target``; with ``simulated`` and ``real`` a third one, the error of the simulated figure."""
     any_run = next(iter(runs.values()))
     emulated = ", emulated compute" if any_run.emulated else ""
     size = f"{counted(any_run.trainers, 'trainer')}, {counted(any_run.steps, 'step')}"
     both = {"simulated", "real"} <= set(runs)
-    table = new_table(f"{any_run.name}: {size}{emulated}", "", *runs, *(["error"] if both else []))
+    table = new_table(f"{any_run.name}: {size}{emulated}{target}", "", *runs, *(["error"] if both else []))
     figures = {label: dict(flat(dataclasses.asdict(summary))) for label, summary in runs.items()}
     for key, name in TIMES:
         cells = [units.seconds(values.get(key)) for values in figures.values()]

@@ -85,8 +85,9 @@ def show(recommendation: Recommendation, folder: Path, arguments: argparse.Names
         say(f"recommendation: {folder / 'recommended.toml'}\nreport: {report}")
         return 0
     emit_table(_arms_table(recommendation))
+    said = "\n".join((*recommendation.notes, recommendation.line))
     for arm in recommendation.arms:
-        if arm.rejected is not None:
+        if arm.rejected is not None and f"{arm.name} {arm.rejected}" not in said:
             emit(f"rejected: {arm.name}: {arm.rejected}")
     for note in recommendation.notes:
         emit(f"note: {note}")
@@ -108,7 +109,7 @@ def _arms_table(recommendation: Recommendation) -> Table:
         if arm.target is not None and len(arm.target.updates) > 1:
             target = f"{target} ({arm.target.num_reached} of {len(arm.target.updates)})"
         table.add_row(
-            arm.name,
+            "Fleet's advice" if arm.name == "advice" else arm.name,
             units.milliseconds(arm.simulated_s),
             units.milliseconds(arm.real_s),
             "" if arm.error is None else units.percent(arm.error, sign=True),
@@ -137,7 +138,6 @@ def _asks_for_simulations(arguments: argparse.Namespace) -> bool:
 
 
 def _run_simulated(arguments: argparse.Namespace) -> int:
-    """Simulate, write the folder, print what came out and where it is."""
     arguments.interrupted = "nothing was running but this command"
     if arguments.sweep is not None:
         return _sweep(arguments)

@@ -74,7 +74,10 @@ def drive_script(arguments: argparse.Namespace, drive: Callable[[argparse.Namesp
 
     role = role_inside()
     if role is None:
-        _enter_workdir(arguments)
+        if arguments.workdir is not None:
+            arguments.workdir.mkdir(parents=True, exist_ok=True)
+            named = ((word, Path(word)) for word in arguments.command_line)  # a script is named from there
+            arguments.command_line = tuple(str(path.resolve()) if path.suffix == ".py" and path.is_file() else word for word, path in named)
         return drive(arguments, *_asked(arguments))
     if arguments.workdir is not None:
         hint = "let the job's script start it there: (cd DIR && torchrun ...)"
@@ -84,15 +87,6 @@ def drive_script(arguments: argparse.Namespace, drive: Callable[[argparse.Namesp
         return serve(role, command, base.run.environment)
     with driving(role, arguments.out):
         return drive(arguments, command, base)
-
-
-def _enter_workdir(arguments: argparse.Namespace) -> None:
-    """Make the command's folder, and name its script from there."""
-    if arguments.workdir is None:
-        return
-    arguments.workdir.mkdir(parents=True, exist_ok=True)
-    words = arguments.command_line
-    arguments.command_line = tuple(str(Path(word).resolve()) if word.endswith(".py") and Path(word).is_file() else word for word in words)
 
 
 def refuse_workdir(arguments: argparse.Namespace) -> None:

@@ -130,7 +130,7 @@ def fit_slowdowns(exchange: Exchange, measured: Overlapped) -> Slowdowns:
     return Slowdowns(compute=round(compute, 4), collective=round(collective, 4), error=left, statement=statement)
 
 
-_LEAST_TOGETHER, _MOST_TOGETHER = 0.02, 2.0
+LEAST_TOGETHER, _MOST_TOGETHER = 0.02, 2.0
 _END_TOGETHER = 1e-12
 _STARTS_TOGETHER = ((1.0, 1.0), (1.9, 1.0), (0.5, 0.5), (1.9, 1.9))
 _RIDGE_TOGETHER = 1e-3
@@ -191,7 +191,7 @@ def fit_together(queues: Sequence[Sequence[float]], alpha_s: float, took_s: Sequ
         return [*errors, _RIDGE_TOGETHER * (numbers[0] - _MOST_TOGETHER), _RIDGE_TOGETHER * (numbers[1] - 1.0)]
 
     fits = [
-        least_squares(residuals, start, bounds=(_LEAST_TOGETHER, _MOST_TOGETHER), diff_step=1e-3, loss="soft_l1", f_scale=0.2)
+        least_squares(residuals, start, bounds=(LEAST_TOGETHER, _MOST_TOGETHER), diff_step=1e-3, loss="soft_l1", f_scale=0.2)
         for start in _STARTS_TOGETHER
     ]
     best = min(fits, key=lambda fit: float(fit.cost))

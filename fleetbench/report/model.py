@@ -33,7 +33,6 @@ class TuneView:
     """Name of the recommended arm."""
     min_gain: float
     """USE needs the interval's lower end above 1 + ``min_gain``."""
-    target_loss: float | None
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -130,12 +129,7 @@ def _tune_report(folder: Path) -> Report:
         headline=recommendation.line + ("; measured on a busy machine" if is_busy else ""),
         good=finalist is not None,
         experiment=recommendation.experiment,
-        tune=TuneView(
-            recommendation=recommendation,
-            chosen=finalist or DEFAULT,
-            min_gain=experiment.tune.min_gain,
-            target_loss=experiment.workload.target_loss,
-        ),
+        tune=TuneView(recommendation=recommendation, chosen=finalist or DEFAULT, min_gain=experiment.tune.min_gain),
         splits=splits_of(_by_arm(runs, recommendation.arms)),
         skipped=_skipped(stored),
         notes=(*recommendation.notes, *missing),

@@ -300,7 +300,10 @@ def restore(engine: Engine, found: Restored, where: str) -> None:
     for name, value in (*found.model.items(), *found.parameters.items()):
         own[name].copy_(value)
     engine.communicators.order_lanes()
-    _set_random(found.random, device)
+    if "cpu" in found.random:
+        torch.set_rng_state(found.random["cpu"].clone())
+    if "cuda" in found.random and device.type == "cuda":
+        torch.cuda.set_rng_state(found.random["cuda"].clone(), device)
 
 
 @torch.no_grad()
@@ -336,13 +339,6 @@ def _random(device: torch.device) -> dict[str, torch.Tensor]:
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
     return found
-
-
-def _set_random(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    if "cpu" in states:
-        torch.set_rng_state(states["cpu"].clone())
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"].clone(), device)
 
 
 def _some(names: Sequence[str]) -> str:

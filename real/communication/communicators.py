@@ -5,9 +5,7 @@ every group that this rank is in. They are made in one order on every rank and k
 of the process, because making one is itself a collective. Below are the device of a trainer, and what carries collectives there.
 """
 
-import hashlib
 import itertools
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fleetbench.config import encode
+from fleetbench.digests import json_digest
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.plan.groups import Parts, part_of, queue_depth, world_of
 from fleetbench.strategy import DistributedStrategy
@@ -275,7 +274,8 @@ class Communicators:
 
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str = "world", communicator: int = 0) -> None:
         """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``, bit-identical on each of its ranks."""
-        self._run(partial(dist.all_reduce, tensor, op=_OPERATORS[operator]), group, communicator)
+        if self.trainers > 1:
+            self._run(partial(dist.all_reduce, tensor, op=_OPERATORS[operator]), group, communicator)
 
     def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None = None) -> Started:
         """Begin to replace ``tensor`` by its mean over all ranks; ``ended`` runs on the backend's thread as it ends, or fails."""
@@ -308,7 +308,8 @@ class Communicators:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` by rank 0's."""
-        self.spread(tensor, "world", 0)
+        if self.trainers > 1:
+            self.spread(tensor, "world", 0)
 
     def barrier(self) -> None:
         """Meet all ranks."""
@@ -335,13 +336,11 @@ class Communicators:
 
 def strategy_digest(strategy: DistributedStrategy) -> str:
     """Hexadecimal digest of all of a strategy's fields."""
-    return hashlib.sha256(json.dumps(encode(strategy), sort_keys=True).encode()).hexdigest()
+    return json_digest(encode(strategy))
 
 
 def agree_on(digest: str, what: str, communicators: Communicators) -> None:
     """Raise ``ConfigError`` on a rank whose hexadecimal ``digest`` is not rank 0's: its collectives would not match."""
-    if communicators.trainers == 1:
-        return
     own = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=communicators.device)
     first = own.clone()
     communicators.broadcast(first)

@@ -43,7 +43,7 @@ from real.compute.compute import apply_compute
 from real.compute.living import living_hook
 from real.engine.executor import Carried, Executor, started
 from real.engine.optimizers import refuse_arguments
-from real.engine.planning import Forecast, Planning
+from real.engine.planning import Planning
 from real.engine.refusals import (
     refuse_again,
     refuse_in_step,
@@ -78,8 +78,8 @@ class Progress:
 class Engine:
     """Runs one strategy on one model. Every rank makes and closes its engines in the same order.
 
-    ``fusion = "merged_gradient"`` or ``"optimal"`` plans by a ``forecast``; what that leaves out is timed: an
-    all-reduce, and the backwards before the plan settles, which are cold. Raises
+    ``fusion = "merged_gradient"`` or ``"optimal"`` plans by a ``forecast``, the cost of an all-reduce over all trainers and when each
+    gradient is final, in ns from the backward's start; without it they are timed, and backwards before the plan settles are cold. Raises
     ``ConfigError`` in a step in which a parameter gets no gradient.
     """
 
@@ -93,7 +93,7 @@ class Engine:
         record: bool = False,
         keep_times: bool = True,
         trainers_per_node: int = 1,
-        forecast: Forecast | None = None,
+        forecast: tuple[Cost, Mapping[str, int]] | None = None,
     ) -> None:
         self.model = model
         self.strategy = strategy
@@ -263,7 +263,7 @@ class Engine:
         plan = self._planning.plan(order)
         self.communicators.require(self.strategy.nccl_comm_num, plan.parts)
         agree_on(plan.digest, "plans another exchange than rank 0", self.communicators)
-        if state is None and self.communicators.trainers > 1:  # all ranks start from rank 0's parameters and buffers
+        if state is None:  # all ranks start from rank 0's parameters and buffers
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 self.communicators.broadcast(tensor.detach())
         self._bucket_of = {name: bucket.id for bucket in plan.buckets for name in bucket.gradients}
@@ -477,7 +477,6 @@ def _is_dropped(what: Combination, gradients_of: Sequence[nn.Parameter]) -> bool
 
 
 def _is_cleared(gradients_of: Sequence[nn.Parameter]) -> bool:
-    """Whether there is no gradient, or nothing but zeros."""
     return not any(values.any() for values in _values(gradients_of))
 
 

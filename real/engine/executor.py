@@ -24,7 +24,7 @@ from real.communication.lanes import Flight, InlineLane, Joined, Lane, Started, 
 from real.compute.mixed_precision import own_gradients, unscale
 from real.compute.recompute import hold_statistics
 from real.engine.buckets import BufferAverage, DeltaBucket, Storage, Transfer
-from real.engine.optimizers import OptimizerControl
+from real.engine.optimizers import OptimizerControl, step_some
 from real.engine.refusals import refuse_apart
 from real.engine.sparse import SparseBucket, gather_rows
 from real.engine.stopwatch import Stopwatch
@@ -293,7 +293,6 @@ class Executor:
         return self._control
 
     def _finish(self, operations: Operations, requests: Requests) -> None:
-        """Run operations, and those that follow from them."""
         for operation in operations:
             self._run(operation)
         for request in requests:
@@ -348,18 +347,17 @@ class Executor:
     def _update_bucket(self, operation: Operation, bucket: int) -> None:
         if not operation.after:
             self.storage.gradients[bucket].pack()
-        gradients, step = self.storage.gradients[bucket], self._controlled().bucket_step(bucket)
+        gradients, optimizer = self.storage.gradients[bucket], self._controlled().optimizer
 
         def run() -> None:
             if isinstance(gradients, SparseBucket) and operation.after:
                 gradients.finish()
-            step()
+            step_some(optimizer, self.storage.parameters[bucket])
 
         lane = self._inline or self._communicators.update_lane
         self._updates.append(lane.submit(run, self._after(operation)))
 
     def _collect(self, operation: Operation) -> None:
-        """Start a collective on its lane."""
         tickets = self._flying if operation.payload == "delta" else self._tickets
         if not self._communicators.part(operation.group):
             tickets[operation.id] = Joined(self._after(operation))  # as far as this rank knows

@@ -10,7 +10,6 @@ state, and without hooks.
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,10 +84,6 @@ class OptimizerControl:
         self.begin(updates=True)
         step_some(self.optimizer, self._parameters.values())
         self.end(updates=True)
-
-    def bucket_step(self, bucket: int) -> Callable[[], None]:
-        """What updates one bucket's parameters."""
-        return partial(step_some, self.optimizer, self._storage.parameters[bucket])
 
     def state(self, bucket: int) -> list[torch.Tensor]:
         """The averaged state of a bucket's parameters, one tensor a slot and parameter."""

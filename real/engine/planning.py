@@ -25,10 +25,6 @@ _SMALL, _LARGE = 1024, 4 * MIB  # bytes of the all-reduces that are timed
 _REPEATS = 5
 
 
-Forecast = tuple[Cost, Mapping[str, int]]
-"""Known before training: the cost of an all-reduce over all trainers, and when each gradient is final, in ns from the backward's start."""
-
-
 class Planning:
     """What an engine knows of its gradients, and the plans that it makes of that.
 
@@ -43,8 +39,9 @@ class Planning:
         strategy: DistributedStrategy,
         communicators: Communicators,
         trainers_per_node: int,
-        forecast: Forecast | None,
+        forecast: tuple[Cost, Mapping[str, int]] | None,
     ) -> None:
+        """``forecast``: see ``Engine``."""
         cost, ready = forecast or (None, None)
         self.order: dict[str, int] = {}
         self.sparse = sparse_weights(model)
@@ -88,12 +85,10 @@ class Planning:
         self.order |= dict.fromkeys(missing, latest)
         rows = [[names.index(name), ready] for name, ready in self.order.items()]
         found = torch.tensor(rows, dtype=torch.int64, device=self._parameters[names[0]].device).reshape(-1, 2)
-        if self._communicators.trainers > 1:
-            self._communicators.broadcast(found)
+        self._communicators.broadcast(found)
         with host_reads():
             self.order = {names[index]: ready for index, ready in found.tolist()}
-        if self._forecast_ready is not None and self._strategy.fuses_by_cost:
-            known = self._forecast_ready
+        if (known := self._forecast_ready) is not None and self._strategy.fuses_by_cost:
             self.order = dict(sorted(((name, known.get(name, ready)) for name, ready in self.order.items()), key=lambda item: item[1]))
 
     def resume(self, order: Mapping[str, int], cost: Cost | None) -> None:

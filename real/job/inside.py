@@ -14,13 +14,14 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from fleetbench.children import end_with_parent
-from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
+from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.job.driver_watch import Watch
 from real.job.folder import DriverSide, RankSide
 from real.processes.place import PREFIX, make_folder
@@ -50,22 +51,17 @@ def driving(role: Role, out: Path) -> Iterator[None]:
     board = DriverSide(make_folder(out.resolve()))
     board.make()
     board.show_life()
-    keep = False
     try:
         _meet(role, board.path)
         os.environ[SHARED] = str(board.path)
-        try:
-            yield
-        finally:
-            del os.environ[SHARED]
-    except FleetbenchError as error:
-        keep = isinstance(error, WorkerFailed)  # whose hint names a file below
-        raise
+        yield
     finally:
+        os.environ.pop(SHARED, None)
+        has_log = isinstance(sys.exc_info()[1], WorkerFailed)  # whose hint names a file below
         with uninterrupted():
             board.stop()
             board.abort()
-            if not keep:
+            if not has_log:
                 shutil.rmtree(board.path, ignore_errors=True)
 
 
@@ -82,8 +78,11 @@ def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) ->
             if not watch.driver_lives():
                 hint = "its output says why; start the job again: it goes on"
                 raise WorkerFailed("is gone, and nobody drives any more", "rank 0", hint=hint)
-            for folder in _launches(board):
-                if folder not in done:
+            found: list[Path] = []
+            with contextlib.suppress(OSError):  # one goes while its name is looked for
+                found = sorted(path.parent for path in board.path.glob(f"{PREFIX}*/*/driver.json"))
+            for folder in found:
+                if folder not in done and not RankSide(folder).is_aborted():
                     done.add(folder)
                     _train(role, command, environment, folder, watch)
             time.sleep(_POLL_S)
@@ -91,14 +90,6 @@ def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) ->
         if not board.is_over() and not watch.driver_lives():
             shutil.rmtree(board.path, ignore_errors=True)  # as rank 0 would have done
     return 0
-
-
-def _launches(board: RankSide) -> list[Path]:
-    """Folders of launches that are not over."""
-    with contextlib.suppress(OSError):  # one went while we looked
-        found = [path.parent for path in board.path.glob(f"{PREFIX}*/*/driver.json")]
-        return sorted(folder for folder in found if not RankSide(folder).is_aborted())
-    return []
 
 
 def trainer_environment(folder: Path, role: Role | None = None) -> dict[str, str]:

@@ -232,6 +232,11 @@ class CommandLaunch(Launch):
         self._command = list(command)
 
     @property
+    def output(self) -> Path:
+        """Where the trainers' output is: the command's, or, inside a job, the folder in which every rank has a file of its own."""
+        return self._folder.path if SHARED in os.environ else self.log
+
+    @property
     def held_s(self) -> float:
         """Seconds for which the command held its trainers so far, all of them together; one trainer until all have joined."""
         return ((self._end_s or time.monotonic()) - self._begin_s) * max(1, len(self.ranks))
@@ -261,14 +266,12 @@ class CommandLaunch(Launch):
         beats += [NEVER] * (1 + known - len(beats))
         is_struck = code is not None and code < 0 and not is_inside  # its ranks end with it, by signals too
         if not is_struck and (errors or codes or (self.ranks and code is None)):
-            log = self._folder.path if is_inside else self.log  # inside, every rank has a file of its own there
-            return diagnose(codes, errors, beats, now_ns, str(log))
+            return diagnose(codes, errors, beats, now_ns, str(self.output))
         how = "did not get so far in time" if code is None else how_it_ended(code)
         so_far = "" if self.ranks else ", and no trainer has begun a leg: does the script call fleet.init, and the two lines after it?"
         return LegLost(how + so_far, "the command", None, f"its output: {self.log}; it said: {self._last_lines()}")
 
     def _said(self) -> str:
-        """All that the command has said so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def _last_lines(self) -> str:

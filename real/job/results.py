@@ -163,7 +163,6 @@ def _shifted(part: Part, by_ns: Callable[[Part], int]) -> Part:
 
 
 def _undisturbed(ranks: Sequence[Part], evaluated: set[int]) -> Sequence[Part]:
-    """The steps without those around an evaluation."""
     starts = {step["record"]["step"]: step["record"]["start_ns"] for step in ranks[0]["steps"]}
     steps = set(starts)
     dropped = {step for found in evaluated for step in range(found, _next_exchange(ranks[0], steps, found) + 1)} & steps

@@ -126,7 +126,7 @@ class ScriptSession(LegSession):
             try:
                 num_before = launch.num_steps
                 parts = launch.run(leg, progress)
-                require_finite(parts, num_before, profile=leg.profile)
+                require_finite(parts, num_before, launch.output, profile=leg.profile)
             except BaseException as error:
                 self._kill()
                 if isinstance(error, LegLost) and not lost:
@@ -184,18 +184,13 @@ class ScriptSession(LegSession):
             if launch.code is not None or is_short or is_other or leg.start == "initial":
                 self._end()
         if self._launch is None:
-            self._launch = self._started(leg.seed)
-            self._restart_part = None
+            run, self._num_launches = self._base.run, self._num_launches + 1
+            timeouts = {"startup_timeout_s": run.startup_timeout * 1e-9, "timeout_s": run.timeout * 1e-9}
+            launch = CommandLaunch(self._command, self._folder / str(self._num_launches), **timeouts)
+            launch.start(run.environment, self._workdir, leg.seed)
+            self._launch, self._restart_part = launch, None
         self._restart_part = self._restart_part or part
         return self._launch
-
-    def _started(self, seed: int | None) -> CommandLaunch:
-        run = self._base.run
-        self._num_launches += 1
-        folder = self._folder / str(self._num_launches)
-        launch = CommandLaunch(self._command, folder, startup_timeout_s=run.startup_timeout * 1e-9, timeout_s=run.timeout * 1e-9)
-        launch.start(run.environment, self._workdir, seed)
-        return launch
 
     def _end(self) -> None:
         try:

@@ -100,17 +100,19 @@ def diagnose(
     return (LegFailed if has_own_error else LegLost)(how, f"rank {rank}", None, hint)
 
 
-def require_finite(parts: Mapping[int, Mapping[str, Any]], num_before: int, *, profile: bool) -> None:
+def require_finite(parts: Mapping[int, Mapping[str, Any]], num_before: int, log: Path, *, profile: bool) -> None:
     """Raise ``LegFailed`` for the rank whose loss or parameter was NaN or infinite first.
 
     ``parts``: ranks' results of a leg, which measured layer times if ``profile``. ``num_before``: steps of the process before the leg.
+    ``log``: where the workers' output is.
     """
     found = {rank: part["not_finite"] for rank, part in parts.items() if part["not_finite"] is not None}
     if found:
         rank = min(found, key=lambda rank: (found[rank]["step"], rank))
         alone = ", in a leg of layer times, in which nothing is averaged" if profile else ""
         what = f"not a number: {found[rank]['what']} at step {num_before + found[rank]['step']}{alone}"
-        raise LegFailed(what, f"rank {rank}", None, "give the script a lower learning rate, or a checkpoint to begin from")
+        hint = f"give the script a lower learning rate, or a checkpoint to begin from; the workers' output: {log}"
+        raise LegFailed(what, f"rank {rank}", None, hint)
 
 
 def _blame(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int) -> tuple[int, str]:

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import torch.distributed as dist
 
 from fleetbench.errors import ConfigError, WorkerFailed
-from real.processes.diagnosis import NOTE, Failure, RankError
-from real.processes.roles import JOINED
+from real.processes.diagnosis import Failure, RankError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # missing from __all__ only
@@ -323,20 +322,6 @@ class Failures:
                 partial = self._note.with_suffix(f".{self._rank}")
                 partial.write_text(json.dumps(asdict(self.failure)), encoding="utf-8")
                 partial.replace(self._note)
-
-
-def watch_failures(step: Callable[[], int]) -> Failures:
-    """Watch the failures of this process's job, which has torch's process group; ``step`` is ``Failures``'s."""
-    joined = os.environ.get(JOINED)
-    found = Failures(
-        dist.distributed_c10d._get_default_store(),  # noqa: SLF001  # torch has no other name for it
-        dist.get_rank(),
-        dist.get_world_size(),
-        step=step,
-        note=None if joined is None else Path(joined).with_name(NOTE),
-    )
-    found.start()
-    return found
 
 
 def _absence(missing: list[int]) -> str | None:

@@ -7,7 +7,7 @@ makes real steps long.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ import pandas as pd
 
 from fleetbench.cluster import Link
 from fleetbench.fitting.lines import Hockney, fit_line
-from fleetbench.fitting.overlap import Exchange, Overlapped, Slowdowns, fit_slowdowns, fit_together
+from fleetbench.fitting.overlap import LEAST_TOGETHER, Exchange, Overlapped, Slowdowns, fit_slowdowns, fit_together
 from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.build import Plan
 from fleetbench.plan.fusion import Bucket
@@ -253,6 +253,13 @@ def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
             bandwidth=BitsPerSecond(min(alone.bandwidth, max(1, round(bandwidth)))),
         ),
     )
+
+
+def sharing_notes(in_flight: Sequence[Link], alone: Link) -> list[str]:
+    """That the fit of ``link_of_two`` ends where it may go no further, if it does."""
+    least = LEAST_TOGETHER / 2
+    what = f"two in flight took longer than the fit allows for: each is said to have {least:g} of the bandwidth, which is its limit"
+    return [f"the link: {what}; profile again" for each in in_flight if each.bandwidth < 1.05 * least * alone.bandwidth]
 
 
 def settled(table: LayerTable, whole: RunResult) -> LayerTable:

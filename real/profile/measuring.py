@@ -58,6 +58,7 @@ from real.profile.costs import (
     points_of,
     quantising,
     settled,
+    sharing_notes,
     slowdowns_of,
     starts_of,
     typical,
@@ -306,6 +307,7 @@ class _Measuring:
         if hockney.line.statement is not None:
             self._notes.append(f"the link: {hockney.line.statement}")
         in_flight = link_of_two(legs.run("queued, two in flight", queued_in_twos(quiet.strategy, optimizer, backend)), hockney)
+        self._notes += sharing_notes(in_flight, hockney.link)
         quantise = Nanoseconds(0)
         if self._own.quantises:
             quantise = quantising(legs.run("quantised", quantised(quiet.strategy)), hockney)

@@ -54,7 +54,6 @@ def shard_path(folder: Path, server: int, servers: int) -> Path:
 
 
 def _content(saved: Saved) -> tuple[Arrays, dict[str, str]]:
-    """The arrays of a checkpoint, and its metadata."""
     shard = saved.shard
     tensors = {f"parameters.{number}": np.ascontiguousarray(array) for number, array in enumerate(shard.arrays)}
     for number, slots in enumerate(shard.optimizer.state):

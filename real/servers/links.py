@@ -130,9 +130,8 @@ class Links:
     def greet(self) -> None:
         """Wait until every server has answered. Raises ``WorkerFailed`` for one that does not come."""
         deadline = time.monotonic() + self.options.startup_timeout_s
-        while not all(link.ready for link in self._links):
-            late = next((link for link in self._links if not link.ready), None)
-            if late is not None and time.monotonic() > deadline:
+        while (late := next((link for link in self._links if not link.ready), None)) is not None:
+            if time.monotonic() > deadline:
                 hint = f"is it started, does the address lead to it, and are {TOKEN} and {ENCRYPT} the same?"
                 raise WorkerFailed(f"has not answered within {self.options.startup_timeout_s:g} s", *_place(late), hint)
             for link in self._links:

@@ -108,14 +108,6 @@ class Shard(ParameterShard):
         versions = numbers(tensors[0], VERSION, (-1,))
         return Change(dense if len(dense) else None, tables, head.rate, [(int(version),) for version in versions])
 
-    def read_rows(self, tensors: Sequence[memoryview]) -> list[Array]:
-        """The rows of each table that a look-up asks for."""
-        return [numbers(body, ROW, (-1,)) for body in tensors]
-
-    def read_all(self, tensors: Sequence[memoryview]) -> list[Array]:
-        """All parameters off the wire, as ``everything`` gives them."""
-        return [numbers(body, array.dtype, array.shape) for body, array in zip(tensors, self.arrays, strict=True)]
-
 
 def _readers(spec: Spec) -> int:
     return spec.rules.trainers if spec.rules.mode == "geo_sgd" else 0

@@ -69,12 +69,7 @@ class Sender(threading.Thread):
         self._waker.connect(_WAKE)
         self._closing = False
         self._answers: dict[str, dict[int, str]] = {}
-        self._do: dict[str, Callable[[Operation], None]] = {
-            "set_timer": self._set_timer,
-            "merge": self._merge,
-            "send": self._send,
-            "install": self._install,
-        }
+        self._do: dict[str, Callable[[Operation], None]] = {"merge": self._merge, "send": self._send, "install": self._install}
 
     # The trainer's side
 
@@ -172,10 +167,10 @@ class Sender(threading.Thread):
 
     def _decide(self, event: Message | TimerFired) -> None:
         for operation in self.role.on(time.monotonic_ns(), event):
-            self._do[operation.kind](operation)
-
-    def _set_timer(self, operation: Operation) -> None:
-        self._timer = time.monotonic() + operation.delay_ns * 1e-9
+            if operation.kind == "set_timer":
+                self._timer = time.monotonic() + operation.delay_ns * 1e-9
+            else:
+                self._do[operation.kind](operation)
 
     def _merge(self, operation: Operation) -> None:
         if operation.payload == "gradient":

@@ -27,7 +27,7 @@ from fleetbench.plan.operations import Operation
 from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.states import ServerState
 from fleetbench.plan.servers.training import ServerTraining
-from fleetbench.workloads.server_updates import Change
+from fleetbench.workloads.server_updates import ROW, Change
 from real.processes.diagnosis import how_it_ended
 from real.processes.joining import is_loopback
 from real.servers.board import Board, Entry
@@ -36,7 +36,7 @@ from real.servers.parameters import Shard, Spec, differences
 from real.servers.security import TOKEN, ServerSocket, new_session
 from real.servers.server_options import ServerOptions, ServerReport
 from real.servers.silence import Silence
-from real.servers.wire import Head, Tensor, WireError, decode
+from real.servers.wire import Head, Tensor, WireError, decode, numbers
 
 _LOOK_S = 0.5  # between two looks at who is silent
 _ENDING_LOOK_S = 0.02  # between two looks at whether all trainers had their time
@@ -238,14 +238,12 @@ class ParameterServer:
         """A trainer has been at ``num`` meetings: who still waits in one of them, after a restart of this server, need not."""
         self._meetings = max(self._meetings, num)
         waiting = [request for (_, answer), request in self._waiting.items() if answer == "barrier"]
-        for request in waiting:
-            if request.head.count <= self._meetings:
-                del self._waiting[request.head.rank, "barrier"]
-                self._answer(request, "barrier")
-                self._tell(Message("sender", request.head.rank, "join"))  # a trainer that joins waits at no barrier
+        for request in [one for one in waiting if one.head.count <= self._meetings]:
+            del self._waiting[request.head.rank, "barrier"]
+            self._answer(request, "barrier")
+            self._tell(Message("sender", request.head.rank, "join"))  # a trainer that joins waits at no barrier
 
     def _do(self, request: Request) -> None:
-        """Do a request, or answer one that was done before."""
         peer, head = request.peer, request.head
         self._request = request
         if peer.refusal is not None:
@@ -264,19 +262,20 @@ class ParameterServer:
             peer.applied = max(peer.applied, head.sequence)
 
     def _serve(self, request: Request, shard: Shard) -> None:  # noqa: C901  # a branch a kind of request
-        """Do what is no push."""
         head = request.head
         match head.kind:
             case "initial":
-                parameters = shard.read_all(request.tensors)
                 if not self._state.initialised:
-                    shard.install(parameters)
+                    arrays = zip(request.tensors, shard.arrays, strict=True)
+                    shard.install([numbers(body, array.dtype, array.shape) for body, array in arrays])
                 self._answer(request, "applied")
                 self._tell(Message("sender", 0, "initial"))
             case "fetch":
                 self._answer(request, "fetched", shard.everything(head.rank))
-            case "save":
-                self._save(request)
+            case "save":  # a repeated request writes again, if the file was written before its answer was lost
+                folder = Path(bytes(request.tensors[0]).decode())
+                why = self._writer.refusal(folder) if self._state.initialised else "there are no parameters yet"
+                self._answer(request, "saved", ((why or self._writer.write(folder)).encode(),))
             case "leave":
                 self._answer(request, "applied")
                 self._writer.hurry()  # a next life of this server must know it
@@ -285,7 +284,7 @@ class ParameterServer:
                 self._answer(request, "counts")
                 self.report.restart()  # at the first step of the first trainer
             case "look_up":
-                self._wait(replace(request, rows=shard.read_rows(request.tensors)), "rows")
+                self._wait(replace(request, rows=[numbers(body, ROW, (-1,)) for body in request.tensors]), "rows")
                 self._tell(Message("trainer", head.rank, head.kind))
             case "pull":
                 self._wait(request, "parameters")
@@ -297,12 +296,6 @@ class ParameterServer:
                 self._tell(Message("sender", head.rank, head.kind))
             case kind:
                 raise AssertionError(f"{kind} is no request")
-
-    def _save(self, request: Request) -> None:
-        """A repeated request writes again, if the file was written before its answer was lost."""
-        folder = Path(bytes(request.tensors[0]).decode())
-        why = self._writer.refusal(folder) if self._state.initialised else "there are no parameters yet"
-        self._answer(request, "saved", ((why or self._writer.write(folder)).encode(),))
 
     def _do_push(self, request: Request, shard: Shard) -> None:
         peer, head, mode = request.peer, request.head, shard.spec.rules.mode

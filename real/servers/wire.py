@@ -64,7 +64,6 @@ def numbers(body: memoryview, dtype: np.dtype[np.generic], shape: tuple[int, ...
 
 
 def _body(tensor: Tensor) -> memoryview:
-    """A tensor's bytes where they lie."""
     if isinstance(tensor, bytes):
         return memoryview(tensor)
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data if tensor.size else memoryview(b"")

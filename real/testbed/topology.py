@@ -113,7 +113,8 @@ def topology_of(cluster: Cluster) -> Topology:
         raise ConfigError("more hosts than the testbed has addresses", "cluster.nodes", str(count), "a few hosts fill a machine")
     links = [_link(cluster, node) for node in range(cluster.nodes)] + [_declared(cluster.inter)] * (count - cluster.nodes)
     hosts = [f"host{number}" for number in range(count)]
-    racks = _racks(cluster)
+    size = cluster.nodes if cluster.racks is None else cluster.racks.nodes
+    racks = [list(range(first, min(first + size, cluster.nodes))) for first in range(0, cluster.nodes, size)]
     if len(racks) == 1:
         switches: tuple[str, ...] = ("switch",)
         wires = [_wire(host, "switch", link) for host, link in zip(hosts, links, strict=True)]
@@ -198,13 +199,6 @@ def _declared(link: Link | None) -> Link:
             "the testbed builds the links that are declared, and none is", "cluster.inter", hint='inter = { bandwidth = "100 Mbit/s" }'
         )
     return link
-
-
-def _racks(cluster: Cluster) -> list[list[int]]:
-    if cluster.racks is None:
-        return [list(range(cluster.nodes))]
-    size = cluster.racks.nodes
-    return [list(range(first, min(first + size, cluster.nodes))) for first in range(0, cluster.nodes, size)]
 
 
 def _wire(host: str, switch: str, link: Link) -> Wire:

@@ -99,7 +99,6 @@ def _as_started(experiment: Experiment, job: Collective) -> Experiment:
 
 
 def _model(experiment: Experiment) -> torch.nn.Module:
-    """A model with the experiment's parameters."""
     if is_emulated(experiment):
         return EmulatedModel(table_for(experiment))
     workload = experiment.workload

@@ -27,8 +27,6 @@ Tensors = list[torch.Tensor]
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WORTH_TRACING_S, TRACING_S = 3.0, 0.1
 """What tracing takes: to import the tracer, and for each parameter."""
-WORTH_A_GPU_S = 3.0
-"""A training that a core ends sooner does not ask a GPU, whose first use takes seconds, too."""
 
 
 class Computed(NamedTuple):

@@ -28,7 +28,7 @@ from fleetbench.store import new_folder, new_run_id
 from fleetbench.target import crossing
 from fleetbench.workload import OPTIMIZER_STATE
 from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
-from sim.learning.gradients import WORTH_A_GPU_S, Chosen, Problem, fastest
+from sim.learning.gradients import Chosen, Problem, fastest
 from sim.learning.prepared import Prepared, Progress, Say, free_bytes, one_thread, refuse_beyond
 from sim.learning.replicas import Replicas, expected_bytes, sharing
 from sim.learning.served import Played, ServedReplay
@@ -45,7 +45,7 @@ def train(
 ) -> Trajectory:
     """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
 
-    Computes on one thread of the CPU; without parameter servers on a GPU, where there is one that is faster or that ``run.device`` names.
+    Computes on one thread of the CPU; without parameter servers on a GPU, where ``run.device`` names one and there is one.
     ``played``: the order in which trainers of parameter servers do so, where it is known; else it is simulated first. ``until``: a
     held-out loss; where it is reached, as ``workload.target_loss`` is, training is over, and, of collectives, was that of an experiment
     of so many steps.
@@ -67,7 +67,7 @@ class VirtualTraining:
     def __init__(
         self, experiment: Experiment, folder: Path, way: str | None = None, say: Say = lambda _: None, device: str = "cpu"
     ) -> None:
-        """``way``: ``loop`` or ``graph`` on this ``device``; where it is none, the fastest on any."""
+        """``way``: ``loop`` or ``graph`` on this ``device``; where it is none, the faster one on the device that the experiment names."""
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
         wants_gpu = experiment.run.device == "cuda"
@@ -121,12 +121,6 @@ class VirtualTraining:
 
         there = on_gpu() if wanted is None and wants_gpu else None
         self.replicas, chosen = there or on(device)
-        if wanted is None and not wants_gpu and problem.amp is None and chosen.step_s * workload.steps > WORTH_A_GPU_S:
-            there = on_gpu()  # but for mixed precision, which every kind of device rounds in its own way
-            if there is not None and there[1].step_s < chosen.step_s:
-                self.replicas, chosen = there
-            else:
-                there = None
         device = device if there is None else "cuda"
         self._way, self.way = chosen.way, chosen.name if device == "cpu" else f"{chosen.name} on {device}"
         self.num_bytes = at_once if chosen.name == "graph" else in_loop

@@ -178,7 +178,6 @@ class Trainer:
         self._tally.stalls(self._clock.now)
 
     def _finish_updates(self) -> Waits:
-        """Wait for the updates that run beside compute."""
         if self._updates.ended is None:
             return
         yield self._updates.ended

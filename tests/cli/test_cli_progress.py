@@ -35,13 +35,13 @@ def test_a_log_gets_a_line_a_leg(capsys: pytest.CaptureFixture[str], monkeypatch
             advance("profile", done, 4)
     assert capsys.readouterr().err.splitlines() == [
         "pairs: 0 of 2",
-        "pairs: 1 of 2, about 3 s left",
+        "pairs: 1 of 2, the rest in about 3 s",
         "pairs: 2 of 2",
         "trials: 0 of 100",
-        "trials: 20 of 100, about 8 s left",
+        "trials: 20 of 100, the rest in about 8 s",
         "trials: 100 of 100",
         "profile: 1 of 4",
-        "profile: 2 of 4, about 6 s left",
+        "profile: 2 of 4, the rest in about 6 s",
     ]
 
 

@@ -166,6 +166,24 @@ def test_tune_ends_with_the_verdict_and_the_paths(command: Callable, layers: Pat
 
 
 @pytest.mark.usefixtures("tunes")
+def test_what_the_verdict_says_of_an_arm_is_said_once(
+    command: Callable, layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rejection that is its reason, or a note, has no line of its own; the arm of Fleet's advice is called so."""
+    rejected = dataclasses.replace(RECOMMENDATION.arms[1], name="advice")
+    arms = (*RECOMMENDATION.arms, rejected, dataclasses.replace(rejected, name="candidate 2"))
+    said = {
+        "reason": "what is faster was rejected: advice misses the target",
+        "notes": ("candidate 2 misses the target: not to be used either",),
+    }
+    monkeypatch.setitem(globals(), "RECOMMENDATION", dataclasses.replace(RECOMMENDATION, arms=arms, **said))
+    ended = command("tune", layers, "--out", tmp_path / "runs")
+    assert [line for line in ended.out.splitlines() if line.startswith("rejected: ")] == ["rejected: candidate 1: misses the target"]
+    assert ended.out.count("misses the target") == 3
+    assert "│ Fleet's advice │" in ended.out
+
+
+@pytest.mark.usefixtures("tunes")
 def test_tune_prints_the_recommendation_as_json(command: Callable, layers: Path, tmp_path: Path) -> None:
     """Exactly what recommendation.json holds but for its digest, and nothing else on stdout."""
     ended = command("tune", layers, "--json", "--out", tmp_path / "runs")

@@ -36,6 +36,7 @@ def test_loss_trains_before_it_simulates(command: Callable, path: Path, tmp_path
     assert pd.read_parquet(steps)["loss"].mean() == pytest.approx(learnt.losses.mean())
     again = command("sim", path, "--loss", "--out", tmp_path / "runs")
     assert "losses (simulated): from virtual trainers" in again.out
+    assert "profiled: 2 trainers, 40 steps, target loss 0.5 ┏" in " ".join(again.out.split())
     assert "virtual trainers take" not in again.err
     assert command("sim", path, "--json", "--out", tmp_path / "runs").out.count('"final_loss": null') == 1
 
@@ -44,6 +45,7 @@ def test_loss_over_seeds_has_an_interval_and_counts_arrivals(command: Callable, 
     """Each seed's own training; the target of 0.5 is too low for 40 steps, so that no run arrives."""
     ended = command("sim", path, "--loss", "--seeds", "2", "--out", tmp_path / "runs")
     assert "losses: from virtual trainers" in ended.out
+    assert "profiled: 2 trainers, 40 steps, 2 seeds, target loss 0.5 " in ended.out
     assert "reached by 0 of 2" in ended.out
     data = json.loads(command("sim", path, "--loss", "--seeds", "2", "--json", "--out", tmp_path / "runs").out)
     assert data["num_reached"] == 0
@@ -101,6 +103,7 @@ def test_a_sweep_prints_every_points_loss(command: Callable, path: Path, tmp_pat
     """Beside its times, as the stored table has them."""
     ended = command("sim", path, "--loss", "--sweep", "workload.lr=0.01,0.1", "--out", tmp_path / "runs")
     (table,) = (tmp_path / "runs").glob("*-sweep-*/sweep.parquet")
+    assert "profiled: 2 points, 40 steps, target loss 0.5 " in ended.out
     losses = pd.read_parquet(table)["final_loss"]
     assert losses.nunique() == 2
     assert all(f"{loss:.4g}" in ended.out for loss in losses)

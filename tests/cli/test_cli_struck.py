@@ -71,8 +71,15 @@ def _found(folder: Path, done: subprocess.CompletedProcess[str]) -> dict[str, An
     (default, *others) = (len(arm["measured_s"]) for arm in found["arms"])
     assert others == [2] * len(others)
     assert default in range(2, 2 * len(others) + 1, 2)  # again beside each arm that the first legs named
-    assert len(found["pairs"]) == (0 if found.get("finalist") is None else 2)
-    assert sum(len(arm["measured_runs"]) for arm in found["arms"]) == default + sum(others) + 2 * len(found["pairs"])
+    own, *compared = (arm["measured_runs"][len(arm["measured_s"]) :] for arm in found["arms"])  # after the legs that rank the arms
+    assert {len(legs) for legs in compared} <= {0, 2}  # another is compared after one that gains nothing
+    assert len(own) == sum(map(len, compared))
+    finalist = [legs for arm, legs in zip(found["arms"][1:], compared, strict=True) if arm["name"] == found.get("finalist")]
+    assert [len(legs) for legs in finalist] == ([2] if own else [])
+    void = {run for arm in found["arms"] for run in arm.get("void_runs", ())}
+    beside = [own[first : first + 2] for first in range(0, len(own), 2)]  # one of these pairs of legs is beside the finalist's
+    counted = {sum(void.isdisjoint(pair) for pair in zip(legs, finalist[0], strict=True)) for legs in beside}
+    assert len(found["pairs"]) in (counted or {0})
     assert not list((folder / "runs").glob("resume-*"))
     return found
 

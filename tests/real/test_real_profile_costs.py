@@ -32,6 +32,7 @@ from real.profile.costs import (
     points_of,
     quantising,
     settled,
+    sharing_notes,
     slowdowns_of,
     start_times,
     starts_of,
@@ -326,6 +327,14 @@ def test_two_in_flight_see_what_they_were_given(run: Callable[..., RunResult], g
     (found,) = link_of_two(two, hockney)
     assert found.latency == pytest.approx(200 * US, rel=0.05)
     assert found.bandwidth == pytest.approx(gbit * 1e9, rel=0.05)
+
+
+def test_a_sharing_beyond_what_is_fitted_is_noted() -> None:
+    """A hundredth of the bandwidth is the least that the fit gives."""
+    alone = link(1, MS)
+    (said,) = sharing_notes((link(0.0101, MS),), alone)
+    assert said.startswith("the link: two in flight took longer than the fit allows for: each is said to have 0.01 of the bandwidth")
+    assert sharing_notes((link(0.02, MS),), alone) == []
 
 
 @pytest.mark.parametrize(("optimizer", "given"), [("sgd", 20 * MS), ("adam", 3 * MS), ("sgd", 0)])

@@ -200,7 +200,7 @@ def test_a_script_that_ends_anywhere_is_told_what_to_do(script: Open, monkeypatc
     capacities = iter(range(100, 0, -10))
 
     def started(_: Leg) -> CommandLaunch:
-        gone = {"num_steps": next(capacities), "ranks": {}, "startup_s": 0.0, "held_s": 0.0}
+        gone = {"num_steps": next(capacities), "ranks": {}, "startup_s": 0.0, "held_s": 0.0, "output": Path()}
         return cast("CommandLaunch", SimpleNamespace(**gone, run=lambda *_: {}, kill=lambda: None))
 
     session = script()
@@ -278,6 +278,7 @@ def test_a_loss_that_is_no_number_is_named_among_layer_times(script: Open) -> No
             session.run_profile(PROFILED)
         assert (caught.value.where, isinstance(caught.value, LegLost)) == ("rank 1", False)
         assert caught.value.hint is not None
+        assert "the workers' output: " in caught.value.hint
         assert session.run_profile(PROFILED) == [{"rank": 0}, {"rank": 1}]
         assert session._num_launches == 2
 

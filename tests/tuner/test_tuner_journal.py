@@ -460,6 +460,14 @@ def test_room_for_legs_is_room_for_the_launches_of_their_pairs(tmp_path: Path) -
     assert runs.affords(16)
 
 
+def test_a_metric_needs_a_target(tmp_path: Path) -> None:
+    """It is refused before anything is started."""
+    base = Experiment.from_dict({"tune": {"metric": "accuracy"}})
+    with pytest.raises(ConfigError, match=r"tune.metric: .* there is none \(got accuracy\)\nHINT: set workload.target_loss"):
+        tune_script(["no-such-program"], base, out=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_target_needs_a_loss_that_the_script_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Else local steps would be left out without a word: it is an error before the profile."""
 

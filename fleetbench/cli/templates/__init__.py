@@ -85,7 +85,6 @@ def _refuse_served(form: str, path: Path, script: Sequence[str]) -> None:
 
 
 def _command(script: Sequence[str], path: Path) -> list[str]:
-    """What one trainer is, where the scheduler starts it."""
     if not script:
         return ["python", "-u", "-P", "-m", REGISTRY_SCRIPT, str(path)]
     return ["python", "-u", *script] if script[0].endswith(".py") else list(script)

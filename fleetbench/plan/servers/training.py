@@ -183,7 +183,8 @@ def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[Sen
             state = state._replace(idle=state.queued > 0)
         case Message(kind="gradient" | "step"):
             state = state._replace(queued=state.queued + 1, idle=False)
-            if _most_together(rules) > 1:
+            together = {"synchronous": 1, "asynchronous": rules.max_merge, "geo_sgd": rules.k_steps}[rules.mode]
+            if together > 1:  # gradients or noted steps of a push: some may be left over, and only a timer gets them out
                 issue.add(kind="set_timer", delay_ns=rules.idle_ns)
         case Message(kind="applied"):
             acknowledged = tuple(num + (server == event.rank) for server, num in enumerate(state.acknowledged))
@@ -203,11 +204,6 @@ def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[Sen
         issue.add(kind="send", group="trainer", message="drained")
         state = state._replace(flushes=False)
     return state._replace(next_id=issue.next_id), issue.operations
-
-
-def _most_together(rules: ServerRules) -> int:
-    """So many gradients or noted steps make a push due. With more than one, some may are left over, and only a timer gets them out."""
-    return {"synchronous": 1, "asynchronous": rules.max_merge, "geo_sgd": rules.k_steps}[rules.mode]
 
 
 def _hear_parameters(rules: ServerRules, state: SenderState, event: Message, issue: Issue) -> SenderState:
