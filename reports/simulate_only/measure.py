@@ -47,8 +47,9 @@ def main() -> None:
         for name, files in FIDELITY.items():
             errors = log_ratio_errors(*(ROOT / "reports" / "fidelity" / file for file in files))
             print(f"{name}: {len(errors)} pairs, mean {errors.mean():.4f}, 90 % within {np.quantile(errors, 0.9):.4f}")
-        errors = declared_errors()
-        print(f"declared, not calibrated: {len(errors)} pairs, mean {errors.mean():.4f}, 90 % within {np.quantile(errors, 0.9):.4f}")
+        for folder in ("network/earlier", "network"):
+            errors = declared_errors(ROOT / "reports" / folder)
+            print(f"{folder}: {len(errors)} pairs, mean {errors.mean():.4f}, 90 % within {np.quantile(errors, 0.9):.4f}")
         return
     for name in CASES:
         line = measured(name)
@@ -93,9 +94,8 @@ def log_ratio_errors(predictions: Path, raw: Path) -> np.ndarray:
     return np.array(errors)
 
 
-def declared_errors() -> np.ndarray:
-    """The same of the clusters of ``reports/network``, of which nothing is calibrated."""
-    folder = ROOT / "reports" / "network"
+def declared_errors(folder: Path) -> np.ndarray:
+    """The same of declared clusters, of which nothing is calibrated."""
     legs = map(json.loads, (folder / "declared_raw.jsonl").read_text(encoding="utf-8").splitlines())
     measured_s = {(leg["cluster"], leg["strategy"]): leg["step_s"] for leg in legs if leg["kind"] == "leg" and leg["counts"]}
     bias: dict[str, list[float]] = {}
