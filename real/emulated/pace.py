@@ -60,7 +60,7 @@ class Pace:
         """Whether a step has begun and not finished."""
         self._holds_up = holds_up
         self._lead_ns = lead_ns
-        self._free_ns = clock()
+        self._free_ns: int | None = None
         """When the device has done all that it was given so far."""
         self._clock = clock
         self._sleep = sleep
@@ -99,17 +99,17 @@ class Pace:
 
     def ready(self) -> int:
         """When the device takes what it is given now: it was, if it is free since less than ``lead_ns``, given ahead of time."""
-        return max(self._free_ns, self._clock() - self._lead_ns)
+        return self._clock() if self._free_ns is None else max(self._free_ns, self._clock() - self._lead_ns)
 
     def stalled(self, begin_ns: int, end_ns: int) -> None:
         """The host waited for other trainers, and so did the device."""
         if end_ns - begin_ns > _BLINK_NS:
-            self._free_ns = max(self._free_ns, end_ns)
+            self._free_ns = max(self._free_ns or 0, end_ns)
 
     def busy_until(self, deadline_ns: int) -> None:
         """Something beside forward and backward takes the device's time; returns when that has passed."""
         self.sleep_until(deadline_ns)
-        self._free_ns = max(self._free_ns, deadline_ns)
+        self._free_ns = max(self._free_ns or 0, deadline_ns)
 
     def deadline(self, took_ns: int) -> int:
         """Where something ends that begins now and takes so long; for ``sleep_until``."""

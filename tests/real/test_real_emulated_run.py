@@ -160,17 +160,21 @@ def test_plan_bytes_rounds_and_averages_are_the_real_ones(name: str, session: Se
 
 
 def _check_times(real: RunResult, experiment: Experiment, table: LayerTable, *, sequential: bool) -> None:
-    """No forward, backward or update is shorter than the table says, times 1 + X; none is longer by much."""
+    """No step's compute is shorter than the table says, times 1 + X, but by what the host did before it, or longer by much.
+
+    Over all steps of a rank nothing is lost but what the host was ahead of the first.
+    """
     cluster = experiment.cluster
     x = draws(cluster.stragglers, experiment.run.seed, cluster.trainers, cluster.trainers_per_node, 1 - WARMUP, STEPS + WARMUP)
-    late = []
+    late, over_s = [], [0.0] * cluster.trainers
     for row in real.steps.itertuples():
         own = x[row.rank, row.step - 1 + WARMUP]
-        forward_s = stretch(table.forward_ns, own) * 1e-9
         compute_s = stretch(table.forward_ns + table.backward_ns, own) * 1e-9
-        assert row.forward_s >= forward_s - 1e-6
-        assert row.forward_s + row.backward_s >= compute_s - 1e-6
+        assert row.forward_s + row.backward_s >= compute_s - table.forward_ns * 1e-9 - 1e-6
         late.append(row.forward_s + row.backward_s - compute_s)
+        step_s = sum(getattr(row, f"{part}_s") for part in ("forward", "backward", "wait", "exposed_comm", "update", "other"))
+        over_s[row.rank] += step_s - compute_s - table.read * 1e-9
+    assert min(over_s) >= -(table.forward_ns + table.read) * 1e-9
     assert sorted(late)[len(late) // 2] < LATE_S or sequential
     assert real.summary.lateness_s is not None
     assert set(real.summary.lateness_s) == {f"{what}_{key}" for what in ("layer", "step") for key in ("p50", "p95", "max")}
@@ -178,11 +182,11 @@ def _check_times(real: RunResult, experiment: Experiment, table: LayerTable, *, 
 
 
 def test_updates_and_reading_take_the_tables_time(session: Session) -> None:
-    """3 ms of update in every step, 2 ms of reading beside it, and the target's time by the declared curve."""
+    """3 ms of update in every step, 2 ms of reading between two, and the target's time by the declared curve."""
     real = session.run(Leg(strategy=DistributedStrategy(), steps=STEPS, start="initial", evaluate=True))
     counted = real.steps[real.steps["step"] >= 1]
     assert (counted["update_s"] >= 0.003 - 1e-6).all()
-    assert (counted[counted["step"] < STEPS]["other_s"] >= 0.002 - 1e-6).all()
+    assert (counted[counted["step"] < STEPS][["update_s", "other_s"]].sum(axis=1) >= 0.005 - 1e-6).all()
     assert counted["update_s"].median() < 0.003 + LATE_S
     assert real.summary.time_to_target_s is not None  # the curve is at 1.5 after step 4, and stays below
     ends = counted[counted["step"] == 4]

@@ -162,8 +162,8 @@ def test_a_table_holds_the_whole_step() -> None:
     assert max(gradient.ready for layer in table.layers for gradient in layer.gradients) == table.backward_ns
     efficiency = Roofline(gpu=catalogue().gpus["A100"]).efficiencies.memory
     assert table.update == pytest.approx(28 * parameters / (efficiency * 2039), rel=0.02)
-    assert profile.estimated is not None
-    assert profile.estimated <= 0.3
+    assert profile.estimated == 0.25
+    assert estimate(_experiment(), "H100").estimated == 0.3  # few published runs
 
 
 @pytest.mark.parametrize(("vocab", "amp", "said"), [(507, True, "HINT: pad it to 512"), (507, False, ""), (512, True, "")])
