@@ -94,7 +94,7 @@ class Pace:
         late_ns = self.reach(mark_ns)
         if self._counted:
             self.steps[late_ns // 1000] += 1
-        self._free_ns = self._origin_ns + stretch(mark_ns, self._x)
+        self._free_ns = max(self._free_ns or 0, self._origin_ns + stretch(mark_ns, self._x))
         self.begun = False
 
     def ready(self) -> int:

@@ -80,13 +80,12 @@ def hold_less(process: subprocess.Popen[bytes], ns: int) -> None:
     process.stdin.flush()
 
 
-def relay(hosts: list[tuple[int, int, dict[bytes, int]]]) -> None:
-    """For good: read frames of each host's device, and send each when the delay of its receiver has passed."""
+def relay(hosts: list[tuple[int, int, dict[bytes, int]]], told: int) -> None:
+    """Read frames of each host's device, and send each when the delay of its receiver has passed, until ``told`` ends."""
     buffer = bytearray(1 << 17)
     view = memoryview(buffer)
     waiting: list[tuple[int, int, int, bytes]] = []  # due, order, where to, frame
     order = held_less_ns = 0
-    told = sys.stdin.fileno()
     by_device = {device: (out, delays) for device, out, delays in hosts}
     for device in by_device:
         os.set_blocking(device, False)
@@ -95,7 +94,10 @@ def relay(hosts: list[tuple[int, int, dict[bytes, int]]]) -> None:
         ready, _, _ = select.select([*by_device, told], [], [], timeout_s)
         for device in ready:
             if device == told:
-                held_less_ns += int(sys.stdin.readline())
+                lines = os.read(told, 1 << 12).split()
+                if not lines:
+                    return
+                held_less_ns = max(0, held_less_ns + sum(map(int, lines)))
                 continue
             out, delays = by_device[device]
             try:
@@ -117,5 +119,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted driver ends it, after its workers
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     relay(
-        [(device, out, {bytes.fromhex(address): ns for address, ns in delays.items()}) for device, out, delays in json.loads(sys.argv[1])]
+        [(device, out, {bytes.fromhex(address): ns for address, ns in delays.items()}) for device, out, delays in json.loads(sys.argv[1])],
+        sys.stdin.fileno(),
     )

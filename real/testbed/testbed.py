@@ -128,10 +128,22 @@ class Testbed:
         """Measure every link each way and keep the findings. Raises ``EnvironmentLacks`` for one that is off."""
         self.links = verify(self.topology, self.rates)
         if self._relay is not None:
-            measure = functools.partial(traffic.round_trips, self._built.inside)
-            latency_relay.hold_less(self._relay, own_latency_ns(round_trips(self.topology, measure)))
-            self.round_trips = verify_latency(round_trips(self.topology, measure))
+            self.round_trips = self._latency_as_declared(self._relay)
         return self.links
+
+    def _latency_as_declared(self, relay: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
+        """Let the relay hold packets less by what the machine itself takes, and look; again at most ``_AGAIN`` times."""
+        measure = functools.partial(traffic.round_trips, self._built.inside)
+        trips = round_trips(self.topology, measure)
+        for left in range(_AGAIN, -1, -1):
+            latency_relay.hold_less(relay, own_latency_ns(trips))
+            trips = round_trips(self.topology, measure)
+            try:
+                return verify_latency(trips)
+            except LinkOff:
+                if not left:
+                    raise
+        raise AssertionError("the last look returns or raises")
 
     def rates(self, flows: Sequence[Flow]) -> list[float]:
         """Payload in bit/s of TCP flows that run at once."""

@@ -18,8 +18,6 @@ SERVER_PORT = 6170
 """Where a parameter server listens on its host: below the ports that a kernel hands out, and no host has two servers."""
 PAYLOAD_SHARE = float(payload_share("tcp"))
 """Payload of a full TCP segment (with timestamps) over its Ethernet frame without preamble and checksum, which is what is shaped."""
-OWN_LATENCY_NS = 150_000
-"""What a message between two hosts takes with a relay that holds it for no time."""
 LEAST_LATENCY_NS = 300_000
 """The least latency that is built."""
 _SUBNET = "10.77"
@@ -94,8 +92,7 @@ class Topology:
         """Nanoseconds that a relay holds a packet, by host and Ethernet address of the receiver; empty where no link has a latency."""
         names = (*self.hosts, *self.switches)
         found = {
-            host: {self.hardware_address(other): max(0, self.latency_ns(host, other) - OWN_LATENCY_NS) for other in names if other != host}
-            for host in self.hosts
+            host: {self.hardware_address(other): self.latency_ns(host, other) for other in names if other != host} for host in self.hosts
         }
         return found if any(ns for by_address in found.values() for ns in by_address.values()) else {}
 

@@ -28,7 +28,8 @@ from sim.network.work import Cost, Route, Work
 
 QUEUE_NS = 1_171_875
 """So much of its own data a connection leaves in a device's queue: 1 / 1024 s at 1.2 times its rate (linux/net/ipv4/tcp_output.c,
-``tcp_small_queue_check``; the rate is ``net.ipv4.tcp_pacing_ca_ratio``). Queues that let other connections pass have less."""
+``tcp_small_queue_check``; the rate is ``net.ipv4.tcp_pacing_ca_ratio``). In slow start, and where two packets are longer, it is up
+to twice as much; queues that let other connections pass have less."""
 
 
 def num_segments(nbytes: int, ranks: int) -> int:

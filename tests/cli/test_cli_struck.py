@@ -76,6 +76,8 @@ def _found(folder: Path, done: subprocess.CompletedProcess[str]) -> dict[str, An
     assert len(own) == sum(map(len, compared))
     finalist = [legs for arm, legs in zip(found["arms"][1:], compared, strict=True) if arm["name"] == found.get("finalist")]
     assert [len(legs) for legs in finalist] == ([2] if own else [])
+    runs = [run for arm in found["arms"] for run in arm["measured_runs"]]
+    assert len(set(runs)) == len(runs)
     void = {run for arm in found["arms"] for run in arm.get("void_runs", ())}
     beside = [own[first : first + 2] for first in range(0, len(own), 2)]  # one of these pairs of legs is beside the finalist's
     counted = {sum(void.isdisjoint(pair) for pair in zip(legs, finalist[0], strict=True)) for legs in beside}

@@ -263,5 +263,5 @@ def test_the_command_runs_a_table_of_layers_and_says_that_it_is_emulated(tmp_pat
     assert (summary.emulated, summary.device, summary.final_loss) == (True, "emulated", None)
     assert run.steps["loss"].isna().all()
     assert summary.lateness_s is not None
-    assert 0.015 <= summary.step_s["p50"] < 0.015 + LATE_S
+    assert 0.0145 <= summary.step_s["p50"] < 0.015 + LATE_S  # one is shorter by what the one before was late
     assert summary.compute_s - 0.015 <= summary.lateness_s["step_max"] + 0.001

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 import pytest
@@ -12,7 +17,7 @@ import pytest
 from fleetbench.cluster import Cluster, Link, NodeOverride
 from fleetbench.errors import EnvironmentLacks
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
-from real.testbed import noise
+from real.testbed import latency_relay, noise
 from real.testbed.noise import quietly
 from real.testbed.testbed import Testbed as Ground  # pytest would take a Test... for tests
 from real.testbed.testbed import own_latency_ns, round_trips, verify, verify_latency
@@ -90,6 +95,42 @@ def test_round_trips_are_twice_the_later_latency() -> None:
     for off in (0.0094, 0.0106):
         with pytest.raises(EnvironmentLacks, match=rf"between host1 and host2 .* takes 10 ms .*got {1e3 * off:g} ms"):
             verify_latency(round_trips(topology, lambda _, times, off=off: [off] * times))
+
+
+def test_the_relay_holds_packets_less_when_it_is_told() -> None:
+    """30 ms for one receiver, none for another; 20 ms less; never less than nothing; it ends with its input."""
+    late, near = bytes(5) + b"\1", bytes(5) + b"\2"
+    with ExitStack() as opened:
+        (host, device), (out, arrived) = (
+            [opened.enter_context(end) for end in socket.socketpair(type=socket.SOCK_DGRAM)] for _ in range(2)
+        )
+        reads, writes = os.pipe()
+        opened.callback(os.close, reads)
+        tell = opened.enter_context(os.fdopen(writes, "w"))
+        held = {late: 30_000_000}
+        thread = threading.Thread(target=latency_relay.relay, args=([(device.fileno(), out.fileno(), held)], reads))
+        thread.start()
+
+        def took_s(address: bytes) -> float:
+            begin = time.perf_counter()
+            host.send(bytes(10) + address + b"data")
+            assert arrived.recv(100)[10:16] == address
+            return time.perf_counter() - begin
+
+        def say(ns: int) -> None:
+            tell.write(f"{ns}\n")
+            tell.flush()
+            time.sleep(0.02)
+
+        assert took_s(late) >= 0.030
+        assert min(took_s(near) for _ in range(5)) < 0.010
+        say(20_000_000)
+        assert 0.010 <= min(took_s(late) for _ in range(5)) < 0.030
+        say(-90_000_000)
+        assert took_s(late) >= 0.030
+        tell.close()
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_the_closed_form_is_that_of_a_ring() -> None:
