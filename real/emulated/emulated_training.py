@@ -65,7 +65,8 @@ class EmulatedTraining(Training):
 
         self.engine = self._engine(leg, strategy, options_for(workload))
         self.engine.on_step = begin_step
-        self.engine.stopwatch.on_stall = pace.stalled
+        if lead_ns:
+            self.engine.stopwatch.on_stall = pace.stalled
         return self.engine
 
     def results(self, leg: Leg) -> dict[str, Any]:
