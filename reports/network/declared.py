@@ -2,7 +2,8 @@
 
 ``predict`` draws a seed and with it clusters of 2 to 4 hosts, 50 to 200 Mbit/s and 0 to 20 ms, simulates three strategies on each, and
 writes declared_predictions.json. Commit it: ``measure`` runs what is committed, and nothing else. ``tables`` prints the errors. Nothing is
-calibrated. ``--quick`` tries the chain with two clusters, for figures that mean nothing.
+calibrated. ``queues`` predicts what was measured anew, with other lengths of gloo's queue, of both grids.
+``--quick`` tries the chain with two clusters, for figures that mean nothing.
 """
 
 from __future__ import annotations
@@ -195,10 +196,29 @@ def tables(folder: Path) -> None:
             print(f"{way}: mean {statistics.mean(found):.2%}, p95 {p95:.2%}, largest {max(found):.2%}, n = {len(found)}")
 
 
+def queues() -> None:
+    """Errors of both grids, where what a rank tells waits for none of its own data, for as much as is built in, and for 3 ms of it."""
+    from sim.network import gloo
+
+    for folder in (HERE / "earlier", HERE):
+        cells = json.loads((folder / "declared_predictions.json").read_text(encoding="utf-8"))["cells"]
+        lines = map(json.loads, (folder / "declared_raw.jsonl").read_text(encoding="utf-8").splitlines())
+        measured_s = {(leg["cluster"], leg["strategy"]): leg["step_s"] for leg in lines if leg["kind"] == "leg" and leg["counts"]}
+        for queue_ns in (0, 1_171_875, 3_000_000):
+            gloo.QUEUE_NS = queue_ns
+            errors = [
+                abs(step_s(experiment_of(cell["declared"], cell["strategy"], cell["steps"]))[0] / real_s - 1)
+                for cell in cells
+                if (real_s := measured_s.get((cell["declared"]["name"], cell["strategy"])))
+            ]
+            p95 = statistics.quantiles(errors, n=20, method="inclusive")[-1]
+            print(f"{folder.name}, {queue_ns / 1e6:.2f} ms: mean {statistics.mean(errors):.2%}, p95 {p95:.2%}, n = {len(errors)}")
+
+
 def main() -> None:
     """Do what is asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("predict", "measure", "tables"))
+    parser.add_argument("what", choices=("predict", "measure", "tables", "queues"))
     parser.add_argument("--quick", action="store_true", help="two clusters and short legs, in a folder of their own")
     options = parser.parse_args()
     folder = QUICK if options.quick else HERE
@@ -207,6 +227,8 @@ def main() -> None:
         predict(folder, 2 if options.quick else CLUSTERS, 2.0 if options.quick else LEG_S)
     elif options.what == "measure":
         measure(folder, committed=not options.quick)
+    elif options.what == "queues":
+        queues()
     else:
         tables(folder)
 

@@ -185,7 +185,7 @@ def test_a_host_that_runs_ahead_hides_its_work_between_steps(host_ms: int) -> No
 
 @pytest.mark.parametrize(("waited_ns", "counts"), [(7 * MS, True), (OVERSHOOT, True), (50_000, False)])
 def test_waits_for_other_trainers_are_not_hidden(waited_ns: int, *, counts: bool) -> None:
-    """A step ends 12 ms behind the wait's end, whatever the host does after it; a wait for what was there is the host's work."""
+    """A step ends 12 ms after the wait's end, whatever the host does meanwhile; a wait for what was there already is work of the host's."""
     host = Host()
     pace = host.pace(lead_ns=4 * MS)
     pace.begin()
