@@ -1,8 +1,7 @@
 """A user's script in which workers are killed. ``struck_script.py MARK FAULTS TIMEOUT_S``; faults as ``faults.encode`` writes them.
 
 It trains synchronously, and then with Local SGD, on several buckets. A struck worker kills itself
-after the second all-reduce of the step, or the first one after it that is still under way when it
-has been started: a small one may be over by then.
+once it has started the second all-reduce of the step, to which the others come late: it is under way.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from typing import Any
 import faults
 
 rank = int(os.environ["RANK"])
-mark, planned, timeout_s = Path(sys.argv[1]), [fault for fault in faults.decode(sys.argv[2]) if fault.rank == rank], float(sys.argv[3])
+mark, everybodys, timeout_s = Path(sys.argv[1]), faults.decode(sys.argv[2]), float(sys.argv[3])
+planned = [fault for fault in everybodys if fault.rank == rank]
 
 
 def strike(place: str, step: int, *, in_flight: bool) -> None:
@@ -40,6 +40,7 @@ from real.fleet import Fleet  # noqa: E402
 
 STEPS = 6
 WIDTH = 600
+LATE_S = 0.3
 all_reduce = dist.all_reduce
 
 
@@ -52,16 +53,18 @@ def train(place: str, **fields: Any) -> None:
     for step in range(1, STEPS + 1):
         started = 0
 
-        def struck(tensor: torch.Tensor, *arguments: Any, step: int = step, **named: Any) -> Any:
+        def observed(tensor: torch.Tensor, *arguments: Any, step: int = step, **named: Any) -> Any:
             nonlocal started
             started += 1
+            struck = {fault.rank for fault in everybodys if (fault.place, fault.step) == (place, step)} if started == 2 else set()
+            if struck and rank not in struck:
+                time.sleep(LATE_S)
             work = all_reduce(tensor, *arguments, **named)
-            in_flight = work is not None and not work.is_completed()
-            if started >= 2 and in_flight and any((fault.place, fault.step) == (place, step) for fault in planned):
-                strike(place, step, in_flight=in_flight)
+            if rank in struck:
+                strike(place, step, in_flight=work is not None and not work.is_completed())
             return work
 
-        dist.all_reduce = struck
+        dist.all_reduce = observed
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
