@@ -29,6 +29,8 @@ from tuner.recommendation import Arm, Recommendation
 from tuner.resumption import Journal, Resumption, inputs_of
 from tuner.search import Search, StepS, search, shortened
 from tuner.sequential import LEAST_PAIRS
+from tuner.served import refuse_unpriced, search_modes
+from tuner.served import shortened as of_servers
 from tuner.space import search_space, way_of
 from tuner.verify import DEFAULT, Progress, verify
 from tuner.ways import Ways, by_virtual_trainers, price_ways
@@ -63,8 +65,7 @@ def tune(
     goes on after its last complete leg when the same experiment is tuned again below the same ``out``.
     """
     if experiment.strategy.mode == "ps":
-        hint = "compare runs of `fleetbench sim` or `real` with different a_sync_configs"
-        raise ConfigError("strategies of parameter servers are not searched", "strategy.mode", "'ps'", hint)
+        refuse_unpriced(experiment)
     refuse_metric_alone(experiment)
     if runner is None:
         from real.job.session import Session
@@ -77,14 +78,10 @@ def tune(
     if resumption is not None:
         resumption.claim()
     experiment = _profiled(experiment, out, resumption, _stage(progress, "profile"))
-    space = search_space(experiment)
-    advised, left_out = advice_for(experiment, table_for(experiment))
-    step_s = StepTime(shortened(experiment)) if simulate is None else _step_s_by(simulate, shortened(experiment))
+    found, step_s, left_out = _search(experiment, simulate, out, _stage(progress, "simulated trials"))
     learn = by_virtual_trainers if simulate is None else None
     simulate = simulate or in_simulator
     held = None if beside is None else beside(experiment)
-    found = search(experiment, space, advised, out=out, step_s=step_s, progress=_stage(progress, "simulated trials"))
-
     ways = price_ways(
         experiment,
         found,
@@ -132,8 +129,8 @@ def tune(
         trials=tuple(tried.trial for tried in found.tried),
         learnt=dict(ways.learnt),
         caveat=ways.caveat,
-        advice_left_out=tuple(left_out),
-        notes=(*_of_profile(experiment), *space.notes, *found.notes, *notes, *recommendation.notes, cost_note(recommendation, cost_s)),
+        advice_left_out=left_out,
+        notes=(*_of_profile(experiment), *found.notes, *notes, *recommendation.notes, cost_note(recommendation, cost_s)),
         runs=tuple(run for arm in recommendation.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None),
     )
     recommendation.save(folder)
@@ -143,6 +140,20 @@ def tune(
     if resumption is not None:
         resumption.close()
     return recommendation, folder
+
+
+def _search(
+    experiment: Experiment, simulate: Simulate | None, out: Path, progress: Callable[[int, int], None] | None
+) -> tuple[Search, StepS, tuple[str, ...]]:
+    """The simulated trials, what simulates one more, and what of Fleet's advice was left out; of servers the modes, without advice."""
+    if experiment.strategy.mode == "ps":
+        step_s = _step_s_by(simulate or in_simulator, of_servers(experiment))
+        return search_modes(experiment, step_s, progress), step_s, ()
+    space = search_space(experiment)
+    advised, left_out = advice_for(experiment, table_for(experiment))
+    step_s = StepTime(shortened(experiment)) if simulate is None else _step_s_by(simulate, shortened(experiment))
+    found = search(experiment, space, advised, out=out, step_s=step_s, progress=progress)
+    return dataclasses.replace(found, notes=(*space.notes, *found.notes)), step_s, left_out
 
 
 def _of_profile(experiment: Experiment) -> tuple[str, ...]:

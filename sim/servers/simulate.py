@@ -170,7 +170,9 @@ def hosts_of(experiment: Experiment) -> Hosts:
     own = cluster.server_placement == "own"
     if link is None:
         if own or cluster.nodes > 1:
-            hint = 'add inter = { bandwidth = "25 Gbit/s", latency = "20 us" }'
+            hint = (
+                'add inter = { bandwidth = "25 Gbit/s", latency = "20 us" }, or server_placement = "shared", where servers run on the nodes'
+            )
             raise ConfigError("trainers reach servers over this link, and it is neither declared nor measured", "cluster.inter", hint=hint)
         link = Link(bandwidth=1)  # type: ignore[arg-type]  # nothing crosses it: all are on one host
     return Hosts(

@@ -3,6 +3,7 @@ import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, layers_with, profiled_experiment, target_experiment
@@ -14,6 +15,7 @@ from fleetbench.store import load_run
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from tuner.recommendation import Recommendation
+from tuner.space import name_of
 from tuner.tune import tune
 
 
@@ -191,13 +193,53 @@ def test_a_metric_needs_a_target(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_parameter_servers_are_refused_before_anything_is_done(tmp_path: Path) -> None:
-    """Nothing searches their strategies; the error names the mode, and nothing is written."""
-    experiment = layers_experiment()
-    experiment = experiment.replace(strategy=experiment.strategy.replace(mode="ps"), cluster=replace(experiment.cluster, servers=1))
-    with pytest.raises(ConfigError, match=r"strategy\.mode"):
-        tune(experiment, out=tmp_path, simulate=FakeSimulate(formula))
-    assert list(tmp_path.iterdir()) == []
+def served_experiment(folder: Path) -> Experiment:
+    """The profiled experiment with one server on the trainers' machine, and synchronous; every mode is a finalist."""
+    base = profiled_experiment(folder, finalists=6)
+    return base.replace(
+        cluster=replace(base.cluster, servers=1, server_placement="shared"),
+        strategy=DistributedStrategy(mode="ps"),
+        workload=replace(base.workload, optimizer="sgd"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"workload": {"target_loss": None}}, r"workload\.target_loss"),
+        ({"run": {"device": "emulated"}}, r"run\.device"),
+        ({"cluster": {"server_placement": "own"}}, r"cluster\.inter"),
+    ],
+)
+def test_servers_without_a_price_or_a_link_are_refused_before_anything_is_done(tmp_path: Path, changes: dict[str, Any], where: str) -> None:
+    """Modes differ in what they learn: without a target, or where nothing is learnt, no real run compares them."""
+    experiment = served_experiment(tmp_path)
+    changed = {name: replace(getattr(experiment, name), **fields) for name, fields in changes.items()}
+    with pytest.raises(ConfigError, match=where):
+        tune(experiment.replace(**changed), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_servers_modes_are_compared_to_the_target(tmp_path: Path) -> None:
+    """GeoSGD with K = 16 has the fastest step and needs too many; what sums 16 gradients never arrives; sums of 4 are there first."""
+    experiment = served_experiment(tmp_path)
+
+    def step_s(strategy: DistributedStrategy) -> float:
+        configs = strategy.a_sync_configs
+        return 0.01 if not strategy.a_sync else 0.005 - 1e-5 * (configs.k_steps + configs.max_merge_var_num)
+
+    def updates(leg: Leg) -> float | None:
+        configs = leg.strategy.a_sync_configs
+        return 40.0 + 10 * max(0, configs.k_steps) if configs.max_merge_var_num < 16 else None
+
+    runner = FakeRunner(experiment, step_s, updates=updates, noise=lambda number: 1 + 1e-4 * (number % 3))
+    recommendation, folder = tune(experiment, out=tmp_path, simulate=FakeSimulate(step_s), runner=runner)
+    assert recommendation.verdict == "USE"
+    assert name_of(recommendation.strategy) == "asynchronous servers, sums of 4 gradients"
+    assert recommendation.to_target == pytest.approx(0.01 / 0.00496, rel=1e-3)
+    assert {leg.strategy.mode for leg in runner.legs} == {"ps"}
+    assert recommendation.advice_left_out == ()
+    assert (folder / "recommended.toml").is_file()
 
 
 def test_trials_are_as_short_as_asked_and_share_their_draws(tmp_path: Path) -> None:

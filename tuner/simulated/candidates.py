@@ -1,32 +1,30 @@
 """Candidates: the strategies that are tried, and their ranking by short simulations.
 
-They are the space of ``fleetbench tune``; with parameter servers, Fleet's three modes. The best are simulated again, under other seeds:
+They are those of ``fleetbench tune``: a space, or Fleet's modes of parameter servers. The best are simulated again, under other seeds:
 ``over_seeds`` and ``choose`` make one answer of one cluster, alone or as a size among others.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.hardware import gpu_named
 from fleetbench.plan.combination import Combination
-from fleetbench.plan.servers.rules import WAIT_NS
-from fleetbench.profile import profile_of, table_for
+from fleetbench.profile import profile_of
 from fleetbench.result import RunResult, step_s_of
-from fleetbench.strategy import ASyncConfigs, DistributedStrategy
+from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate
-from tuner.recommendation import Trial
-from tuner.search import Search, StepS, Tried, search, with_steps
+from tuner.search import StepS, Tried, search
 from tuner.search import shortened as of_collectives
+from tuner.served import search_modes
+from tuner.served import shortened as of_servers
 from tuner.space import parameters_of, search_space, way_of
 from tuner.ways import Learn, Progress, Ways, price_ways
 
@@ -39,10 +37,6 @@ SEEDS, SERVED_SEEDS = 8, 3
 FINALISTS, SERVED_FINALISTS = 6, 3
 TIE = 0.002
 """Ten simulated steps tell strategies no further apart than this."""
-MERGED = (4, 16)
-"""Gradients of one push, in the asynchronous mode."""
-SERVED_ROUNDS = 2
-"""GeoSGD's exchanges in one trial."""
 
 Times = dict[DistributedStrategy, float]
 """Seconds of a step."""
@@ -87,7 +81,7 @@ def ranked(
     tell = progress or (lambda *_: None)
     measure, own = step_time(shortened(experiment), known), experiment.strategy
     if own.mode == "ps":
-        found = _of_modes(experiment, measure, tell)
+        found = search_modes(experiment, measure, tell)
     else:
         space = search_space(experiment)
         found = search(experiment, space, None, out=out, step_s=measure, progress=tell)
@@ -121,30 +115,9 @@ def _of_loss(experiment: Experiment, ways: Ways) -> list[str]:
     return ["steps to the target are those of the declared cluster, which orders pushes and pulls, under every assumption"]
 
 
-def _of_modes(experiment: Experiment, measure: StepS, tell: Progress) -> Search:
-    """Of training with servers: Fleet's modes, the experiment's own first."""
-    notes, found = list[str](), list[Tried]()
-    candidates = _served(experiment, notes)
-    for done, strategy in enumerate(candidates):
-        tell(done, len(candidates))
-        try:
-            trial = Trial(number=done, parameters=parameters_of(strategy), simulated_s=measure(strategy))
-        except ConfigError as error:
-            if strategy == experiment.strategy:
-                raise
-            notes.append(f"not simulated: {error.where}: {error.what}")
-        else:
-            found.append(Tried(trial, strategy, f"mode {done}", None if found else "default"))
-    return Search(tuple(found), tuple(notes))
-
-
 def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
-    """The experiment with few counted steps: at least ``least``, or those of a trial; with servers, whole rounds of all K of GeoSGD."""
-    own = experiment.strategy
-    if own.mode == "ps":
-        rounds = SERVED_ROUNDS * max(max(_geo_steps(experiment), default=1), own.a_sync_configs.k_steps)
-        return with_steps(experiment, least or experiment.tune.simulated_steps, rounds)
-    return of_collectives(experiment, least)
+    """The experiment with few counted steps: at least ``least``, or those of a trial."""
+    return (of_servers if experiment.strategy.mode == "ps" else of_collectives)(experiment, least)
 
 
 def ordered(step_s: Times) -> Times:
@@ -199,30 +172,6 @@ def choose(experiment: Experiment, step_s: Times, risk: Callable[[DistributedStr
 def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
     """What the candidates differ in."""
     return [*parameters_of(strategy).items(), ("way", way_of(strategy)), ("mode", (strategy.a_sync, strategy.a_sync_configs.k_steps > 0))]
-
-
-def _geo_steps(experiment: Experiment) -> tuple[int, ...]:
-    """K of GeoSGD: those of ``tune.local_steps`` above 1."""
-    return tuple(k for k in experiment.tune.local_steps if k > 1) if experiment.workload.optimizer == "sgd" else ()
-
-
-def _served(experiment: Experiment, notes: list[str]) -> list[DistributedStrategy]:
-    """Synchronous, asynchronous with pushes of several gradients, and GeoSGD, the experiment's own strategy first.
-
-    A trainer that is silent for ``send_wait_times`` pauses sends what it has; so that K and merging mean anything, there are as
-    many pauses as one and a half steps' compute take.
-    """
-    strategy, table = experiment.strategy, table_for(experiment)
-    own = strategy.a_sync_configs
-    pauses = max(own.send_wait_times, math.ceil(1.5 * (table.forward_ns + table.backward_ns) / WAIT_NS))
-    modes: list[dict[str, Any]] = [{"k_steps": 0, "max_merge_var_num": 1}]
-    modes += [{"k_steps": 0, "max_merge_var_num": merged, "send_wait_times": pauses} for merged in MERGED]
-    modes += [{"k_steps": k_steps, "send_wait_times": pauses} for k_steps in _geo_steps(experiment)]
-    if not _geo_steps(experiment):
-        notes.append(f"GeoSGD is not tried: it is for SGD, and workload.optimizer is {experiment.workload.optimizer}")
-    found = [strategy, strategy.replace(a_sync=False, a_sync_configs=ASyncConfigs())]
-    found += [strategy.replace(a_sync=True, a_sync_configs=dataclasses.replace(own, **mode)) for mode in modes]
-    return list(dict.fromkeys(found))
 
 
 OUTSIDE = (

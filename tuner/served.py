@@ -1,0 +1,85 @@
+"""Served: the ways of training with parameter servers that are compared, in place of a search space.
+
+Fleet's modes: synchronous, asynchronous with pushes of several gradients, and GeoSGD. Each is another training, whose step alone says
+little.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.plan.servers.rules import WAIT_NS
+from fleetbench.profile import table_for
+from fleetbench.strategy import ASyncConfigs, DistributedStrategy
+from sim.servers.simulate import hosts_of
+from tuner.recommendation import Trial
+from tuner.search import Search, StepS, Tried, with_steps
+from tuner.space import parameters_of
+from tuner.ways import Progress
+
+MERGED = (4, 16)
+"""Gradients of one push, in the asynchronous mode."""
+_ROUNDS = 2
+"""GeoSGD's exchanges in one trial."""
+
+
+def refuse_unpriced(experiment: Experiment) -> None:
+    """Raise ``ConfigError`` where real runs would not say what a mode costs in loss, or servers are reached over an unknown link."""
+    if experiment.run.device == "emulated":
+        hint = 'run.device = "cpu" trains a registry model; `fleetbench tune --simulate-only` compares what a step takes'
+        raise ConfigError("trains nothing, and modes of parameter servers differ in what they learn", "run.device", "'emulated'", hint)
+    if experiment.workload.target_loss is None:
+        hint = "set workload.target_loss; `fleetbench tune --simulate-only` compares what a step takes without one"
+        what = "is not set, and nothing else prices what modes of parameter servers cost in loss"
+        raise ConfigError(what, "workload.target_loss", hint=hint)
+    hosts_of(experiment)
+
+
+def search_modes(experiment: Experiment, step_s: StepS, progress: Progress | None = None) -> Search:
+    """Simulate the experiment's own mode and the others. Raises what ``step_s`` raises of its own."""
+    tell, notes, found = progress or (lambda *_: None), list[str](), list[Tried]()
+    candidates = _modes(experiment, notes)
+    for done, strategy in enumerate(candidates):
+        tell(done, len(candidates))
+        try:
+            trial = Trial(number=done, parameters=parameters_of(strategy), simulated_s=step_s(strategy))
+        except ConfigError as error:
+            if strategy == experiment.strategy:
+                raise
+            notes.append(f"not simulated: {error.where}: {error.what}")
+        else:
+            found.append(Tried(trial, strategy, f"mode {done}", None if found else "default"))
+    tell(len(candidates), len(candidates))
+    return Search(tuple(found), tuple(notes))
+
+
+def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
+    """The experiment with few counted steps: at least ``least``, or those of a trial, in whole rounds of all K of GeoSGD."""
+    rounds = _ROUNDS * max(max(_geo_steps(experiment), default=1), experiment.strategy.a_sync_configs.k_steps)
+    return with_steps(experiment, least or experiment.tune.simulated_steps, rounds)
+
+
+def _geo_steps(experiment: Experiment) -> tuple[int, ...]:
+    """K of GeoSGD: those of ``tune.local_steps`` above 1."""
+    return tuple(k for k in experiment.tune.local_steps if k > 1) if experiment.workload.optimizer == "sgd" else ()
+
+
+def _modes(experiment: Experiment, notes: list[str]) -> list[DistributedStrategy]:
+    """The experiment's own strategy first, and what else there is; what there is not joins ``notes``.
+
+    A trainer that is silent for ``send_wait_times`` pauses sends what it has; so that K and merging mean anything, there are as
+    many pauses as one and a half steps' compute take.
+    """
+    strategy, table = experiment.strategy, table_for(experiment)
+    own = strategy.a_sync_configs
+    pauses = max(own.send_wait_times, math.ceil(1.5 * (table.forward_ns + table.backward_ns) / WAIT_NS))
+    modes: list[dict[str, Any]] = [{"k_steps": 0, "max_merge_var_num": 1}]
+    modes += [{"k_steps": 0, "max_merge_var_num": merged, "send_wait_times": pauses} for merged in MERGED]
+    modes += [{"k_steps": k_steps, "send_wait_times": pauses} for k_steps in _geo_steps(experiment)]
+    if not _geo_steps(experiment):
+        notes.append(f"GeoSGD is not tried: it is for SGD, and workload.optimizer is {experiment.workload.optimizer}")
+    found = [strategy, strategy.replace(a_sync=False, a_sync_configs=ASyncConfigs())]
+    found += [strategy.replace(a_sync=True, a_sync_configs=dataclasses.replace(own, **mode)) for mode in modes]
+    return list(dict.fromkeys(found))
