@@ -30,6 +30,7 @@ FEW: dict[str, object] = {
     "wire": ("fp32",),
     "update_by_bucket": (False,),
     "adaptive": False,
+    "target_seeds": 3,
 }
 """Of ``[tune]``, unless a test asks for other: few values and no rules, for whatever is not about the search space itself."""
 

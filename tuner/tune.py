@@ -32,8 +32,8 @@ from tuner.sequential import LEAST_PAIRS
 from tuner.served import refuse_unpriced, search_modes
 from tuner.served import shortened as of_servers
 from tuner.space import search_space, way_of
-from tuner.verify import DEFAULT, Progress, verify
-from tuner.ways import Ways, by_virtual_trainers, price_ways
+from tuner.verify import DEFAULT, Progress, seeds_of, verify
+from tuner.ways import Ways, by_virtual_trainers, over_seeds, price_ways
 
 Simulate = Callable[[Experiment], RunResult]
 """The seam to the simulator; ``sim.run.simulate`` is the one in use."""
@@ -82,6 +82,8 @@ def tune(
     learn = by_virtual_trainers if simulate is None else None
     simulate = simulate or in_simulator
     held = None if beside is None else beside(experiment)
+    real = seeds_of(experiment)
+    virtual = range(real.stop, real.stop + len(real))  # those that choose a way of training are not those that prove it
     ways = price_ways(
         experiment,
         found,
@@ -90,7 +92,12 @@ def tune(
         out,
         _stage(progress, "virtual trainers"),
         None if held is None else held.earlier.recommendation.learnt,
+        virtual[0],
     )
+    if learn is not None and ways.updates:  # one seed tells little: more of them for twice as many as there is room for
+        best = [tried.strategy for tried in found.best(2 * experiment.tune.finalists, ways.others, ways.seconds)]
+        learning, limit_s = _stage(progress, "virtual trainers of other seeds"), experiment.tune.search_seconds / len(virtual)
+        ways = over_seeds(experiment, ways, best, learn, out, virtual, learning, limit_s=limit_s)
     arms, notes = _arms(found, experiment.tune.finalists, ways)
     kept = resumption.legs if resumption is not None else runner.folder if isinstance(runner, Journal) else None
     if len(arms) > 1 and not (kept is not None and kept.exists()) and not (held is not None and held.legs):

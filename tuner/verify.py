@@ -125,7 +125,7 @@ class _Verifier:
     """Runs with two of them were equal."""
 
     def __post_init__(self) -> None:
-        self.seeds = range(self.experiment.run.seed, self.experiment.run.seed + num_seeds(self.experiment))
+        self.seeds = seeds_of(self.experiment)
 
     def run(self) -> Recommendation:
         try:
@@ -568,11 +568,11 @@ def _says(failure: LegFailed) -> str:
     return f"failed on {failure.where}: {failure.what}"
 
 
-def num_seeds(experiment: Experiment) -> int:
-    """Runs to the target of each way of training, at most; a declared loss has no seed."""
-    if experiment.run.device == "emulated":
-        return 1
-    return experiment.tune.target_seeds or (1 if experiment.run.launcher == "command" else 3)
+def seeds_of(experiment: Experiment) -> range:
+    """Of the runs to the target of each way of training, at most, the experiment's own first; a declared loss has no seed."""
+    default = 1 if experiment.run.launcher == "command" else 5
+    number = 1 if experiment.run.device == "emulated" else experiment.tune.target_seeds or default
+    return range(experiment.run.seed, experiment.run.seed + number)
 
 
 def _learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:

@@ -2,7 +2,7 @@
 
 Bucket sizes and communicators move the seconds of a step; local steps, an outer optimizer and merged gradients move how many steps there
 are. What a strategy promises is the product. Virtual trainers train the workload of the registry as real ones would, from the
-parameters and on the data of ``run.seed``; real runs decide.
+parameters and on the data of a seed; real runs decide, with others.
 
 Ways beside the search space take the fastest timing knobs that the search found for as many local steps. Rounds of adaptive K, and local
 steps that begin late, are not alike: seconds are those of a fixed K that exchanges as often on the way to the target (``Ways.paced``).
@@ -74,7 +74,7 @@ class Ways:
     """What virtual trainers say of the ways of training that are known to the search, and of others."""
 
     updates: Mapping[tuple[object, ...], tuple[float | None, ...]] = field(default_factory=dict)
-    """By ``way_of``: steps to the target by seed, ``run.seed`` first, none where it does not arrive; empty where nothing is known."""
+    """By ``way_of``: steps to the target by seed, none where it does not arrive; empty where nothing is known."""
     others: tuple[Tried, ...] = ()
     """Strategies of ways outside of the search space."""
     notes: tuple[str, ...] = ()
@@ -153,8 +153,11 @@ def price_ways(
     out: Path,
     progress: Progress | None = None,
     known: Mapping[str, Reached] | None = None,
+    seed: int | None = None,
 ) -> Ways:
     """Train the ways of the search and those beside it virtually, largest K first, as many as ``tune.search_seconds`` has room for.
+
+    ``seed``: of these trainings, in place of ``run.seed``.
 
     Nothing is known where ``learn`` is none, no loss is learnt, or no way arrives beside or before the default's; nor of a user's script,
     whose ``others`` real runs are to price. ``known``: what an earlier tuning has learnt.
@@ -169,6 +172,7 @@ def price_ways(
             f"virtual trainers are not asked: to the target they would take about {least_s:.3g} s of one core or more (tune.search_seconds)"
         )
         return Ways(notes=(large, _BY_STEPS))
+    seeded = experiment if seed is None else experiment.replace(run=dataclasses.replace(run, seed=seed))
     own = way_of(experiment.strategy)
     leaders = {way_of(tried.strategy): tried for tried in reversed(found.ranked)}
     for arm in filter(None, (found.default, found.advice)):
@@ -180,8 +184,8 @@ def price_ways(
     )
     strategies = [*(one.strategy for one in tried), *varying]
     names = {way_of(strategy): name_of(strategy) for strategy in strategies}
-    ways: list[tuple[object, Experiment]] = [(way_of(strategy), _on_one_wire(experiment, strategy)) for strategy in strategies]
-    higher, lower = ((rate, experiment.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate))) for rate in RATES)
+    ways: list[tuple[object, Experiment]] = [(way_of(strategy), _on_one_wire(seeded, strategy)) for strategy in strategies]
+    higher, lower = ((rate, seeded.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate))) for rate in RATES)
     trainings = [*ways[:_FIRST], higher, *ways[_FIRST:], lower]
     end = time.process_time() + experiment.tune.search_seconds
     by_number, kept = _learnt(experiment, [one for _, one in trainings], learn, out, progress, refused, known or {}, end)
@@ -190,13 +194,13 @@ def price_ways(
     for rate, power in itertools.product(RATES, _POWERS):  # further in that direction, while that beats the default or nothing arrives
         last = rate ** (power - 1)
         if last in learnt and (_is_noticed(learnt[last], learnt.get(own)) or not any(learnt.values())):
-            further = experiment.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate**power))
+            further = seeded.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate**power))
             by_number, kept = _learnt(experiment, [further], learn, out, progress, refused, kept, end)
             if 0 in by_number:
                 learnt[rate**power] = by_number[0] and by_number[0].steps
     updates = {way: (steps,) for way, steps in learnt.items() if way in names}
     better = _better_rate(workload.lr, learnt, own)
-    notes = (*_notes(experiment, learnt, names, refused), *refused)
+    notes = (*_notes(seeded, learnt, names, refused), *refused)
     if own not in updates or len(updates) == 1 or not any(map(any, updates.values())):
         in_vain = bool(updates) and not any(map(any, updates.values()))
         never = f"no way that virtual trainers trained reaches loss {workload.target_loss:g} within workload.steps = {workload.steps}"
@@ -223,22 +227,22 @@ def over_seeds(
     strategies: Sequence[DistributedStrategy],
     learn: Learn,
     out: Path,
-    number: int,
+    seeds: Sequence[int],
     progress: Progress | None = None,
+    *,
+    limit_s: float,
 ) -> Ways:
-    """The ways of the strategies, and the default's, trained with ``number`` seeds at most, ``run.seed`` and others.
-
-    There are as many seeds as all of these ways had time for, in ``tune.search_seconds`` each.
-    """
+    """The ways of the strategies, and the default's, trained with as many of the seeds as all of them had time for, in ``limit_s`` each."""
     if not ways.updates:
         return ways
     of_ways = {way_of(strategy): strategy for strategy in (experiment.strategy, *strategies)}
     updates: dict[tuple[object, ...], tuple[float | None, ...]] = dict.fromkeys(of_ways, ())
-    for seed in range(experiment.run.seed, experiment.run.seed + number):
+    kept = dict(ways.learnt)
+    for seed in seeds:
         seeded = experiment.replace(run=dataclasses.replace(experiment.run, seed=seed))
         trainings = [_on_one_wire(seeded, strategy) for strategy in of_ways.values()]
-        end = time.process_time() + experiment.tune.search_seconds
-        found, _ = _learnt(experiment, trainings, learn, out, progress, [], {}, end)
+        end = time.process_time() + limit_s
+        found, kept = _learnt(experiment, trainings, learn, out, progress, [], kept, end)
         if len(found) < len(trainings):
             break
         arrivals = [found[number] for number in range(len(of_ways))]
@@ -250,7 +254,7 @@ def over_seeds(
     ]
     by = f"by virtual trainers of {counted(len(updates[ways.own]), 'seed')}"
     note = f"steps to loss {experiment.workload.target_loss:g}, {by}: {'; '.join(said)}"
-    return dataclasses.replace(ways, updates={**ways.updates, **updates}, notes=(*ways.notes, note))
+    return dataclasses.replace(ways, updates={**ways.updates, **updates}, learnt=kept, notes=(*ways.notes, note))
 
 
 def _on_one_wire(experiment: Experiment, strategy: DistributedStrategy) -> Experiment:

@@ -9,8 +9,8 @@ import tuner_fakes
 
 from fleetbench.config import encode
 from fleetbench.experiment import Experiment
-from fleetbench.strategy import BuildStrategy, DistributedStrategy
-from tuner.space import Equivalence, Space, search_space, with_different_sizes
+from fleetbench.strategy import AdaptiveLocalSGDConfigs, BuildStrategy, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
+from tuner.space import Equivalence, Space, name_of, search_space, with_different_sizes
 
 RULES = ("merged_gradient", "optimal", "off")
 WHOLE: dict[str, object] = {"local_steps": (1, 2, 4, 8, 16), "wire": ("fp32", "fp16", "bf16"), "update_by_bucket": (False, True)}
@@ -233,3 +233,18 @@ def test_for_one_trainer_compute_alone_is_searched() -> None:
     assert {name for name, _ in (*space.choices, *space.fixed)} == {"update_by_bucket"}
     assert any("one trainer exchanges nothing" in note for note in space.notes)
     assert "fusion" in {name for name, _ in search_space(layers_experiment()).choices}
+
+
+def test_ways_are_named() -> None:
+    """As the notes have them."""
+    local = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=4))
+    outer = local.replace(localsgd_configs=LocalSGDConfigs(k_steps=4, outer_lr=0.7, outer_momentum=0.9))
+    merged = DistributedStrategy(gradient_merge=True, gradient_merge_configs=GradientMergeConfigs(k_steps=2))
+    adaptive = DistributedStrategy(adaptive_localsgd=True, adaptive_localsgd_configs=AdaptiveLocalSGDConfigs(init_k_steps=2))
+    assert [name_of(strategy) for strategy in (DistributedStrategy(), local, outer, merged, adaptive)] == [
+        "synchronous",
+        "K = 4",
+        "K = 4 and an outer optimizer",
+        "synchronous and 2 micro-batches an update",
+        "adaptive K from 2 (fleet)",
+    ]

@@ -27,7 +27,7 @@ from tuner.simulated.assumptions import assumptions, changed
 from tuner.simulated.uncertainty import CONFIDENCE, Spread, spread_of, ways_outside
 from tuner.space import FIELDS
 from tuner.to_target import Updates
-from tuner.verify import Progress, num_seeds
+from tuner.verify import Progress, seeds_of
 from tuner.ways import Learn, Ways, by_virtual_trainers, over_seeds
 
 SCHEMA = 1
@@ -216,7 +216,8 @@ class _Answering:
         trials, learning = partial(self.progress, "simulated trials"), partial(self.progress, "virtual trainers")
         ranking = candidates.ranked(experiment, out=self.out, progress=trials, learn=self.learn, learning=learning, known=self.served)
         best, measure = candidates.finalists(default, ranking.with_ways(experiment.tune.finalists)), self._over_seeds(experiment)
-        self.ways = over_seeds(experiment, ranking.ways, best, self.learn, self.out, num_seeds(experiment), learning)
+        limit_s = experiment.tune.search_seconds
+        self.ways = over_seeds(experiment, ranking.ways, best, self.learn, self.out, seeds_of(experiment), learning, limit_s=limit_s)
         best = [strategy for strategy in best if self.ways.arrives(strategy)]
         times = {strategy: measure(strategy) for strategy in self._told("the best under other seeds", best)}
         step_s = {strategy: statistics.fmean(found) for strategy, found in times.items()}
