@@ -325,18 +325,24 @@ def summary_of(experiment: Experiment, totals: Mapping[str, Any], **known: Any) 
             "num_syncs": len(rounds),
             "local_steps": {"mean": sum(rounds) / len(rounds), "min": min(rounds), "max": max(rounds)} if rounds else None,
             "final_loss": None if diverged else final_loss,
-            "skipped": (*known.get("skipped", ()), *lost, *_early_exchanges(experiment, figures["step_s"]["p50"])),
+            "skipped": (
+                *known.get("skipped", ()),
+                *lost,
+                *_early_exchanges(experiment, figures["step_s"], known.get("server_load")),
+            ),
         }
     )
 
 
-def _early_exchanges(experiment: Experiment, step_s: float) -> list[dict[str, str]]:
+def _early_exchanges(experiment: Experiment, step_s: Mapping[str, float], load: Mapping[str, Any] | None) -> list[dict[str, str]]:
     """The entry of ``skipped`` for trainers that exchange with servers sooner than the strategy says."""
     if experiment.strategy.mode != "ps":
         return []
     cluster, optimizer = experiment.cluster, experiment.workload.optimizer
     rules = rules_of(experiment.strategy, cluster.trainers, cluster.servers, optimizer=optimizer, simulated=True)
-    found = early_exchanges(rules, step_s)
+    pushes_per_s = load["gradients_per_s"] if load is not None and rules.mode == "geo_sgd" else 0.0
+    apart = cluster.trainers / (step_s["mean"] * pushes_per_s) if pushes_per_s else None
+    found = early_exchanges(rules, step_s["p50"], apart)
     return [] if found is None else [skip(*found)]
 
 

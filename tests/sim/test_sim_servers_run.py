@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -145,6 +146,21 @@ def test_steps_longer_than_the_idle_time_are_said_once(configs: dict[str, int], 
         assert says in found[0]["why"]
         assert "idle after 10 ms (send_wait_times = 1)" in found[0]["why"]
         assert "send_wait_times = 5" in found[0]["why"]
+
+
+def test_a_full_link_holds_exchanges_up() -> None:
+    """Pushes of 4 MB at 80 Mbit/s take 0.4 s, pulls as long: many steps of 30 ms lie between two; K = 5 is reached."""
+    slow = {"inter": {"bandwidth": "80 Mbit/s", "latency": "10 us"}}
+    for k_steps, says in ((400, True), (5, False)):
+        run = simulate(experiment(cluster=slow, strategy={"a_sync_configs": {"k_steps": k_steps}}, workload={"steps": 400})).summary
+        found = [entry["why"] for entry in run.skipped if entry["what"].startswith("strategy.a_sync_configs")]
+        assert len(found) == says
+        if says:
+            told = re.search(r"there is one every ([\d.]+) steps in the mean", found[0])
+            assert told is not None
+            assert run.server_load is not None
+            assert float(told[1]) == pytest.approx(run.trainers / run.step_s["mean"] / run.server_load["gradients_per_s"], rel=0.05)
+            assert float(told[1]) > 10
 
 
 def test_geo_sgd_is_faster_where_the_link_is_slow() -> None:

@@ -18,6 +18,9 @@ COPIES = 5
 WAIT_NS = 10_000_000
 """Fleet's pause between two looks at an empty queue; ``send_wait_times`` of them make a trainer idle."""
 
+_EVERY, _NEARLY = 1.5, 0.9
+"""Steps between two exchanges, below which there is one after every step; and the share of K that is as good as K."""
+
 _WITHOUT_EFFECT = "strategy.a_sync_configs.runtime_split_send_recv"
 SERVED: frozenset[str] = frozenset(
     name
@@ -79,14 +82,18 @@ def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
     return f"a_sync_configs.k_steps = -1: asynchronous; GeoSGD is for SGD whose parameters fit {COPIES} times in memory"
 
 
-def early_exchanges(rules: ServerRules, step_s: float) -> tuple[str, str] | None:
-    """Of trainers that are idle within a step of ``step_s``: the field whose bound they never reach, and what happens instead."""
+def early_exchanges(rules: ServerRules, step_s: float, apart: float | None = None) -> tuple[str, str] | None:
+    """Of trainers that are idle within a step of ``step_s``: the field whose bound they never reach, and what happens instead.
+
+    ``apart``: steps between two exchanges in the mean, where they were counted: a full link holds them up.
+    """
     name, most = ("k_steps", rules.k_steps) if rules.mode == "geo_sgd" else ("max_merge_var_num", rules.max_merge)
-    if rules.mode == "synchronous" or most <= 1 or step_s * 1e9 <= rules.idle_ns:
+    if rules.mode == "synchronous" or most <= 1 or (apart or 0.0) >= _NEARLY * most or step_s * 1e9 <= rules.idle_ns:
         return None
+    when = "after every step" if apart is None or apart < _EVERY else f"every {apart:.3g} steps in the mean"
     pauses, enough = rules.idle_ns // WAIT_NS, math.ceil(1.5e9 * step_s / WAIT_NS)
     why = (
-        f"at most {most} steps between two exchanges, and there is one after every step: a step takes {1e3 * step_s:.3g} ms, and a "
+        f"at most {most} steps between two exchanges, and there is one {when}: a step takes {1e3 * step_s:.3g} ms, and a "
         f"trainer is idle after {rules.idle_ns * 1e-6:.3g} ms (send_wait_times = {pauses}) and sends what it has; "
         f"send_wait_times = {enough} keeps {most}"
     )
