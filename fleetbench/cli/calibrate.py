@@ -13,6 +13,8 @@ from fleetbench.cli.output import emit, emit_table, new_table, say
 if TYPE_CHECKING:
     from tuner.calibrate.fit import Calibration, Fitted
 
+_MILLISECONDS = 300.0
+"""Times the simulated, from which measured seconds are suspected to be milliseconds."""
 _PREFIXES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1.0, "bit/s"))
 
 
@@ -54,6 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print(found)
         emit(f"experiment: {path}")
+    if not found.errors_left_out:
+        say("note: as many parameters as measurements: they fit whatever was measured, and no error to expect is known")
+    if (times := statistics.median(1 / (1 + error) for error in found.errors_declared)) > _MILLISECONDS:
+        say(f"note: what was measured is {times:,.0f} times what is simulated as declared: `seconds` that are milliseconds?")
     for parameter in found.parameters:
         if parameter.held:
             say(f"note: the cells do not identify {parameter.key}: it keeps its declared {_shown(parameter, parameter.declared)}")
@@ -70,7 +76,7 @@ def _print(found: Calibration) -> None:
     emit_table(table)
     errors = new_table("simulated / measured - 1", "", "mean of absolute", "largest", "mean", "largest is of", left=("largest is of",))
     rows = (("as declared", found.errors_declared), ("calibrated", found.errors), ("each left out of the fit", found.errors_left_out))
-    for name, own in rows:
+    for name, own in rows if found.errors_left_out else rows[:2]:
         largest = max(range(len(own)), key=lambda index: abs(own[index]))
         mean = statistics.fmean(map(abs, own))
         errors.add_row(name, f"{mean:.1%}", f"{own[largest]:+.1%}", f"{statistics.fmean(own):+.1%}", found.cells[largest].name)
@@ -97,7 +103,12 @@ def _data(found: Calibration, path: str) -> dict[str, Any]:
             {"where": cell.where, "settings": dict(cell.settings), "all_reduce_bytes": cell.all_reduce_bytes, "measured_s": measured_s}
             | {"error_declared": declared, "error": error, "error_left_out": left_out}
             for cell, measured_s, declared, error, left_out in zip(
-                found.cells, found.measured_s, found.errors_declared, found.errors, found.errors_left_out, strict=True
+                found.cells,
+                found.measured_s,
+                found.errors_declared,
+                found.errors,
+                found.errors_left_out or [None] * len(found.cells),
+                strict=True,
             )
         ],
     }

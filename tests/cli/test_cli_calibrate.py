@@ -38,6 +38,17 @@ def test_a_table_of_measurements_gives_an_experiment(command: Callable[..., Any]
     assert abs(json.loads(simulated.out)["step_s"]["mean"] / 36.4e-3 - 1) < 0.01
 
 
+def test_what_a_table_cannot_tell_is_said(command: Callable[..., Any], tmp_path: Path) -> None:
+    """One row and one parameter: it fits whatever was measured, milliseconds too, and no row is left to be predicted."""
+    (tmp_path / "mine.toml").write_text(EXPERIMENT, encoding="utf-8")
+    (tmp_path / "cells.csv").write_text("all_reduce_bytes,seconds\n4000000,6.4\n", encoding="utf-8")
+    ended = command("calibrate", tmp_path / "mine.toml", tmp_path / "cells.csv", "--out", tmp_path, "--fit", "cluster.inter.bandwidth")
+    assert ended.code == 0
+    assert "no error to expect is known" in ended.err
+    assert "left out of the fit" not in ended.out
+    assert "times what is simulated as declared: `seconds` that are milliseconds?" in ended.err
+
+
 def test_bad_tables_exit_2(command: Callable[..., Any], tmp_path: Path) -> None:
     """With the file's line and a hint."""
     (tmp_path / "mine.toml").write_text(EXPERIMENT, encoding="utf-8")

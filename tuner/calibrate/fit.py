@@ -70,7 +70,7 @@ class Calibration:
     errors_declared: tuple[float, ...]
     errors: tuple[float, ...]
     errors_left_out: tuple[float, ...]
-    """Of each cell by what is fitted to the others."""
+    """Of each cell by what is fitted to the others; empty where these are fewer than the parameters."""
 
     def save(self, path: Path) -> None:
         """Write the experiment below what was fitted, and beside it the profile where that changed."""
@@ -110,7 +110,8 @@ def calibrate(experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str]
         free.remove(max(weak, key=lambda index: (found[index][1] - found[index][0], index)))
         logs = logs if free else np.zeros(len(keys))
     values = fit.values(logs)
-    left_out = [_left_out(fit, logs, free, index) for index in range(len(cells))]
+    others = np.count_nonzero(fit.weights) - 1
+    left_out = [_left_out(fit, logs, free, index) for index in range(len(cells))] if others >= len(free) else []
     measured_s = fit.model.measured_s
     calibrated, profile = fit.model.calibrated(experiment, values)
     return Calibration(
@@ -135,8 +136,8 @@ def _weights(cells: Sequence[Cell]) -> Floats:
 def _left_out(fit: _Fit, logs: Floats, free: Sequence[int], index: int) -> float:
     weights = fit.weights.copy()
     weights[index] = 0.0
-    others = fit.solve(logs, free, weights) if np.count_nonzero(weights) >= len(free) else logs
-    return float(fit.model.seconds(fit.values(others), [index])[0] / fit.model.measured_s[index] - 1)
+    others = fit.values(fit.solve(logs, free, weights))
+    return float(fit.model.seconds(others, [index])[0] / fit.model.measured_s[index] - 1)
 
 
 def _fitted(fit: _Fit, index: int, value: float, limits: tuple[float, float], *, held: bool) -> Fitted:
