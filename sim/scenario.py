@@ -137,6 +137,12 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     measured = None if profile is None else profile.communication
     unknown_cost = experiment.strategy.quantises and (measured is None or not measured.quantise)
     left_out = (
+        (served and cluster.collective != "ring" and not experiment.strategy.reduce_in_node, "cluster.collective", "trainers do not meet"),
+        (
+            not served and cluster.host_bandwidth is not None and cluster.collective != "gloo",
+            "cluster.host_bandwidth",
+            'copies and sums of collectives take time with collective = "gloo" alone',
+        ),
         (unknown_cost, "strategy.localsgd_configs.outer_wire", "quantising takes no time here: no profile has measured it"),
         (experiment.strategy.localsgd_configs.outer_on_host, "strategy.localsgd_configs.outer_on_host", "its copies are not simulated"),
         (experiment.run.environment, "run.environment", "no process is started"),

@@ -249,6 +249,21 @@ def test_a_server_handles_what_it_receives_and_sends_at_its_hosts_pace() -> None
     assert step_s(2, **slow) - step_s(2) == pytest.approx(0.024, rel=2e-3)
 
 
+def test_one_file_has_servers_and_collectives() -> None:
+    """What one of both does not use is skipped by name, and changes nothing: how collectives go, and a host's pace beside a ring."""
+    with_gloo = simulate(experiment(cluster={"collective": "gloo"})).summary
+    assert with_gloo.wall_s == simulate(experiment()).summary.wall_s
+    assert "cluster.collective" in {entry["what"] for entry in with_gloo.skipped}
+    paced = {"servers": 0, "host_bandwidth": "1 GB/s"}
+    ring, gloo = (
+        simulate(
+            experiment(cluster={**paced, "collective": one}, strategy={"mode": "collective", "a_sync": False, "a_sync_configs": {}})
+        ).summary
+        for one in ("ring", "gloo")
+    )
+    assert ["cluster.host_bandwidth" in {entry["what"] for entry in one.skipped} for one in (ring, gloo)] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
