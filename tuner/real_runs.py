@@ -106,14 +106,16 @@ class RealRuns:
     ) -> RunResult:
         """Run one leg of an arm, again where the machine was busy; of one that is evaluated updates count, and no times.
 
-        ``seed`` and ``window``: see ``Leg``.
+        ``seed`` and ``window``: see ``Leg``. An evaluated leg of a script has no warm-up, in which local steps have not begun: it trains as
+        an ordinary launch does.
 
         Raises ``BudgetSpent`` before a leg that would exceed the budget, and what the runner raises.
         """
+        run = self.experiment.run
         leg = Leg(
             strategy=strategy,
             steps=steps,
-            warmup_steps=self.experiment.run.warmup_steps,
+            warmup_steps=0 if evaluate and run.launcher == "command" else run.warmup_steps,
             start=start,
             evaluate=evaluate,
             ends_at_target=evaluate,

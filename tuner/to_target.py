@@ -85,9 +85,8 @@ def arrival_of(result: RunResult, experiment: Experiment) -> tuple[float | None,
         hint = f"a lower target, or workload.eval_every below {workload.eval_every}: within a window nothing tells when"
         raise ConfigError("the script's first losses are at it already", "workload.target_loss", f"{workload.target_loss:g}", hint)
     ended = reported_losses(result.steps, workload.eval_every, int(result.steps["step"].max()))
-    warmup_steps = experiment.run.warmup_steps  # have trained too
-    middles = [(warmup_steps + end - (workload.eval_every - 1) / 2, loss) for end, loss in ended]
-    return on_line(middles, workload.target_loss, warmup_steps + updates) if middles else (updates, 0.0)
+    middles = [(end - (workload.eval_every - 1) / 2, loss) for end, loss in ended]
+    return on_line(middles, workload.target_loss, updates) if middles else (updates, 0.0)
 
 
 def on_line(windows: Sequence[tuple[float, float]], target: float, crossed: float) -> tuple[float, float | None]:

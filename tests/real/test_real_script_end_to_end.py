@@ -24,12 +24,14 @@ from fleetbench.report.html import write_report
 from fleetbench.strategy import DistributedStrategy
 from real.collective import model_key
 from real.job.launch import CommandLaunch, started_with
+from real.job.launcher import launch_script
 from real.job.script_session import ScriptSession
 from real.leg import Leg
 from real.processes.diagnosis import LegLost
 from real.processes.place import sweep
 from real.profile.measuring import profile_script
 from sim.run import simulate
+from tuner.real_runs import RealRuns
 from tuner.script import tune_script
 from tuner.ways import OUTER
 
@@ -112,6 +114,24 @@ def test_the_profile_is_what_sim_runs_with(session: ScriptSession, tmp_path: Pat
     folder = save_profile(taken.experiment, taken.profile, taken.runs, tmp_path)
     assert simulate(Experiment.load(folder / "measured.toml")).summary.step_s["mean"] > 0
     assert session._num_launches == 1
+
+
+def test_a_run_to_the_target_trains_as_an_ordinary_launch(script: Path, tmp_path: Path) -> None:
+    """With local steps from the first step on, whatever ``run.warmup_steps`` is: rank 0's losses are those of the script by itself."""
+    strategy = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 8, **OUTER})
+    strategy.save(tmp_path / "strategy.toml")
+    told, report = tmp_path / "plain.py", "fleet.report(loss=loss)"
+    printed = f"{report}; fleet.is_first_worker() and print('loss', loss.item())"
+    told.write_text(script.read_text().replace(report, printed).replace("= 200", "= 2"))
+    lines: list[bytes] = []
+    base = Experiment.from_dict({"name": "digits", "run": {"warmup_steps": 5}})
+    with forked_launches():
+        launch_script(2, [str(told), str(tmp_path / "strategy.toml")], log_dir=tmp_path / "log", echo=lines.append)
+        with ScriptSession(launched(script, tmp_path), base) as session:
+            legs = RealRuns(experiment=session.experiment, runner=session, folder=tmp_path, step_s=0.01)
+            table = legs.run("one", strategy, steps=40, start="initial", evaluate=True).steps
+    expected = [float(line.split()[1]) for line in b"".join(lines).decode().splitlines() if line.startswith("loss ")]
+    assert table.loc[table["rank"] == 0, "loss"].tolist() == pytest.approx(expected[:40], rel=1e-6)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from real.processes.diagnosis import LegFailed
 from tuner.real_runs import RealRuns
 from tuner.recommendation import Arm, Recommendation, TargetCheck
 from tuner.sequential import ERROR, judge, looks
-from tuner.to_target import Updates, arrival_of, on_line
+from tuner.to_target import Updates, on_line
 from tuner.verify import verify
 
 LOCAL = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=4))
@@ -225,17 +225,6 @@ def test_a_target_within_the_first_window_is_refused(tmp_path: Path) -> None:
     runner.updates = lambda leg: 20.0 if leg.strategy.localsgd else 150.0
     found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path / "one", step_s=0.01))
     assert (found.verdict, found.undecided) == ("KEEP DEFAULT", True), found.line
-
-
-def test_warm_up_steps_of_a_script_are_updates() -> None:
-    """Of a loss that is at the target after 150 steps from the initial parameters, however many of these were not counted."""
-    experiment = target_experiment()
-    for warmup_steps in (0, 40):
-        script = experiment.replace(run=replace(experiment.run, launcher="command", warmup_steps=warmup_steps))
-        losses = losses_of(400 + warmup_steps, 1.0, 0.0, np.random.default_rng(0))[warmup_steps:]
-        runner = Reporting(script, lambda _: 0.01, updates=lambda _, before=warmup_steps: 150.0 - before, losses=losses)  # type: ignore[misc]
-        steps, _ = arrival_of(runner.run(Leg(steps=400, warmup_steps=warmup_steps, evaluate=True)), script)
-        assert steps == pytest.approx(150, rel=0.05)  # a power law is no straight line
 
 
 def test_a_rejection_says_that_windows_are_too_long(tmp_path: Path) -> None:
