@@ -230,8 +230,8 @@ class Experiment(Config):
         return cls.from_dict(cls.read(path, overrides))
 
     @staticmethod
-    def read(path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-        """What ``load`` decodes, as plain TOML data."""
+    def read(path: str | Path | None = None, overrides: Sequence[str] = (), strategy: Path | None = None) -> dict[str, Any]:
+        """What ``load`` decodes, as plain TOML data; with the strategy of another file, if one is given."""
         if path is None:
             text, base = resources.files("fleetbench").joinpath("quickstart.toml").read_text(encoding="utf-8"), Path()
         else:
@@ -242,6 +242,11 @@ class Experiment(Config):
         if not data:
             hint = "without a file the built-in quickstart runs; a file holds tables such as [workload]"
             raise ConfigError("holds no experiment", str(path), hint=hint)
+        if path is not None and data.keys() <= {"schema", "strategy"}:
+            hint = f"name its experiment, too: fleetbench sim EXPERIMENT.toml --strategy {path}"
+            raise ConfigError("holds a strategy, and no experiment", str(path), hint=hint)
+        if strategy is not None:
+            data["strategy"] = encode(DistributedStrategy.load(strategy))
         _make_paths_absolute(data, base)
         for override in overrides:
             apply_override(data, override)

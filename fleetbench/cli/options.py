@@ -39,6 +39,8 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="change a key of the file, such as workload.batch_size=64; repeatable",
     )
+    strategy = "the strategy of this file, such as recommended.toml, in place of the experiment's"
+    parser.add_argument("--strategy", type=Path, metavar="FILE", help=strategy)
     parser.add_argument("--seed", type=int, metavar="N", help="the same as --set run.seed=N")
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where run folders go; default: runs")
 
@@ -105,7 +107,7 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
     seed = [] if arguments.seed is None else [f"run.seed={arguments.seed}"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FieldHasNoEffect)
-        data = Experiment.read(arguments.experiment, [*arguments.overrides, *seed, *more])
+        data = Experiment.read(arguments.experiment, [*arguments.overrides, *seed, *more], arguments.strategy)
         nodes = Experiment.read(arguments.experiment, [*arguments.overrides, *seed])["cluster"].get("nodes", 1) if more else 1
         for override in more:
             _leave_out_nodes(data, override, nodes)

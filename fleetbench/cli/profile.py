@@ -113,6 +113,7 @@ def _fit_stragglers(arguments: argparse.Namespace) -> int:
     for given, name in (
         (arguments.experiment, "EXPERIMENT.toml"),
         (arguments.overrides, "--set"),
+        (arguments.strategy, "--strategy"),
         (arguments.command_line, "--"),
     ):
         if given:

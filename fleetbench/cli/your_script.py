@@ -64,6 +64,9 @@ def command_of_job(arguments: argparse.Namespace) -> tuple[str, ...]:
     if arguments.experiment is None:
         hint = "name an experiment, or a command after --; to start trainers of its own, fleetbench is started once"
         raise ConfigError(f"{num} processes were started, and nothing says what they train", "EXPERIMENT.toml", hint=hint)
+    if arguments.strategy is not None:
+        hint = "put its [strategy] into the experiment file"
+        raise ConfigError("does not reach processes that were started as one of several", "--strategy", str(arguments.strategy), hint)
     seed = [] if arguments.seed is None else [f"run.seed={arguments.seed}"]
     return (sys.executable, "-u", "-P", "-m", REGISTRY_SCRIPT, arguments.experiment, *arguments.overrides, *seed)
 

@@ -7,7 +7,7 @@ import argparse
 from fleetbench.cli.main import build_parser
 from fleetbench.cli.your_script import TAKE_A_COMMAND
 
-EXPERIMENT = ["--help", "--json", "--out", "--seed", "--set", "-h", "EXPERIMENT.toml"]
+EXPERIMENT = ["--help", "--json", "--out", "--seed", "--set", "--strategy", "-h", "EXPERIMENT.toml"]
 OPTIONS = {
     "sim": sorted([*EXPERIMENT, "--engine", "--loss", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": EXPERIMENT,

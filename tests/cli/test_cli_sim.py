@@ -15,6 +15,7 @@ import pytest
 
 from fleetbench import store
 from fleetbench.result import Summary
+from fleetbench.strategy import DistributedStrategy
 
 Files = Callable[..., Path]
 
@@ -39,6 +40,23 @@ def test_people_get_a_table_and_the_folder(command: Callable, experiment: Files,
     assert f"run: {run}" in ended.out
     assert ended.err == ""
     assert (run / "manifest.json").is_file()
+
+
+def test_another_files_strategy_takes_the_experiments_place(command: Callable, experiment: Files, tmp_path: Path) -> None:
+    """A ``recommended.toml`` is applied by its name, ``--set`` changes it further; without an experiment it is refused, not left out."""
+    path, recommended = experiment(more="[strategy]\nfuse_grad_count = 7\n"), tmp_path / "recommended.toml"
+    DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4}).save(recommended)
+    further = "strategy.fuse_all_reduce_ops=false"
+    assert command("sim", path, "--strategy", recommended, "--set", further, "--out", tmp_path / "runs").code == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    strategy = store.load_run(run).experiment.strategy
+    assert (strategy.localsgd_configs.k_steps, strategy.fuse_grad_count, strategy.fuse_all_reduce_ops) == (4, 50, False)
+    ended = command("sim", recommended, "--out", tmp_path / "runs")
+    assert ended.code == 2
+    assert "holds a strategy, and no experiment" in ended.err
+    assert "--strategy" in ended.err
+    missing = command("sim", path, "--strategy", tmp_path / "none.toml", "--out", tmp_path / "runs")
+    assert (missing.code, "none.toml" in missing.err) == (2, True)
 
 
 @pytest.mark.parametrize(("asked", "found"), [(None, "vector"), ("reference", "reference"), ("vector", "vector")])
