@@ -37,6 +37,8 @@ from tuner.ways import Ways, by_virtual_trainers, over_seeds, price_ways
 
 Simulate = Callable[[Experiment], RunResult]
 """The seam to the simulator; ``sim.run.simulate`` is the one in use."""
+_VIRTUAL_SEEDS = 16
+"""With which the best ways of training are compared, at most."""
 _LOCAL_SGD_FIELDS = ("localsgd", "localsgd_configs")
 _COMPUTE = (("thread_num", ("thread_num",)), (OP_FUSION, ("build_strategy",)), (MIXED_PRECISION, ("amp", "amp_configs")))
 """Rules that change compute: their names, and the fields that they set."""
@@ -83,7 +85,7 @@ def tune(
     simulate = simulate or in_simulator
     held = None if beside is None else beside(experiment)
     real = seeds_of(experiment)
-    virtual = range(real.stop, real.stop + len(real))  # those that choose a way of training are not those that prove it
+    virtual = range(real.stop, real.stop + _VIRTUAL_SEEDS)  # those that choose a way of training are not those that prove it
     ways = price_ways(
         experiment,
         found,
@@ -96,8 +98,8 @@ def tune(
     )
     if learn is not None and ways.updates:  # one seed tells little: more of them for twice as many as there is room for
         best = [tried.strategy for tried in found.best(2 * experiment.tune.finalists, ways.others, ways.seconds)]
-        learning, limit_s = _stage(progress, "virtual trainers of other seeds"), experiment.tune.search_seconds / len(virtual)
-        ways = over_seeds(experiment, ways, best, learn, out, virtual, learning, limit_s=limit_s)
+        learning = _stage(progress, "virtual trainers of other seeds")
+        ways = over_seeds(experiment, ways, best, learn, out, virtual, learning, limit_s=experiment.tune.search_seconds)
     arms, notes = _arms(found, experiment.tune.finalists, ways)
     kept = resumption.legs if resumption is not None else runner.folder if isinstance(runner, Journal) else None
     if len(arms) > 1 and not (kept is not None and kept.exists()) and not (held is not None and held.legs):

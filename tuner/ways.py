@@ -232,29 +232,37 @@ def over_seeds(
     *,
     limit_s: float,
 ) -> Ways:
-    """The ways of the strategies, and the default's, trained with as many of the seeds as all of them had time for, in ``limit_s`` each."""
+    """The ways of the strategies, and the default's, trained with as many of the seeds as all of them had time for in ``limit_s``."""
     if not ways.updates:
         return ways
     of_ways = {way_of(strategy): strategy for strategy in (experiment.strategy, *strategies)}
     updates: dict[tuple[object, ...], tuple[float | None, ...]] = dict.fromkeys(of_ways, ())
-    kept = dict(ways.learnt)
-    for seed in seeds:
+    kept, end = dict(ways.learnt), time.process_time() + limit_s
+    for number, seed in enumerate(seeds):
+        if progress is not None:
+            progress(number, len(seeds))
         seeded = experiment.replace(run=dataclasses.replace(experiment.run, seed=seed))
         trainings = [_on_one_wire(seeded, strategy) for strategy in of_ways.values()]
-        end = time.process_time() + limit_s
-        found, kept = _learnt(experiment, trainings, learn, out, progress, [], kept, end)
+        found, kept = _learnt(experiment, trainings, learn, out, None, [], kept, end)
         if len(found) < len(trainings):
             break
         arrivals = [found[number] for number in range(len(of_ways))]
         updates = {way: (*updates[way], one and one.steps) for way, one in zip(of_ways, arrivals, strict=True)}
     if not updates[ways.own]:
         return ways
-    said = [
-        f"{name_of(of_ways[way])}: {', '.join('never' if one is None else f'{one:.0f}' for one in each)}" for way, each in updates.items()
-    ]
+    said = [f"{name_of(of_ways[way])}: {_in_words(each)}" for way, each in updates.items()]
     by = f"by virtual trainers of {counted(len(updates[ways.own]), 'seed')}"
     note = f"steps to loss {experiment.workload.target_loss:g}, {by}: {'; '.join(said)}"
     return dataclasses.replace(ways, updates={**ways.updates, **updates}, learnt=kept, notes=(*ways.notes, note))
+
+
+def _in_words(steps: Sequence[float | None]) -> str:
+    """Steps of one way over seeds: their mean and range, and how many arrive where some do not."""
+    arrived = [one for one in steps if one is not None]
+    if not arrived:
+        return "never"
+    some = "" if len(arrived) == len(steps) else f", {len(arrived)} of {len(steps)} arrive"
+    return f"{statistics.fmean(arrived):.0f} ({min(arrived):.0f} to {max(arrived):.0f}{some})"
 
 
 def _on_one_wire(experiment: Experiment, strategy: DistributedStrategy) -> Experiment:

@@ -40,7 +40,8 @@ from tuner.ways import by_virtual_trainers
 
 SEED = 20261126
 HERE = Path(__file__).parent
-FRESH = range(100, 103)
+DRAWN, FRESH = range(100, 103), range(200, 220)
+"""Seeds by which a scenario is drawn, and, none of which anything else has seen, by which recommendations are priced."""
 STEPS = 200
 LEVELS = (1, 2, 4, 8, 16)
 FORWARD_NS, BACKWARD_NS = 1_000_000, 2_000_000
@@ -103,8 +104,8 @@ def local(k_steps: int) -> DistributedStrategy:
     return DistributedStrategy(localsgd=k_steps > 1, localsgd_configs=LocalSGDConfigs(k_steps=k_steps))
 
 
-def median_steps(experiment: Experiment, seeds: Sequence[int] = FRESH) -> float:
-    """Over fresh seeds; infinite where half never arrive."""
+def median_steps(experiment: Experiment, seeds: Sequence[int]) -> float:
+    """Over the seeds; infinite where half never arrive."""
     runs = (experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)) for seed in seeds)
     found = (by_virtual_trainers(one, math.inf) for one in runs)
     return statistics.median(math.inf if arrival is None else arrival.steps for arrival in found)
@@ -142,7 +143,7 @@ class SimulatedRuns:
 def scenario(dice: random.Random, name: str, folder: Path, *, wants_middle: bool) -> dict[str, Any] | None:
     """One row; none where no link makes the best K what is wanted."""
     experiment = drawn(dice, name, folder, unlike=wants_middle)
-    updates = {k: median_steps(experiment.replace(strategy=local(k))) for k in LEVELS}
+    updates = {k: median_steps(experiment.replace(strategy=local(k)), DRAWN) for k in LEVELS}
     shares = dice.sample(SHARES, len(SHARES))
     for share in shares:
         own = linked(experiment, share)
@@ -156,10 +157,11 @@ def scenario(dice: random.Random, name: str, folder: Path, *, wants_middle: bool
         stands_in = simulate if tuner == "before" else None  # beside which no virtual trainers are asked
         found, _ = tune(own, out=folder / name / tuner, runner=SimulatedRuns(own), simulate=stands_in)
         timed = next(arm.timed for arm in found.arms if arm.strategy == found.strategy)  # of adaptive K, as the tuner times it
-        steps, step_s = median_steps(own.replace(strategy=found.strategy)), seconds_of(own, timed)
+        steps, step_s = median_steps(own.replace(strategy=found.strategy), FRESH), seconds_of(own, timed)
         row[tuner] = {"line": found.line, "way": name_of(found.strategy), "steps": steps, "seconds": steps * step_s, "notes": found.notes}
     row["gain"] = row["before"]["seconds"] / row["now"]["seconds"]
-    row["gain_over_default"] = updates[1] * seconds_of(own, DistributedStrategy()) / row["now"]["seconds"]
+    default_s = median_steps(own, FRESH) * seconds_of(own, DistributedStrategy())
+    row["gain_over_default"] = default_s / row["now"]["seconds"]
     return row
 
 

@@ -193,7 +193,7 @@ def test_seeds_are_whole_rows(tmp_path: Path) -> None:
     assert [*ways.updates.values()][:2] == [(100.0, 101.0), (300.0,)]
     assert ways.updates[way_of(LOCAL)] == (110.0, 111.0)
     assert asked == [1, 1, 2]
-    assert ways.notes[-1] == "steps to loss 0.5, by virtual trainers of 2 seeds: synchronous: 100, 101; K = 4: 110, 111"
+    assert ways.notes[-1] == "steps to loss 0.5, by virtual trainers of 2 seeds: synchronous: 100 (100 to 101); K = 4: 110 (110 to 111)"
 
 
 def test_a_model_that_no_core_trains_in_time_is_not_begun(tmp_path: Path) -> None:
@@ -344,6 +344,7 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: 
     )
     workload = replace(experiment.workload, steps=60, eval_every=2, lr=0.3, target_loss=1.0)
     experiment = experiment.replace(workload=workload)
+    monkeypatch.setattr("tuner.tune._VIRTUAL_SEEDS", 3)
     seeded = [experiment.replace(run=replace(experiment.run, seed=seed)) for seed in (3, 4, 5)]
 
     @functools.cache

@@ -216,8 +216,9 @@ class _Answering:
         trials, learning = partial(self.progress, "simulated trials"), partial(self.progress, "virtual trainers")
         ranking = candidates.ranked(experiment, out=self.out, progress=trials, learn=self.learn, learning=learning, known=self.served)
         best, measure = candidates.finalists(default, ranking.with_ways(experiment.tune.finalists)), self._over_seeds(experiment)
-        limit_s = experiment.tune.search_seconds
-        self.ways = over_seeds(experiment, ranking.ways, best, self.learn, self.out, seeds_of(experiment), learning, limit_s=limit_s)
+        seeds = seeds_of(experiment)
+        limit_s = len(seeds) * experiment.tune.search_seconds
+        self.ways = over_seeds(experiment, ranking.ways, best, self.learn, self.out, seeds, learning, limit_s=limit_s)
         best = [strategy for strategy in best if self.ways.arrives(strategy)]
         times = {strategy: measure(strategy) for strategy in self._told("the best under other seeds", best)}
         step_s = {strategy: statistics.fmean(found) for strategy, found in times.items()}
