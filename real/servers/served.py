@@ -56,17 +56,7 @@ class Served:
         self.require("server", "fleet.init_server")
         if self._server is not None:
             raise ConfigError("this server has been initialised already", "fleet.init_server", hint="call it once")
-        role, common = self.role, self._common
-        options = ServerOptions(
-            server=role.rank,
-            servers=len(role.servers),
-            endpoint=role.servers[role.rank],
-            startup_timeout_s=common["timeout_s"] if AGAIN in os.environ else self._startup_timeout_s,
-            round_timeout_s=self._timeout_s,
-            meeting_timeout_s=self._startup_timeout_s,
-            **common,
-        )
-        self._server = ParameterServer(options, Board.of(os.environ))
+        self._server = ParameterServer(self._server_options(), Board.of(os.environ))
         try:
             restored = path is not None and self._server.restore(path)
             self._server.bind()
@@ -89,6 +79,18 @@ class Served:
         finally:
             self._server.close()
             self._server = None
+
+    def _server_options(self) -> ServerOptions:
+        role, common = self.role, self._common
+        return ServerOptions(
+            server=role.rank,
+            servers=len(role.servers),
+            endpoint=role.servers[role.rank],
+            startup_timeout_s=common["timeout_s"] if AGAIN in os.environ else self._startup_timeout_s,
+            round_timeout_s=self._timeout_s,
+            meeting_timeout_s=self._startup_timeout_s,
+            **common,
+        )
 
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Prepare the model; a server has no use for it."""
