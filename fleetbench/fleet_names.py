@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from fleetbench.config import nearest
+from fleetbench.config import unknown_key
 from fleetbench.errors import ConfigError
 
 ALIASES: dict[str, str] = {
@@ -63,8 +63,7 @@ def translate(data: Mapping[str, Any]) -> dict[str, Any]:
 def _of_execution_strategy(table: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
     for name in table:
         if name not in EXECUTION_STRATEGY:
-            hint = nearest(name, EXECUTION_STRATEGY).removeprefix(". ") or f"known keys: {', '.join(EXECUTION_STRATEGY)}"
-            raise ConfigError("unknown key", f"{where}.{name}", repr(table[name]), hint)
+            raise unknown_key(name, f"{where}.{name}", EXECUTION_STRATEGY, repr(table[name]))
     return [(EXECUTION_STRATEGY[name], value) for name, value in table.items()]
 
 

@@ -7,6 +7,7 @@ MB is 10^6 and MiB is 2^20.
 
 import re
 from fractions import Fraction
+from functools import partial
 from typing import NewType
 
 from fleetbench.errors import ConfigError
@@ -59,24 +60,22 @@ def _format(value: int, units: dict[str, int], preferred: tuple[str, ...]) -> st
     return f"{value} {preferred[-1]}"
 
 
+format_duration = partial(_format, units=_DURATIONS, preferred=("s", "ms", "us", "ns"))
+"""Integer nanoseconds to text that parses back to the same integer."""
+format_size = partial(_format, units=_SIZES, preferred=("GB", "MB", "kB", "B"))
+"""The same of bytes."""
+format_bandwidth = partial(_format, units=_BANDWIDTHS, preferred=("Gbit/s", "Mbit/s", "kbit/s", "bit/s"))
+"""The same of bits per second."""
+
+
 def parse_duration(text: object) -> Nanoseconds:
     """``"2.5 ms"`` to integer nanoseconds."""
     return Nanoseconds(round(_parse(text, _DURATIONS, "duration", "2.5 ms")))
 
 
-def format_duration(value: int) -> str:
-    """Integer nanoseconds to text that parses back to the same integer."""
-    return _format(value, _DURATIONS, ("s", "ms", "us", "ns"))
-
-
 def parse_size(text: object) -> Bytes:
     """``"32 MB"`` to bytes."""
     return Bytes(round(_parse(text, _SIZES, "size", "32 MB")))
-
-
-def format_size(value: int) -> str:
-    """Bytes to text that parses back to the same integer."""
-    return _format(value, _SIZES, ("GB", "MB", "kB", "B"))
 
 
 def parse_bandwidth(text: object) -> BitsPerSecond:
@@ -85,11 +84,6 @@ def parse_bandwidth(text: object) -> BitsPerSecond:
     if value <= 0:
         raise ConfigError("a bandwidth must be above zero", value=repr(text), hint='for example "25 Gbit/s"')
     return BitsPerSecond(value)
-
-
-def format_bandwidth(value: int) -> str:
-    """Bits per second to text that parses back to the same integer."""
-    return _format(value, _BANDWIDTHS, ("Gbit/s", "Mbit/s", "kbit/s", "bit/s"))
 
 
 def parse_per_step(text: object) -> PerStep:

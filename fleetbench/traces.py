@@ -57,12 +57,11 @@ def read_table(path: str | Path, where: str) -> pd.DataFrame:
         return pd.read_parquet(path) if is_parquet else pd.read_csv(path, compression=None)
 
 
-def by_rank_and_step(frame: pd.DataFrame, values: str | list[str], where: str, path: str) -> tuple[Floats, tuple[int, ...]]:
+def by_rank_and_step(frame: pd.DataFrame, values: list[str], where: str, path: str) -> tuple[Floats, tuple[int, ...]]:
     """Sums of the columns ``values`` in an array by rank and step, and the steps' numbers, those below 1 left out.
 
     Raises ``ConfigError`` where ranks are not numbered from 0, or a rank lacks a step, has one twice, or a value is no number.
     """
-    names = [values] if isinstance(values, str) else values
     frame = frame.assign(rank=_numbers(frame["rank"]), step=_numbers(frame["step"]))
     for name in ("rank", "step"):
         if frame[name].isna().any():
@@ -70,7 +69,7 @@ def by_rank_and_step(frame: pd.DataFrame, values: str | list[str], where: str, p
     kept = frame[frame["step"] >= 1]
     if kept.empty:
         raise ConfigError("has no step numbered 1 or higher", where, path, "steps below 1 are warm-up, which is not replayed")
-    numbers = kept[names].apply(_numbers).sum(axis=1, skipna=False)
+    numbers = kept[values].apply(_numbers).sum(axis=1, skipna=False)
     groups = kept.assign(_value=numbers).groupby(["rank", "step"])["_value"]
     count, total = groups.count().unstack("step", fill_value=0), groups.sum().unstack("step")  # noqa: PD010  # of series
     if list(total.index) != list(range(len(total))):

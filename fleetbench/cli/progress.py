@@ -20,15 +20,6 @@ Stages = Callable[[str, int, int], None]
 """The same, with the stage's name first."""
 
 
-def wanted() -> bool:
-    """Whether somebody watches."""
-    return sys.stderr.isatty() and _is_first()
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 @contextmanager
 def steps(description: str, *, lines: bool = False) -> Iterator[Steps | None]:
     """One bar; yields its callback, or none off a terminal."""
@@ -39,8 +30,9 @@ def steps(description: str, *, lines: bool = False) -> Iterator[Steps | None]:
 @contextmanager
 def stages(*, lines: bool = False) -> Iterator[Stages | None]:
     """A bar a stage, in the order in which stages report; yields the callback, or none. ``lines``: where there is no terminal."""
-    if not wanted():
-        yield _lines() if lines and _is_first() else None
+    is_first = os.environ.get("RANK", "0") == "0"
+    if not (is_first and sys.stderr.isatty()):
+        yield _lines() if lines and is_first else None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -50,7 +50,6 @@ class Fitted:
     """The time at X = 0."""
     mean: float
     cv: float
-    log_likelihood: float
     bic: float
     rate: float = 1.0
 
@@ -112,16 +111,15 @@ def fit_law(law: Law, times_s: Floats, start: Fitted | None = None) -> Fitted:
     scaled = times / middle
     search = _Search(law, scaled)
     begin = None if start is None else search.encode(start.base_s / middle, start.mean, start.cv)
-    numbers, likelihood = most_likely(search.cost, search.guesses(), begin)
+    numbers, bic = most_likely(search.cost, search.guesses(), begin, len(times))
     base, mean, cv = search.decode(numbers)
-    bic = len(numbers) * math.log(len(times)) - 2 * likelihood
-    return Fitted(law=law, base_s=base * middle, mean=mean, cv=cv, log_likelihood=likelihood, bic=bic)
+    return Fitted(law=law, base_s=base * middle, mean=mean, cv=cv, bic=bic)
 
 
 def most_likely(
-    cost: Callable[[Sequence[float]], float], guesses: Sequence[Sequence[float]], start: Sequence[float] | None
+    cost: Callable[[Sequence[float]], float], guesses: Sequence[Sequence[float]], start: Sequence[float] | None, num: int
 ) -> tuple[Sequence[float], float]:
-    """The numbers of the least ``cost``, which is minus a log-likelihood, and that likelihood.
+    """The numbers of the least ``cost``, minus a log-likelihood of ``num`` times, and their Bayesian information criterion.
 
     From the best of all guesses, or by a shorter search from ``start``.
     """
@@ -136,7 +134,7 @@ def most_likely(
         best = climb(roughly.x, 1e-4)
     else:
         best = climb(start, 1e-2)
-    return best.x, -float(best.fun)
+    return best.x, len(best.x) * math.log(num) + 2 * float(best.fun)
 
 
 def choose_law(times_s: Floats) -> tuple[Fitted, dict[str, float]]:

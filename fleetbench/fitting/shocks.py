@@ -102,10 +102,9 @@ def fit_shock(law: Law, common: Floats, noise: float, *, always: bool, start: Fi
     """The most likely parameters of one law; from ``start``, where they are about known, by a shorter search."""
     search = _Search(law, np.asarray(common, dtype=float), noise, always=always)
     begin = None if start is None else search.encode(math.log(start.base_s), start.rate, start.mean, start.cv)
-    numbers, likelihood = most_likely(search.cost, search.guesses(), begin)
+    numbers, bic = most_likely(search.cost, search.guesses(), begin, len(common))
     base, rate, mean, cv = search.decode(numbers)
-    bic = len(numbers) * math.log(len(common)) - 2 * likelihood
-    return Fitted(law=law, base_s=math.exp(base), rate=rate, mean=mean, cv=cv, log_likelihood=likelihood, bic=bic)
+    return Fitted(law=law, base_s=math.exp(base), rate=rate, mean=mean, cv=cv, bic=bic)
 
 
 class _Search:

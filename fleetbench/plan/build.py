@@ -14,7 +14,7 @@ from fleetbench.plan.exchange import lay_out
 from fleetbench.plan.fusion import Bucket, Cost, fuse
 from fleetbench.plan.groups import Parts, hierarchy_of, world_of
 from fleetbench.plan.layers import Gradient
-from fleetbench.plan.operations import Operation, Operations
+from fleetbench.plan.operations import Operation, Operations, tupled
 from fleetbench.plan.outer import Fragments, runs_of_layers
 from fleetbench.strategy import DistributedStrategy
 
@@ -77,17 +77,10 @@ class Plan:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """The plan that ``to_dict`` wrote."""
-        return cls(
-            trainers=data["trainers"],
-            buckets=tuple(Bucket(**{**item, "gradients": tuple(item["gradients"])}) for item in data["buckets"]),
-            exchange=tuple(Operation(**{**item, "after": tuple(item["after"])}) for item in data["exchange"]),
-            groups=tuple((name, tuple(tuple(part) for part in parts)) for name, parts in data["groups"]),
-            queue_depth=data.get("queue_depth", 1),  # plans were written when there was only that
-            fragments=tuple(map(tuple, data.get("fragments", ()))),  # as above
-            gates=tuple((layer, tuple(buckets)) for layer, buckets in data["gates"]),
-            num_state_slots=data["num_state_slots"],
-            buffers_nbytes=data["buffers_nbytes"],
-        )
+        fields = tupled(data)  # of older plans without ``queue_depth`` and ``fragments``
+        buckets = tuple(Bucket(**bucket) for bucket in fields.pop("buckets"))
+        exchange = tuple(Operation(**operation) for operation in fields.pop("exchange"))
+        return cls(buckets=buckets, exchange=exchange, **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

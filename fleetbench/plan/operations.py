@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send"]
 Trained = Literal["update", "skip", "accumulate", "release", "difference", "outer", "merge", "reset", "hold"]
@@ -67,6 +67,13 @@ class Operation:
 
 
 Operations = tuple[Operation, ...]
+
+
+def tupled(data: Any) -> Any:
+    """JSON's data with tuples for its lists."""
+    if isinstance(data, dict):
+        return {key: tupled(value) for key, value in data.items()}
+    return tuple(map(tupled, data)) if isinstance(data, list) else data
 
 
 def wire_bytes(operation: Operation, ranks: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from fleetbench.plan.build import Plan
 from fleetbench.plan.events import EVENTS, Event
-from fleetbench.plan.operations import Operation, Operations
+from fleetbench.plan.operations import Operation, Operations, tupled
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.states import Role, RoleState, state_of
 from fleetbench.plan.servers.training import ServerTraining
@@ -142,10 +142,7 @@ def encoded(log: Iterable[Entry]) -> list[dict[str, Any]]:
 def decoded(data: Iterable[Mapping[str, Any]]) -> tuple[Entry, ...]:
     """What ``encoded`` gave, also through JSON."""
     log = []
-    for item in data:
-        entry = dict(item)
+    for entry in map(tupled, data):
         now, kind, operations = entry.pop("now_ns"), EVENTS[entry.pop("event")], entry.pop("operations")
-        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-        decided = tuple(Operation(**{**operation, "after": tuple(operation["after"])}) for operation in operations)
-        log.append((now, kind(**fields), decided))
+        log.append((now, kind(**entry), tuple(Operation(**operation) for operation in operations)))
     return tuple(log)

@@ -106,7 +106,9 @@ def timeline(run: RunResult | pd.DataFrame, first: int = 1, last: int | None = N
     else:
         spans, origin = run, run["start_s"].min()
     spans = spans[~spans["name"].str.startswith("start ") & (spans["rank"].isin(spans["rank"] if ranks is None else ranks))]
-    data = spans.assign(start_ms=1e3 * (spans["start_s"] - origin), duration_ms=1e3 * spans["duration_s"], kind=_kinds(spans))
+    kinds = spans["name"].where(spans["name"].isin(list(_SPANS)), "other")
+    kinds = kinds.mask(spans["stream"].str.startswith("communication"), "communication").mask(spans["stream"] == "update", "update")
+    data = spans.assign(start_ms=1e3 * (spans["start_s"] - origin), duration_ms=1e3 * spans["duration_s"], kind=kinds)
     tracks = list(dict.fromkeys(zip(data["rank"], data["stream"], data["row"], strict=True)))
     figure = _figure(1.2 + 0.32 * len(tracks), data.drop(columns=["start_s", "duration_s"]))
     axes = figure.subplots()
@@ -355,12 +357,6 @@ def _bars(table: pd.DataFrame, label: str, hatches: Sequence[str], **options: An
     axes.invert_yaxis()
     _finish(axes, above=True)
     return figure
-
-
-def _kinds(spans: pd.DataFrame) -> pd.Series:
-    """For each span its key in ``_SPANS``."""
-    kind = spans["name"].where(spans["name"].isin(list(_SPANS)), "other")
-    return kind.mask(spans["stream"].str.startswith("communication"), "communication").mask(spans["stream"] == "update", "update")
 
 
 def _over_seeds(label: str, runs: Sequence[RunResult], *, is_held_out: bool) -> pd.DataFrame:

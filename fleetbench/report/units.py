@@ -53,13 +53,11 @@ def number(value: Any) -> str:
 
 def changes(data: Mapping[str, Any]) -> str:
     """What a strategy changes, in one line."""
-    return ", ".join(f"{key} = {_toml(value)}" for key, value in flat(data)) or "Fleet's defaults"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    words = []
+    for key, value in flat(data):
+        spelled = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+        words.append(f"{key} = {spelled}")
+    return ", ".join(words) or "Fleet's defaults"
 
 
 def _decimals(value: float) -> int:

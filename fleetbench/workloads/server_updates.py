@@ -21,7 +21,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from fleetbench.plan.servers.rules import Shards, Table
-from fleetbench.workload import Workload
+from fleetbench.workload import OPTIMIZER_STATE, Workload
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Told = tuple[str, dict[str, float]]
@@ -40,13 +40,7 @@ OPTIONS: dict[str, dict[str, float]] = {
 }
 """Optimizers of a server, their options and torch's defaults. The learning rate comes with every gradient."""
 
-SLOTS: Mapping[str, tuple[str, ...]] = {
-    "sgd": (),
-    "momentum": ("momentum_buffer",),
-    "adagrad": ("sum",),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "sparse_adam": ("exp_avg", "exp_avg_sq"),
-}
+SLOTS = {**OPTIMIZER_STATE, "sparse_adam": OPTIMIZER_STATE["adam"]}
 """Names of the arrays of state that each parameter has."""
 
 

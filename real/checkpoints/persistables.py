@@ -166,16 +166,13 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, data: Mapping[str, Any], 
     optimizer.load_state_dict(state)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, saved in state.get("state", {}).items():
-        if isinstance(index, int) and isinstance(saved, dict):
-            _keep_types(optimizer.state.get(parameters[index], {}), saved, parameters[index].device)
-
-
-def _keep_types(loaded: dict[str, Any], saved: Mapping[str, Any], device: torch.device) -> None:
-    """Torch casts floating state to the parameter's type, though it was wider where an optimizer keeps it wider."""
-    for name, value in saved.items():
-        kept = loaded.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(kept, torch.Tensor) and kept.dtype != value.dtype:
-            loaded[name] = value.to(device)
+        if not (isinstance(index, int) and isinstance(saved, dict)):
+            continue
+        loaded = optimizer.state.get(parameters[index], {})
+        for name, value in saved.items():  # torch casts floating state to the parameter's type, also where an optimizer keeps it wider
+            kept = loaded.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(kept, torch.Tensor) and kept.dtype != value.dtype:
+                loaded[name] = value.to(parameters[index].device)
 
 
 def encode_progress(progress: Progress) -> dict[str, Any]:

@@ -88,13 +88,10 @@ class EmulatedModel(nn.Module):
         passed = torch.zeros(())
         for source in reversed(self._sources):
             passed = _Arrival.apply(passed, source.parameter, source)  # type: ignore[no-untyped-call]  # torch's
-        passed.register_hook(lambda _: Variable._execution_engine.queue_callback(self._end_backward))  # noqa: SLF001  # as DDP learns of the backward's end
+        passed.register_hook(lambda _: Variable._execution_engine.queue_callback(lambda: self.pace.finish(self._compute_ns)))  # noqa: SLF001  # as DDP learns of the backward's end
         for end_ns in self._forward_ends_ns:
             self.pace.reach(end_ns)
         return passed
-
-    def _end_backward(self) -> None:
-        self.pace.finish(self._compute_ns)
 
 
 class EmulatedOptimizer(torch.optim.Optimizer):

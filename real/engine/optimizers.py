@@ -160,7 +160,9 @@ class FusedOptimizer:
         gradients = {parameter: gradient for parameter in group["params"] if (gradient := parameter.grad) is not None}
         if any(gradient.layout != torch.strided for gradient in gradients.values()):
             return None  # the plain update knows rows
-        if isinstance(group.get("weight_decay"), torch.Tensor) or not all(map(self._has_kernel, gradients)):
+        kind = type(self._optimizer)
+        have_kernels = all(own.is_floating_point() and kind in _KERNELS.get(own.device.type, ()) for own in gradients)
+        if isinstance(group.get("weight_decay"), torch.Tensor) or not have_kernels:
             return "foreach"
         state = self._optimizer.state
         begun = {any(value is not None for value in state.get(parameter, {}).values()) for parameter in gradients}
@@ -170,9 +172,6 @@ class FusedOptimizer:
             if "step" in state.get(parameter, {}):  # which the kernel counts where the parameter is
                 state[parameter]["step"] = state[parameter]["step"].to(parameter.device)
         return "fused"
-
-    def _has_kernel(self, parameter: nn.Parameter) -> bool:
-        return parameter.is_floating_point() and type(self._optimizer) in _KERNELS.get(parameter.device.type, ())
 
 
 def refuse_whole(optimizer: Optimizer) -> None:

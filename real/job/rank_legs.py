@@ -57,7 +57,7 @@ class EngineSwitch(Trained):
         self.model, self.optimizer = engine.model, optimizer
         self._on_engine = on_engine
         self._evaluated: set[int] = set()
-        self._watching: RemovableHandle | None = None
+        self._watching: RemovableHandle  # during a leg
 
     def open(self, strategy: DistributedStrategy, *, first_step: int = 1, record: bool = False, keep_times: bool = True) -> Engine:
         """Change to ``strategy``; the next step is ``first_step``."""
@@ -99,7 +99,6 @@ class EngineSwitch(Trained):
 
     def results(self, _leg: Leg) -> dict[str, Any]:
         """The steps after which the script has evaluated its model."""
-        assert self._watching is not None
         self._watching.remove()
         evaluated, self._evaluated = sorted(self._evaluated), set()
         return {"evaluated": evaluated}
@@ -174,7 +173,7 @@ class RankLegs:
         self._rank = rank
         self._meeting = meeting
         self._beats = BeatWriter(folder.beats, rank)
-        self._legs: Generator[LegEngine, bool | None, None] | None = None
+        self._legs: Generator[LegEngine, bool | None, None]  # of a script, once it is ready to train
         self._engine: Engine | None = None
         """Of the leg of a script that is under way."""
         self._num_steps = 0
@@ -219,7 +218,6 @@ class RankLegs:
             self._advance(True)
 
     def _advance(self, is_over: bool | None) -> None:
-        assert self._legs is not None
         self._engine = None
         with suppress(StopIteration):
             self._engine = cast("Engine", self._legs.send(is_over))  # a script has no other

@@ -19,7 +19,7 @@ from real.processes.diagnosis import STOPPED, how_it_ended
 from real.processes.joining import GLOO
 from real.processes.place import temporary_folder
 from real.processes.roles import STARTUP
-from real.processes.started import QUIET, Started, end, start
+from real.processes.started import QUIET, Started, end, start, start_process
 from real.servers.board import BOARD, Board, Entry, Messenger
 from real.servers.hosts import Placement, host_of, require_addresses
 from real.servers.security import TOKEN, encrypts, new_token, token_of
@@ -149,7 +149,7 @@ class ServedJob:
         if is_server and code < 0 and process.starts <= self._restarts and self._is_trained():
             _say(f"{process.name} {how}, and is started again")
             process.environment[AGAIN] = "1"
-            process.start_again()
+            process.popen, process.starts = start_process(process.command, process.log, process.environment), process.starts + 1
             return
         process.code = self.codes[process.name] = code
         self.tell(Entry(kind="ended", name=process.name, code=code))

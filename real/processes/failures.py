@@ -258,7 +258,11 @@ class Failures:
                     self._entry_of_broken = self._num_read
                 if self.failure is None or (failure.own and not self.failure.own):
                     self.failure = failure
-                    self._write_note()
+                    if self._note is not None and failure.own:  # this host's launcher would otherwise blame whoever ended first
+                        with suppress(OSError):
+                            partial = self._note.with_suffix(f".{self._rank}")
+                            partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+                            partial.replace(self._note)
 
     def _append(self, what: str = "", *, own: bool = False) -> int:
         """Write the next entry of the log, a failure or, without words, a roll call; its number."""
@@ -314,14 +318,6 @@ class Failures:
         thread.start()
         thread.join(patience_s + _STORE_S)
         return answer[0]
-
-    def _write_note(self) -> None:
-        """Tell the launcher of this host, who would otherwise blame whoever ended first."""
-        if self._note is not None and self.failure is not None and self.failure.own:
-            with suppress(OSError):
-                partial = self._note.with_suffix(f".{self._rank}")
-                partial.write_text(json.dumps(asdict(self.failure)), encoding="utf-8")
-                partial.replace(self._note)
 
 
 def _absence(missing: list[int]) -> str | None:

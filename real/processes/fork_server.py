@@ -244,6 +244,8 @@ def _fork(wanted: Mapping[str, Any], output: int, connections: Sequence[socket.s
 
 def _become(arguments: Sequence[str]) -> NoReturn:
     """Go on as ``python ARGUMENTS``, in a process that was forked for it."""
+    from real.processes.failures import end_now  # which brings torch: the process that asks for forks does without it
+
     code = 1
     try:
         if arguments[0] == "-m":
@@ -263,11 +265,8 @@ def _become(arguments: Sequence[str]) -> NoReturn:
         sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
-        atexit._run_exitfuncs()  # noqa: SLF001  # as the interpreter does, which os._exit leaves out
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # a full disk; a stream that was closed
-                stream.flush()
-        os._exit(code)
+        atexit._run_exitfuncs()  # noqa: SLF001  # as the interpreter does, which ``end_now`` leaves out
+        end_now(code)
 
 
 if __name__ == "__main__":

@@ -56,10 +56,6 @@ class Started:
         """Whether it lives and does not run, because of a SIGSTOP or a debugger."""
         return self.code is None and process_state(self.popen.pid) == "T"
 
-    def start_again(self) -> None:
-        """Once it has ended."""
-        self.popen, self.code, self.starts = start_process(self.command, self.log, self.environment), None, self.starts + 1
-
 
 def start(kind: Literal["server", "trainer"], rank: int, command: list[str], environment: dict[str, str], log: Path) -> Started:
     """Start one, with its output appended to ``log``."""

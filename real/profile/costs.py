@@ -22,7 +22,6 @@ from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.build import Plan
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import LayerTable, scaled
-from fleetbench.profile import Communication
 from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
 from fleetbench.result import RunResult, step_times
 from fleetbench.timeline import COMMUNICATION, HOST, Span, start_name
@@ -168,28 +167,6 @@ def fit_points(points: Iterable[CollectivePoint], trainers: int) -> Hockney:
     weights = [_WEIGHT_OF_ALL * max(1, len(known) - 1) if index == largest else 1.0 for index in range(len(known))]
     line = fit_line([float(point.nbytes) for point in known], [point.took * 1e-9 for point in known], weights)
     return Hockney(trainers=trainers, line=line)
-
-
-def communication_of(
-    points: tuple[CollectivePoint, ...],
-    hockney: Hockney,
-    backend: str,
-    in_flight: tuple[Link, ...],
-    *,
-    between_nodes: bool,
-    quantise: Nanoseconds = Nanoseconds(0),
-) -> Communication:
-    """As a profile keeps it."""
-    return Communication(
-        backend=backend,
-        trainers=hockney.trainers,
-        link=hockney.link,
-        between="nodes" if between_nodes else "trainers",
-        points=points,
-        largest_residual=round(hockney.line.largest_residual, 4),
-        in_flight=in_flight,
-        quantise=quantise,
-    )
 
 
 def quantising(run: RunResult, hockney: Hockney) -> Nanoseconds:

@@ -51,7 +51,6 @@ from real.job.session import LegSession, Session
 from real.layer_times import LEAST_STEPS, memory_of, table_of
 from real.leg import Leg
 from real.profile.costs import (
-    communication_of,
     compute_times,
     fit_points,
     link_of_two,
@@ -311,8 +310,16 @@ class _Measuring:
         quantise = Nanoseconds(0)
         if self._own.quantises:
             quantise = quantising(legs.run("quantised", quantised(quiet.strategy)), hockney)
-        between_nodes = quiet.cluster.nodes > 1
-        return hockney, communication_of(points, hockney, backend, in_flight, between_nodes=between_nodes, quantise=quantise)
+        return hockney, Communication(
+            backend=backend,
+            trainers=trainers,
+            link=hockney.link,
+            between="nodes" if quiet.cluster.nodes > 1 else "trainers",
+            points=points,
+            largest_residual=round(hockney.line.largest_residual, 4),
+            in_flight=in_flight,
+            quantise=quantise,
+        )
 
     def _settled(self, strategy: DistributedStrategy, most: int) -> tuple[LayerTable, RunResult]:
         """A thread count's table with the sums that training has, and the run of at most ``most`` steps that they are from."""

@@ -57,13 +57,13 @@ class ServedTraining:
         self.stopwatch = Stopwatch(options.rank, options.keep_times, fetch_every=strategy.fetch_every_n_steps)
         self._strategy = strategy
         self._options = options
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer: torch.optim.Optimizer  # once attached
         self._fixed: dict[str, object] = {}
         self._spec: Spec | None = None
-        self._role: RoleDecider | None = None
+        self._role: RoleDecider  # from ``begin`` on, as are the sender's links
         self._geo: GeoCopy | None = None
         self._sender: Sender | None = None
-        self._sender_links: Links | None = None
+        self._sender_links: Links
         self._links: Links | None = None
         """For look-ups; none without tables, and in GeoSGD, where trainers have all rows."""
         self._table = 0
@@ -220,7 +220,6 @@ class ServedTraining:
 
     def recordings(self) -> list[Recording]:
         """What the trainer's role and its sender's heard and decided; none where that was not asked for."""
-        assert self._role is not None
         assert self._sender is not None
         if not self._options.record:
             return []
@@ -229,7 +228,6 @@ class ServedTraining:
     @property
     def bytes_sent(self) -> int:
         """So far, heads and repeats included."""
-        assert self._sender_links is not None
         return self._sender_links.bytes_sent + (self._links.bytes_sent if self._links is not None else 0)
 
     def finish(self) -> None:
@@ -254,7 +252,6 @@ class ServedTraining:
         self._open.close()
 
     def _hook(self) -> None:
-        assert self._optimizer is not None
         self._unhook()
         self._handles = [
             self.model.register_forward_pre_hook(living_hook(self._before_forward)),
@@ -298,7 +295,6 @@ class ServedTraining:
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         refuse_arguments(arguments, named)
-        assert self._optimizer is not None
         self._begin_step()  # for a loop that makes its gradients without the model's forward
         if self.on_compute_end is not None:
             self.on_compute_end()
@@ -356,7 +352,6 @@ class ServedTraining:
 
     @property
     def _state(self) -> TrainerState:
-        assert self._role is not None
         assert isinstance(self._role.state, TrainerState)
         return self._role.state
 
@@ -397,7 +392,6 @@ class ServedTraining:
                     self._decide(Message("server", answer.server, "rows", version=answer.version))
 
     def _decide(self, event: Event) -> None:
-        assert self._role is not None
         operations = self._role.on(time.monotonic_ns(), event)
         for index, operation in enumerate(operations):
             if operation.kind == "update":  # the optimizer's own step, between its two hooks

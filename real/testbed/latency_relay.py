@@ -73,13 +73,6 @@ def start(
         return subprocess.Popen(bound(command), stdin=subprocess.PIPE, pass_fds=files)
 
 
-def hold_less(process: subprocess.Popen[bytes], ns: int) -> None:
-    """From now on the relay holds every packet so much less than before, or more."""
-    assert process.stdin is not None
-    process.stdin.write(b"%d\n" % ns)
-    process.stdin.flush()
-
-
 def relay(hosts: list[tuple[int, int, dict[bytes, int]]], told: int) -> None:
     """Read frames of each host's device, and send each when the delay of its receiver has passed, until ``told`` ends."""
     buffer = bytearray(1 << 17)

@@ -66,11 +66,9 @@ class Noise:
 
 def read(counters: Counters, mark: str | None = None) -> Reading:
     """A reading of this moment; ``counters``: of the namespaces. ``mark``: the beginning of a variable of more processes of ours."""
-    fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
-    tick = os.sysconf("SC_CLK_TCK")
-    user, nice = (int(field) / tick for field in fields[:2])
-    stolen = int(fields[7]) / tick if len(fields) > 7 else 0.0
-    return Reading(at_s=time.monotonic(), user_s=user + nice, own_user_s=_own_user_s(mark), stolen_s=stolen, counters=counters)
+    all_cores = psutil.cpu_times()
+    user_s, stolen_s = all_cores.user + all_cores.nice, getattr(all_cores, "steal", 0.0)
+    return Reading(at_s=time.monotonic(), user_s=user_s, own_user_s=_own_user_s(mark), stolen_s=stolen_s, counters=counters)
 
 
 def between(before: Reading, after: Reading) -> Noise:

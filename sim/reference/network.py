@@ -10,15 +10,15 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 
 from simpy import Event
 
 from fleetbench.plan.operations import Operation
 from sim.clock import Clock
-from sim.network.links import LATENCY, Links, Port
+from sim.network.links import LATENCY, Links
 from sim.network.routes import Routes
 from sim.network.sharing import SharedPorts
-from sim.network.work import Flow
 
 Changed = Callable[[Fraction], None]
 Tell = Callable[[Operation, tuple[int, ...], int, int], None]
@@ -97,16 +97,10 @@ class Network:
         latency = tuple((name + LATENCY, number, way) for name, number, way in ports)
         parts = ((latency, Fraction(cost.latency_ns), None), (ports, cost.transfer_ns, route.flow))
         for passes, takes_ns, flow in parts:
-            if takes_ns:
-                yield from self._paced(passes, takes_ns, flow, ranks)
-
-    def _paced(
-        self, ports: tuple[Port, ...], alone_ns: Fraction, flow: Flow | None, ranks: tuple[int, ...]
-    ) -> Generator[Event, object, None]:
-        """One part of a collective, at the pace that its ranks' compute leaves it."""
-        transfer = self._ports.start(ports, alone_ns, self._computing.pace(ranks), flow)
-        with self._computing.watching(ranks, lambda pace: self._ports.repace(transfer, pace)):
-            yield transfer.end
+            if takes_ns:  # at the pace that its ranks' compute leaves it
+                transfer = self._ports.start(passes, takes_ns, self._computing.pace(ranks), flow)
+                with self._computing.watching(ranks, partial(self._ports.repace, transfer)):
+                    yield transfer.end
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -235,12 +235,6 @@ class Hosts:
     link: Link
 
 
-@dataclass(slots=True)
-class _Connection:
-    waiting: deque[tuple[int, Arrived]] = field(default_factory=deque)
-    busy: bool = False
-
-
 class Wires:
     """Carries messages; ``send`` returns at once, and what it is given is called when the message has arrived."""
 
@@ -249,7 +243,8 @@ class Wires:
         self._hosts = hosts
         apart = set(hosts.servers).isdisjoint(hosts.trainers)
         self._ports = ServerPorts(clock, hosts.servers) if apart else SharedPorts(clock)
-        self._connections: dict[Hashable, _Connection] = {}
+        self._connections: defaultdict[Hashable, deque[tuple[int, Arrived]]] = defaultdict(deque)
+        """Messages of each, by their bytes; the first is under way."""
         self._alone_ns: dict[int, Fraction] = {}
         """Of messages of so many bytes."""
 
@@ -262,28 +257,25 @@ class Wires:
         if source == target:
             self.at_once(arrived)
             return
-        line = self._connections.setdefault(connection, _Connection())
-        link = self._hosts.link
-        if not nbytes and not line.busy:  # it takes no other message's part of a link
+        line, link = self._connections[connection], self._hosts.link
+        if not nbytes and not line:  # it takes no other message's part of a link
             self._clock.timeout(link.latency).callbacks.append(lambda _: arrived())
             return
-        line.waiting.append((nbytes, arrived))
-        if not line.busy:
+        line.append((nbytes, arrived))
+        if len(line) == 1:
             self._carry(line, source, target)
 
-    def _carry(self, line: _Connection, source: int, target: int) -> None:
-        nbytes, arrived = line.waiting.popleft()
-        line.busy = True
+    def _carry(self, line: deque[tuple[int, Arrived]], source: int, target: int) -> None:
+        nbytes, arrived = line[0]
         link = self._hosts.link
         if nbytes not in self._alone_ns:
             self._alone_ns[nbytes] = Fraction(nbytes * BITS_NS, link.bandwidth)
 
         def sent(_event: object) -> None:
             self._clock.timeout(link.latency).callbacks.append(lambda _: arrived())
-            if line.waiting:
+            line.popleft()
+            if line:
                 self._carry(line, source, target)
-            else:
-                line.busy = False
 
         ports: tuple[Port, ...] = (("inter", source, "out"), ("inter", target, "in"))
         self._ports.transfer(ports, self._alone_ns[nbytes]).callbacks.append(sent)

@@ -59,7 +59,8 @@ class Sender(Actor):
         if operation.kind == "set_timer":
             self._timers += 1
             number = self._timers
-            self._clock.timeout(operation.delay_ns).callbacks.append(lambda _: self._fire(number))
+            # a timer that was set later has taken its place
+            self._clock.timeout(operation.delay_ns).callbacks.append(lambda _: self.hear(TimerFired()) if number == self._timers else None)
         elif operation.kind == "merge":
             taken = [self._memory.queue.popleft() for _ in range(operation.count)]
             self._staged = taken if operation.payload == "gradient" else [self._memory.versions]
@@ -85,10 +86,6 @@ class Sender(Actor):
                 carried = Carried(traffic.pushed(server, [self._staged_steps]), versions, self._staged_steps, piece=self._piece)
             message = Message("sender", rank, operation.message, count=operation.count, version=min(carried.versions, default=0))
             self.post("sender", rank, server, message, carried)
-
-    def _fire(self, number: int) -> None:
-        if number == self._timers:
-            self.hear(TimerFired())
 
 
 class Trainer(Actor):

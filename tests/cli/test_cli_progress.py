@@ -48,9 +48,11 @@ def test_a_log_gets_a_line_a_leg(capsys: pytest.CaptureFixture[str], monkeypatch
 def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal, rank 0 alone reports."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert progress.wanted()
+    with progress.steps("simulate") as advance:
+        assert advance is not None
     monkeypatch.setenv("RANK", "1")
-    assert not progress.wanted()
+    with progress.steps("simulate", lines=True) as advance:
+        assert advance is None
 
 
 def test_a_terminal_gets_bars_and_stdout_stays_clean(experiment: Callable[..., Path], tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 from fleetbench.fitting.distributions import Fitted
 from held_out import Model, fit_model, hold_out
 
-OWN = Fitted(law="gamma", base_s=1.0, mean=0.05, cv=0.8, log_likelihood=0.0, bic=0.0)
-ALONE = Fitted(law="gamma", base_s=0.02, mean=0.2, cv=0.8, log_likelihood=0.0, bic=0.0)
-SHARED = Fitted(law="gamma", base_s=0.02, rate=1.0, mean=0.2, cv=0.8, log_likelihood=0.0, bic=0.0)
-AT_TIMES = Fitted(law="constant", base_s=0.02, rate=0.7, mean=0.2, cv=0.0, log_likelihood=0.0, bic=0.0)
+OWN = Fitted(law="gamma", base_s=1.0, mean=0.05, cv=0.8, bic=0.0)
+ALONE = Fitted(law="gamma", base_s=0.02, mean=0.2, cv=0.8, bic=0.0)
+SHARED = Fitted(law="gamma", base_s=0.02, rate=1.0, mean=0.2, cv=0.8, bic=0.0)
+AT_TIMES = Fitted(law="constant", base_s=0.02, rate=0.7, mean=0.2, cv=0.0, bic=0.0)
 FACTORS = (1.0, 2.0, 1.0)
 
 

@@ -25,7 +25,6 @@ from real.leg import Leg
 from real.profile import measuring as profile_legs
 from real.profile.costs import (
     closing,
-    communication_of,
     exchanges,
     fit_points,
     link_of_two,
@@ -344,13 +343,6 @@ def test_quantising_costs_what_it_was_given(run: Callable[..., RunResult], optim
     assert {operation.wire_dtype for operation in quantised.plan.exchange} == {"int8"}
     points = points_of(run(profile_legs.whole(PLAIN)), run(profile_legs.queued(PLAIN, "sgd")))
     assert quantising(quantised, fit_points(points, 2)) == pytest.approx(given, rel=0.01, abs=0.1 * MS)
-
-
-def test_a_profile_keeps_what_was_fitted(run: Callable[..., RunResult]) -> None:
-    """The link, the points, and between whom."""
-    points = points_of(run(profile_legs.whole(PLAIN)), run(profile_legs.queued(PLAIN, "sgd")))
-    kept = communication_of(points, fit_points(points, 2), "gloo", (link(0.5, MS),), between_nodes=True)
-    assert (kept.between, kept.trainers, kept.in_flight, kept.points) == ("nodes", 2, (link(0.5, MS),), points)
 
 
 def test_gradient_noise_is_that_of_the_first_try() -> None:

@@ -47,10 +47,14 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
     )
     environment.filters["sh"] = shlex.quote
     environment.filters["text"] = json.dumps  # a JSON string is one of YAML's
-    environment.filters["pod"] = _unexpanded
+    # in commands and values Kubernetes puts variables for ``$(NAME)``, and one ``$`` for two: its API reference, Container v1 core, EnvVar
+    environment.filters["pod"] = lambda text: re.sub(r"\$(?=[$(])", "$$", text)
     environment.filters["counted"] = counted
     cluster, run = experiment.cluster, experiment.run
     own_hosts = cluster.server_placement == "own"
+    is_python = not script or script[0].endswith(".py")
+    program = [*script] or ["-m", REGISTRY_SCRIPT, str(path)]
+    python = ["python", "-u"] if script else ["python", "-u", "-P"]
     return environment.get_template("slurm_servers.sh" if has_servers else _FILES[form]).render(
         version=__version__,
         experiment=experiment,
@@ -63,8 +67,8 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
         cores_per_trainer=max(1, cluster.cores_per_node // cluster.trainers_per_node),
         gpus=cluster.trainers_per_node if run.device == "cuda" else 0,
         startup_s=max(1, run.startup_timeout // 10**9),
-        command=shlex.join(_command(script, path)),
-        torchrun_arguments=shlex.join(_torchrun_arguments(script, path)),
+        command=shlex.join([*python, *program] if is_python else program),
+        torchrun_arguments=shlex.join(program if is_python else ["--no-python", *program]),
         script=shlex.join(script),
         own=not script,
     )
@@ -82,27 +86,6 @@ def _refuse_served(form: str, path: Path, script: Sequence[str]) -> None:
         raise ConfigError(
             "servers and trainers are processes of one Python file of yours", "--print slurm", shlex.join(script) or "none", hint
         )
-
-
-def _command(script: Sequence[str], path: Path) -> list[str]:
-    if not script:
-        return ["python", "-u", "-P", "-m", REGISTRY_SCRIPT, str(path)]
-    return ["python", "-u", *script] if script[0].endswith(".py") else list(script)
-
-
-def _torchrun_arguments(script: Sequence[str], path: Path) -> list[str]:
-    """The same after torchrun's own options."""
-    if not script:
-        return ["-m", REGISTRY_SCRIPT, str(path)]
-    return list(script) if script[0].endswith(".py") else ["--no-python", *script]
-
-
-def _unexpanded(text: str) -> str:
-    """Text that Kubernetes turns into this one: in commands and values it puts variables for ``$(NAME)``, and one ``$`` for two.
-
-    Source: Kubernetes' API reference, Container v1 core, ``command`` and EnvVar's ``value``.
-    """
-    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def _label(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, NamedTuple
 
-from fleetbench.plan.operations import Operation, Operations
+from fleetbench.plan.operations import Operation, Operations, tupled
 
 Role = Literal["trainer", "sender", "server"]
 Awaited = Literal["room", "fresh", "rows", "drained"]
@@ -80,8 +80,7 @@ _TYPES: dict[str, type[RoleState]] = {"trainer": TrainerState, "sender": SenderS
 
 def state_of(role: Role, data: dict[str, Any]) -> RoleState:
     """The state whose ``_asdict()`` went through JSON."""
-    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-    return _TYPES[role](**fields)
+    return _TYPES[role](**tupled(data))
 
 
 class Issue:
