@@ -143,7 +143,6 @@ class Problem:
         of_part = replace(self, trainers=size)._traced(self._part(arguments, slice(size)))  # noqa: SLF001  # its own class
         stacks = [value.new_empty((self.trainers, *value.shape[1:])) for value in arguments[0]]  # to get them each step takes half of it
 
-        @torch.no_grad()
         def run(*given: Any) -> Computed:
             losses, moved = given[0][0].new_empty(self.trainers), [torch.empty_like(buffer) for buffer in given[1]]
             for begin in range(0, self.trainers, size):
@@ -154,11 +153,6 @@ class Problem:
             return Computed(stacks, losses, moved)
 
         return run
-
-    def num_together(self, activations: int) -> int:
-        """How many trainers, with so many bytes of activations each, compute at a time on a CPU; all, where four parts would suffice."""
-        fitting = max(1, CACHE_NBYTES // (activations + 2 * sum(value.nbytes for value in self.model.parameters())))
-        return self.trainers if self.averages or self.trainers <= 4 * fitting else fitting
 
     def _part(self, arguments: Arguments, part: slice) -> Arguments:
         """Arguments of some of the trainers."""
@@ -174,11 +168,10 @@ class Problem:
             traced = _tidied(make_fx(partial(self._at_once))(*arguments))  # a bound method has an argument more than the tracer gives
         traced.graph.set_codegen(torch.fx.graph.CodeGen())  # of tensors one by one
         traced.recompile()
-        num = len(arguments[0])
 
         @torch.no_grad()
         def run(parameters: Tensors, buffers: Tensors, *others: torch.Tensor) -> Computed:
-            found = traced(*parameters, *buffers, *others)
+            found, num = traced(*parameters, *buffers, *others), len(parameters)
             return Computed(found[:num], found[num], found[num + 1 :])
 
         return run
@@ -247,14 +240,12 @@ def fastest(problem: Problem, arguments: Arguments, steps: int, together: int, *
 
 def _seconds(way: Way, arguments: Arguments) -> float:
     """Of one step, the second: processor time, which other programs change less; on a GPU until it has ended."""
-    way(*arguments)
-    if arguments[-1].is_cuda:
-        torch.cuda.synchronize(arguments[-1].device)
     clock = time.perf_counter if arguments[-1].is_cuda else time.process_time
-    begin = clock()
-    way(*arguments)
-    if arguments[-1].is_cuda:
-        torch.cuda.synchronize(arguments[-1].device)
+    for _ in range(2):
+        begin = clock()
+        way(*arguments)
+        if arguments[-1].is_cuda:
+            torch.cuda.synchronize(arguments[-1].device)
     return clock() - begin
 
 

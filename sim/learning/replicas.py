@@ -45,16 +45,15 @@ class Replicas:
         self._arrived: dict[tuple[str, int], Tensors] = {}
         self._velocity: dict[str, torch.Tensor] = {}
         self._mean_buffers: dict[str, torch.Tensor] = {}
-        self._scale, self._scaled = 1.0, torch.ones((), dtype=self._values[0].dtype, device=self._device)
+        self._scale = 1.0
         self._holds = False
 
     def arguments(self, inputs: torch.Tensor, labels: torch.Tensor, scale: float) -> Arguments:
         """What a ``Way`` takes, of joint batches ``(trainers * batch, ...)``."""
         shape = (self.trainers, len(labels) // self.trainers)
-        if self._scale != scale:
-            self._scale, self._scaled = scale, torch.full_like(self._scaled, scale)
+        scaled = torch.tensor(scale, dtype=self._values[0].dtype, device=self._device)
         inputs, labels = (joint.to(self._device).view(*shape, *joint.shape[1:]) for joint in (inputs, labels))
-        return self._values, [*self.buffers.values()], self._scaled, inputs, labels
+        return self._values, [*self.buffers.values()], scaled, inputs, labels
 
     def begin_step(self, counted: int) -> None:
         """A step begins, whose learning rate is that of the step or update ``counted``."""
@@ -65,6 +64,7 @@ class Replicas:
         """Forward and backward of all trainers."""
         gradients, self.losses, moved = way(*self.arguments(inputs, labels, scale))
         self._gradients = dict(zip(self.parameters, gradients, strict=True))
+        self._scale = scale
         if not self._holds:
             self.buffers = dict(zip(self.buffers, moved, strict=True))
 

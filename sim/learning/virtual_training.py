@@ -28,7 +28,7 @@ from fleetbench.store import new_folder, new_run_id
 from fleetbench.target import crossing
 from fleetbench.workload import OPTIMIZER_STATE
 from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
-from sim.learning.gradients import Chosen, Problem, fastest
+from sim.learning.gradients import CACHE_NBYTES, Chosen, Problem, fastest
 from sim.learning.prepared import Prepared, Progress, Say, free_bytes, one_thread, refuse_beyond
 from sim.learning.replicas import Replicas, expected_bytes, sharing
 from sim.learning.served import Played, ServedReplay
@@ -98,7 +98,9 @@ class VirtualTraining:
         one = slice(workload.batch_size)  # copied: a part of the joint batch holds all of it in memory
         activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # with what the backward makes of them
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
-        together = {"cpu": problem.num_together(activations), "cuda": problem.trainers}
+        fitting = max(1, CACHE_NBYTES // (activations + 2 * sum(value.nbytes for value in problem.model.parameters())))
+        few = problem.averages or problem.trainers <= 4 * fitting  # parts gain nothing
+        together = {"cpu": problem.trainers if few else fitting, "cuda": problem.trainers}
         at_once = {device: in_loop + activations * (num - 1) for device, num in together.items()}
         refuse_beyond(problem.trainers, at_once[device] if wanted == "graph" else in_loop)
         taken, most = in_loop / 1e6, at_once[device] / 1e6
