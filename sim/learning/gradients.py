@@ -7,7 +7,6 @@ Both give the same numbers up to the order of sums. Which one is faster depends 
 wide layers they are alike. Tracing takes seconds, so that short trainings stay in a loop.
 """
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -107,10 +106,12 @@ class Problem:
         losses: Tensors = []
         moved: list[Tensors] = []
         for trainer in range(self.trainers):
-            own = [parameter[0 if self.shares else trainer].detach().requires_grad_() for parameter in parameters]
+            if trainer == 0 or not self.shares:
+                own = [parameter[trainer].detach().requires_grad_() for parameter in parameters]
+            if trainer == 0 or not self.averages:
+                rows_of = [gradient[trainer] for gradient in gradients]
             output, after = self.forward(own, [buffer[trainer] for buffer in buffers], inputs[trainer])
             loss = self.compare(output, labels[trainer])
-            rows_of = [gradient[0 if self.averages else trainer] for gradient in gradients]
             torch._foreach_add_(rows_of, torch.autograd.grad(loss * scale, own))  # torch has no public name for adding lists of tensors
             losses.append(loss.detach())
             moved.append([buffer.detach() for buffer in after])
@@ -132,21 +133,20 @@ class Problem:
             _graph = self.compare(self.forward(own, [*self.model.buffers()], inputs)[0], labels)
         return sum(nbytes for place, nbytes in kept.items() if place not in {value.untyped_storage().data_ptr() for value in own})
 
-    def graph(self, *arguments: Any, together: int | None = None) -> Way:
-        """The ``Way`` over stacked tensors of so many trainers at a time, or of all, traced with these arguments; others have their shapes.
+    def graph(self, *arguments: Any, together: int = 0) -> Way:
+        """The ``Way`` over stacked tensors, of all trainers or of so many at a time, traced with these arguments; others have their shapes.
 
         Raises ``RuntimeError`` or ``UserWarning`` for a model that vmap cannot stack.
         """
-        if self.averages or together is None or together >= self.trainers:
+        if self.averages or not 0 < together < self.trainers:
             return self._traced(arguments)
-        size = math.ceil(self.trainers / math.ceil(self.trainers / together))
-        of_part = replace(self, trainers=size)._traced(self._part(arguments, slice(size)))  # noqa: SLF001  # its own class
+        of_part = replace(self, trainers=together)._traced(self._part(arguments, slice(together)))  # noqa: SLF001  # its own class
         stacks = [value.new_empty((self.trainers, *value.shape[1:])) for value in arguments[0]]  # to get them each step takes half of it
 
         def run(*given: Any) -> Computed:
             losses, moved = given[0][0].new_empty(self.trainers), [torch.empty_like(buffer) for buffer in given[1]]
-            for begin in range(0, self.trainers, size):
-                part = slice(min(begin, self.trainers - size), begin + size)  # the last one may compute again what the one before has
+            for begin in range(0, self.trainers, together):
+                part = slice(min(begin, self.trainers - together), begin + together)  # the last may compute what the one before has
                 found = of_part(*self._part(given, part))
                 for whole, own in zip((*stacks, losses, *moved), (*found.gradients, found.losses, *found.buffers), strict=True):
                     whole[part] = own

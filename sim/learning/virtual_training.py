@@ -98,9 +98,9 @@ class VirtualTraining:
         one = slice(workload.batch_size)  # copied: a part of the joint batch holds all of it in memory
         activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # with what the backward makes of them
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
-        fitting = max(1, CACHE_NBYTES // (activations + 2 * sum(value.nbytes for value in problem.model.parameters())))
-        few = problem.averages or problem.trainers <= 4 * fitting  # parts gain nothing
-        together = {"cpu": problem.trainers if few else fitting, "cuda": problem.trainers}
+        fitting = CACHE_NBYTES // (activations + 2 * sum(value.nbytes for value in problem.model.parameters()))
+        parts = 1 if problem.averages else problem.trainers // max(1, fitting)
+        together = {"cpu": problem.trainers if parts < 5 else problem.trainers // parts + 1, "cuda": problem.trainers}  # a few gain nothing
         at_once = {device: in_loop + activations * (num - 1) for device, num in together.items()}
         refuse_beyond(problem.trainers, at_once[device] if wanted == "graph" else in_loop)
         taken, most = in_loop / 1e6, at_once[device] / 1e6
