@@ -1,6 +1,7 @@
 """How fast virtual trainers train, and what memory they take, beside bare loops of torch in turns; one core.
 
 python reports/virtual_trainers/measure.py                  # every cell, each in a process of its own; a line each to raw.jsonl
+python reports/virtual_trainers/measure.py digits_mlp table          # the cells of a workload, and the table
 python reports/virtual_trainers/measure.py "mlp 64-32-10" 32 local   # one cell
 python reports/virtual_trainers/measure.py --table          # six K and five bandwidths: the table of time to target
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,7 +34,12 @@ from sim.learning.virtual_training import Trajectories, VirtualTraining
 from sim.many.sweep import sweep
 
 HERE = Path(__file__).parent
-SAMPLES, BATCH, ROUNDS = 65_536, 32, 4
+SAMPLES, BATCH = 65_536, 32
+ROUNDS = {32: 4, 1024: 3}
+SLOW, SLOW_ROUNDS = ("bert, 2 layers of 32", 1024), 2
+"""A round of this workload with so many trainers takes more than a minute."""
+WORKER_STEPS = {"mlp 64-32-10": 16_384, "digits_mlp": 4096, "digits_cnn": 2048, "word2vec": 8192, "bert, 2 layers of 32": 1024}
+"""Of a round and a rival; no fewer than four of each trainer, so that local steps average once."""
 WORKLOADS: dict[str, dict[str, Any]] = {
     "mlp 64-32-10": {"model": "mlp", "model_options": {"features": 64, "hidden": 32, "depth": 1}, "data_options": {"samples": SAMPLES}},
     "digits_mlp": {"model": "digits_mlp", "data_options": {"samples": SAMPLES}},
@@ -120,12 +127,15 @@ def batch_of(model: str, options: dict[str, Any], trainers: int) -> tuple[torch.
 
 
 def virtual(own: Experiment, way: str) -> tuple[float, int]:
-    """Seconds of a step of a whole training, reading and deciding included, and the memory that was announced."""
+    """Seconds of a step of a training, reading and deciding included, and the memory that was announced.
+
+    Without the first step, which bare loops do before the clock begins, and without the last one, which evaluates.
+    """
+    ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         training = VirtualTraining(own, Path(folder), way)
-        begin = time.perf_counter()
-        training.run()
-        return (time.perf_counter() - begin) / own.workload.steps, training.num_bytes
+        training.run(lambda _done, _all: ends.append(time.perf_counter()))
+    return (ends[-2] - ends[0]) / (len(ends) - 2), training.num_bytes
 
 
 def cell(workload: str, trainers: int, strategy: str) -> dict[str, Any]:
@@ -133,8 +143,8 @@ def cell(workload: str, trainers: int, strategy: str) -> dict[str, Any]:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    steps = max(4, 2048 // trainers)
-    own = experiment(workload, trainers, strategy, steps)
+    steps = max(4, WORKER_STEPS[workload] // trainers)
+    own = experiment(workload, trainers, strategy, steps + 2)
     rivals: dict[str, Callable[[], float]] = {}
     for name, step in (("bare stacked", bare_stacked(own, trainers)), ("bare loop", bare_loop(own, trainers))):
         rivals[name] = lambda step=step: _per_step(step, steps)  # type: ignore[misc]  # a default binds the loop's variable
@@ -147,10 +157,10 @@ def cell(workload: str, trainers: int, strategy: str) -> dict[str, Any]:
 
         rivals[way] = timed
     found: dict[str, list[float]] = {name: [] for name in rivals}
-    for number in range(ROUNDS):
+    for number in range(SLOW_ROUNDS if (workload, trainers) == SLOW else ROUNDS[trainers]):
         for name in list(rivals)[:: 1 if number % 2 == 0 else -1]:
             found[name].append(trainers / rivals[name]())
-    medians = {name: sorted(values)[len(values) // 2] for name, values in found.items()}
+    medians = {name: statistics.median(values) for name, values in found.items()}
     return {
         "cell": [workload, trainers, strategy],
         "worker_steps_per_s": {name: [round(value) for value in values] for name, values in found.items()},
@@ -203,15 +213,16 @@ def table() -> dict[str, Any]:
 
 
 def main() -> None:
-    """One cell, or all."""
-    if len(sys.argv) == 4:
+    """One cell, or those of some workloads, or all."""
+    if len(sys.argv) == 4 and sys.argv[2].isdigit():
         print(json.dumps(cell(sys.argv[1], int(sys.argv[2]), sys.argv[3])))
         return
     if sys.argv[1:] == ["--table"]:
         print(json.dumps(table()))
         return
-    cells = [[name, str(trainers), strategy] for name in WORKLOADS for trainers in (32, 1024) for strategy in STRATEGIES]
-    for arguments in [*cells, ["--table"]]:
+    chosen = sys.argv[1:] or [*WORKLOADS, "table"]
+    cells = [[name, str(trainers), strategy] for name in WORKLOADS if name in chosen for trainers in ROUNDS for strategy in STRATEGIES]
+    for arguments in [*cells, *([["--table"]] if "table" in chosen else [])]:
         ended = subprocess.run([sys.executable, __file__, *arguments], check=True, capture_output=True, text=True)
         line = {
             **json.loads(ended.stdout),

@@ -18,7 +18,7 @@ from fleetbench.plan.groups import Parts
 from fleetbench.plan.operations import COLLECTIVES, Operation
 from fleetbench.workload import OPTIMIZER_STATE, Workload
 from fleetbench.workloads.training import make_optimizer, set_learning_rate
-from sim.learning.gradients import Arguments, Tensors, Way
+from sim.learning.gradients import CACHE_NBYTES, Arguments, Tensors, Way
 
 
 class Replicas:
@@ -31,7 +31,8 @@ class Replicas:
         members = 1 if self.shares else self.trainers
         self.parameters = {name: nn.Parameter(_stacked(value, members)) for name, value in model.named_parameters()}
         self.buffers = {name: _stacked(value, self.trainers) for name, value in model.named_buffers()}
-        self._device = next(iter(self.parameters.values())).device
+        self._values = [parameter.detach() for parameter in self.parameters.values()]
+        self._device = self._values[0].device
         self.losses = torch.zeros(self.trainers)
         self._plan = plan
         self._combination = combination
@@ -49,11 +50,10 @@ class Replicas:
 
     def arguments(self, inputs: torch.Tensor, labels: torch.Tensor, scale: float) -> Arguments:
         """What a ``Way`` takes, of joint batches ``(trainers * batch, ...)``."""
-        parameters = [parameter.detach() for parameter in self.parameters.values()]
         shape = (self.trainers, len(labels) // self.trainers)
-        scaled = torch.tensor(scale, dtype=parameters[0].dtype, device=self._device)
+        scaled = torch.tensor(scale, dtype=self._values[0].dtype, device=self._device)
         inputs, labels = (joint.to(self._device).view(*shape, *joint.shape[1:]) for joint in (inputs, labels))
-        return parameters, [*self.buffers.values()], scaled, inputs, labels
+        return self._values, [*self.buffers.values()], scaled, inputs, labels
 
     def begin_step(self, counted: int) -> None:
         """A step begins, whose learning rate is that of the step or update ``counted``."""
@@ -78,9 +78,7 @@ class Replicas:
             self._sum(operation)
         elif kind == "update":
             assert operation.bucket is None, "buckets that update alone change the clock, and nothing that is learnt"
-            for name, parameter in self.parameters.items():
-                parameter.grad = self._gradients[name]
-            self._optimizer.step()
+            self._update([self._gradients[name] for name in self.parameters])
         elif kind in ("difference", "outer", "merge"):
             self._end_round(operation)
         elif kind == "reset" and operation.payload == "state":
@@ -92,6 +90,14 @@ class Replicas:
             self._holds = True
         else:
             assert kind == "skip", f"nothing executes {kind}"
+
+    def _update(self, gradients: Tensors) -> None:
+        if self._workload.optimizer == "sgd" and not self._workload.weight_decay:  # in a fraction of the time of the optimizer's own step
+            torch._foreach_add_(self._values, gradients, alpha=-self.scalar("lr"))
+            return
+        for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
 
     def scalar(self, name: Scalar) -> float:
         """What all trainers observe now; ``found_inf`` takes the loss scale off the gradients."""
@@ -117,7 +123,8 @@ class Replicas:
             if operation.kind == "release":
                 self._gradients[name] = self._sums.pop(name) / operation.divisor
             else:
-                self._sums[name] = self._gradients[name] if name not in self._sums else self._sums[name] + self._gradients[name]
+                gradient = self._gradients[name]  # whose memory the next step's may take
+                self._sums[name] = self._sums[name].add_(gradient) if name in self._sums else gradient.clone()
 
     def _meet(self, operation: Operation) -> None:
         payload, bucket = operation.payload, operation.bucket
@@ -130,7 +137,10 @@ class Replicas:
         assert bucket is not None, f"nothing carries {payload}"
         names, chain = self._plan.buckets[bucket].gradients, self._plan.of_bucket[bucket]
         if is_plain(chain, self._plan.buckets[bucket].dtype) or payload == "rows":
-            self._arrive(payload, bucket, [value.mean(0, keepdim=True) for value in self._cargo(payload, names)])
+            if payload == "delta":
+                self._arrive(payload, bucket, [_mean_difference(self.parameters[name], self._snapshot[name]) for name in names])
+            else:
+                self._arrive(payload, bucket, [value.mean(0, keepdim=True) for value in self._cargo(payload, names)])
             return
         wire = getattr(torch, operation.wire_dtype or self._plan.buckets[bucket].dtype)
         carried, done = self._under_way.pop((payload, bucket), (None, 0))
@@ -218,6 +228,12 @@ def expected_bytes(model: nn.Module, workload: Workload, plan: Plan, combination
 
 def _stacked(value: torch.Tensor, members: int) -> torch.Tensor:
     return value.detach().expand(members, *value.shape).clone()
+
+
+def _mean_difference(values: torch.Tensor, snapshot: torch.Tensor) -> torch.Tensor:
+    """``(1, ...)``: the mean over trainers, of some at a time, so that differences stay in a cache."""
+    sums = [(part - snapshot).sum(0) for part in values.split(max(1, CACHE_NBYTES // 8 // snapshot.nbytes))]
+    return torch.stack(sums).sum(0, keepdim=True).div_(len(values))
 
 
 def _mean_buffer(buffer: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.sgd import sgd
 
 from fleetbench.declared import learning_rate
 from fleetbench.experiment import Experiment
@@ -262,12 +261,10 @@ class ServedReplay:
         """GeoSGD: a trainer's own step of SGD."""
         one = self._trainers[act.rank]
         assert one.geo is not None
-        both = zip(self._layout.parameters(one.flat, one.tables), one.gradients, strict=True)
-        reached = [(value, gradient) for value, gradient in both if gradient is not None]
-        own, gradients = [value for value, _ in reached], [gradient for _, gradient in reached]
         rate, decay = self._rate(one), self._learnt.workload.weight_decay
-        plain: dict[str, Any] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "foreach": False}
-        sgd(own, gradients, [None] * len(own), lr=rate, weight_decay=decay, **plain)
+        for value, gradient in zip(self._layout.parameters(one.flat, one.tables), one.gradients, strict=True):
+            if gradient is not None:
+                value.add_(gradient.add(value, alpha=decay) if decay else gradient, alpha=-rate)  # as torch.optim.SGD
         one.geo.mark(self._layout.touched(one.gradients))
         self._trainer_skip(act)
 

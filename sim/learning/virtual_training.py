@@ -28,7 +28,7 @@ from fleetbench.store import new_folder, new_run_id
 from fleetbench.target import crossing
 from fleetbench.workload import OPTIMIZER_STATE
 from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
-from sim.learning.gradients import Chosen, Problem, fastest
+from sim.learning.gradients import CACHE_NBYTES, Chosen, Problem, fastest
 from sim.learning.prepared import Prepared, Progress, Say, free_bytes, one_thread, refuse_beyond
 from sim.learning.replicas import Replicas, expected_bytes, sharing
 from sim.learning.served import Played, ServedReplay
@@ -98,18 +98,21 @@ class VirtualTraining:
         one = slice(workload.batch_size)  # copied: a part of the joint batch holds all of it in memory
         activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # with what the backward makes of them
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
-        at_once = in_loop + activations * (problem.trainers - 1)
-        refuse_beyond(problem.trainers, at_once if wanted == "graph" else in_loop)
-        taken, most = in_loop / 1e6, at_once / 1e6
-        say(f"{counted(problem.trainers, 'virtual trainer')} take {taken:.3g} MB, or {most:.3g} MB where all compute at once")
+        fitting = CACHE_NBYTES // (activations + 2 * sum(value.nbytes for value in problem.model.parameters()))
+        parts = 1 if problem.averages else problem.trainers // max(1, fitting)
+        together = {"cpu": problem.trainers if parts < 5 else problem.trainers // parts + 1, "cuda": problem.trainers}  # a few gain nothing
+        at_once = {device: in_loop + activations * (num - 1) for device, num in together.items()}
+        refuse_beyond(problem.trainers, at_once[device] if wanted == "graph" else in_loop)
+        taken, most = in_loop / 1e6, at_once[device] / 1e6
+        say(f"{counted(problem.trainers, 'virtual trainer')} take {taken:.3g} MB, or {most:.3g} MB where many compute at once")
 
         def on(device: str) -> tuple[Replicas, Chosen]:
             own = problem if device == "cpu" else dataclasses.replace(problem, model=copy.deepcopy(problem.model).to(device))
             replicas = Replicas(own.model, workload, plan, what)
             arguments = replicas.arguments(inputs, labels, self._loss_scale)
             if wanted is None:
-                return replicas, fastest(own, arguments, workload.steps, may_stack=at_once <= free_bytes(device))
-            return replicas, Chosen(own.loop if wanted == "loop" else own.graph(*arguments), wanted, 0.0)
+                return replicas, fastest(own, arguments, workload.steps, together[device], may_stack=at_once[device] <= free_bytes(device))
+            return replicas, Chosen(own.loop if wanted == "loop" else own.graph(*arguments, together=together[device]), wanted, 0.0)
 
         def on_gpu() -> tuple[Replicas, Chosen] | None:
             """None where there is none, or it has no room."""
@@ -123,7 +126,7 @@ class VirtualTraining:
         self.replicas, chosen = there or on(device)
         device = device if there is None else "cuda"
         self._way, self.way = chosen.way, chosen.name if device == "cpu" else f"{chosen.name} on {device}"
-        self.num_bytes = at_once if chosen.name == "graph" else in_loop
+        self.num_bytes = at_once[device] if chosen.name == "graph" else in_loop
 
     @property
     def _loss_scale(self) -> float:
