@@ -49,7 +49,7 @@ class Tune(Config):
     """Simulated trials, the default strategy among them, where all different strategies would take more than ``search_seconds``."""
     search_seconds: float = 30.0
     """All different strategies are simulated if that takes no longer; otherwise Optuna's TPE proposes. As long again virtual trainers may
-    take, if there is a target; with ``--simulate-only`` that again for each of ``target_seeds``."""
+    take, if there is a target, and once more with further seeds; with ``--simulate-only`` that for each of ``target_seeds``."""
     allow: tuple[Literal["wire16"], ...] = ()
     """``wire16``: gradients may travel as FP16 or BF16, without a target as well."""
     simulated_steps: int = 10

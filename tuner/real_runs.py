@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import OUTSIDE, Combination
+from fleetbench.plan.servers.rules import rules_of
 from fleetbench.result import RunResult
 from fleetbench.store import save_run
 from fleetbench.strategy import DistributedStrategy
@@ -43,9 +44,18 @@ class BudgetSpent(Exception):  # noqa: N818  # an end of measuring, not an error
     """The next leg would exceed the budget of the real runs."""
 
 
+def largest_geo_k(experiment: Experiment) -> int:
+    """Of GeoSGD, with parameter servers: of those of ``tune.local_steps`` and the experiment's own, which Fleet may choose; 1 of none."""
+    cluster, optimizer = experiment.cluster, experiment.workload.optimizer
+    own = rules_of(experiment.strategy, cluster.trainers, cluster.servers, optimizer=optimizer, simulated=True).k_steps
+    return max(1, own, *(experiment.tune.local_steps if optimizer == "sgd" else ()))
+
+
 def leg_steps_of(experiment: Experiment) -> int:
     """``tune.leg_steps``, or as many as hold a round of every K that is searched: a step is priced in whole rounds."""
     own, tune = Combination.of(experiment.strategy), experiment.tune
+    if experiment.strategy.mode == "ps":
+        return max(tune.leg_steps, OUTSIDE + largest_geo_k(experiment))
     longest = max(tune.local_steps, default=1) if experiment.workload.target_loss is not None else 1
     longest *= 1 + (
         experiment.run.launcher == "command" and tune.diloco and longest > 1

@@ -39,8 +39,8 @@ _SET_BY_LIBRARIES = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
 """Variables that importing scikit-learn sets in this process."""
 _OWNER, _HELD = "owner.json", "held_s"
 _LEG = "leg.json"
-_METHOD = 2
-"""Of runs to the target, where no commit tells it; 2: on a line through a script's losses, warm-up steps among its updates."""
+_METHOD = 3
+"""Of runs to the target, where no commit tells it; 3: on a line through a script's losses, which has no warm-up."""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from fleetbench.plan.servers.rules import WAIT_NS
 from fleetbench.profile import table_for
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from sim.servers.simulate import hosts_of
+from tuner.real_runs import largest_geo_k
 from tuner.recommendation import Trial
 from tuner.search import Search, StepS, Tried, with_steps
 from tuner.space import parameters_of
@@ -57,8 +58,7 @@ def search_modes(experiment: Experiment, step_s: StepS, progress: Progress | Non
 
 def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
     """The experiment with few counted steps: at least ``least``, or those of a trial, in whole rounds of all K of GeoSGD."""
-    rounds = _ROUNDS * max(max(_geo_steps(experiment), default=1), experiment.strategy.a_sync_configs.k_steps)
-    return with_steps(experiment, least or experiment.tune.simulated_steps, rounds)
+    return with_steps(experiment, least or experiment.tune.simulated_steps, _ROUNDS * largest_geo_k(experiment))
 
 
 def _geo_steps(experiment: Experiment) -> tuple[int, ...]:

@@ -147,6 +147,8 @@ def _mode(strategy: DistributedStrategy) -> str:
     configs = strategy.a_sync_configs
     if not strategy.a_sync:
         return "synchronous servers"
+    if configs.k_steps < 0:
+        return "servers in the mode that Fleet chooses"
     several = f", sums of {configs.max_merge_var_num} gradients" if configs.max_merge_var_num > 1 else ""
     return f"GeoSGD with K = {configs.k_steps}" if configs.k_steps else f"asynchronous servers{several}"
 

@@ -97,7 +97,8 @@ def tune(
         virtual[0],
     )
     if learn is not None and ways.updates:  # one seed tells little: more of them for twice as many as there is room for
-        best = [tried.strategy for tried in found.best(2 * experiment.tune.finalists, ways.others, ways.seconds)]
+        first = found.best(2 * experiment.tune.finalists, ways.others, ways.seconds)
+        best = [tried.strategy for tried in (*first, *filter(None, [found.advice]))]
         learning = _stage(progress, "virtual trainers of other seeds")
         ways = over_seeds(experiment, ways, best, learn, out, virtual, learning, limit_s=experiment.tune.search_seconds)
     arms, notes = _arms(found, experiment.tune.finalists, ways)

@@ -232,7 +232,10 @@ def over_seeds(
     *,
     limit_s: float,
 ) -> Ways:
-    """The ways of the strategies, and the default's, trained with as many of the seeds as all of them had time for in ``limit_s``."""
+    """The ways of the strategies, and the default's, trained with as many of the seeds as all of them had time for in ``limit_s``.
+
+    Of others, with a seed each, nothing is known any more: the luckiest of them would overtake what several seeds say.
+    """
     if not ways.updates:
         return ways
     of_ways = {way_of(strategy): strategy for strategy in (experiment.strategy, *strategies)}
@@ -253,7 +256,7 @@ def over_seeds(
     said = [f"{name_of(of_ways[way])}: {_in_words(each)}" for way, each in updates.items()]
     by = f"by virtual trainers of {counted(len(updates[ways.own]), 'seed')}"
     note = f"steps to loss {experiment.workload.target_loss:g}, {by}: {'; '.join(said)}"
-    return dataclasses.replace(ways, updates={**ways.updates, **updates}, learnt=kept, notes=(*ways.notes, note))
+    return dataclasses.replace(ways, updates=updates, learnt=kept, notes=(*ways.notes, note))
 
 
 def _in_words(steps: Sequence[float | None]) -> str:

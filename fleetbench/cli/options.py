@@ -39,10 +39,15 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="change a key of the file, such as workload.batch_size=64; repeatable",
     )
-    strategy = "the strategy of this file, such as recommended.toml, in place of the experiment's"
-    parser.add_argument("--strategy", type=Path, metavar="FILE", help=strategy)
     parser.add_argument("--seed", type=int, metavar="N", help="the same as --set run.seed=N")
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where run folders go; default: runs")
+    parser.set_defaults(strategy=None)
+
+
+def add_strategy(parser: argparse.ArgumentParser) -> None:
+    """``--strategy``, of a command that runs or simulates the experiment's."""
+    text = "the strategy of this file, such as recommended.toml, in place of the experiment's"
+    parser.add_argument("--strategy", type=Path, metavar="FILE", help=text)
 
 
 def add_command_line(parser: argparse.ArgumentParser) -> None:

@@ -113,7 +113,6 @@ def _fit_stragglers(arguments: argparse.Namespace) -> int:
     for given, name in (
         (arguments.experiment, "EXPERIMENT.toml"),
         (arguments.overrides, "--set"),
-        (arguments.strategy, "--strategy"),
         (arguments.command_line, "--"),
     ):
         if given:

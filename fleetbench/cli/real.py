@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress
-from fleetbench.cli.options import Commands, add_command, add_experiment, add_json, load_experiment, with_profile
+from fleetbench.cli.options import Commands, add_command, add_experiment, add_json, add_strategy, load_experiment, with_profile
 from fleetbench.cli.output import emit, say
 from fleetbench.cli.your_script import REGISTRY_SCRIPT
 from fleetbench.errors import ConfigError
@@ -21,6 +21,7 @@ def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "real", "run an experiment on real processes: how long does it take?", run)
     add_experiment(parser)
+    add_strategy(parser)
     add_json(parser, "the run's summary.json")
     parser.set_defaults(interrupted="the workers were stopped, and no run was stored")
 

@@ -14,6 +14,7 @@ from fleetbench.cli.options import (
     add_command,
     add_experiment,
     add_json,
+    add_strategy,
     check_writable,
     load_experiment,
     load_with_notes,
@@ -41,6 +42,7 @@ def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "sim", "simulate an experiment: how long will it take?", run)
     add_experiment(parser)
+    add_strategy(parser)
     add_json(parser, "the run's summary.json, or what several runs say,")
     parser.add_argument(
         "--engine",

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress, your_script
-from fleetbench.cli.options import Commands, add_command, add_command_line, add_experiment, add_json, load_experiment, load_with_notes
+from fleetbench.cli.options import (
+    Commands,
+    add_command,
+    add_command_line,
+    add_experiment,
+    add_json,
+    add_strategy,
+    load_experiment,
+    load_with_notes,
+)
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import hours_or_days
@@ -28,6 +37,7 @@ def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "tune", "search the simulator, check with real runs, recommend: what should I use?", run)
     add_experiment(parser)
+    add_strategy(parser)
     add_json(parser, "the recommendation")
     parser.add_argument("--simulate-only", action="store_true", help="run nothing: the answer for a cluster that one does not have")
     sweep = "with --simulate-only: the best strategy at each value of a key, such as cluster.nodes=1,2,4 or 1..8; a table and a picture"

@@ -64,9 +64,6 @@ def command_of_job(arguments: argparse.Namespace) -> tuple[str, ...]:
     if arguments.experiment is None:
         hint = "name an experiment, or a command after --; to start trainers of its own, fleetbench is started once"
         raise ConfigError(f"{num} processes were started, and nothing says what they train", "EXPERIMENT.toml", hint=hint)
-    if arguments.strategy is not None:
-        hint = "put its [strategy] into the experiment file"
-        raise ConfigError("does not reach processes that were started as one of several", "--strategy", str(arguments.strategy), hint)
     seed = [] if arguments.seed is None else [f"run.seed={arguments.seed}"]
     return (sys.executable, "-u", "-P", "-m", REGISTRY_SCRIPT, arguments.experiment, *arguments.overrides, *seed)
 
@@ -123,7 +120,9 @@ def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
     command: tuple[str, ...] = arguments.command_line
     if command == (SEPARATOR,):
         raise ConfigError("no command follows it", SEPARATOR, hint="fleetbench tune -- torchrun --nproc-per-node 2 train.py")
-
+    if arguments.strategy is not None:
+        hint = "give the file to the script, which loads it with DistributedStrategy.load; an experiment file may have its [strategy]"
+        raise ConfigError("does not reach the processes of a command", "--strategy", str(arguments.strategy), hint)
     is_named = arguments.experiment is not None or any(text.partition("=")[0].strip() == "name" for text in arguments.overrides)
     if arguments.experiment is None:
         arguments.experiment = str(resources.files("fleetbench").joinpath("script.toml"))

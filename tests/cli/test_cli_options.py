@@ -7,11 +7,11 @@ import argparse
 from fleetbench.cli.main import build_parser
 from fleetbench.cli.your_script import TAKE_A_COMMAND
 
-EXPERIMENT = ["--help", "--json", "--out", "--seed", "--set", "--strategy", "-h", "EXPERIMENT.toml"]
+EXPERIMENT = ["--help", "--json", "--out", "--seed", "--set", "-h", "EXPERIMENT.toml"]
 OPTIONS = {
-    "sim": sorted([*EXPERIMENT, "--engine", "--loss", "--seeds", "--sweep", "--table", "--what-if"]),
-    "real": EXPERIMENT,
-    "tune": sorted([*EXPERIMENT, "--from", "--simulate-only", "--sweep", "--workdir"]),
+    "sim": sorted([*EXPERIMENT, "--strategy", "--engine", "--loss", "--seeds", "--sweep", "--table", "--what-if"]),
+    "real": sorted([*EXPERIMENT, "--strategy"]),
+    "tune": sorted([*EXPERIMENT, "--strategy", "--from", "--simulate-only", "--sweep", "--workdir"]),
     "profile": sorted([*EXPERIMENT, "--seconds", "--workdir", "--from"]),
     "report": ["--help", "--json", "-h", "FOLDER"],
     "compare": ["--fail-over", "--help", "--json", "--losses", "-h", "A", "B", "REPEAT"],

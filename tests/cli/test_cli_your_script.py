@@ -64,6 +64,15 @@ def test_stragglers_of_an_experiments_own_workload_are_refused_too(command: Call
     assert "cluster.stragglers" in ended.err
 
 
+def test_another_files_strategy_does_not_reach_a_command(command: Callable, tmp_path: Path) -> None:
+    """Which loads its own, and so does an experiment's workload that somebody else starts: it would be left out without a word."""
+    (tmp_path / "s.toml").write_text("[strategy]\nnccl_comm_num = 2\n")
+    for words in (("no-such-program",), ("no-such-program", "-m", REGISTRY_SCRIPT, "e.toml")):
+        ended = command("tune", "--strategy", tmp_path / "s.toml", "--out", tmp_path, "--", *words)
+        assert ended.code == 2
+        assert "--strategy: does not reach the processes of a command" in ended.err
+
+
 class _Tuned(Exception):  # noqa: N818  # it ends the command where the tuning would begin
     """Keeps what was asked for."""
 

@@ -10,13 +10,16 @@ from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, layers_with
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
+from fleetbench.plan.combination import OUTSIDE
 from fleetbench.result import RunResult
 from fleetbench.store import load_run
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
+from tuner.real_runs import leg_steps_of
 from tuner.recommendation import Recommendation
 from tuner.space import name_of
 from tuner.tune import tune
+from tuner.verify import seeds_of
 
 
 def formula(strategy: DistributedStrategy) -> float:
@@ -218,6 +221,15 @@ def test_servers_without_a_price_or_a_link_are_refused_before_anything_is_done(t
     with pytest.raises(ConfigError, match=where):
         tune(experiment.replace(**changed), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_legs_of_servers_hold_a_round_of_every_k(tmp_path: Path) -> None:
+    """Also of the K that Fleet chooses, which is 800: a leg that ends before an exchange says nothing of what one costs."""
+    experiment = served_experiment(tmp_path)
+    fleets = experiment.replace(strategy=DistributedStrategy(mode="ps", a_sync=True))
+    assert [leg_steps_of(one) for one in (experiment, fleets)] == [OUTSIDE + 16, OUTSIDE + 800]
+    assert name_of(fleets.strategy) == "servers in the mode that Fleet chooses"
+    assert [*seeds_of(experiment.replace(tune=replace(experiment.tune, target_seeds=None)))] == [0, 1, 2, 3, 4]
 
 
 def test_servers_modes_are_compared_to_the_target(tmp_path: Path) -> None:
