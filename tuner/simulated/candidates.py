@@ -26,6 +26,7 @@ from tuner.search import shortened as of_collectives
 from tuner.served import search_modes
 from tuner.served import shortened as of_servers
 from tuner.space import parameters_of, search_space, way_of
+from tuner.verify import seeds_of
 from tuner.ways import Learn, Progress, Ways, price_ways
 
 PER_SAMPLES = 10**6
@@ -88,7 +89,8 @@ def ranked(
         found = dataclasses.replace(found, notes=(*space.notes, *found.notes))
     tell(len(found.tried), len(found.tried))
     first = {tried.key: tried for tried in reversed(found.tried)}
-    ways = Ways() if experiment.run.launcher == "command" else price_ways(experiment, found, measure, learn, out, learning)
+    seed = seeds_of(experiment).stop  # which chooses what the seeds of an answer prove
+    ways = Ways() if experiment.run.launcher == "command" else price_ways(experiment, found, measure, learn, out, learning, seed=seed)
     tried: tuple[Tried, ...] = (*first.values(), *ways.others)
     if ways.in_vain:  # nothing would price another way
         is_wire_free = "wire16" in experiment.tune.allow
