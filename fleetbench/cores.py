@@ -10,6 +10,8 @@ measured, threads take turns: half the cores, twice the time.
 import dataclasses
 import math
 
+import numpy as np
+
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable, scaled, times
 from fleetbench.profile import Profile, profile_of
@@ -49,15 +51,10 @@ def slowdown(experiment: Experiment, profile: Profile) -> float:
 
 def _took(measured: dict[float, float], cores: float) -> float:
     """Compute with so many cores, fewer than the most that were measured."""
-    below = [count for count in measured if count <= cores]
-    above = min(count for count in measured if count >= cores)
-    if not below:
-        return measured[above] * above / cores
-    low = max(below)
-    if low == above:
-        return measured[low]
-    share = math.log(cores / low) / math.log(above / low)
-    return math.exp((1 - share) * math.log(measured[low]) + share * math.log(measured[above]))
+    counts = sorted(measured)
+    if cores < counts[0]:
+        return measured[counts[0]] * counts[0] / cores
+    return math.exp(np.interp(math.log(cores), np.log(counts), np.log([measured[count] for count in counts])))
 
 
 def stretched(table: LayerTable, factor: float) -> LayerTable:

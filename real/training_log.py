@@ -33,8 +33,7 @@ class TrainingLog:
 
     def end_epoch(self) -> None:
         """The next batch is the first of the next epoch."""
-        self._epoch += 1
-        self._batch = 0
+        self.resume(self._epoch + 1)
 
 
 def line(epoch: int, batch: int, values: Mapping[str, float]) -> str:

@@ -136,13 +136,10 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
         found.append(skip("cluster.intra", "not declared: as the profile measured it in the training loop"))
     measured = None if profile is None else profile.communication
     unknown_cost = experiment.strategy.quantises and (measured is None or not measured.quantise)
+    is_unheard = not served and cluster.host_bandwidth is not None and cluster.collective != "gloo"
     left_out = (
         (served and cluster.collective != "ring" and not experiment.strategy.reduce_in_node, "cluster.collective", "trainers do not meet"),
-        (
-            not served and cluster.host_bandwidth is not None and cluster.collective != "gloo",
-            "cluster.host_bandwidth",
-            'copies and sums of collectives take time with collective = "gloo" alone',
-        ),
+        (is_unheard, "cluster.host_bandwidth", 'copies and sums of collectives take time with collective = "gloo" alone'),
         (unknown_cost, "strategy.localsgd_configs.outer_wire", "quantising takes no time here: no profile has measured it"),
         (experiment.strategy.localsgd_configs.outer_on_host, "strategy.localsgd_configs.outer_on_host", "its copies are not simulated"),
         (experiment.run.environment, "run.environment", "no process is started"),

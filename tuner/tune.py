@@ -84,23 +84,14 @@ def tune(
     learn = by_virtual_trainers if simulate is None else None
     simulate = simulate or in_simulator
     held = None if beside is None else beside(experiment)
-    real = seeds_of(experiment)
-    virtual = range(real.stop, real.stop + _VIRTUAL_SEEDS)  # those that choose a way of training are not those that prove it
-    ways = price_ways(
-        experiment,
-        found,
-        step_s,
-        learn,
-        out,
-        _stage(progress, "virtual trainers"),
-        None if held is None else held.earlier.recommendation.learnt,
-        virtual[0],
-    )
+    first = seeds_of(experiment).stop  # those that choose a way of training are not those that prove it
+    known, learning = None if held is None else held.earlier.recommendation.learnt, _stage(progress, "virtual trainers")
+    ways = price_ways(experiment, found, step_s, learn, out, learning, known, first)
     if learn is not None and ways.updates:  # one seed tells little: more of them for twice as many as there is room for
-        first = found.best(2 * experiment.tune.finalists, ways.others, ways.seconds)
-        best = [tried.strategy for tried in (*first, *filter(None, [found.advice]))]
+        tried = (*found.best(2 * experiment.tune.finalists, ways.others, ways.seconds), *filter(None, [found.advice]))
+        best, seeds = [one.strategy for one in tried], range(first, first + _VIRTUAL_SEEDS)
         learning = _stage(progress, "virtual trainers of other seeds")
-        ways = over_seeds(experiment, ways, best, learn, out, virtual, learning, limit_s=experiment.tune.search_seconds)
+        ways = over_seeds(experiment, ways, best, learn, out, seeds, learning, limit_s=experiment.tune.search_seconds)
     arms, notes = _arms(found, experiment.tune.finalists, ways)
     kept = resumption.legs if resumption is not None else runner.folder if isinstance(runner, Journal) else None
     if len(arms) > 1 and not (kept is not None and kept.exists()) and not (held is not None and held.legs):

@@ -46,8 +46,7 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
 
 def add_strategy(parser: argparse.ArgumentParser) -> None:
     """``--strategy``, of a command that runs or simulates the experiment's."""
-    text = "the strategy of this file, such as recommended.toml, in place of the experiment's"
-    parser.add_argument("--strategy", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--strategy", type=Path, metavar="FILE", help="a file such as recommended.toml, in place of the experiment's own")
 
 
 def add_command_line(parser: argparse.ArgumentParser) -> None:

@@ -258,29 +258,6 @@ def sensitivity(found: SimulatedRecommendation | Sequence[Case] | pd.DataFrame) 
     return figure
 
 
-def pareto(table: pd.DataFrame, x: str, y: str, labels: Mapping[str, str] | None = None) -> Drawing:
-    """A point a row, lower is better on both axes: filled and on the line where no other row is as low on both.
-
-    ``x`` and ``y`` are columns; rows without one of them are left out. ``labels``: what the axes are called, by column.
-    """
-    data = table[[x, y]].dropna().astype(float).sort_values([x, y])
-    data = data.assign(is_best=data[y] < data[y].cummin().shift(fill_value=np.inf))
-    figure = _figure(4.0, data)
-    axes = figure.subplots()
-    best, others = data[data["is_best"]], data[~data["is_best"]]
-    axes.step(best[x], best[y], where="post", color=REAL, linewidth=1.0, zorder=2)
-    axes.scatter(
-        others[x], others[y], 40, marker="s", facecolors="white", edgecolors="#6b6b6b", label="another is better on both", zorder=3
-    )
-    axes.scatter(best[x], best[y], 45, marker="o", color=REAL, label="no other is better on both", zorder=3)
-    for name, row in data.iterrows():
-        axes.annotate(str(name), (row[x], row[y]), (5, 5), textcoords="offset points", fontsize=9)
-    axes.margins(x=0.2, y=0.12)  # room for the names at the right
-    axes.set(xlabel=(labels or {}).get(x, x), ylabel=(labels or {}).get(y, y))
-    _finish(axes)
-    return figure
-
-
 def residuals(found: Mapping[str, tuple[RunResult, RunResult]] | pd.DataFrame, band_percent: float | None = None) -> Drawing:
     """By how much predicted times miss the measured ones, in per cent over the measured time.
 

@@ -25,22 +25,17 @@ import torch
 _CPU = torch.device("cpu")
 Streams = Any
 """``torch.cuda``, ``torch.cpu``, or what has their ``Stream``, ``current_stream`` and ``stream``."""
-_MAY_WAIT: ContextVar[bool] = ContextVar("fleetbench_host_may_wait", default=False)
+MAY_WAIT: ContextVar[bool] = ContextVar("fleetbench_host_may_wait", default=False)
 
 
 @contextmanager
 def host_reads() -> Iterator[None]:
     """Marks a place where the host may read a device value, and so wait for the device; the tests' streams refuse any other in a step."""
-    token = _MAY_WAIT.set(True)
+    token = MAY_WAIT.set(True)
     try:
         yield
     finally:
-        _MAY_WAIT.reset(token)
-
-
-def host_may_wait() -> bool:
-    """Whether the caller runs inside ``host_reads``."""
-    return _MAY_WAIT.get()
+        MAY_WAIT.reset(token)
 
 
 class Ticket(Protocol):

@@ -67,9 +67,7 @@ def optimizer_name(facts: Facts) -> Literal["sgd", "momentum", "adagrad", "adam"
 def experiment_of(base: Experiment, facts: Facts, command: tuple[str, ...]) -> Experiment:
     """The experiment that a script is: ``base``'s tuning, target and links, with the workload and cluster that were found."""
     nodes, rest = divmod(facts.trainers, facts.trainers_per_node)
-    cluster = (
-        Cluster(nodes=1, trainers_per_node=facts.trainers) if rest else Cluster(nodes=nodes, trainers_per_node=facts.trainers_per_node)
-    )
+    cluster = Cluster(nodes=1 if rest else nodes, trainers_per_node=facts.trainers if rest else facts.trainers_per_node)
     workload = replace(
         base.workload,
         model=MODEL + script_name(command),

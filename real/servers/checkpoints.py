@@ -135,7 +135,8 @@ class Writer:
         self.own: Path | None = None
         """Where the server's own go; none: it has none."""
         self._every_s: float | None = None
-        self._due_at = 0.0
+        self.due_at = 0.0
+        """When it writes the next of these, if it writes any at intervals."""
 
     def allow(self, folder: Path) -> None:
         """Trainers may ask for checkpoints below this folder, too."""
@@ -151,23 +152,19 @@ class Writer:
 
     def every(self, seconds: float | None, folder: Path | None) -> None:
         """The server's own go to ``folder``, and are due every so many seconds; none: at its end alone."""
-        self._every_s, self.own, self._due_at = seconds, folder, time.monotonic() + (seconds or 0.0)
+        self._every_s, self.own, self.due_at = seconds, folder, time.monotonic() + (seconds or 0.0)
         if folder is not None:
             self.allow(folder)
-
-    def hurry(self) -> None:
-        """The server's next own is due now, where it writes any at intervals."""
-        self._due_at = time.monotonic()
 
     @property
     def is_due(self) -> bool:
         """Whether one of the server's own is."""
-        return self._every_s is not None and self.own is not None and time.monotonic() >= self._due_at
+        return self._every_s is not None and self.own is not None and time.monotonic() >= self.due_at
 
     def write(self, folder: Path | None = None) -> str:
         """Write what there is now to a folder, or as one of the server's own; the error, empty where it was written."""
         if folder is None:
-            folder, self._due_at = self.own, time.monotonic() + (self._every_s or 0.0)
+            folder, self.due_at = self.own, time.monotonic() + (self._every_s or 0.0)
         assert folder is not None
         saved = self._moment()
         try:

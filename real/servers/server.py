@@ -278,7 +278,7 @@ class ParameterServer:
                 self._answer(request, "saved", ((why or self._writer.write(folder)).encode(),))
             case "leave":
                 self._answer(request, "applied")
-                self._writer.hurry()  # a next life of this server must know it
+                self._writer.due_at = time.monotonic()  # a next life of this server must know it
                 self._tell(Message("trainer", head.rank, "leave"))  # a repeated one as well: it may predate a restart
             case "counts":
                 self._answer(request, "counts")

@@ -35,7 +35,7 @@ from call_sites import call_site, is_optimizers_own
 from fake_memory import Access, Memory, UnorderedAccess
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from real.communication.lanes import host_may_wait, host_reads
+from real.communication.lanes import MAY_WAIT, host_reads
 
 allowed = host_reads
 """Inside this context the host may read device values; product code marks its own few places by ``host_reads``."""
@@ -301,6 +301,11 @@ class _HostReads:
             return original(tensor, *args, **kwargs)
 
         return method
+
+
+def host_may_wait() -> bool:
+    """Whether the caller runs inside ``host_reads``."""
+    return MAY_WAIT.get()
 
 
 def check_host_read(streams: FakeStreams, what: str) -> None:

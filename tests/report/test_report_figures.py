@@ -182,16 +182,6 @@ def test_sensitivity_has_a_row_a_change(run: RunResult) -> None:
     assert figure.axes[0].yaxis_inverted()
 
 
-def test_the_pareto_front_is_what_no_row_beats() -> None:
-    """Of five rows two are on the front: another is as good in one and better in the other for all else; unknown ones are left out."""
-    table = pd.DataFrame({"x": [1.0, 2, 2, 3, 1], "y": [3.0, 1, 2, 1, None]}, index=list("abcde"))
-    figure = figures.pareto(table, "x", "y", {"x": "cost (s)"})
-    data = figure.data
-    assert list(data.index[data["is_best"]]) == ["a", "b"]
-    assert "e" not in data.index
-    assert figure.axes[0].get_xlabel() == "cost (s)"
-
-
 def test_residuals_are_shares_of_the_measured(run: RunResult) -> None:
     """Predicted over measured, minus 1, in per cent; of runs their mean steps."""
     table = pd.DataFrame({"measured_s": [0.1, 0.2], "predicted_s": [0.11, 0.19], "group": ["a", "b"]})

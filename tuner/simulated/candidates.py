@@ -87,7 +87,6 @@ def ranked(
         space = search_space(experiment)
         found = search(experiment, space, None, out=out, step_s=measure, progress=tell)
         found = dataclasses.replace(found, notes=(*space.notes, *found.notes))
-    tell(len(found.tried), len(found.tried))
     first = {tried.key: tried for tried in reversed(found.tried)}
     seed = seeds_of(experiment).stop  # which chooses what the seeds of an answer prove
     ways = Ways() if experiment.run.launcher == "command" else price_ways(experiment, found, measure, learn, out, learning, seed=seed)
