@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from fake_memory import Segment, UnorderedAccess, _carve
-from fake_streams import FakeStreams, HostSynchronised, StreamOrder, allowed
+from fake_streams import FakeStreams, HostSynchronised, StreamOrder, allowed, host_may_wait
 from torch import nn
 
 from fleetbench.plan.layers import Layer, LayerTable
@@ -16,7 +16,7 @@ from fleetbench.plan.operations import Operation
 from fleetbench.quantities import Nanoseconds
 from fleetbench.stragglers import ONE
 from real.communication.communicators import make_lane
-from real.communication.lanes import InlineLane, Lane, StreamLane, ThreadLane, host_may_wait, host_reads
+from real.communication.lanes import InlineLane, Lane, StreamLane, ThreadLane, host_reads
 from real.compute.injector import Injector, KernelDelay
 from real.engine.stopwatch import Stopwatch
 
