@@ -117,7 +117,7 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     if profile is not None and profile.estimated is not None:
         found.append(skip("measured layer times", profile.compute))
     if served and workload.target_loss is not None and not learnt:
-        found.append(skip("workload.target_loss", UNFOLLOWED))
+        found.append(skip("workload.target_loss", UNFOLLOWED if workload.loss_curve is not None else "no loss is simulated: --loss trains"))
     elif workload.target_loss is not None and workload.loss_curve is None and not learnt:
         why = "no workload.loss_curve is declared: final_loss and time_to_target_s are null; --loss trains"
         found.append(skip("workload.target_loss", why))

@@ -254,7 +254,7 @@ def over_seeds(
     if not updates[ways.own]:
         return ways
     said = [f"{name_of(of_ways[way])}: {_in_words(each)}" for way, each in updates.items()]
-    by = f"by virtual trainers of {counted(len(updates[ways.own]), 'seed')}"
+    by = f"by virtual trainers of {counted(len(updates[ways.own]), 'seed')}, mean (least to most)"
     note = f"steps to loss {experiment.workload.target_loss:g}, {by}: {'; '.join(said)}"
     return dataclasses.replace(ways, updates=updates, learnt=kept, notes=(*ways.notes, note))
 

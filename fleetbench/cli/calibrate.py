@@ -55,9 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print(found)
         emit(f"experiment: {path}")
     if not found.errors_left_out:
-        say("note: as many parameters as measurements: they fit whatever was measured, and no error to expect is known")
-    if (times := statistics.median(1 / (1 + error) for error in found.errors_declared)) > 300:  # too much for a slow cluster
-        say(f"note: what was measured is {times:,.0f} times what is simulated as declared: `seconds` that are milliseconds?")
+        say("note: as many parameters as measurements: they fit whatever was measured, without an interval and an error to expect")
     for parameter in found.parameters:
         if parameter.held:
             say(f"note: the cells do not identify {parameter.key}: it keeps its declared {_shown(parameter, parameter.declared)}")
@@ -70,6 +68,7 @@ def _print(found: Calibration) -> None:
         low, high = (None if end is None else _shown(parameter, end) for end in (parameter.low, parameter.high))
         fitted = "not identified" if parameter.held else _shown(parameter, parameter.value)
         interval = f"{low} to {high}" if low and high else f"at least {low}" if low else f"at most {high}" if high else "any"
+        interval = interval if found.errors_left_out else "not known"
         table.add_row(parameter.key, _shown(parameter, parameter.declared), fitted, interval)
     emit_table(table)
     errors = new_table("simulated / measured - 1", "", "mean of absolute", "largest", "mean", "largest is of", left=("largest is of",))

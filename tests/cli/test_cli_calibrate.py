@@ -39,14 +39,19 @@ def test_a_table_of_measurements_gives_an_experiment(command: Callable[..., Any]
 
 
 def test_what_a_table_cannot_tell_is_said(command: Callable[..., Any], tmp_path: Path) -> None:
-    """One row and one parameter: it fits whatever was measured, milliseconds too, and no row is left to be predicted."""
+    """One row and one parameter: it fits whatever was measured, without an interval, and no row is left to be predicted."""
     (tmp_path / "mine.toml").write_text(EXPERIMENT, encoding="utf-8")
-    (tmp_path / "cells.csv").write_text("all_reduce_bytes,seconds\n4000000,6.4\n", encoding="utf-8")
+    (tmp_path / "cells.csv").write_text("all_reduce_bytes,seconds\n4000000,0.0064\n", encoding="utf-8")
     ended = command("calibrate", tmp_path / "mine.toml", tmp_path / "cells.csv", "--out", tmp_path, "--fit", "cluster.inter.bandwidth")
     assert ended.code == 0
-    assert "no error to expect is known" in ended.err
+    assert "without an interval and an error to expect" in ended.err
+    assert "not known" in ended.out
     assert "left out of the fit" not in ended.out
-    assert "times what is simulated as declared: `seconds` that are milliseconds?" in ended.err
+    (tmp_path / "cells.csv").write_text("all_reduce_bytes,seconds\n4000000,6.4\n", encoding="utf-8")
+    ended = command("calibrate", tmp_path / "mine.toml", tmp_path / "cells.csv", "--out", tmp_path, "--fit", "cluster.inter.bandwidth")
+    assert ended.code == 2
+    assert "times what is simulated as declared" in ended.err
+    assert "milliseconds" in ended.err
 
 
 def test_bad_tables_exit_2(command: Callable[..., Any], tmp_path: Path) -> None:

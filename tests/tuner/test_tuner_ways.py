@@ -192,7 +192,10 @@ def test_seeds_are_whole_rows(tmp_path: Path) -> None:
     ways = over_seeds(experiment, ways, [LOCAL], slow, tmp_path, range(3), limit_s=30.0)
     assert ways.updates == {way_of(experiment.strategy): (100.0, 101.0), way_of(LOCAL): (110.0, 111.0)}
     assert asked == [1, 1, 2]
-    assert ways.notes[-1] == "steps to loss 0.5, by virtual trainers of 2 seeds: synchronous: 100 (100 to 101); K = 4: 110 (110 to 111)"
+    assert (
+        ways.notes[-1]
+        == "steps to loss 0.5, by virtual trainers of 2 seeds, mean (least to most): synchronous: 100 (100 to 101); K = 4: 110 (110 to 111)"
+    )
 
 
 def test_a_model_that_no_core_trains_in_time_is_not_begun(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ _SLOPE = 0.003
 """Change of a parameter, relative, from which its slope is taken, and the least in units that are counted."""
 _LEAST_UNITS = 20.0
 _ROUNDS = 15
+_MOST = 300.0
+"""Times the simulated, from which measured seconds are taken for milliseconds."""
 _LEAST_GAIN = 0.01
 """Of the smallest sum of squares that is told from none."""
 _NEVER = -np.inf
@@ -96,6 +98,9 @@ def calibrate(experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str]
     limits: dict[int, tuple[float, float]] = {}
     identified: set[int] = set()
     declared_s = fit.look(logs, free)
+    if (times := float(np.median(fit.model.measured_s / declared_s))) > _MOST:
+        hint = "a column `seconds` has seconds, no milliseconds; or declare a cluster that is nearer to what was measured"
+        raise ConfigError(f"are {times:,.0f} times what is simulated as declared", "seconds", f"{fit.model.measured_s[0]:g}", hint)
     while free:
         if progress:
             progress(len(keys) - len(free), len(keys))
@@ -117,7 +122,10 @@ def calibrate(experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str]
     return Calibration(
         experiment=calibrated,
         profile=profile,
-        parameters=tuple(_fitted(fit, index, values[index], limits[index], held=index not in free) for index in range(len(keys))),
+        parameters=tuple(
+            _fitted(fit, index, values[index], limits[index] if left_out else (-math.inf, math.inf), held=index not in free)
+            for index in range(len(keys))
+        ),
         cells=tuple(cells),
         measured_s=tuple(measured_s.tolist()),
         errors_declared=tuple((declared_s / measured_s - 1).tolist()),
