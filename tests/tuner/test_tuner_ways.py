@@ -337,15 +337,13 @@ def test_a_training_to_the_target_is_the_begin_of_the_whole_one(strategy: Distri
 def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real simulator and virtual trainers, runs by formula: what is recommended has the least product of steps and seconds.
 
-    Arms have the steps that virtual trainers took in the mean over three seeds, none of which a real run has, and the runs to the target
-    are those of the first in that order. A tuning from its folder neither trains again nor starts trainers. By simulation alone the ways
-    take as many steps.
+    Arms have the steps of virtual trainers in the mean over three seeds, none of which a real run has. A tuning from its folder neither
+    trains again nor starts trainers. By simulation alone the ways take as many steps.
     """
     experiment = profiled_experiment(
         tmp_path, local_steps=(1, 4), gradient_merge=(1,), thread_num=(1,), nccl_comm_num=(1,), wire=("fp32",), pairs=8, trials=60
     )
-    workload = replace(experiment.workload, steps=60, eval_every=2, lr=0.3, target_loss=1.0)
-    experiment = experiment.replace(workload=workload)
+    experiment = experiment.replace(workload=replace(experiment.workload, steps=60, eval_every=2, lr=0.3, target_loss=1.0))
     monkeypatch.setattr("tuner.tune._VIRTUAL_SEEDS", 3)
     seeded = [experiment.replace(run=replace(experiment.run, seed=seed)) for seed in (3, 4, 5)]
 
