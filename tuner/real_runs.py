@@ -55,7 +55,7 @@ def leg_steps_of(experiment: Experiment) -> int:
     """``tune.leg_steps``, or as many as hold a round of every K that is searched: a step is priced in whole rounds."""
     own, tune = Combination.of(experiment.strategy), experiment.tune
     if experiment.strategy.mode == "ps":
-        return max(tune.leg_steps, OUTSIDE + largest_geo_k(experiment))
+        return max(tune.leg_steps, min(OUTSIDE + largest_geo_k(experiment), experiment.workload.steps))
     longest = max(tune.local_steps, default=1) if experiment.workload.target_loss is not None else 1
     longest *= 1 + (
         experiment.run.launcher == "command" and tune.diloco and longest > 1

@@ -57,8 +57,9 @@ def search_modes(experiment: Experiment, step_s: StepS, progress: Progress | Non
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
-    """The experiment with few counted steps: at least ``least``, or those of a trial, in whole rounds of all K of GeoSGD."""
-    return with_steps(experiment, least or experiment.tune.simulated_steps, _ROUNDS * largest_geo_k(experiment))
+    """The experiment with few counted steps: at least ``least``, or those of a trial; whole rounds of GeoSGD, or all."""
+    rounds = min(_ROUNDS * largest_geo_k(experiment), experiment.workload.steps)
+    return with_steps(experiment, least or experiment.tune.simulated_steps, rounds)
 
 
 def _geo_steps(experiment: Experiment) -> tuple[int, ...]:

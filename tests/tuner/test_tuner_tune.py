@@ -17,6 +17,7 @@ from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from tuner.real_runs import leg_steps_of
 from tuner.recommendation import Recommendation
+from tuner.served import shortened
 from tuner.space import name_of
 from tuner.tune import tune
 from tuner.verify import seeds_of
@@ -224,10 +225,13 @@ def test_servers_without_a_price_or_a_link_are_refused_before_anything_is_done(t
 
 
 def test_legs_of_servers_hold_a_round_of_every_k(tmp_path: Path) -> None:
-    """Also of the K that Fleet chooses, which is 800: a leg that ends before an exchange says nothing of what one costs."""
+    """Also of the K that Fleet chooses, which is 800, and no trial or leg is longer than the training, in which it is never reached."""
     experiment = served_experiment(tmp_path)
     fleets = experiment.replace(strategy=DistributedStrategy(mode="ps", a_sync=True))
-    assert [leg_steps_of(one) for one in (experiment, fleets)] == [OUTSIDE + 16, OUTSIDE + 800]
+    assert [leg_steps_of(one) for one in (experiment, fleets)] == [OUTSIDE + 16, 40]
+    assert [shortened(one).workload.steps for one in (experiment, fleets)] == [32, 40]
+    longer = fleets.replace(workload=replace(fleets.workload, steps=2000))
+    assert (leg_steps_of(longer), shortened(longer).workload.steps) == (OUTSIDE + 800, 1600)
     assert name_of(fleets.strategy) == "servers in the mode that Fleet chooses"
     assert [*seeds_of(experiment.replace(tune=replace(experiment.tune, target_seeds=None)))] == [0, 1, 2, 3, 4]
 
