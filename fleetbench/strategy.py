@@ -309,6 +309,8 @@ class DistributedStrategy(Config):
     fetch_every_n_steps: int = 1
     """Read results back from the device every so many steps."""
 
+    lr_scale: float = 1.0
+    """Every update takes the optimizer's learning rate times this; as much as there are more samples in Goyal et al. (arXiv 1706.02677)."""
     amp: bool = False
     amp_configs: AmpConfigs = field(default_factory=AmpConfigs)
     recompute: bool = False
@@ -336,6 +338,8 @@ class DistributedStrategy(Config):
         if self.fraction_of_gpu_memory_to_use is not None and not 0 < self.fraction_of_gpu_memory_to_use <= 1:
             hint = "0.9 takes nine tenths of the device's memory"
             raise ConfigError("a share lies in (0, 1]", "fraction_of_gpu_memory_to_use", repr(self.fraction_of_gpu_memory_to_use), hint)
+        if not 0 < self.lr_scale < math.inf:
+            raise ConfigError("must be above 0", "lr_scale", repr(self.lr_scale), "1 keeps the optimizer's learning rate, 2 doubles it")
         self._refuse_settings_of_what_is_off()
         self._refuse_contradictions()
 

@@ -122,22 +122,21 @@ def way_of(strategy: DistributedStrategy) -> tuple[object, ...]:
     """What of a strategy makes another training, but for rounding on the wire."""
     local = strategy.localsgd, strategy.localsgd_configs, strategy.adaptive_localsgd, strategy.adaptive_localsgd_configs
     served = (strategy.a_sync, strategy.a_sync_configs) if strategy.mode == "ps" else ()
-    return *local, strategy.gradient_merge, strategy.gradient_merge_configs, strategy.amp, strategy.amp_configs, *served
+    return *local, strategy.lr_scale, strategy.gradient_merge, strategy.gradient_merge_configs, strategy.amp, strategy.amp_configs, *served
 
 
 def name_of(strategy: DistributedStrategy) -> str:
     """A way of training in words."""
     if strategy.mode == "ps":
         return _mode(strategy)
-    if strategy.adaptive_localsgd:
-        configs = strategy.adaptive_localsgd_configs
-        return f"adaptive K from {configs.init_k_steps} ({configs.variant})"
-    local, merge = strategy.localsgd_configs, strategy.gradient_merge_configs
+    local, merge, adaptive = strategy.localsgd_configs, strategy.gradient_merge_configs, strategy.adaptive_localsgd_configs
     begins = f" from step {local.begin_step}" if local.begin_step > 1 else ""
+    fixed = f"K = {local.k_steps}{begins}" if strategy.localsgd else "synchronous"
     words = [
-        f"K = {local.k_steps}{begins}" if strategy.localsgd else "synchronous",
+        f"adaptive K from {adaptive.init_k_steps} ({adaptive.variant})" if strategy.adaptive_localsgd else fixed,
         f"{merge.k_steps} micro-batches an update" if strategy.gradient_merge else "",
         "an outer optimizer" if strategy.localsgd and local.has_outer else "",
+        f"{strategy.lr_scale:g} times the learning rate" if strategy.lr_scale != 1 else "",
     ]
     return " and ".join(filter(None, words))
 

@@ -51,6 +51,8 @@ class AdaptiveK:
     """
 
     configs: AdaptiveLocalSGDConfigs
+    lr_scale: float = 1.0
+    """Factor of the learning rate that is told, in every update."""
 
     @property
     def observes(self) -> frozenset[str]:
@@ -75,7 +77,7 @@ class AdaptiveK:
 
     def on_lr(self, rounds: Rounds, lr: float) -> Rounds:
         """The learning rate at a synchronisation; ``qsr`` takes the next K from it."""
-        seen = dataclasses.replace(rounds, lr=lr)
+        seen = dataclasses.replace(rounds, lr=lr * self.lr_scale)
         return self._choose(seen) if self.configs.variant == "qsr" else seen
 
     def on_loss(self, rounds: Rounds, loss: float, update: int) -> Rounds:

@@ -22,6 +22,8 @@ class Combination:
     """What becomes of steps without an update that an epoch's end leaves over."""
     averages_gradient: bool = True
     """The merged gradient is the mean of the steps', rather than their sum."""
+    lr_scale: float = 1.0
+    """Factor of the optimizer's learning rate, in every update."""
     lr_counts_updates: bool = False
     """The learning rate's schedule counts updates, of which several steps may share one."""
     holds_statistics: bool = False
@@ -59,10 +61,11 @@ class Combination:
             steps_per_update=merge.k_steps,
             remainder=merge.remainder,
             averages_gradient=merge.avg,
+            lr_scale=strategy.lr_scale,
             lr_counts_updates=merge.lr_per == "update",
             holds_statistics=merge.batch_norm_per == "update",
             cadence=Cadence.of(strategy) if strategy.is_local else None,
-            adaptive=AdaptiveK(strategy.adaptive_localsgd_configs) if strategy.adaptive_localsgd else None,
+            adaptive=AdaptiveK(strategy.adaptive_localsgd_configs, strategy.lr_scale) if strategy.adaptive_localsgd else None,
             outer=Outer.of(strategy),
             fragments=Fragments.of(strategy),
             feeds_back=strategy.quantises and strategy.localsgd_configs.outer_error_feedback,

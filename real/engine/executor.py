@@ -24,7 +24,7 @@ from real.communication.lanes import Flight, InlineLane, Joined, Lane, Started, 
 from real.compute.mixed_precision import own_gradients, unscale
 from real.compute.recompute import hold_statistics
 from real.engine.buckets import BufferAverage, DeltaBucket, Storage, Transfer
-from real.engine.optimizers import OptimizerControl, step_some
+from real.engine.optimizers import OptimizerControl
 from real.engine.refusals import refuse_apart
 from real.engine.sparse import SparseBucket, gather_rows
 from real.engine.stopwatch import Stopwatch
@@ -347,12 +347,12 @@ class Executor:
     def _update_bucket(self, operation: Operation, bucket: int) -> None:
         if not operation.after:
             self.storage.gradients[bucket].pack()
-        gradients, optimizer = self.storage.gradients[bucket], self._controlled().optimizer
+        gradients, control = self.storage.gradients[bucket], self._controlled()
 
         def run() -> None:
             if isinstance(gradients, SparseBucket) and operation.after:
                 gradients.finish()
-            step_some(optimizer, self.storage.parameters[bucket])
+            control.step_bucket(bucket)
 
         lane = self._inline or self._communicators.update_lane
         self._updates.append(lane.submit(run, self._after(operation)))

@@ -53,6 +53,7 @@ class OptimizerControl:
         self._storage = storage
         self._parameters = parameters
         self._restore: Callable[[], None] | None = None
+        self._lr_scale = combination.lr_scale
         self.averages_state = combination.averages_state
         self.slots = state_slots(optimizer) if combination.averages_state or combination.resets_state else ()
         """Names of the state tensors that trainers average or reset."""
@@ -66,9 +67,8 @@ class OptimizerControl:
     def begin(self, *, updates: bool) -> None:
         """The user's optimizer is about to step; where it must not, it finds nothing to do."""
         self._refuse_foreign()
-        if not updates:
-            self._restore = hide(self._parameters.values())
-        elif self._fused is not None:
+        self._restore = scale_rates(self.optimizer, self._lr_scale) if updates else hide(self._parameters.values())
+        if updates and self._fused is not None:
             self._fused.begin()
 
     def end(self, *, updates: bool) -> None:
@@ -84,6 +84,10 @@ class OptimizerControl:
         self.begin(updates=True)
         step_some(self.optimizer, self._parameters.values())
         self.end(updates=True)
+
+    def step_bucket(self, bucket: int) -> None:
+        """Update a bucket's parameters, in the backward."""
+        step_some(self.optimizer, self._storage.parameters[bucket], self._lr_scale)
 
     def state(self, bucket: int) -> list[torch.Tensor]:
         """The averaged state of a bucket's parameters, one tensor a slot and parameter."""
@@ -199,13 +203,16 @@ def _step(copied: Optimizer) -> None:
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(copied)
 
 
-def step_some(optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> None:
+def step_some(optimizer: Optimizer, parameters: Collection[nn.Parameter], lr_scale: float = 1.0) -> None:
     """Update those of the parameters that have a gradient, in the user's optimizer's state and by its groups as they are now.
+
+    Their learning rates are multiplied by ``lr_scale``.
 
     Parameters that the optimizer does not hold (yet) are passed over.
     """
     wanted = set(parameters)
-    groups = [{**group, "params": [parameter for parameter in group["params"] if parameter in wanted]} for group in optimizer.param_groups]
+    held = [(group, [parameter for parameter in group["params"] if parameter in wanted]) for group in optimizer.param_groups]
+    groups = [{**group, "params": own} | ({"lr": group["lr"] * lr_scale} if lr_scale != 1 else {}) for group, own in held]
     _step(copy_of(optimizer, [group for group in groups if group["params"]], optimizer.state))
 
 
@@ -218,6 +225,19 @@ def hide(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
     def restore() -> None:
         for parameter, gradient in hidden:
             parameter.grad = gradient
+
+    return restore
+
+
+def scale_rates(optimizer: Optimizer, factor: float) -> Callable[[], None]:
+    """Multiply the groups' learning rates until the returned function is called."""
+    groups = [(group, group["lr"]) for group in optimizer.param_groups] if factor != 1 else []
+    for group, rate in groups:
+        group["lr"] = rate * factor  # not in place: a schedule may hold a tensor
+
+    def restore() -> None:
+        for group, rate in groups:
+            group["lr"] = rate
 
     return restore
 

@@ -33,7 +33,7 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.server_updates import ROW, GeoCopy, Told, shard_rows
 from real.compute.compute import apply_device_settings
 from real.compute.living import living_hook
-from real.engine.optimizers import hide, refuse_arguments
+from real.engine.optimizers import hide, refuse_arguments, scale_rates
 from real.engine.stopwatch import Stopwatch
 from real.servers.links import Answer, Links, TrainerOptions
 from real.servers.parameters import Parameters, Spec, fixed_options, join, meet, options_of, rate_of, read_values, refuse_changes
@@ -303,7 +303,7 @@ class ServedTraining:
         refuse_changes(self._optimizer, self._fixed)
         if self.rules.mode != "geo_sgd":
             change = self.parameters.gradients()
-            change.rate = rate_of(self._optimizer)
+            change.rate = rate_of(self._optimizer) * self._strategy.lr_scale
             change.versions = [self._read or (0,) * self.rules.servers]
             self._joined().hand(change)
         self.stopwatch.update_ends()
@@ -312,8 +312,8 @@ class ServedTraining:
         with self.stopwatch.waits():
             self._tell(BackwardEnd())
         self.stopwatch.update_begins()
-        if self.rules.mode != "geo_sgd":  # the update is the servers'
-            self._restore = hide(list(self.parameters.named.values()))
+        by_servers = self.rules.mode != "geo_sgd"
+        self._restore = hide(list(self.parameters.named.values())) if by_servers else scale_rates(self._optimizer, self._strategy.lr_scale)
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _arguments: tuple[Any, ...], _named: dict[str, Any]) -> None:
         self._release()

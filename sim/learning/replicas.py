@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fleetbench.declared import learning_rate
 from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.drive import Scalar
@@ -17,7 +18,7 @@ from fleetbench.plan.exchange import is_plain
 from fleetbench.plan.groups import Parts
 from fleetbench.plan.operations import COLLECTIVES, Operation
 from fleetbench.workload import OPTIMIZER_STATE, Workload
-from fleetbench.workloads.training import make_optimizer, set_learning_rate
+from fleetbench.workloads.training import make_optimizer
 from sim.learning.gradients import CACHE_NBYTES, Arguments, Tensors, Way
 
 
@@ -45,6 +46,7 @@ class Replicas:
         self._arrived: dict[tuple[str, int], Tensors] = {}
         self._velocity: dict[str, torch.Tensor] = {}
         self._mean_buffers: dict[str, torch.Tensor] = {}
+        self._rate = workload.lr
         self._scale = 1.0
         self._holds = False
 
@@ -57,7 +59,7 @@ class Replicas:
 
     def begin_step(self, counted: int) -> None:
         """A step begins, whose learning rate is that of the step or update ``counted``."""
-        set_learning_rate(self._optimizer, self._workload, counted)
+        self._rate = learning_rate(self._workload, counted)
         self._holds = False
 
     def compute(self, way: Way, inputs: torch.Tensor, labels: torch.Tensor, scale: float) -> None:
@@ -92,9 +94,11 @@ class Replicas:
             assert kind == "skip", f"nothing executes {kind}"
 
     def _update(self, gradients: Tensors) -> None:
+        rate = self._rate * self._combination.lr_scale
         if self._workload.optimizer == "sgd" and not self._workload.weight_decay:  # in a fraction of the time of the optimizer's own step
-            torch._foreach_add_(self._values, gradients, alpha=-self.scalar("lr"))
+            torch._foreach_add_(self._values, gradients, alpha=-rate)
             return
+        self._optimizer.param_groups[0]["lr"] = rate
         for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
             parameter.grad = gradient
         self._optimizer.step()
@@ -102,7 +106,7 @@ class Replicas:
     def scalar(self, name: Scalar) -> float:
         """What all trainers observe now; ``found_inf`` takes the loss scale off the gradients."""
         if name == "lr":
-            return float(self._optimizer.param_groups[0]["lr"])
+            return self._rate
         if name == "loss":
             return math.fsum(self.losses.tolist()) / self.trainers
         found, inverse = (torch.full((1,), value, device=self._device) for value in (0.0, 1.0 / self._scale))

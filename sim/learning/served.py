@@ -254,7 +254,7 @@ class ServedReplay:
             one.queue.append(dataclasses.replace(self._layout.change(gradients), rate=self._rate(one)))
 
     def _rate(self, one: _Trainer) -> float:
-        return learning_rate(self._learnt.workload, self._job.steps[one.index])
+        return learning_rate(self._learnt.workload, self._job.steps[one.index]) * self._learnt.strategy.lr_scale
 
     @torch.no_grad()
     def _trainer_update(self, act: Act) -> None:

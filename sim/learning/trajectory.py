@@ -47,7 +47,7 @@ _CONFIGS = {
     "adaptive_localsgd": f"init_k_steps begin_step variant alpha {_AVERAGING}",
     "gradient_merge": "k_steps avg remainder lr_per batch_norm_per",
 }
-_PLAIN = "use_hierarchical_allreduce hierarchical_inner_ranks hierarchical_variant fp16_allreduce bf16_allreduce"
+_PLAIN = "use_hierarchical_allreduce hierarchical_inner_ranks hierarchical_variant fp16_allreduce bf16_allreduce lr_scale"
 LEARNT: frozenset[str] = frozenset(
     [f"strategy.{name}" for name in (*_PLAIN.split(), *_CONFIGS)]
     + [f"strategy.{name}_configs.{key}" for name, keys in _CONFIGS.items() for key in keys.split()]

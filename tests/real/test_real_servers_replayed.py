@@ -96,6 +96,8 @@ def _trained(experiment: Experiment, model: nn.Module, batches: Reader, running:
         pytest.param({**CLICKS, "optimizer": "adagrad"}, ASYNCHRONOUS, id="rows, adagrad"),
         pytest.param(PAIRS, ASYNCHRONOUS, id="rows alone"),
         pytest.param(DIGITS, geo_sgd(4), id="geo_sgd"),
+        pytest.param(DIGITS, ASYNCHRONOUS | {"lr_scale": 1.5}, id="scaled rate"),
+        pytest.param(DIGITS, geo_sgd(4) | {"lr_scale": 1.5}, id="geo_sgd, scaled rate"),
         pytest.param(CLICKS, geo_sgd(4), id="geo_sgd, rows"),
         pytest.param(CLICKS, SYNCHRONOUS, id="synchronous"),
     ],

@@ -289,6 +289,19 @@ def test_a_drawn_order_is_followed_as_a_loop_by_hand_does(
     assert (expected - begun).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize(("mode", "strategy"), [("async", ASYNCHRONOUS), ("geo", geo_sgd(3))])
+def test_a_scaled_rate_is_so_many_times_the_rate(mode: str, strategy: dict[str, Any], tmp_path: Path) -> None:
+    """In one drawn order, twice the rate by ``lr_scale`` and by ``workload.lr`` end at the same parameters."""
+    ends = []
+    for lr, scale in ((0.1, 1.0), (0.05, 2.0), (0.05, 1.0)):
+        experiment = served({**DIGITS, **DECAY, "lr": lr}, strategy | {"lr_scale": scale})
+        replay = ServedReplay(experiment, Played(served_job(experiment), Drawn(experiment, mode, 0).order), tmp_path / f"{lr} {scale}")
+        replay.run()
+        ends.append(replay.evaluated())
+    torch.testing.assert_close(ends[1], ends[0], **EXACT)
+    assert not torch.allclose(ends[2], ends[0])
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 def test_synchronous_servers_train_as_one_process(optimizer: str, tmp_path: Path) -> None:
     """By the mean of three gradients; losses and evaluations are those of collective synchronous training."""

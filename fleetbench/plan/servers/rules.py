@@ -25,7 +25,8 @@ _WITHOUT_EFFECT = "strategy.a_sync_configs.runtime_split_send_recv"
 SERVED: frozenset[str] = frozenset(
     name
     for name in leaf_fields(DistributedStrategy(), "strategy")
-    if name.split(".")[1] in ("mode", "a_sync", "a_sync_configs", "thread_num", "fetch_every_n_steps") and name != _WITHOUT_EFFECT
+    if name.split(".")[1] in ("mode", "a_sync", "a_sync_configs", "lr_scale", "thread_num", "fetch_every_n_steps")
+    and name != _WITHOUT_EFFECT
 )
 """Dotted names of the fields that trainers of parameter servers carry out; the others are refused when changed."""
 _SIMULATED = frozenset({"strategy.overlap_push", "strategy.reduce_in_node"})

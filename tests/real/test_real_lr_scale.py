@@ -1,0 +1,66 @@
+"""``lr_scale``: every update is that of an optimizer with so many times the rate, and the user's groups keep theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from alone import Training
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from fleetbench.errors import ConfigError
+from fleetbench.strategy import DistributedStrategy
+
+STEPS, SCALE, RATE = 7, 3.0, 0.01
+CASES: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "fused": {"build_strategy": {"fuse_all_optimizer_ops": True}},
+    "by bucket": {"fuse_all_reduce_ops": False, "build_strategy": {"enable_backward_optimizer_op_deps": False}},
+    "merged": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+    "merged, flushed": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "remainder": "flush"}},
+    "local": {"localsgd": True, "localsgd_configs": {"k_steps": 3, "outer_lr": 0.7, "outer_momentum": 0.9}},
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "momentum": lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9),
+    "adamw": lambda groups, lr: torch.optim.AdamW(groups, lr=lr),
+    "tensor rate": lambda groups, lr: torch.optim.Adam(groups, lr=torch.tensor(lr, dtype=torch.float64), foreach=False),
+}
+
+
+def trained(optimizer: str, rate: float, **fields: Any) -> tuple[list[torch.Tensor], list[float]]:
+    """Parameters after some steps of two groups, with a schedule; and the rates that the groups have after each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    groups = [{"params": [*model[0].parameters()]}, {"params": [*model[2].parameters()], "weight_decay": 0.1}]
+    made, rates = OPTIMIZERS[optimizer](groups, rate), []
+    schedule = StepLR(made, 3, 0.5)
+    with Training(model, made, **fields) as training:
+        for step in range(STEPS):
+            training.step(torch.randn(5, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64))
+            schedule.step()
+            rates += [float(group["lr"]) for group in made.param_groups]
+            if step == STEPS // 2 - 1:
+                training.engine.end_epoch()  # after an odd number of steps, of which one is left
+    return [parameter.detach().clone() for parameter in model.parameters()], rates
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_an_optimizer_with_so_many_times_the_rate(case: str, optimizer: str) -> None:
+    """Bit for bit; the schedule and the groups know nothing of it."""
+    scaled, rates = trained(optimizer, RATE, lr_scale=SCALE, **CASES[case])
+    plain, _ = trained(optimizer, RATE * SCALE, **CASES[case])
+    own, own_rates = trained(optimizer, RATE, **CASES[case])
+    torch.testing.assert_close(scaled, plain, rtol=1e-12, atol=0)
+    assert not torch.allclose(scaled[0], own[0])
+    assert rates == own_rates
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_what_scales_nothing_is_refused(value: float) -> None:
+    """A rate of zero or below trains nothing."""
+    with pytest.raises(ConfigError, match="lr_scale"):
+        DistributedStrategy(lr_scale=value)
