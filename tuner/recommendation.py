@@ -177,7 +177,7 @@ class Recommendation(Config):
     arms: tuple[Arm, ...] = ()
     trials: tuple[Trial, ...] = ()
     learnt: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """How all that virtual trainers trained arrives, by what that depends on (``tuner.ways.Arrival``); empty where it does not."""
+    """How all that virtual trainers trained arrives, by what that depends on (``tuner.learning.Arrival``); empty where it does not."""
     advice_left_out: tuple[str, ...] = ()
     """What Fleet's documents advise and this executor, profile or cluster cannot do."""
     caveat: str | None = None

@@ -83,8 +83,8 @@ class Search:
     def best(self, count: int, others: Sequence[Tried] = (), seconds: Callable[[Tried], float | None] | None = None) -> tuple[Tried, ...]:
         """The best of ``ranked`` and ``others`` by ``seconds``, which are none of one that is left out; by seconds of a step, if not given.
 
-        The best of each family (way of training, wire) goes before the second best of any, and one of the default's own
-        is always among them: a target that local steps miss is missed by all strategies that take as many.
+        The best of each family (way of training, wire), at whichever learning rate, goes before the second best of any, and one of the
+        default's own is always among them: a target that local steps miss is missed by all strategies that take as many.
         """
         price = {id(tried): tried.trial.simulated_s if seconds is None else seconds(tried) for tried in (*self.ranked, *others)}
 
@@ -94,15 +94,17 @@ class Search:
         ranked = sorted((tried for tried in (*self.ranked, *others) if price[id(tried)] is not None), key=rank)
         leaders = {_family(tried): tried for tried in reversed(ranked)}
         safe = leaders.get(_family(self.default)) if count > 1 else None
-        first = [tried for tried in ranked if leaders[_family(tried)] is tried and tried is not safe]
+        best = {_family(tried, lr_scale=1.0): tried for tried in reversed(ranked)}
+        first = [tried for tried in ranked if best[_family(tried, lr_scale=1.0)] is tried and tried is not safe]
         chosen = [*first[: count - 1], safe] if safe is not None else first[:count]
         chosen += [tried for tried in ranked if tried not in chosen][: count - len(chosen)]
         return tuple(sorted(chosen, key=rank))
 
 
-def _family(tried: Tried) -> tuple[object, ...]:
-    """What else is learnt, or by what error it may be simulated wrongly."""
-    return *way_of(tried.strategy), parameters_of(tried.strategy)["wire"] == "fp32"
+def _family(tried: Tried, lr_scale: float | None = None) -> tuple[object, ...]:
+    """What else is learnt, or by what error it may be simulated wrongly; as if at another learning rate, if one is given."""
+    strategy = tried.strategy if lr_scale is None else tried.strategy.replace(lr_scale=lr_scale)
+    return *way_of(strategy), parameters_of(strategy)["wire"] == "fp32"
 
 
 def _rank(tried: Tried) -> tuple[float, int]:

@@ -14,11 +14,11 @@ from fleetbench.plan.servers.rules import WAIT_NS
 from fleetbench.profile import table_for
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from sim.servers.simulate import hosts_of
+from tuner.learning import Progress
 from tuner.real_runs import largest_geo_k
 from tuner.recommendation import Trial
 from tuner.search import Search, StepS, Tried, with_steps
 from tuner.space import parameters_of
-from tuner.ways import Progress
 
 MERGED = (4, 16)
 """Gradients of one push, in the asynchronous mode."""

@@ -136,9 +136,8 @@ def name_of(strategy: DistributedStrategy) -> str:
         f"adaptive K from {adaptive.init_k_steps} ({adaptive.variant})" if strategy.adaptive_localsgd else fixed,
         f"{merge.k_steps} micro-batches an update" if strategy.gradient_merge else "",
         "an outer optimizer" if strategy.localsgd and local.has_outer else "",
-        f"{strategy.lr_scale:g} times the learning rate" if strategy.lr_scale != 1 else "",
     ]
-    return " and ".join(filter(None, words))
+    return " and ".join(filter(None, words)) + (f" at {strategy.lr_scale:g} times the learning rate" if strategy.lr_scale != 1 else "")
 
 
 def _mode(strategy: DistributedStrategy) -> str:

@@ -24,6 +24,7 @@ from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate as in_simulator
 from tuner.earlier import RUNS, Earlier, Held, keep_inputs
+from tuner.learning import by_virtual_trainers
 from tuner.real_runs import SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_of, leg_steps_of
 from tuner.recommendation import Arm, Recommendation
 from tuner.resumption import Journal, Resumption, inputs_of
@@ -33,7 +34,7 @@ from tuner.served import refuse_unpriced, search_modes
 from tuner.served import shortened as of_servers
 from tuner.space import search_space, way_of
 from tuner.verify import DEFAULT, Progress, seeds_of, verify
-from tuner.ways import Ways, by_virtual_trainers, over_seeds, price_ways
+from tuner.ways import Ways, over_seeds, price_ways
 
 Simulate = Callable[[Experiment], RunResult]
 """The seam to the simulator; ``sim.run.simulate`` is the one in use."""
@@ -129,7 +130,7 @@ def tune(
         recommendation,
         trials=tuple(tried.trial for tried in found.tried),
         learnt=dict(ways.learnt),
-        caveat=ways.caveat,
+        caveat=ways.said_beside(recommendation.strategy),
         advice_left_out=left_out,
         notes=(*_of_profile(experiment), *found.notes, *notes, *recommendation.notes, cost_note(recommendation, cost_s)),
         runs=tuple(run for arm in recommendation.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None),
@@ -266,10 +267,13 @@ def _searched(found: Search, ways: Ways, arms: Sequence[DistributedStrategy]) ->
     Where virtual trainers have said what ways of training are worth, of those alone that an arm has.
     """
     first = [found.default, *([] if found.advice is None else [found.advice]), *found.ranked]
-    known = {way_of(strategy) for strategy in arms}
-    kept = [tried.strategy for tried in first if not ways.updates or way_of(tried.strategy) in known]
-    times = {tried.strategy: tried.trial.simulated_s for tried in first}
-    return {strategy: times[strategy] / found.default.trial.simulated_s for strategy in kept}
+    times = {tried.strategy: tried.trial.simulated_s / found.default.trial.simulated_s for tried in first}
+    if not ways.updates:
+        return times
+    own, known = found.default.strategy.lr_scale, {way_of(strategy) for strategy in arms}
+    rates = dict.fromkeys((own, *(strategy.lr_scale for strategy in arms)))  # in which strategies of the search do not differ
+    scaled = {strategy.replace(lr_scale=rate): time for strategy, time in times.items() for rate in rates}
+    return {strategy: time for strategy, time in scaled.items() if way_of(strategy) in known}
 
 
 def _arms(found: Search, finalists: int, ways: Ways) -> tuple[list[Arm], list[str]]:

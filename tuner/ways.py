@@ -9,61 +9,34 @@ steps that begin late, are not alike: seconds are those of a fixed K that exchan
 """
 
 import dataclasses
-import itertools
 import math
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from fleetbench.errors import ConfigError
-from fleetbench.experiment import Experiment
+from fleetbench.experiment import Experiment, Tune
 from fleetbench.profile import table_for
 from fleetbench.quantities import counted
 from fleetbench.strategy import AdaptiveLocalSGDConfigs, Averaging, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
 from fleetbench.target import HITS_IN_A_ROW
 from fleetbench.workload import LAYERS
-from sim.learning.trajectory import key_of
+from tuner.learning import Arrival, Learn, Progress, Reached, Trainings, Way, trainings
 from tuner.recommendation import Trial
 from tuner.search import Search, StepS, Tried
 from tuner.space import name_of, parameters_of, way_of
-from tuner.study import open_study
 from tuner.to_target import Updates
 
-Progress = Callable[[int, int], None]
 _Change = tuple[DistributedStrategy, dict[str, Any]]
 """A strategy, and what of it is to change."""
-
-
-class Arrival(NamedTuple):
-    """A training that reaches its target."""
-
-    steps: float
-    """Of a trainer."""
-    k: float = 1.0
-    """Steps of a round until then, in the mean."""
-
-
-Learn = Callable[[Experiment, float], Arrival | None]
-"""The seam to virtual trainers: how an experiment reaches its target, none where it does not; raises ``TimeoutError`` where it takes more
-than so many seconds."""
 OUTER: Mapping[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
 """DiLoCo's outer optimizer (arXiv 2311.08105, section 3)."""
-RATES = (2.0, 0.5)
-"""Of the experiment's learning rate: what is tried beside it."""
-_POWERS = (2, 3)
-"""Of these, what may be tried after them."""
-_FIRST = 3
-"""Ways that are tried before a rate is."""
+RATES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""``lr_scale`` that may be tried where ``tune.lr_scale`` names none."""
 NOTICED = 0.9
-"""Share of the default's steps below which another learning rate is worth a note."""
-_LEARNT = "trainings to the target"
-"""Attribute of a study: an ``Arrival`` by training, empty where it does not arrive, none where there was no time for it."""
-Reached = tuple[float, ...]
-"""An ``Arrival``, or empty."""
-_FLAT: dict[str, Any] = {"use_hierarchical_allreduce": False, "hierarchical_inner_ranks": 0, "hierarchical_variant": "leader"}
+"""Share of the default's steps below which another learning rate is worth a note, and other ways are trained at it."""
 _CORE_FLOPS_S = 1e11
 """What one core computes at most."""
 _BY_STEPS = "ways of training are ranked by the seconds of a step alone"
@@ -73,23 +46,34 @@ _BY_STEPS = "ways of training are ranked by the seconds of a step alone"
 class Ways:
     """What virtual trainers say of the ways of training that are known to the search, and of others."""
 
-    updates: Mapping[tuple[object, ...], tuple[float | None, ...]] = field(default_factory=dict)
+    updates: Mapping[Way, tuple[float | None, ...]] = field(default_factory=dict)
     """By ``way_of``: steps to the target by seed, none where it does not arrive; empty where nothing is known."""
     others: tuple[Tried, ...] = ()
     """Strategies of ways outside of the search space."""
     notes: tuple[str, ...] = ()
     steps: int = 0
     """After which a training is over."""
-    own: tuple[object, ...] = ()
+    own: Way = ()
     """The default's way."""
     learnt: Mapping[str, Reached] = field(default_factory=dict)
-    """What a later tuning need not train again, by ``_key``."""
-    paces: Mapping[tuple[object, ...], float] = field(default_factory=dict)
+    """What a later tuning need not train again, by key."""
+    paces: Mapping[Way, float] = field(default_factory=dict)
     """Of ways whose rounds differ: their mean, in steps."""
     caveat: str | None = None
-    """Of the verdict's line: a learning rate with which the default itself takes fewer steps, or that nothing is known to arrive."""
+    """Of the verdict's line: that nothing is known to arrive."""
+    rated: DistributedStrategy | None = None
+    """The default with a learning rate with which it takes fewer steps."""
     in_vain: bool = False
     """Virtual trainers were asked, and no way but the default's is known to arrive."""
+
+    def said_beside(self, strategy: DistributedStrategy) -> str | None:
+        """What a verdict of a strategy ends with: the ``caveat``, and what another learning rate alone would do."""
+        if self.rated is None or way_of(strategy) == way_of(self.rated):
+            return self.caveat
+        own, rated = (self.updates[way] for way in (self.own, way_of(self.rated)))
+        seeds = counted(len(rated), "seed")
+        alone = f"lr_scale = {self.rated.lr_scale:g} alone takes {_in_words(rated)} steps, the default {_in_words(own)}"
+        return "; ".join(filter(None, (self.caveat, f"{alone} (virtual trainers, {seeds})")))
 
     def of(self, strategy: DistributedStrategy) -> float | None:
         """Steps to the target, at least; none where nothing is known of them."""
@@ -113,8 +97,13 @@ class Ways:
         """Steps to the target, the default's in the mean over seeds and others by their mean ratio to it; 1 where no ways are known."""
         if not self.updates:
             return 1.0
-        steps, ratios = statistics.fmean(self.steps if one is None else one for one in self.updates[self.own]), self.ratios(strategy)
-        return steps * math.exp(-ratios.mean) if ratios is not None and ratios.ratios else steps
+        ratios = self.ratios(strategy)
+        return self.default_steps * (math.exp(-ratios.mean) if ratios is not None and ratios.ratios else 1.0)
+
+    @property
+    def default_steps(self) -> float:
+        """In the mean over seeds, of which those that do not arrive take all."""
+        return statistics.fmean(self.steps if one is None else one for one in self.updates[self.own])
 
     def ratios(self, strategy: DistributedStrategy) -> Updates | None:
         """How many fewer steps than the default's its way takes, by seed; none of the default's own, or where no ways are known."""
@@ -126,23 +115,6 @@ class Ways:
         """Whether its way arrives, as often as the default's with the same seeds; the default's own has a price in any case."""
         ratios = self.ratios(strategy)
         return ratios is None or (any(self.updates.get(way_of(strategy), ())) and sum(ratios.known) >= 0)
-
-
-def by_virtual_trainers(experiment: Experiment, limit_s: float) -> Arrival | None:
-    """How it reaches the target; see ``Learn``. Raises ``ConfigError`` for what virtual trainers do not execute."""
-    from sim.learning.virtual_training import train  # torch, which a search without a target does not need
-
-    target, end = experiment.workload.target_loss, time.process_time() + limit_s
-
-    def look(_done: int, _all: int) -> None:
-        if time.process_time() > end:
-            raise TimeoutError
-
-    learnt = train(experiment, look, until=target)
-    if (reached := learnt.crossing(target)) is None:
-        return None
-    counted_steps = learnt.local_steps[1 - learnt.first_step :][: reached.step]
-    return Arrival(reached.smooth, reached.step / max(1, sum(length is not None for length in counted_steps)))
 
 
 def price_ways(
@@ -178,47 +150,77 @@ def price_ways(
     for arm in filter(None, (found.default, found.advice)):
         leaders.setdefault(way_of(arm.strategy), arm)
     others, refused = _others(experiment, leaders, step_s, len(found.tried))
-    varying = _varying(experiment, leaders)
     tried = sorted(
         (*leaders.values(), *others), key=lambda one: (way_of(one.strategy) != own, -one.strategy.local_steps, one.trial.simulated_s)
     )
-    strategies = [*(one.strategy for one in tried), *varying]
-    names = {way_of(strategy): name_of(strategy) for strategy in strategies}
-    ways: list[tuple[object, Experiment]] = [(way_of(strategy), _on_one_wire(seeded, strategy)) for strategy in strategies]
-    higher, lower = ((rate, seeded.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate))) for rate in RATES)
-    trainings = [*ways[:_FIRST], higher, *ways[_FIRST:], lower]
-    end = time.process_time() + experiment.tune.search_seconds
-    by_number, kept = _learnt(experiment, [one for _, one in trainings], learn, out, progress, refused, known or {}, end)
-    arrivals = {trainings[number][0]: arrival for number, arrival in by_number.items()}
-    learnt = {way: None if arrival is None else arrival.steps for way, arrival in arrivals.items()}
-    for rate, power in itertools.product(RATES, _POWERS):  # further in that direction, while that beats the default or nothing arrives
-        last = rate ** (power - 1)
-        if last in learnt and (_is_noticed(learnt[last], learnt.get(own)) or not any(learnt.values())):
-            further = seeded.replace(workload=dataclasses.replace(workload, lr=workload.lr * rate**power))
-            by_number, kept = _learnt(experiment, [further], learn, out, progress, refused, kept, end)
-            if 0 in by_number:
-                learnt[rate**power] = by_number[0] and by_number[0].steps
-    updates = {way: (steps,) for way, steps in learnt.items() if way in names}
-    better = _better_rate(workload.lr, learnt, own)
-    notes = (*_notes(seeded, learnt, names, refused), *refused)
-    if own not in updates or len(updates) == 1 or not any(map(any, updates.values())):
-        in_vain = bool(updates) and not any(map(any, updates.values()))
+    varying = _varying(experiment, leaders)
+    with trainings(experiment, out, learn, known or {}, experiment.tune.search_seconds, progress) as trained:
+        trained.seeded, trained.refused = seeded, refused
+        trained.expected = len(tried) + len(varying)
+        scaled, rate = _train(tried, varying, trained, experiment.tune)
+    varying = [one.replace(lr_scale=rate) for one in varying]
+    arrivals, learnt = trained.arrivals, trained.learnt
+    notes = (*_notes(trained), *refused)
+    if own not in arrivals or len(arrivals) == 1 or not any(arrivals.values()):
+        in_vain = bool(arrivals) and not any(arrivals.values())
         never = f"no way that virtual trainers trained reaches loss {workload.target_loss:g} within workload.steps = {workload.steps}"
-        return Ways(notes=(*notes, _BY_STEPS), learnt=kept, caveat=better or (never if in_vain else None), in_vain=True)
-    paces = {way_of(one): arrival.k for one in varying if (arrival := arrivals.get(way_of(one))) is not None}
-    known_ways = Ways(
-        updates=updates, others=tuple(others), notes=notes, steps=workload.steps, own=own, learnt=kept, paces=paces, caveat=better
-    )
-    arriving = [(one, dict[str, Any]()) for one in varying if way_of(one) in paces]
-    paced, beside = _simulated(arriving, lambda one: step_s(known_ways.paced(one)), len(found.tried) + len(others))
-    fastest = sorted(paced, key=lambda one: known_ways.weight(one.strategy) * one.trial.simulated_s)
-    adaptive = [one for one in fastest if one.strategy.adaptive_localsgd]  # the rules' legs are alike: one of them is enough
-    timed = [
-        f"{names[way]}: its steps are timed as those of K = {max(1, math.floor(pace))}, for rounds of {pace:.3g} in the mean to the target"
-        for way, pace in paces.items()
+        return Ways(notes=(*notes, _BY_STEPS), learnt=learnt, caveat=never if in_vain else None, in_vain=True)
+    updates = {way: (arrival and arrival.steps,) for way, arrival in arrivals.items()}
+    others += [Tried(leader.trial, strategy, "") for leader, strategies in scaled for strategy in strategies if strategy != leader.strategy]
+    known_ways = Ways(updates=updates, notes=notes, steps=workload.steps, own=own, learnt=learnt)
+    known_ways = _with_varying(known_ways, [one for one in varying if arrivals.get(way_of(one))], arrivals, step_s)
+    numbered = [
+        dataclasses.replace(one, trial=dataclasses.replace(one.trial, number=number), key=f"way {number}")
+        for number, one in enumerate((*others, *known_ways.others), len(found.tried))
     ]
-    paced = [one for one in paced if one not in adaptive[1:]]
-    return dataclasses.replace(known_ways, others=(*others, *paced), notes=(*notes, *timed, *beside))
+    return dataclasses.replace(known_ways, others=tuple(numbered), rated=_better_rated(known_ways, scaled[0][1]))
+
+
+def _train(
+    tried: Sequence[Tried], varying: Sequence[DistributedStrategy], trained: Trainings, tune: Tune
+) -> tuple[list[tuple[Tried, list[DistributedStrategy]]], float]:
+    """Train the default's way, which is the first, at several learning rates, the other ways, and the best of these at several rates.
+
+    Others are trained at the default's best rate, or, where they do not arrive, or have an outer optimizer, which multiplies it, at the
+    experiment's. A training is over where the default would be there sooner. Returns the ways, the default's first, each with the rates at
+    which it arrives; and that rate.
+    """
+    default, *others = tried
+    rates, own = tune.lr_scale or RATES, default.strategy
+    steps = trained.steps(own) or math.inf
+    if way_of(own) not in trained.arrivals:
+        return [(default, [])], own.lr_scale
+    scaled, priced = [(default, trained.climb(own, rates))], list[tuple[float, Tried, DistributedStrategy]]()
+    best = min(scaled[0][1], key=lambda one: trained.steps(one) or math.inf, default=own)
+    rate = best.lr_scale if (trained.steps(best) or math.inf) < NOTICED * steps else own.lr_scale
+    for one in others:
+        step_s, at_best = one.trial.simulated_s, one.strategy.replace(lr_scale=own.lr_scale if one.strategy.has_outer else rate)
+        for start in dict.fromkeys((at_best, one.strategy)):
+            if (taken := trained.steps(start, steps * default.trial.simulated_s / step_s)) is not None:
+                scaled.append((one, [start]))
+                priced.append((taken * step_s, one, start))
+                break
+    for strategy in varying:
+        trained.steps(strategy.replace(lr_scale=rate))
+    for _, one, start in sorted(priced, key=lambda item: item[0])[: tune.finalists]:
+        scaled.append((one, trained.climb(start, rates)))
+    return scaled, rate
+
+
+def _with_varying(ways: Ways, arriving: Sequence[DistributedStrategy], arrivals: Mapping[Way, Arrival | None], step_s: StepS) -> Ways:
+    """With those whose rounds differ, timed as a fixed K that exchanges no less often."""
+    paces = {way_of(one): arrival.k for one in arriving if (arrival := arrivals[way_of(one)]) is not None}
+    paced_ways = dataclasses.replace(ways, paces=paces)
+    paced, beside = _simulated([(one, {}) for one in arriving], lambda one: step_s(paced_ways.paced(one)), 0)
+    fastest = sorted(paced, key=lambda one: ways.weight(one.strategy) * one.trial.simulated_s)
+    adaptive = [one for one in fastest if one.strategy.adaptive_localsgd]  # the rules' legs are alike: one of them is enough
+    alike = "its steps are timed as those of K"
+    timed = [
+        f"{name_of(one)}: {alike} = {max(1, math.floor(pace))}, for rounds of {pace:.3g} in the mean to the target"
+        for one, pace in zip(arriving, paces.values(), strict=True)
+    ]
+    others = tuple(one for one in paced if one not in adaptive[1:])
+    return dataclasses.replace(paced_ways, others=others, notes=(*ways.notes, *timed, *beside))
 
 
 def over_seeds(
@@ -238,25 +240,24 @@ def over_seeds(
     """
     if not ways.updates:
         return ways
-    of_ways = {way_of(strategy): strategy for strategy in (experiment.strategy, *strategies)}
-    updates: dict[tuple[object, ...], tuple[float | None, ...]] = dict.fromkeys(of_ways, ())
-    kept, end = dict(ways.learnt), time.process_time() + limit_s
-    for number, seed in enumerate(seeds):
-        if progress is not None:
-            progress(number, len(seeds))
-        seeded = experiment.replace(run=dataclasses.replace(experiment.run, seed=seed))
-        trainings = [_on_one_wire(seeded, strategy) for strategy in of_ways.values()]
-        found, kept = _learnt(experiment, trainings, learn, out, None, [], kept, end)
-        if len(found) < len(trainings):
-            break
-        arrivals = [found[number] for number in range(len(of_ways))]
-        updates = {way: (*updates[way], one and one.steps) for way, one in zip(of_ways, arrivals, strict=True)}
+    of_ways = {way_of(strategy): strategy for strategy in filter(None, (experiment.strategy, *strategies, ways.rated))}
+    updates: dict[Way, tuple[float | None, ...]] = dict.fromkeys(of_ways, ())
+    with trainings(experiment, out, learn, ways.learnt, limit_s, None) as trained:
+        for number, seed in enumerate(seeds):
+            if progress is not None:
+                progress(number, len(seeds))
+            trained.seeded, trained.arrivals = experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)), {}
+            steps = [trained.steps(strategy) for strategy in of_ways.values()]
+            if len(trained.arrivals) < len(of_ways):
+                break
+            updates = {way: (*updates[way], one) for way, one in zip(of_ways, steps, strict=True)}
     if not updates[ways.own]:
         return ways
     said = [f"{name_of(of_ways[way])}: {_in_words(each)}" for way, each in updates.items()]
     by = f"by virtual trainers of {counted(len(updates[ways.own]), 'seed')}, mean (least to most)"
     note = f"steps to loss {experiment.workload.target_loss:g}, {by}: {'; '.join(said)}"
-    return dataclasses.replace(ways, updates=updates, learnt=kept, notes=(*ways.notes, note))
+    ways = dataclasses.replace(ways, updates=updates, learnt=trained.learnt, notes=(*ways.notes, note))
+    return dataclasses.replace(ways, rated=ways.rated and _better_rated(ways, [ways.rated]))
 
 
 def _in_words(steps: Sequence[float | None]) -> str:
@@ -266,13 +267,6 @@ def _in_words(steps: Sequence[float | None]) -> str:
         return "never"
     some = "" if len(arrived) == len(steps) else f", {len(arrived)} of {len(steps)} arrive"
     return f"{statistics.fmean(arrived):.0f} ({min(arrived):.0f} to {max(arrived):.0f}{some})"
-
-
-def _on_one_wire(experiment: Experiment, strategy: DistributedStrategy) -> Experiment:
-    """Ways are compared on the experiment's wire, and without a hierarchy, in which sums have another order and ways no other name."""
-    base = experiment.strategy
-    wire = {"fp16_allreduce": base.fp16_allreduce, "bf16_allreduce": base.bf16_allreduce}
-    return experiment.replace(strategy=strategy.replace(**wire, **_FLAT))
 
 
 def _has_gpu() -> bool:
@@ -292,55 +286,7 @@ def _least_s(experiment: Experiment) -> float:
     return 6 * numbers * tokens * (experiment.run.warmup_steps + HITS_IN_A_ROW * workload.eval_every) / _CORE_FLOPS_S
 
 
-def _key(experiment: Experiment) -> str:
-    """Of all that the steps to the target depend on, among it the seed. Raises ``ConfigError`` for what virtual trainers do not execute."""
-    learnt = key_of(experiment) if experiment.strategy.mode != "ps" else experiment.digest()  # with servers the clock is part of it
-    return f"{learnt} to {experiment.workload.target_loss}"
-
-
-def _learnt(
-    experiment: Experiment,
-    trainings: Sequence[Experiment],
-    learn: Learn,
-    out: Path,
-    progress: Progress | None,
-    refused: list[str],
-    known: Mapping[str, Reached],
-    end: float,
-) -> tuple[dict[int, Arrival | None], dict[str, Reached]]:
-    """How the target is reached, by number, of as many as there is time for until the process has computed for ``end`` seconds; and by key.
-
-    What is refused joins ``refused``.
-
-    The experiment's study below ``out`` keeps them, so that a tuning that is taken up again has the same finalists.
-    """
-    tell, found = progress or (lambda *_: None), dict[int, Arrival | None]()
-    with open_study(experiment, out) as study:
-        kept: dict[str, Reached | None] = {**known, **study.user_attrs.get(_LEARNT, {})}
-        for number, one in enumerate(trainings):
-            tell(number, len(trainings))
-            try:
-                key, left_s = _key(one), end - time.process_time()
-                if key not in kept:
-                    arrival = learn(one, left_s) if left_s > 0 else None
-                    kept[key] = None if left_s <= 0 else arrival or ()
-            except ConfigError as error:
-                refused.append(f"virtual trainers do not train {name_of(one.strategy)}: {error.where}: {error.what}")
-                if number == 0:
-                    break
-                continue
-            except TimeoutError:
-                kept[key], end = None, 0.0
-            if (reached := kept[key]) is not None:
-                found[number] = Arrival(*reached) if reached else None
-        study.set_user_attr(_LEARNT, kept)
-    tell(len(trainings), len(trainings))
-    return found, {key: tuple(reached) for key, reached in kept.items() if reached is not None}
-
-
-def _others(
-    experiment: Experiment, leaders: Mapping[tuple[object, ...], Tried], step_s: StepS, number: int
-) -> tuple[list[Tried], list[str]]:
+def _others(experiment: Experiment, leaders: Mapping[Way, Tried], step_s: StepS, number: int) -> tuple[list[Tried], list[str]]:
     """An outer optimizer for each K of the search, and merged gradients, if the experiment has neither; each with its leader's knobs.
 
     And what of them cannot be simulated.
@@ -359,7 +305,7 @@ def _others(
     return _simulated(changes, step_s, number)
 
 
-def _varying(experiment: Experiment, leaders: Mapping[tuple[object, ...], Tried]) -> list[DistributedStrategy]:
+def _varying(experiment: Experiment, leaders: Mapping[Way, Tried]) -> list[DistributedStrategy]:
     """Adaptive K from the largest K of the search, by two rules that follow the loss; local steps from the learning rate's first decay."""
     tune, decays = experiment.tune, experiment.workload.lr_decay
     averaged = [one.strategy for one in leaders.values() if one.strategy.localsgd and not one.strategy.localsgd_configs.has_outer]
@@ -383,17 +329,25 @@ def _averaging(configs: Averaging) -> dict[str, Any]:
 
 
 def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
-    """An outer optimizer on the K whose steps are fastest, and on the next larger K, or on twice that K where there is none."""
+    """An outer optimizer on the K whose steps are fastest, and on the next larger K, or on twice that K where there is none.
+
+    And the learning rates of ``tune.lr_scale`` with the default and that K.
+    """
     local = [tried for tried in (found.default, *found.ranked) if tried.strategy.localsgd]
     fastest = min(local, key=lambda tried: tried.trial.simulated_s, default=found.default).strategy
     configs, tune = fastest.localsgd_configs, experiment.tune
-    if not fastest.localsgd or configs.has_outer or not tune.diloco:
-        return Ways()
-    both = configs.k_steps, min((k for k in tune.local_steps if k > configs.k_steps), default=2 * configs.k_steps)
-    changes: list[_Change] = [(fastest, {"localsgd_configs": dataclasses.replace(configs, k_steps=k, **OUTER)}) for k in both]
+    changes: list[_Change] = [
+        (strategy, {"lr_scale": rate})
+        for strategy in dict.fromkeys((experiment.strategy, fastest))
+        for rate in tune.lr_scale
+        if rate != strategy.lr_scale
+    ]
+    if fastest.localsgd and not configs.has_outer and tune.diloco:
+        both = configs.k_steps, min((k for k in tune.local_steps if k > configs.k_steps), default=2 * configs.k_steps)
+        changes += [(fastest, {"localsgd_configs": dataclasses.replace(configs, k_steps=k, **OUTER)}) for k in both]
     others, refused = _simulated(changes, step_s, len(found.tried))
-    names = " and ".join(f"K = {tried.strategy.local_steps}" for tried in others)
-    note = f"virtual trainers train no script, so real runs try an outer optimizer with {names} beside tune.finalists (tune.diloco)"
+    names = "; ".join(name_of(tried.strategy) for tried in others)
+    note = f"virtual trainers train no script: beside tune.finalists real runs try (tune.diloco, tune.lr_scale) {names}"
     return Ways(others=tuple(others), notes=(*([note] if others else []), *refused))
 
 
@@ -411,33 +365,22 @@ def _simulated(changes: Sequence[_Change], step_s: StepS, number: int) -> tuple[
     return found, refused
 
 
-def _is_noticed(steps: float | None, now: float | None) -> bool:
-    """Whether so many steps to the target are fewer than now, by enough to be said."""
-    return steps is not None and (now is None or steps < NOTICED * now)
+def _better_rated(ways: Ways, rated: Sequence[DistributedStrategy]) -> DistributedStrategy | None:
+    """Of these, the default with other learning rates, the one that takes the fewest steps; none where that is not worth a note."""
+    best = min(filter(ways.arrives, rated), key=ways.weight, default=None)
+    is_noticed = best is not None and (not any(ways.updates[ways.own]) or ways.weight(best) < NOTICED * ways.default_steps)
+    return best if is_noticed else None
 
 
-def _better_rate(lr: float, learnt: Mapping[Any, float | None], own: tuple[object, ...]) -> str | None:
-    """The learning rate among those that were tried with which the default takes the fewest steps, in words; none where it is its own."""
-    now = learnt.get(own)
-    tried = {rate: steps for rate, steps in learnt.items() if isinstance(rate, float) and steps is not None}
-    best = min(tried, key=lambda rate: tried[rate], default=1.0)
-    if own not in learnt or not _is_noticed(tried.get(best), now):
-        return None
-    before = "and never arrives now" if now is None else f"instead of {now:.0f}"
-    takes = f"takes {tried[best]:.0f} steps {before} (virtual trainers, one seed)"
-    return f"with workload.lr = {lr * best:g} the default itself {takes}: set that first"
-
-
-def _notes(experiment: Experiment, learnt: Mapping[Any, float | None], names: Mapping[Any, str], refused: Sequence[str]) -> list[str]:
+def _notes(trained: Trainings) -> list[str]:
     """What each way takes, and what was not tried."""
-    workload = experiment.workload
-    said = [f"{names[way]}: {'never' if steps is None else f'{steps:.0f}'}" for way, steps in learnt.items() if way in names]
-    notes = (
-        [f"steps to loss {workload.target_loss:g}, by virtual trainers of seed {experiment.run.seed}: {', '.join(said)}"] if said else []
-    )
-    left = [name for way, name in names.items() if way not in learnt and not any(f"not train {name}:" in note for note in refused)]
-    left += [f"the default at workload.lr = {workload.lr * rate:g}" for rate in RATES if rate not in learnt and not refused]
+    run, workload, names = trained.seeded.run, trained.seeded.workload, trained.names
+    ends = {way: "never" if end >= workload.steps else f"not in {end}" for way, end in trained.ends.items()}
+    said = [f"{names[way]}: {ends[way] if one is None else f'{one.steps:.0f}'}" for way, one in trained.arrivals.items()]
+    notes = [f"steps to loss {workload.target_loss:g}, by virtual trainers of seed {run.seed}: {', '.join(said)}"] if said else []
+    refused = [name for name in names.values() if any(f"not train {name}:" in note for note in trained.refused)]
+    left = [name for way, name in names.items() if way not in trained.arrivals and name not in refused]
     if left:
-        seconds = f"tune.search_seconds = {experiment.tune.search_seconds:g}"
+        seconds = f"tune.search_seconds = {trained.seeded.tune.search_seconds:g}"
         notes.append(f"not compared, for {seconds} had no time to train them (raise it): {', '.join(left)}")
     return notes

@@ -34,9 +34,9 @@ from real.leg import Leg
 from sim.learning.virtual_training import train
 from sim.many.objective import StepTime
 from sim.run import simulate
+from tuner.learning import by_virtual_trainers
 from tuner.space import name_of
 from tuner.tune import tune
-from tuner.ways import by_virtual_trainers
 
 SEED = 20261126
 HERE = Path(__file__).parent

@@ -73,6 +73,7 @@ OWN_FIELDS = {  # ours, or Fleet's without a published default
     "fusion",
     "hierarchical_variant",
     "bf16_allreduce",
+    "lr_scale",
     "find_unused_parameters",
     "conv_workspace_size_limit",
     "fraction_of_gpu_memory_to_use",

@@ -170,7 +170,8 @@ def test_progress_is_told_in_order(tmp_path: Path) -> None:
 def test_the_real_simulator_drives_a_whole_tuning(tmp_path: Path) -> None:
     """Search and stored runs by the simulator, over a profile: local steps, sizes and threads all take part."""
     wire = ("fp32", "fp16", "bf16")
-    experiment = profiled_experiment(tmp_path, local_steps=(1, 4), fuse_grad_size_in_MB=(1.0, 32.0), fusion=("off",), wire=wire)
+    few: dict[str, object] = {"local_steps": (1, 4), "fuse_grad_size_in_MB": (1.0, 32.0), "fusion": ("off",), "lr_scale": (1.0,)}
+    experiment = profiled_experiment(tmp_path, **few, wire=wire)
     experiment = experiment.replace(workload=replace(experiment.workload, steps=20, eval_every=2, target_loss=2.25))
     runner = FakeRunner(experiment, lambda strategy: 0.05 / strategy.local_steps)
     found, folder = tune(experiment, out=tmp_path / "runs", runner=runner)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from planted_ways import DILOCO, LOCAL, MANY, MERGED, planted, searched, step_s
 from tuner_fakes import FakeRunner, FakeSimulate, profiled_experiment, target_experiment
 
 from fleetbench.config import decode, encode
@@ -21,52 +22,23 @@ from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Memory, Profile, compute_key, name_profile, profile_of
 from fleetbench.quantities import Bytes
 from fleetbench.report.model import read_run
-from fleetbench.strategy import AdaptiveLocalSGDConfigs, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
+from fleetbench.strategy import AdaptiveLocalSGDConfigs, DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LrDecay
 from real.leg import Leg
 from sim.learning.virtual_training import train
 from sim.many.objective import StepTime
 from sim.many.sweep import Axis
 from sim.run import simulate
+from tuner.learning import Arrival, Learn, by_virtual_trainers
 from tuner.recommendation import Recommendation
-from tuner.search import Search, search
+from tuner.search import search
 from tuner.simulated.answer import tune_simulated
 from tuner.simulated.sizes import tune_sizes
 from tuner.space import name_of, parameters_of, search_space, way_of
 from tuner.tune import tune
-from tuner.ways import OUTER, Arrival, Learn, Ways, by_virtual_trainers, over_seeds, price_ways
-
-LOCAL = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=4))
-DILOCO = LOCAL.replace(localsgd_configs=replace(LOCAL.localsgd_configs, **OUTER))
-MANY = LOCAL.replace(localsgd_configs=LocalSGDConfigs(k_steps=16))
-MERGED = DistributedStrategy(gradient_merge=True, gradient_merge_configs=GradientMergeConfigs(k_steps=2))
-UPDATES = {(1, False, 1): 100.0, (4, False, 1): 110.0, (16, False, 1): 300.0, (4, True, 1): 90.0, (16, True, 1): None, (1, False, 2): 150.0}
-"""Planted steps to the target by K, outer optimizer and merged gradients."""
+from tuner.ways import Ways, over_seeds, price_ways
 
 RECOMMENDATION = Recommendation(experiment="0123abcd", name="kept", verdict="KEEP DEFAULT", reason="none", strategy=LOCAL)
-
-
-def step_s(strategy: DistributedStrategy) -> float:
-    """10 ms of compute, and an exchange of 10 ms, which local steps and merged gradients share; buckets of 1 MB take 1 ms off it."""
-    every = strategy.local_steps * strategy.gradient_merge_configs.k_steps
-    return 0.010 + (0.009 if strategy.fuse_grad_size_in_MB == 1.0 else 0.010) / every
-
-
-def planted(experiment: Experiment, _limit_s: float) -> Arrival | None:
-    """Steps to the target; above the default's rate as many fewer."""
-    strategy = experiment.strategy
-    rate = experiment.workload.lr / 0.1
-    steps = UPDATES[strategy.local_steps, strategy.localsgd_configs.has_outer, strategy.gradient_merge_configs.k_steps]
-    return None if steps is None else Arrival(steps / rate if rate > 1 else steps)
-
-
-def searched(tmp_path: Path, **tune: object) -> tuple[Experiment, Search]:
-    """An experiment with few choices, and its search."""
-    tmp_path.mkdir(exist_ok=True)
-    wanted = {"local_steps": (1, 4, 16), "gradient_merge": (1, 2), "fuse_grad_size_in_MB": (1.0, 32.0), "wire": ("fp32",)} | tune
-    experiment = profiled_experiment(tmp_path, thread_num=(1,), nccl_comm_num=(1,), **wanted)
-    experiment = experiment.replace(workload=replace(experiment.workload, lr=0.1))
-    return experiment, search(experiment, search_space(experiment), DistributedStrategy(), out=tmp_path, step_s=step_s)
 
 
 def test_steps_times_seconds_choose_and_not_seconds_alone(tmp_path: Path) -> None:
@@ -86,39 +58,15 @@ def test_steps_times_seconds_choose_and_not_seconds_alone(tmp_path: Path) -> Non
     assert "2 micro-batches" in "; ".join(name_of(tried.strategy) for tried in every)
 
 
-def test_it_says_what_each_way_takes_and_that_another_rate_is_better(tmp_path: Path) -> None:
-    """Twice the learning rate halves the planted steps, four and eight times divide them by as many; half of it is not worth a word."""
-    experiment, found = searched(tmp_path)
-    ways = price_ways(experiment, found, step_s, planted, tmp_path)
+def test_it_says_what_each_way_takes(tmp_path: Path) -> None:
+    """In the order in which they were trained."""
+    ways = price_ways(*searched(tmp_path), step_s, planted, tmp_path)
     (said,) = ways.notes
     assert said == (
         "steps to loss 0.5, by virtual trainers of seed 0: synchronous: 100, K = 16: 300, K = 16 and an outer optimizer: never, "
         "K = 4: 110, K = 4 and an outer optimizer: 90, synchronous and 2 micro-batches an update: 150"
     )
-    best = "with workload.lr = 0.8 the default itself takes 12 steps instead of 100 (virtual trainers, one seed): set that first"
-    assert ways.caveat == best
-    assert replace(RECOMMENDATION, caveat=best).line == f"{RECOMMENDATION.line}; {best}"
-
-
-def test_a_rate_at_which_no_training_is_better_is_not_said(tmp_path: Path) -> None:
-    """The default takes 100 steps at its own rate and at twice of it, where four times is not tried, and never arrives at half."""
-    experiment, found = searched(tmp_path)
-    rates: list[float] = []
-
-    def same(one: Experiment, limit_s: float) -> Arrival | None:
-        rates.append(one.workload.lr)
-        at_own = one.replace(workload=replace(one.workload, lr=0.1))
-        return None if one.workload.lr < 0.1 else planted(at_own, limit_s)
-
-    assert price_ways(experiment, found, step_s, same, tmp_path).caveat is None
-    assert set(rates) == {0.05, 0.1, 0.2}
-
-
-def test_rates_further_off_are_tried_where_nothing_arrives(tmp_path: Path) -> None:
-    """Only an eighth of the rate arrives, which the line says."""
-    ways = price_ways(*searched(tmp_path), step_s, lambda one, _: Arrival(90.0) if one.workload.lr < 0.02 else None, tmp_path)
-    said = "with workload.lr = 0.0125 the default itself takes 90 steps and never arrives now (virtual trainers, one seed): set that first"
-    assert ways.caveat == said
+    assert ways.said_beside(LOCAL) is None
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
@@ -142,8 +90,7 @@ def test_what_there_is_no_time_for_is_named_and_left_out(tmp_path: Path, number:
         assert ways.notes[-1] == "ways of training are ranked by the seconds of a step alone"
     else:
         assert [name_of(tried.strategy) for tried in best] == ["synchronous", "K = 16", "K = 16"]
-        left = "K = 4, K = 4 and an outer optimizer, synchronous and 2 micro-batches an update"
-        left += ", the default at workload.lr = 0.2, the default at workload.lr = 0.05"
+        left = "K = 4, K = 4 and an outer optimizer, synchronous and 2 micro-batches an update, other learning rates of K = 16"
         seconds = f"tune.search_seconds = {experiment.tune.search_seconds:g}"
         assert ways.notes[-1] == f"not compared, for {seconds} had no time to train them (raise it): {left}"
 
@@ -173,7 +120,7 @@ def test_what_was_learnt_holds_for_the_same_seed_and_target_alone(tmp_path: Path
     nearer = experiment.replace(workload=replace(experiment.workload, target_loss=0.6))
     for moved in (seeded, nearer):
         price_ways(moved, found, step_s, noting, tmp_path / "other", None, known)
-    assert len(asked) == 2 * 10
+    assert len(asked) == 2 * 6
 
 
 def test_seeds_are_whole_rows(tmp_path: Path) -> None:
@@ -253,7 +200,7 @@ def test_real_runs_decide_on_a_scripts_outer_optimizer(tmp_path: Path) -> None:
         "K = 32 and an outer optimizer",
     }
     assert (found.verdict, name_of(found.strategy)) == ("USE", "K = 32 and an outer optimizer")
-    assert any("K = 16 and K = 32 beside tune.finalists" in note for note in found.notes)
+    assert any("K = 16 and an outer optimizer; K = 32 and an outer optimizer" in note for note in found.notes)
 
 
 def test_ways_are_compared_on_the_experiments_wire(tmp_path: Path) -> None:
@@ -360,7 +307,9 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: 
     found, folder = tune(experiment, out=tmp_path, runner=runner)
     known = {name_of(arm.strategy): arm.virtual_updates for arm in found.arms}
     assert known["synchronous"] == pytest.approx(learn(DistributedStrategy()))
-    assert {"synchronous", "K = 4", "K = 4 and an outer optimizer"} <= known.keys()
+    of_ways = {name_of(arm.strategy.replace(lr_scale=1.0)) for arm in found.arms}
+    assert {"synchronous", "K = 4", "K = 4 and an outer optimizer"} <= of_ways
+    assert found.line.startswith("USE lr_scale = 2.0, localsgd = true")
     expected = {name: steps * step_s(arm.strategy) for arm in found.arms if (steps := known[name := name_of(arm.strategy)]) is not None}
     best = min(expected, key=lambda name: expected[name])
     assert name_of(found.strategy) == best
@@ -439,6 +388,7 @@ def simulated_only(tmp_path: Path, on_a_node: int = 1, **tune: object) -> Experi
         "update_by_bucket": [False],
         "fusion": [],
         "target_seeds": 3,
+        "lr_scale": [1.0],
     }
     wanted |= {"fuse_grad_size_in_MB": [32.0], "thread_num": [1], "nccl_comm_num": [1]} | tune
     workload = {"model": "digits_mlp", "steps": 400, "lr": 0.1, "target_loss": 0.5}
@@ -452,7 +402,7 @@ def by_seed(default: Sequence[float | None], many: Sequence[float | None]) -> Le
     """What is planted, but for the default and K = 16, which take other steps with each seed."""
 
     def learn(one: Experiment, limit_s: float) -> Arrival | None:
-        steps = {DistributedStrategy(): default, MANY: many}.get(one.strategy) if one.workload.lr == 0.1 else None
+        steps = {DistributedStrategy(): default, MANY: many}.get(one.strategy)
         own = None if steps is None else steps[one.run.seed % len(steps)]
         return planted(one, limit_s) if steps is None else own and Arrival(own)
 
@@ -479,7 +429,7 @@ def test_simulation_alone_ranks_by_time_to_the_target(tmp_path: Path) -> None:
     assert found.spread.updates_low == pytest.approx(2.920 * statistics.stdev(ratios) / math.sqrt(3), rel=1e-3)  # t of 2 at 95 %
     low, high = found.to_target_interval
     assert math.log(found.to_target / low) == pytest.approx(math.hypot(found.spread.model, found.spread.updates_low))
-    assert found.line.split("; with workload.lr")[0].endswith(
+    assert found.line.endswith(
         f": 8.03x [{low:.2f}, {high:.2f}] to loss 0.5 (16.00x [{found.low:.2f}, {found.high:.2f}] a step; 3 seeds of virtual trainers)"
     )
     cases = {case.assumption: case for case in found.cases}
@@ -487,7 +437,7 @@ def test_simulation_alone_ranks_by_time_to_the_target(tmp_path: Path) -> None:
     assert (declared.default_s, declared.recommended_s) == pytest.approx((400.0, 400.0 / found.to_target), rel=1e-4)
     assert (half.default_s, half.recommended_s) == pytest.approx((2 * declared.default_s, 2 * declared.recommended_s), rel=1e-4)
     ways = {name_of(one.strategy) for one in asked}
-    assert len(asked) == 6 + 4 + 3 * 5  # each way and four rates with a seed that chooses, and those that arrive with three more
+    assert len(asked) == 6 + 3 * 5  # each way with a seed that chooses, and those that arrive with three more
     assert len(ways) == 6
     assert any(note.startswith("steps to loss 0.5, by virtual trainers of seed 3: synchronous: 100, K = 16: 200") for note in found.notes)
     assert not any("is not simulated" in note for note in found.notes)
@@ -502,10 +452,10 @@ def test_servers_modes_are_priced_to_the_target(tmp_path: Path) -> None:
     experiment = base.replace(
         cluster=replace(base.cluster, servers=1), strategy=strategy, workload=replace(base.workload, optimizer="sgd", steps=600)
     )
-    steps, asked = {"synchronous servers": 100.0, "GeoSGD with K = 4": 130.0, "GeoSGD with K = 16": 520.0}, list[tuple[str, int, float]]()
+    steps, asked = {"synchronous servers": 100.0, "GeoSGD with K = 4": 130.0, "GeoSGD with K = 16": 520.0}, list[tuple[str, int]]()
 
     def learn(one: Experiment, _limit_s: float) -> Arrival | None:
-        asked.append((name_of(one.strategy), one.run.seed, one.workload.lr))
+        asked.append((name_of(one.strategy), one.run.seed))
         taken = steps.get(name_of(one.strategy))
         return taken and Arrival(taken)
 
@@ -533,7 +483,7 @@ def test_runs_that_never_arrive_are_censored_and_counted(
     """A way that arrives less often than the default is none; one that arrives more often takes at least as many times fewer steps."""
     found, _ = tune_simulated(simulated_only(tmp_path, diloco=True), out=tmp_path, learn=by_seed(default, many))
     assert name_of(found.strategy) == chosen
-    assert found.line.split("; with workload.lr")[0].endswith(says)
+    assert found.line.endswith(says)
     assert found.to_target is not None
     assert ("at least 32.00x to loss" in found.line) == (default[0] is None)  # 400 steps of 4 s at least, over 200 of 0.25
     if default[1] is None and default[0] is not None:
@@ -554,7 +504,7 @@ def test_where_no_time_is_left_for_seeds_the_ranking_stands(tmp_path: Path) -> N
     found, _ = tune_simulated(experiment, out=tmp_path, learn=learn)
     assert found.trained == 1
     assert not any(one.strategy.use_hierarchical_allreduce for one in trained)
-    keys = [(one.strategy, one.workload.lr) for one in trained]
+    keys = [one.strategy for one in trained]
     assert len(keys) == len(set(keys)), "no way is trained twice"
 
 

@@ -21,6 +21,7 @@ from fleetbench.quantities import counted, hours_or_days
 from fleetbench.result import RunResult, parts_of
 from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
+from tuner.learning import Learn, by_virtual_trainers
 from tuner.recommendation import changes_of
 from tuner.simulated import candidates
 from tuner.simulated.assumptions import assumptions, changed
@@ -28,7 +29,7 @@ from tuner.simulated.uncertainty import CONFIDENCE, Spread, spread_of, ways_outs
 from tuner.space import FIELDS
 from tuner.to_target import Updates
 from tuner.verify import Progress, seeds_of
-from tuner.ways import Learn, Ways, by_virtual_trainers, over_seeds
+from tuner.ways import Ways, over_seeds
 
 SCHEMA = 1
 RERANKED, SERVED_RERANKED = 6, 3
@@ -36,6 +37,7 @@ RERANKED, SERVED_RERANKED = 6, 3
 RUNNERS_UP = 4
 KNOBS: dict[str, tuple[str, ...]] = {
     "local steps": FIELDS["local_steps"],
+    "learning rate": ("lr_scale",),
     "merged gradients": ("gradient_merge", "gradient_merge_configs"),
     "fusion": FIELDS["fusion"],
     "communicators": ("nccl_comm_num", "sync_nccl_allreduce"),
@@ -277,7 +279,7 @@ class _Answering:
             seeds=len(ratios),
             num_trials=ranking.num_trials,
             num_reranked=len(retried),
-            caveat=self.ways.caveat,
+            caveat=self.ways.said_beside(chosen),
             notes=(
                 *self._caveats(chosen, interval[0] if arrives and interval else low, samples_per_s),
                 *ranking.notes,

@@ -21,13 +21,14 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate
+from tuner.learning import Learn, Progress
 from tuner.search import StepS, Tried, search
 from tuner.search import shortened as of_collectives
 from tuner.served import search_modes
 from tuner.served import shortened as of_servers
 from tuner.space import parameters_of, search_space, way_of
 from tuner.verify import seeds_of
-from tuner.ways import Learn, Progress, Ways, price_ways
+from tuner.ways import Ways, price_ways
 
 PER_SAMPLES = 10**6
 """Samples that a cost is for where ``tune.samples`` names no number."""
@@ -131,7 +132,7 @@ def step_time(experiment: Experiment, known: dict[str, RunResult] | None = None)
     if experiment.strategy.mode != "ps":
         return StepTime(experiment)
     kept = {} if known is None else known
-    return lambda strategy: step_s_of(simulated(experiment.replace(strategy=strategy), kept))
+    return lambda strategy: step_s_of(simulated(experiment.replace(strategy=strategy.replace(lr_scale=1.0)), kept))
 
 
 def simulated(experiment: Experiment, known: dict[str, RunResult]) -> RunResult:
