@@ -1,10 +1,11 @@
-"""Time to a target: the tuner that asks virtual trainers, beside the one that ranks ways of training by the seconds of a step alone.
+"""Time to a target: the tuner that asks virtual trainers, with and without other learning rates, beside the one that ranks ways of training
+by the seconds of a step alone.
 
     python reports/tuner/targets.py            # twelve scenarios drawn by SEED; writes targets.json
     python reports/tuner/targets.py --print    # the table of README.md, from it
 
 Each scenario is a small network on noisy labels, some with unlike data, on a cluster whose links are chosen so that in half of them the
-best K of plain local steps is 2 or 4. Both tuners run whole; "real" runs are simulated ones, with losses by virtual trainers. What each
+best K of plain local steps is 2 or 4. All tuners run whole; "real" runs are simulated ones, with losses by virtual trainers. What each
 recommends is then priced anew: simulated seconds of a step times the median steps to the target over fresh seeds.
 """
 
@@ -46,6 +47,8 @@ STEPS = 200
 LEVELS = (1, 2, 4, 8, 16)
 FORWARD_NS, BACKWARD_NS = 1_000_000, 2_000_000
 """Of each layer."""
+TUNERS = ("before", "at its rate", "now")
+"""The one that ranks by the seconds of a step; the one that asks virtual trainers, at the learning rate of the file alone, and whole."""
 SHARES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 """An all-reduce of all gradients over a step's compute."""
 
@@ -153,15 +156,16 @@ def scenario(dice: random.Random, name: str, folder: Path, *, wants_middle: bool
     else:
         return None
     row: dict[str, Any] = {"name": name, "share": share, "best_k": best, "updates": updates, "experiment": encode(own)}
-    for tuner in ("before", "now"):
+    for tuner in TUNERS:
         stands_in = simulate if tuner == "before" else None  # beside which no virtual trainers are asked
-        found, _ = tune(own, out=folder / name / tuner, runner=SimulatedRuns(own), simulate=stands_in)
+        tuned = own.replace(tune=dataclasses.replace(own.tune, lr_scale=(1.0,))) if tuner == "at its rate" else own
+        found, _ = tune(tuned, out=folder / name / tuner, runner=SimulatedRuns(tuned), simulate=stands_in)
         timed = next(arm.timed for arm in found.arms if arm.strategy == found.strategy)  # of adaptive K, as the tuner times it
         steps, step_s = median_steps(own.replace(strategy=found.strategy), FRESH), seconds_of(own, timed)
         row[tuner] = {"line": found.line, "way": name_of(found.strategy), "steps": steps, "seconds": steps * step_s, "notes": found.notes}
-    row["gain"] = row["before"]["seconds"] / row["now"]["seconds"]
     default_s = median_steps(own, FRESH) * seconds_of(own, DistributedStrategy())
-    row["gain_over_default"] = default_s / row["now"]["seconds"]
+    for tuner in TUNERS:
+        row[tuner] |= {"over_default": default_s / row[tuner]["seconds"], "over_before": row["before"]["seconds"] / row[tuner]["seconds"]}
     return row
 
 
@@ -190,21 +194,25 @@ def line_of(row: dict[str, Any]) -> str:
         f"{workload.get('unlike_data', 0)}",
         f"{row['share']:g}",
         steps,
-        row["before"]["way"],
-        row["now"]["way"],
+        *(row[tuner]["way"] for tuner in TUNERS),
     ]
-    gains = (f"{row[name]:.2f}x" for name in ("gain_over_default", "gain"))
+    gains = [f"{row['now']['over_default']:.2f}x", *(f"{row[tuner]['over_before']:.2f}x" for tuner in TUNERS[1:])]
     return f"| {' | '.join([*cells, *gains])} |"
 
 
 def show() -> None:
     """The table."""
     rows = json.loads((HERE / "targets.json").read_text(encoding="utf-8"))["rows"]
-    print("| trainers | unlike data | exchange / compute | steps at K = 1 / 2 / 4 / 8 / 16 | before | now | over default | over before |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| trainers | unlike data | exchange / compute | steps at K = 1 / 2 / 4 / 8 / 16 | before | at its rate | now | over default ",
+        end="",
+    )
+    print("| at its rate, over before | over before |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     print("\n".join(map(line_of, rows)))
-    gains = [row["gain"] for row in rows]
-    print(f"geometric mean {statistics.geometric_mean(gains):.2f}x, least {min(gains):.2f}x")
+    for tuner in TUNERS[1:]:
+        gains = [row[tuner]["over_before"] for row in rows]
+        print(f"{tuner}: geometric mean {statistics.geometric_mean(gains):.2f}x, least {min(gains):.2f}x")
 
 
 if __name__ == "__main__":
