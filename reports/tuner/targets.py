@@ -1,5 +1,6 @@
-"""Time to a target: the tuner that asks virtual trainers, with and without other learning rates, beside the one that ranks ways of training
-by the seconds of a step alone.
+"""Time to a target: the tuner that asks virtual trainers, with and without other learning rates, beside the one that asks none.
+
+The latter ranks ways of training by the seconds of a step alone.
 
     python reports/tuner/targets.py            # twelve scenarios drawn by SEED; writes targets.json
     python reports/tuner/targets.py --print    # the table of README.md, from it
@@ -203,16 +204,16 @@ def line_of(row: dict[str, Any]) -> str:
 def show() -> None:
     """The table."""
     rows = json.loads((HERE / "targets.json").read_text(encoding="utf-8"))["rows"]
-    print(
-        "| trainers | unlike data | exchange / compute | steps at K = 1 / 2 / 4 / 8 / 16 | before | at its rate | now | over default ",
-        end="",
+    of_scenario, gains = (
+        "trainers | unlike data | exchange / compute | steps at K = 1 / 2 / 4 / 8 / 16",
+        "at its rate, over before | over before",
     )
-    print("| at its rate, over before | over before |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(f"| {of_scenario} | before | at its rate | now | over default | {gains} |")
+    print("|" + "---|" * 10)
     print("\n".join(map(line_of, rows)))
     for tuner in TUNERS[1:]:
-        gains = [row[tuner]["over_before"] for row in rows]
-        print(f"{tuner}: geometric mean {statistics.geometric_mean(gains):.2f}x, least {min(gains):.2f}x")
+        ratios = [row[tuner]["over_before"] for row in rows]
+        print(f"{tuner}: geometric mean {statistics.geometric_mean(ratios):.2f}x, least {min(ratios):.2f}x")
 
 
 if __name__ == "__main__":
