@@ -82,9 +82,10 @@ def sync(path: Path) -> None:
 @contextlib.contextmanager
 def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
     """Turn what a disk that refuses raises inside the ``with``, and ``also``, into an ``EnvironmentLacks`` that names the file."""
+    refused: tuple[type[Exception], ...] = (OSError, *also)
     try:
         yield
-    except (OSError, *also) as error:
+    except refused as error:
         said = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0] or type(error).__name__
         where = str(getattr(error, "filename", None) or path).removesuffix(_PARTIAL)
         raise EnvironmentLacks(f"cannot be written: {said}", where, hint="make room there, or name another folder") from None
