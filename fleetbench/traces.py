@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fleetbench.digests import check_file, reading
 from fleetbench.errors import ConfigError
-from fleetbench.stragglers import Floats, Integers
 
 if TYPE_CHECKING:
     import pandas as pd
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 FORMAT = "Parquet or CSV with the columns rank, step, and x, compute_s, or forward_s and backward_s"
 _PARQUET = b"PAR1"
