@@ -23,6 +23,7 @@ MANIFEST = "manifest.json"
 
 _KEY = "sha256"
 _FIRST = f"# {_KEY} = "
+_PARTIAL = ".partial"
 _MALFORMED: tuple[type[Exception], ...] = (
     ValueError,
     TypeError,
@@ -56,7 +57,7 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
     ``durable``: by then both are on the disk. Raises what writing raises.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}{_PARTIAL}")
     try:
         yield partial
         if durable:
@@ -78,14 +79,22 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
+    """Turn what a disk that refuses raises inside the ``with``, and ``also``, into an ``EnvironmentLacks`` that names the file."""
+    refused: tuple[type[Exception], ...] = (OSError, *also)
+    try:
+        yield
+    except refused as error:
+        said = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0] or type(error).__name__
+        where = str(getattr(error, "filename", None) or path).removesuffix(_PARTIAL)
+        raise EnvironmentLacks(f"cannot be written: {said}", where, hint="make room there, or name another folder") from None
+
+
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file whole or not at all. Raises ``EnvironmentLacks`` where the disk refuses."""
-    try:
-        with atomic_write(path) as partial:
-            partial.write_bytes(data if isinstance(data, bytes) else data.encode())
-    except OSError as error:
-        hint = "make room there, or name another folder"
-        raise EnvironmentLacks(f"cannot be written: {error.strerror or error}", str(path), hint=hint) from None
+    with writing(path), atomic_write(path) as partial:
+        partial.write_bytes(data if isinstance(data, bytes) else data.encode())
 
 
 def read_text(path: str | Path, hint: str) -> str:

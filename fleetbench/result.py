@@ -218,24 +218,10 @@ def steps_table_of(frame: pd.DataFrame) -> pd.DataFrame:
     wait = np.clip(latest - stall_begin, 0, frame["stall_ns"])
     total = frame["end_ns"] - frame["start_ns"]
     known = frame["forward_ns"] + frame["backward_ns"] + frame["stall_ns"] + frame["update_ns"]
-    second = 1e9
-    table = pd.DataFrame(
-        {
-            "rank": frame["rank"].astype("int64"),
-            "step": frame["step"].astype("int64"),
-            "start_s": frame["start_ns"] / second,
-            "forward_s": frame["forward_ns"] / second,
-            "backward_s": frame["backward_ns"] / second,
-            "wait_s": wait / second,
-            "exposed_comm_s": (frame["stall_ns"] - wait) / second,
-            "update_s": frame["update_ns"] / second,
-            "other_s": (total - known) / second,
-            "arrival_s": (arrival / second).astype("float64"),
-            "local_steps": frame["local_steps"].astype("Int64"),
-            "loss": frame["loss"].astype("float64"),
-            "bytes_sent": frame["bytes_sent"].astype("int64"),
-        }
-    )
+    times = {name: frame[f"{name}_ns"] for name in ("start", "forward", "backward", "update")}
+    times |= {"wait": wait, "exposed_comm": frame["stall_ns"] - wait, "other": total - known, "arrival": arrival}
+    kinds = {"rank": "int64", "step": "int64", "local_steps": "Int64", "loss": "float64", "bytes_sent": "int64"}
+    table = frame[list(kinds)].astype(kinds).assign(**{f"{name}_s": (own / 1e9).astype("float64") for name, own in times.items()})
     return table[list(COLUMNS)]
 
 

@@ -323,7 +323,9 @@ class ProfileLeg:
         )
         forwards = map(sum, measured.layers.forward)
         steps = engine.stopwatch.steps
-        batches = self._next_batches(len(steps))
+        # of each of the last steps but one, the batch that was taken after it: a step ends with the next one's forward
+        times = [] if self._reads_ahead is None else list(self._reads_ahead.times)
+        batches = times[-len(steps) :][1:] if len(times) >= len(steps) else []
         measured.loaders = self._reads_ahead.loaders if self._reads_ahead is not None and batches else 0
         nothing = BatchTime(0, 0)
         for timed, batch in zip(steps, [*batches, *[nothing] * (len(steps) - len(batches))], strict=True):
@@ -337,14 +339,6 @@ class ProfileLeg:
                 if batch.load_ns:
                     measured.load.append(batch.load_ns)
         return measured
-
-    def _next_batches(self, num_steps: int) -> list[BatchTime]:
-        """Of each of the last steps but one, the batch that was taken after it: a step ends with the next one's forward.
-
-        Nothing where no thread makes batches, or the model takes none of them.
-        """
-        times = () if self._reads_ahead is None else tuple(self._reads_ahead.times)
-        return [] if len(times) < num_steps else list(times[-num_steps:][1:])
 
 
 def table_of(key: str, parts: list[dict[str, Any]]) -> LayerTable:

@@ -39,7 +39,13 @@ class OwnWork:
 
     def joining(self, operation: Operation) -> int:
         """Before a collective is joined: the host's part in it, and the copy of the gradients that set out with it."""
-        return self._host_ns + self._packing(operation)
+        bucket = operation.bucket
+        if operation.payload != "gradient" or bucket is None or (bucket, operation.kind, operation.group) not in self._sets_out:
+            return self._host_ns
+        if bucket in self._released:
+            self._released.remove(bucket)
+            return self._host_ns
+        return self._host_ns + self._pack_ns[bucket]
 
     def bucket_update(self, bucket: int) -> int:
         """A bucket's own update; those of all buckets are the whole one."""
@@ -55,15 +61,6 @@ class OwnWork:
         if operation.fragment is not None and operation.kind in self._fragment_ns:
             return operation.kind, self._fragment_ns[operation.kind][operation.fragment]
         return operation.kind, self._whole_ns.get(operation.kind, 0)
-
-    def _packing(self, operation: Operation) -> int:
-        bucket = operation.bucket
-        if operation.payload != "gradient" or bucket is None or (bucket, operation.kind, operation.group) not in self._sets_out:
-            return 0
-        if bucket in self._released:
-            self._released.remove(bucket)
-            return 0
-        return self._pack_ns[bucket]
 
 
 def bucket_readiness(plan: Plan, table: LayerTable) -> list[int]:

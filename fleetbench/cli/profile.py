@@ -100,7 +100,11 @@ def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
         return 0
     print_profile(taken.experiment, taken.profile)
     if buffers:
-        emit(_buffers(buffers, broadcast_s))
+        took = "over a link that is not known" if broadcast_s is None else f"in {units.seconds(broadcast_s)}"
+        emit(
+            f"buffers: {units.size(buffers)}. DDP broadcasts them before every forward, {took}; training does not need it. "
+            "fleet leaves each trainer its own; with DDP, set broadcast_buffers=False"
+        )
     if said:
         emit(said)
     emit(f"profile: {folder / 'profile.toml'}")
@@ -179,15 +183,6 @@ def _broadcast_s(folder: Path, nbytes: int) -> float | None:
         return broadcast_ns(Experiment.load(folder / "measured.toml"), nbytes) * 1e-9 if nbytes else 0.0
     except ConfigError:
         return None
-
-
-def _buffers(nbytes: int, broadcast_s: float | None) -> str:
-    """What the buffers cost under DDP, and how to be rid of that."""
-    took = "over a link that is not known" if broadcast_s is None else f"in {units.seconds(broadcast_s)}"
-    return (
-        f"buffers: {units.size(nbytes)}. DDP broadcasts them before every forward, {took}; training does not need it. "
-        "fleet leaves each trainer its own; with DDP, set broadcast_buffers=False"
-    )
 
 
 def layers_table(table: LayerTable) -> Table:

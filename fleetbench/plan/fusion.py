@@ -70,17 +70,16 @@ def fuse(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cos
     groups += [[gradient] for gradient in gradients if gradient.sparse]
     position = {gradient.name: index for index, gradient in enumerate(gradients)}
     groups.sort(key=lambda group: max(position[gradient.name] for gradient in group))
-    return tuple(_bucket(index, group) for index, group in enumerate(groups))
-
-
-def _bucket(index: int, group: Sequence[Gradient]) -> Bucket:
-    return Bucket(
-        id=index,
-        gradients=tuple(gradient.name for gradient in group),
-        numel=sum(gradient.numel for gradient in group),
-        dtype=group[0].dtype,
-        sparse=group[0].sparse,
-        touched=group[0].touched,
+    return tuple(
+        Bucket(
+            id=index,
+            gradients=tuple(gradient.name for gradient in group),
+            numel=sum(gradient.numel for gradient in group),
+            dtype=group[0].dtype,
+            sparse=group[0].sparse,
+            touched=group[0].touched,
+        )
+        for index, group in enumerate(groups)
     )
 
 

@@ -176,7 +176,7 @@ def _update(what: Combination, step: StepKind, build: _Builder, kind: str, after
 def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks_loss: bool) -> Operations:
     """Parameters, then what else is averaged, one after the other; then the merge."""
     plan = build.plan
-    operations = [*(() if what.outer is None else _differ(build, None, after)), *_exchange(build, None, after)]
+    operations = [*(() if what.outer is None else _differ(build, None, after)), *_exchange(build, after)]
     after = build.leaves or after
     if what.averages_state and plan.num_state_slots:
         operations += build.carry(plan.exchange, "state", after, plan.num_state_slots)
@@ -201,22 +201,19 @@ def _differ(build: _Builder, fragment: int | None, after: tuple[int, ...]) -> Op
     return (build.operation("difference", payload="delta", fragment=fragment, after=after),) if build.plan.trainers == 1 else ()
 
 
-def _exchange(build: _Builder, fragment: int | None, after: tuple[int, ...]) -> Operations:
-    """The exchange of a fragment, or of all of the model, one fragment after the other."""
-    plan = build.plan
-    if fragment is not None:
-        return build.carry(plan.of_fragment[fragment], "delta", after)
+def _exchange(build: _Builder, after: tuple[int, ...]) -> Operations:
+    """The exchange of all of the model, one fragment after the other."""
     operations: list[Operation] = []
-    for part in plan.of_fragment or (plan.exchange,):
+    for part in build.plan.of_fragment or (build.plan.exchange,):
         operations += build.carry(part, "delta", after)
-        after = tuple(build.ids[operation.id] for operation in part if operation.id in plan.leaves) or after
+        after = tuple(build.ids[operation.id] for operation in part if operation.id in build.plan.leaves) or after
     return tuple(operations)
 
 
 def _set_out(build: _Builder, fragment: int, after: tuple[int, ...]) -> Operations:
     """The exchange of a fragment, as its parameters are now."""
     build.ids.clear()
-    return (*_differ(build, fragment, after), *_exchange(build, fragment, after))
+    return (*_differ(build, fragment, after), *build.carry(build.plan.of_fragment[fragment], "delta", after))
 
 
 def _land(what: Combination, build: _Builder, fragment: int, after: tuple[int, ...], *, mixes: bool) -> Operations:

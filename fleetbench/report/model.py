@@ -145,8 +145,7 @@ def _stored_runs(folder: Path, recommendation: Recommendation) -> tuple[dict[str
             runs[name] = read_run(folder / "runs" / name)
         except ConfigError as error:
             missing.append(f"{name}: {error.what}")
-    note = f"{len(missing)} of {len(recommendation.runs)} stored runs are not drawn, among them {missing[0]}" if missing else None
-    return runs, [note] if note else []
+    return runs, [f"{len(missing)} of {len(recommendation.runs)} stored runs are not drawn, among them {missing[0]}"] if missing else []
 
 
 def _by_arm(runs: Mapping[str, RunResult], arms: Sequence[Arm]) -> dict[str, list[RunResult]]:

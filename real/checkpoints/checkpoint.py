@@ -11,15 +11,14 @@ at most a folder that the next save removes. Nothing on disk is ever executed.
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fleetbench.digests import MANIFEST, atomic_write, file_digest, read_json, reading, sealed_json, sync
+from fleetbench.digests import MANIFEST, atomic_write, file_digest, read_json, reading, sealed_json, sync, writing
 from fleetbench.errors import ConfigError, EnvironmentLacks
 
 SCHEMA = 1
@@ -75,7 +74,7 @@ class Draft:
 
     def begin(self) -> None:
         """Clear the place; once, before any trainer writes. Raises ``EnvironmentLacks`` where nothing can be written."""
-        with _writing(self.folder):
+        with writing(self.folder):
             if not self._root.is_dir():
                 self._root.mkdir(parents=True, exist_ok=True)
                 sync(self._root.parent)
@@ -86,7 +85,7 @@ class Draft:
     def write(self, name: str, part: Part) -> str:
         """Write a part; its digest. Raises ``EnvironmentLacks`` where the disk does not take it, ``ConfigError`` for what fits no file."""
         path = self.folder / name
-        with _writing(path):
+        with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)  # made by another trainer, and perhaps not seen here yet
             write_part(path, part)
             return file_digest(path)
@@ -99,7 +98,7 @@ class Draft:
             raise EnvironmentLacks("another trainer wrote this part, and it is not here", str(missing[0]), hint=hint)
         described = {name: {"sha256": digest} for name, digest in parts.items()}
         path = self.folder / MANIFEST
-        with _writing(path):
+        with writing(path):
             sync(self._root)  # the folder is there for good before it counts
             with atomic_write(path, durable=True) as partial:
                 partial.write_text(sealed_json({"schema": SCHEMA, "kind": _KIND, **manifest, "parts": described}), encoding="utf-8")
@@ -149,9 +148,8 @@ def write_part(path: Path, part: Part) -> None:
             raise ConfigError("has no plain memory to save", f"tensor {name}", f"{tensor.layout} of {tensor.dtype}", "convert it before")
     metadata = {"format": "pt"} | ({} if part.plain is None else {_PLAIN: json.dumps(part.plain)})
     try:
-        save_file(_apart(part.tensors), path, metadata=metadata)
-    except SafetensorError as error:  # its text holds the operating system's
-        raise EnvironmentLacks(f"cannot be written: {error}", str(path), hint="free space, or name another folder") from None
+        with writing(path, SafetensorError):  # whose text holds the operating system's
+            save_file(_apart(part.tensors), path, metadata=metadata)
     except (KeyError, ValueError) as error:
         types = ", ".join(sorted({str(tensor.dtype) for tensor in part.tensors.values()}))
         raise ConfigError(
@@ -185,13 +183,3 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         seen.add(own.untyped_storage().data_ptr())
         found[name] = own
     return found
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Say of an operating system's error what could not be written."""
-    try:
-        yield
-    except OSError as error:
-        hint = "free space, or name another folder"
-        raise EnvironmentLacks(f"cannot be written: {error.strerror}", str(error.filename or path), hint=hint) from None

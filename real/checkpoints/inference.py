@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fleetbench.digests import atomic_write
-from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.digests import atomic_write, writing
+from fleetbench.errors import ConfigError
 from real.checkpoints.meeting import Meeting
 from real.engine.engine import Engine
 
@@ -52,15 +52,13 @@ def export(model: nn.Module, example_inputs: tuple[Any, ...], path: Path, dynami
         program = torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever torch raises, it is about this model
         hint = "torch.export traces forward(): keep its control flow free of tensors' values, or give dynamic_shapes={} for fixed shapes"
-        raise ConfigError(f"cannot be exported: {_first_line(error)}", EXPORT, type(model).__name__, hint) from error
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"cannot be exported: {said}", EXPORT, type(model).__name__, hint) from error
     program.example_inputs = None  # they would be pickled, and are the user's data
-    try:
+    with writing(path, RuntimeError):  # which torch's writer raises for a full disk
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, durable=True) as partial, partial.open("wb") as file:
             torch.export.save(program, file)
-    except (OSError, RuntimeError) as error:  # torch's writer raises the latter for a full disk
-        what = f"cannot be written: {getattr(error, 'strerror', None) or _first_line(error)}"
-        raise EnvironmentLacks(what, str(path), hint="free space, or name another folder") from None
 
 
 def require_name(path: Path) -> None:
@@ -77,7 +75,3 @@ def _batches(inputs: tuple[Any, ...]) -> Any:
         raise ConfigError("one sample as an example fixes the batch at one", f"{EXPORT}(example_inputs)", str(list(single[0].shape)), hint)
     auto = torch.export.Dim.AUTO
     return pytree.tree_map(lambda leaf: {0: auto} if isinstance(leaf, torch.Tensor) and leaf.dim() else None, inputs)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -114,7 +114,9 @@ def capture(
             tensors[f"sum/{name}"] = total
     if carried.loss is not None:
         tensors["loss"] = carried.loss
-    tensors |= {f"random/{name}": state for name, state in _random(communicators.device).items()}
+    tensors["random/cpu"] = torch.get_rng_state()  # from which dropout draws
+    if communicators.device.type == "cuda":
+        tensors["random/cuda"] = torch.cuda.get_rng_state(communicators.device)
     manifest = {
         "trainers": communicators.trainers,
         "strategy": encode(engine.strategy),
@@ -328,14 +330,6 @@ def _sums(own: Part, model: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, t
             name,
             torch.sparse_coo_tensor(indices[name].clone(), values[name].clone(), shape, is_coalesced=coalesced, check_invariants=False),
         )
-
-
-def _random(device: torch.device) -> dict[str, torch.Tensor]:
-    """States of torch's generators of random numbers, from which dropout draws."""
-    found = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    return found
 
 
 def _some(names: Sequence[str]) -> str:

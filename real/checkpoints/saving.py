@@ -204,13 +204,8 @@ def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable
         left_over=tuple(name for name in saved if name not in chosen),
     )
     if meeting.rank == 0:
-        print(_listed(loaded, where), file=sys.stderr)  # noqa: T201  # what a start from another model's parameters must show
+        said = [f"loaded {len(chosen)} of the model's {len(own)} tensors from {where}"]
+        lists = (("not loaded", loaded.missing), ("left over", loaded.left_over))
+        said += [f"{what}: {', '.join(names)}" for what, names in lists if names]
+        print("\n".join(said), file=sys.stderr)  # noqa: T201  # what a start from another model's parameters must show
     return loaded
-
-
-def _listed(loaded: Loaded, where: str) -> str:
-    parts = [f"loaded {len(loaded.loaded)} of the model's {len(loaded.loaded) + len(loaded.missing)} tensors from {where}"]
-    for what, names in (("not loaded", loaded.missing), ("left over", loaded.left_over)):
-        if names:
-            parts.append(f"{what}: {', '.join(names)}")
-    return "\n".join(parts)

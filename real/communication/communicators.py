@@ -8,6 +8,7 @@ of the process, because making one is itself a collective. Below are the device 
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,25 +67,19 @@ def canary(ways: Sequence[Way], together: Sequence[Way], device: torch.device, t
             raise _canary_error("gives wrong answers", way.name, together, device)
     if len({id(way.lane) for way in together}) < 2:  # one lane has one operation in flight
         return
-    failed: list[BaseException] = []
-    wrong: list[str] = []
+    flight: Future[list[str]] = Future()
 
     def fly() -> None:
         try:
             torch.get_device_module(device).set_device(device)  # a thread begins on device 0
-            for turn in range(_ROUNDS):
-                wrong.extend(_wrong_ways(together, turn, device))
+            flight.set_result([wrong for turn in range(_ROUNDS) for wrong in _wrong_ways(together, turn, device)])
         except BaseException as error:  # noqa: BLE001  # raised again by the caller's thread
-            failed.append(error)
+            flight.set_exception(error)
 
-    thread = threading.Thread(target=fly, name="canary", daemon=True)  # one that hangs must not keep the process
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
+    threading.Thread(target=fly, name="canary", daemon=True).start()  # one that hangs must not keep the process
+    if wait([flight], timeout_s).not_done:
         raise _canary_error(f"gave no answer within {timeout_s:g} s", f"{len(together)} process groups in flight at once", together, device)
-    if failed:
-        raise failed[0]
-    if wrong:
+    if wrong := flight.result():
         raise _canary_error("gives wrong answers while others are in flight", wrong[0], together, device)
 
 

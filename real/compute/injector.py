@@ -130,8 +130,8 @@ class Injector:
             total += layer.forward
             module = modules.get(layer.name)
             if module is not None:
-                self._handles.append(module.register_forward_pre_hook(self._on_forward(total)))
-                self._handles.append(module.register_forward_hook(self._on_output(before_backward)))
+                self._handles.append(module.register_forward_pre_hook(partial(self._forward_begins, total)))
+                self._handles.append(module.register_forward_hook(partial(self._forward_ends, before_backward)))
             before_backward -= layer.backward
 
     def detach(self) -> None:
@@ -154,18 +154,11 @@ class Injector:
         if missing >= self._delay.shortest_ns:
             self._delayed_ns += self._delay.add(missing)
 
-    def _on_forward(self, base_ns: int) -> Callable[..., None]:
-        def hook(_module: torch.nn.Module, _inputs: Any) -> None:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                self._until(base_ns)
+    def _forward_begins(self, base_ns: int, _module: torch.nn.Module, _inputs: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._until(base_ns)
 
-        return hook
-
-    def _on_output(self, base_ns: int) -> Callable[..., None]:
+    def _forward_ends(self, base_ns: int, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         """The gradient of a layer's output arrives where the layer's backward begins."""
-
-        def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-            if isinstance(output, torch.Tensor) and output.requires_grad and not torch.compiler.is_compiling():
-                output.register_hook(lambda _gradient: self._until(base_ns))
-
-        return hook
+        if isinstance(output, torch.Tensor) and output.requires_grad and not torch.compiler.is_compiling():
+            output.register_hook(lambda _gradient: self._until(base_ns))

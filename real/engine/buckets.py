@@ -101,12 +101,7 @@ class GradientBucket:
     def release(self, divisor: int) -> None:
         """Make the sum over ``divisor`` the gradient, and begin a new sum."""
         assert self._sum is not None
-        if divisor == 1:
-            self.buffer.copy_(self._sum)
-        elif self._sum.dtype == self.buffer.dtype:
-            torch.div(self._sum, divisor, out=self.buffer)
-        else:
-            self.buffer.copy_(self._sum.div_(divisor))
+        torch.div(self._sum, divisor, out=self.buffer)
         for view, parameter in zip(self.views, self.parameters, strict=True):
             parameter.grad = view
         self.merged = 0

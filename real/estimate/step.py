@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -144,13 +143,9 @@ class StepEstimate:
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the optimizer make its state; what its step takes follows from the bytes of that."""
         optimizer.step()
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        state = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
-        moved = 3 * sum(parameter.nbytes for parameter in trained) + 2 * sum(leaf.nbytes for leaf in state)
-        if self._strategy.scales_loss:
-            moved += 2 * sum(parameter.nbytes for parameter in trained)
-        self._update_ns = round(1e9 * self._roofline.update_s(moved))
         self._memory = memory_bytes(self._model, optimizer, sum(self.forward.by_name.values()))
+        moved = (5 if self._strategy.scales_loss else 3) * self._memory["gradients"] + 2 * self._memory["optimizer_state"]
+        self._update_ns = round(1e9 * self._roofline.update_s(moved))
 
     def _uneven_vocabularies(self) -> list[str]:
         """Warnings of products with as many columns as an embedding has words, whose rows do not begin at 16 bytes in 16 bits."""

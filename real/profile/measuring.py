@@ -164,8 +164,7 @@ def queued(strategy: DistributedStrategy, optimizer: str) -> DistributedStrategy
 
 def queued_in_twos(strategy: DistributedStrategy, optimizer: str, backend: str) -> DistributedStrategy:
     """And with two of them in flight."""
-    communicators = 1 if queue_depth(backend) > 1 else 2
-    return _local(strategy, optimizer, fuse_all_reduce_ops=False, nccl_comm_num=communicators, sync_nccl_allreduce=False)
+    return queued(strategy, optimizer).replace(nccl_comm_num=1 if queue_depth(backend) > 1 else 2, sync_nccl_allreduce=False)
 
 
 def quantised(strategy: DistributedStrategy) -> DistributedStrategy:
@@ -327,21 +326,21 @@ class _Measuring:
         if self._memory is None:
             self._memory = memory_of(parts)
         table = table_of(compute_key(self._experiment, strategy), parts)
-        run = self._legs.run(_named("whole", strategy), whole(strategy), most)
+        run = self._legs.run(f"whole, {counted(strategy.thread_num, 'thread')}", whole(strategy), most)
         return settled(table, run), run
 
     def _beside(
         self, strategy: DistributedStrategy, table: LayerTable, whole: RunResult, hockney: Hockney | None
     ) -> tuple[LayerTable, Threads]:
         """The table with what a collective beside compute does to both, and the thread count's line."""
-        error = 0.0
+        error, threads = 0.0, counted(strategy.thread_num, "thread")
         if hockney is not None:
-            run = self._legs.run(_named("several", strategy), several(strategy, table))
+            run = self._legs.run(f"several, {threads}", several(strategy, table))
             starts = starts_of(whole, run)
             found = slowdowns_of(table, run, starts, hockney)
             error = found.error
             if found.statement is not None:
-                self._notes.append(f"{counted(strategy.thread_num, 'thread')}: {found.statement}")
+                self._notes.append(f"{threads}: {found.statement}")
             table = dataclasses.replace(
                 table,
                 host_per_collective=Nanoseconds(round(starts.per_collective_s * 1e9)),
@@ -360,10 +359,6 @@ class _Measuring:
             collective_contention=table.collective_contention,
             unexplained=round(error, 4),
         )
-
-
-def _named(leg: str, strategy: DistributedStrategy) -> str:
-    return f"{leg}, {counted(strategy.thread_num, 'thread')}"
 
 
 _BUSY: set[Path] = set()

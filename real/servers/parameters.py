@@ -201,10 +201,6 @@ class Parameters:
             refuse_unknown_sparse(name, parameter.grad, self._sparse)
         return self.layout.change([parameter.grad for parameter in self.named.values()])
 
-    def touched(self) -> list[torch.Tensor | None]:
-        """Rows of each table that the step's gradient holds, some perhaps twice."""
-        return self.layout.touched([parameter.grad for parameter in self.named.values()])
-
 
 def shard_change(change: Change, shards: Shards, server: int) -> list[Array]:
     """The tensors of a push to one server."""

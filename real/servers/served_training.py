@@ -398,7 +398,8 @@ class ServedTraining:
                 assert self._geo is not None
                 self._geo.guard.acquire()
                 self._guarded = True
-                self._touched = self.parameters.touched()
+                gradients = [parameter.grad for parameter in self.parameters.named.values()]
+                self._touched = self.parameters.layout.touched(gradients)
                 self._rest = list(operations[index + 1 :])
                 return
             self._execute(operation)

@@ -11,12 +11,13 @@ case, so that few rounds do.
 
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
 
 from sim.arrays.compute import Slowed, Stretches
-from sim.arrays.layout import LATER, NEVER, Group, Layout, Times, latest_of
+from sim.arrays.layout import LATER, NEVER, Group, Layout, Times
 from sim.arrays.program import Compute, Finish, Head, Join, Program, Share, Started, Wait, Work
 from sim.arrays.transfers import Flight, Transfers
 
@@ -183,7 +184,7 @@ class Interpreter:
     def _wait(self, flights: list[Flight]) -> None:
         ends = [self.layout.groups[flight.operation.group].to_ranks(flight.end) for flight in flights]
         if ends:
-            self._wait_until(latest_of(ends))
+            self._wait_until(reduce(np.maximum, ends))
 
     def _wait_until(self, end: Times) -> None:
         if not self._behind:  # what is computed so far stays so
@@ -232,7 +233,7 @@ class Interpreter:
                 starts.append(self._at(offset, base_ns))
             if ended is not None:
                 starts.append(ended)
-            start = latest_of(starts)
+            start = reduce(np.maximum, starts)
             ended = start + share.takes_ns
             busy.append((start, ended))
         self._shares = []

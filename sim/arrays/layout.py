@@ -1,7 +1,6 @@
 """Layout: process groups as arrays of ranks, and what collectives take in each part of them."""
 
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -22,11 +21,6 @@ NEVER = -(2**62)
 """Before every time: what a rank waits for that waits for nothing."""
 LATER = 2**62
 """After every time."""
-
-
-def latest_of(times: Iterable[Times]) -> Times:
-    """The latest of some times, of which some are the same in all columns."""
-    return functools.reduce(np.maximum, times)
 
 
 class Group:

@@ -164,12 +164,6 @@ class Links:
             return Fraction(num_transfers) if seen.latency == 0 else known * Fraction(alone.latency, seen.latency)
         return known * Fraction(seen.bandwidth, alone.bandwidth)
 
-    @property
-    def limits_connections(self) -> bool:
-        """Whether any link has a limit of one connection."""
-        links = (self.intra, self.inter, *self.intra_of.values(), *self.inter_of.values())
-        return any(link is not None and link.flow_limit is not None for link in links)
-
     def _connection(self, sender: int, receiver: int, ends: Sequence[Link]) -> tuple[Port, int] | None:
         limits = [link.flow_limit for link in ends if link.flow_limit is not None]
         return (("connection", sender, f"to {receiver} by {self.communicator}"), min(limits)) if limits else None

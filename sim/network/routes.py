@@ -59,7 +59,8 @@ class Routes:
         self.links = links
         self._ways: dict[tuple[tuple[int, ...], str, bool, int], Way] = {}
         self._known: dict[tuple[tuple[int, ...], str, bool, int, int, bool], Route] = {}
-        self._by_communicator = links.limits_connections
+        used = (links.intra, links.inter, *links.intra_of.values(), *links.inter_of.values())
+        self._by_communicator = any(link is not None and link.flow_limit is not None for link in used)
         self._quantise_ns = Fraction(0 if links.measured is None else links.measured.quantise, 10**6)
         """A byte in INT8."""
 

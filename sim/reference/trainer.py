@@ -94,7 +94,7 @@ class Trainer:
             self._computing.ends(self.rank)
             self._tally.span("forward", read_end_ns, forward_end_ns)
             self._tally.span("backward", forward_end_ns, backward_end_ns)
-            self._tally.compute_ends(backward_end_ns)
+            self._tally.counted_ns = backward_end_ns
             for event in events:
                 yield from self._tell(event)
                 yield from self._finish_updates()
@@ -188,7 +188,7 @@ class Trainer:
 
 @dataclass(slots=True)
 class Tally:
-    """One rank's step. While compute goes on nothing counts; from ``compute_ends`` on, every moment is stall or update."""
+    """One rank's step. While compute goes on nothing counts; after it, every moment is stall or update."""
 
     rank: int
     spans: Spans | None
@@ -197,26 +197,22 @@ class Tally:
     update_ns: int = 0
     arrival_ns: int | None = None
     bytes_sent: int = 0
-    _counted_ns: int | None = None
+    counted_ns: int | None = None
     """Up to where time after compute is stall or update; none while compute goes on."""
-
-    def compute_ends(self, now_ns: int) -> None:
-        """The backward is over."""
-        self._counted_ns = now_ns
 
     def stalls(self, until_ns: int) -> None:
         """The rank has waited since the last operation of its own."""
-        if self._counted_ns is not None and until_ns > self._counted_ns:
-            self.span("wait", self._counted_ns, until_ns)
-            self.stall_ns += until_ns - self._counted_ns
-            self._counted_ns = until_ns
+        if self.counted_ns is not None and until_ns > self.counted_ns:
+            self.span("wait", self.counted_ns, until_ns)
+            self.stall_ns += until_ns - self.counted_ns
+            self.counted_ns = until_ns
 
     def works(self, start_ns: int, end_ns: int) -> None:
         """An update or a merge went on; what of it lies beside compute counts, and time before its start is stall."""
         self.stalls(start_ns)
-        if self._counted_ns is not None and end_ns > self._counted_ns:
-            self.update_ns += end_ns - self._counted_ns
-            self._counted_ns = end_ns
+        if self.counted_ns is not None and end_ns > self.counted_ns:
+            self.update_ns += end_ns - self.counted_ns
+            self.counted_ns = end_ns
 
     def span(self, name: str, start_ns: int, end_ns: int, stream: str = COMPUTE) -> None:
         """Remember a span that takes time."""

@@ -73,6 +73,7 @@ Rows and bytes are in no operation: which rows are marked is bookkeeping, and th
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, Message, StepBegin, TimerFired
 from fleetbench.plan.operations import Operations
@@ -220,9 +221,9 @@ def _hear_parameters(rules: ServerRules, state: SenderState, event: Message, iss
     return state._replace(answers=0, pulling=False)
 
 
-def _push(state: SenderState, issue: Issue, count: int) -> SenderState:
-    issue.add(kind="merge", payload="gradient", count=count)
-    issue.add(kind="send", payload="gradient", group="servers", message="gradient", count=count)
+def _push(state: SenderState, issue: Issue, count: int, what: Literal["gradient", "delta"] = "gradient", divisor: int = 1) -> SenderState:
+    issue.add(kind="merge", payload=what, divisor=divisor, count=count)
+    issue.add(kind="send", payload=what, group="servers", message=what, count=count)
     issue.add(kind="send", group="trainer", message="taken", count=count)
     queued = state.queued - count
     return state._replace(queued=queued, pushed=state.pushed + 1, idle=state.idle and queued > 0)
@@ -256,11 +257,7 @@ def _exchange(rules: ServerRules, state: SenderState, issue: Issue) -> SenderSta
     if state.unseen or (state.owes_pull and not state.queued):
         return _pull(state, issue)
     if state.queued >= rules.k_steps or ((state.idle or state.flushes) and state.queued > 0):
-        count = state.queued
-        issue.add(kind="merge", payload="delta", divisor=rules.trainers, count=count)
-        issue.add(kind="send", payload="delta", group="servers", message="delta", count=count)
-        issue.add(kind="send", group="trainer", message="taken", count=count)
-        return state._replace(queued=0, pushed=state.pushed + 1, unseen=count, idle=False)
+        return _push(state, issue, state.queued, "delta", rules.trainers)._replace(unseen=state.queued)
     return state
 
 

@@ -7,6 +7,7 @@ thread decodes it, nor on what was decoded before.
 
 import math
 import os
+import re
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,7 @@ _AREA = (0.08, 1.0)
 _RATIO = (3 / 4, 4 / 3)
 """Width to height of a training crop; drawn uniformly in its logarithm."""
 _ATTEMPTS = 10
+_LINE = re.compile(r"\s*(\S.*?)\s+([+-]?[0-9]{1,9})\s*")
 _SHORTER_SIDE = 256 / 224
 """Evaluation: the shorter side of the picture, over the side of the square in its middle that is shown."""
 _PURPOSE = 2**63
@@ -111,7 +113,11 @@ def read_list(root: Path, split: str, classes: int) -> ImageList:
         if not line.strip():
             continue
         where = f"{root / split}.txt:{number}"
-        name, label = _fields(line, where)
+        fields = _LINE.fullmatch(line)
+        if fields is None:
+            hint = "for example train/n01440764/n01440764_10026.JPEG 0"
+            raise ConfigError("is no `path label` line", where, repr(line), hint)
+        name, label = fields[1], int(fields[2])
         if not 0 <= label < classes:
             hint = f"0..{classes - 1}, or more workload.model_options.classes"
             raise ConfigError("is not the label of a class", where, str(label), hint)
@@ -124,17 +130,6 @@ def read_list(root: Path, split: str, classes: int) -> ImageList:
     if not found.paths:
         raise ConfigError("lists no picture", "workload.data", f"{root / split}.txt", "one `path label` line for every picture")
     return found
-
-
-def _fields(line: str, where: str) -> tuple[str, int]:
-    name, _, label = line.strip().replace("\t", " ").rpartition(" ")
-    try:
-        number = int(label)
-    except ValueError:
-        number = None
-    if number is None or not name.strip():
-        raise ConfigError("is no `path label` line", where, repr(line), "for example train/n01440764/n01440764_10026.JPEG 0")
-    return name.strip(), number
 
 
 def prepare_images(root: Path, classes: int, size: int, num_held_out: int, seed: int, folder: Path) -> None:

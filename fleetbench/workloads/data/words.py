@@ -50,7 +50,7 @@ def read_pairs(workload: Workload, seed: int) -> Read:
     if not len(pairs):
         hint = "a longer text, or a smaller workload.data_options.min_count"
         raise ConfigError("has no two words that are neighbours", "workload.data", repr(workload.data), hint)
-    return _paired(pairs, vocabulary)
+    return Read(pairs, np.zeros(len(pairs), dtype=np.int64), vocabulary)
 
 
 def numbered(text: bytes, min_count: int, cap: int) -> tuple[Integers, Vocabulary]:
@@ -103,11 +103,7 @@ def _synthetic(generator: np.random.Generator, num_pairs: int, vocab: int) -> Re
     pairs = ranks * topics + generator.integers(0, topics, (num_pairs, 1))
     counts = np.bincount(pairs.reshape(-1), minlength=vocab)
     names = tuple(f"word{number}" for number in range(vocab))
-    return _paired(pairs.astype(np.int32), Vocabulary(names, counts))
-
-
-def _paired(pairs: npt.NDArray[np.int32], vocabulary: Vocabulary) -> Read:
-    return Read(pairs, np.zeros(len(pairs), dtype=np.int64), vocabulary)
+    return Read(pairs.astype(np.int32), np.zeros(len(pairs), dtype=np.int64), Vocabulary(names, counts))
 
 
 def _text(workload: Workload) -> bytes:
