@@ -250,7 +250,7 @@ class Experiment(Config):
         if not data:
             hint = "without a file the built-in quickstart runs; a file holds tables such as [workload]"
             raise ConfigError("holds no experiment", str(path), hint=hint)
-        if path is not None and data.keys() <= {"schema", "strategy"}:
+        if path is not None and data.keys() <= {"schema", "strategy", *(one.name for one in dataclasses.fields(DistributedStrategy))}:
             hint = f"name its experiment, too: fleetbench sim EXPERIMENT.toml --strategy {path}"
             raise ConfigError("holds a strategy, and no experiment", str(path), hint=hint)
         if strategy is not None:

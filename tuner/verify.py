@@ -177,7 +177,9 @@ class _Verifier:
                 f"no strategy that was tried reached loss {target:g} in {default.steps} steps{ended}: raise workload.steps, or the target"
             )
         found = "what is faster was rejected" if self.judged is None else f"no gain above {100 * self.experiment.tune.min_gain:g} %"
-        return f"{found}: {'; '.join(ruled_out)}" if ruled_out else "no other strategy ran"
+        failed = "; ".join(f"{arm.name} {arm.rejected}" for arm in self.arms.values() if arm.rejected)
+        none = f"no other strategy ran: {failed or 'the search found none (its notes say what was not searched)'}"
+        return f"{found}: {'; '.join(ruled_out)}" if ruled_out else none
 
     def _ranked(self, compared: Sequence[str]) -> list[Arm]:
         """The arms that are still to be compared with the default, the most promising first."""

@@ -251,6 +251,8 @@ def over_seeds(
             if len(trained.arrivals) < len(of_ways):
                 break
             updates = {way: (*updates[way], one) for way, one in zip(of_ways, steps, strict=True)}
+    if progress is not None:
+        progress(len(updates[ways.own]), len(updates[ways.own]))
     if not updates[ways.own]:
         return ways
     said = [f"{name_of(of_ways[way])}: {_in_words(each)}" for way, each in updates.items()]

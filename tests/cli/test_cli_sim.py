@@ -51,10 +51,13 @@ def test_another_files_strategy_takes_the_experiments_place(command: Callable, e
     (run,) = (tmp_path / "runs").iterdir()
     strategy = store.load_run(run).experiment.strategy
     assert (strategy.localsgd_configs.k_steps, strategy.fuse_grad_count, strategy.fuse_all_reduce_ops) == (4, 50, False)
-    ended = command("sim", recommended, "--out", tmp_path / "runs")
-    assert ended.code == 2
-    assert "holds a strategy, and no experiment" in ended.err
-    assert "--strategy" in ended.err
+    flat = tmp_path / "flat.toml"
+    flat.write_text("nccl_comm_num = 2\n")
+    for file in (recommended, flat):
+        ended = command("sim", file, "--out", tmp_path / "runs")
+        assert ended.code == 2
+        assert "holds a strategy, and no experiment" in ended.err
+        assert "--strategy" in ended.err
     missing = command("sim", path, "--strategy", tmp_path / "none.toml", "--out", tmp_path / "runs")
     assert (missing.code, "none.toml" in missing.err) == (2, True)
 

@@ -1,6 +1,8 @@
 import json
+import math
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,18 @@ from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, layers_with
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import OUTSIDE
+from fleetbench.profile import table_for
 from fleetbench.result import RunResult
 from fleetbench.store import load_run
-from fleetbench.strategy import DistributedStrategy
+from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from real.leg import Leg
 from tuner.real_runs import leg_steps_of
 from tuner.recommendation import Recommendation
-from tuner.served import shortened
+from tuner.served import search_modes, shortened
 from tuner.space import name_of
 from tuner.tune import tune
 from tuner.verify import seeds_of
+from tuner.ways import Ways
 
 
 def formula(strategy: DistributedStrategy) -> float:
@@ -235,6 +239,35 @@ def test_legs_of_servers_hold_a_round_of_every_k(tmp_path: Path) -> None:
     assert (leg_steps_of(longer), shortened(longer).workload.steps) == (OUTSIDE + 800, 1600)
     assert name_of(fleets.strategy) == "servers in the mode that Fleet chooses"
     assert [*seeds_of(experiment.replace(tune=replace(experiment.tune, target_seeds=None)))] == [0, 1, 2, 3, 4]
+
+
+def test_what_waits_for_more_gradients_waits_as_long_as_the_experiment_says(tmp_path: Path) -> None:
+    """Pauses are the experiment's, where one and a half steps' compute take fewer; sums and rounds mean nothing with fewer than that."""
+    experiment = served_experiment(tmp_path)
+    compute_ns = sum(layer.forward + layer.backward for layer in table_for(experiment).layers)
+    least = math.ceil(1.5 * compute_ns / 1e7)
+    for own in (1, least + 2):
+        configs = ASyncConfigs(send_wait_times=own)
+        asked = experiment.replace(strategy=DistributedStrategy(mode="ps", a_sync=True, a_sync_configs=configs))
+        modes = [tried.strategy.a_sync_configs for tried in search_modes(asked, lambda _: 0.01).tried]
+        waiting = [mode for mode in modes if mode.k_steps > 0 or mode.max_merge_var_num > 1]
+        assert len(waiting) > 3
+        assert {mode.send_wait_times for mode in waiting} == {max(own, least)}
+
+
+def test_twice_as_many_ways_as_finalists_have_further_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside Fleet's advice: one lucky seed is not to keep a good way out."""
+    experiment = profiled_experiment(tmp_path, finalists=2, search_seconds=60.0)
+    experiment = experiment.replace(workload=replace(experiment.workload, steps=20, eval_every=2, target_loss=2.25))
+    asked: list[int] = []
+
+    def counting(_experiment: object, ways: Ways, best: Sequence[DistributedStrategy], *_: object, **__: object) -> Ways:
+        asked.append(len(best))
+        return ways
+
+    monkeypatch.setattr("tuner.tune.over_seeds", counting)
+    tune(experiment, out=tmp_path / "runs", runner=FakeRunner(experiment, lambda strategy: 0.05 / strategy.local_steps))
+    assert asked == [2 * 2 + 1]
 
 
 def test_servers_modes_are_compared_to_the_target(tmp_path: Path) -> None:
