@@ -83,7 +83,8 @@ class Tune(Config):
     """Values of K that may be searched; used only where ``workload.target_loss`` prices them."""
     diloco: bool = True
     """Rounds of local steps may end with a step of DiLoCo's outer optimizer (Nesterov, rate 0.7, momentum 0.9); tried with a target, where
-    virtual trainers train the workload, and in scripts with the fastest K and the next larger one (twice the largest)."""
+    virtual trainers train the workload, and in scripts with the fastest K and the next larger one (twice the largest). Virtual trainers
+    also try the best local steps with an outer rate of 0.4 and 1, momentum 0.5, two fragments, and exchanges beside a step."""
     adaptive: bool = True
     """Adaptive K from the largest of ``local_steps``, and local steps from ``workload.lr_decay``'s first on, may be tried, where virtual
     trainers train the workload, with a target."""

@@ -83,6 +83,11 @@ class Trainings:
     refused: list[str] = field(default_factory=list)
 
     @property
+    def is_over(self) -> bool:
+        """Whether there is no time left."""
+        return time.process_time() >= self.end
+
+    @property
     def learnt(self) -> dict[str, Reached]:
         """What is known, by key."""
         return {key: tuple(reached) for key, reached in self.kept.items() if reached is not None}
@@ -104,7 +109,7 @@ class Trainings:
         does not help, below. Where nothing arrives yet, the next one is tried in any case.
         """
         first = least = self.steps(strategy)
-        if time.process_time() >= self.end:
+        if self.is_over:
             self.names["rates", way_of(strategy)] = f"other learning rates of {name_of(strategy)}"
             return []
         own, found = strategy.lr_scale, list[DistributedStrategy]()

@@ -28,6 +28,7 @@ from fleetbench.plan.combination import Combination
 from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import compute_key, computes_locally, table_for
+from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LAYERS
 from sim.scenario import setting_of
@@ -132,10 +133,15 @@ def name_of(strategy: DistributedStrategy) -> str:
     local, merge, adaptive = strategy.localsgd_configs, strategy.gradient_merge_configs, strategy.adaptive_localsgd_configs
     begins = f" from step {local.begin_step}" if local.begin_step > 1 else ""
     fixed = f"K = {local.k_steps}{begins}" if strategy.localsgd else "synchronous"
+    outer = "an outer optimizer" if strategy.localsgd and local.has_outer else ""
+    if outer and (local.outer_lr, local.outer_momentum) != (0.7, 0.9):  # DiLoCo's
+        outer += f" of rate {local.outer_lr:g} and momentum {local.outer_momentum:g}"
     words = [
         f"adaptive K from {adaptive.init_k_steps} ({adaptive.variant})" if strategy.adaptive_localsgd else fixed,
         f"{merge.k_steps} micro-batches an update" if strategy.gradient_merge else "",
-        "an outer optimizer" if strategy.localsgd and local.has_outer else "",
+        outer,
+        f"{local.fragments} fragments" if local.fragments > 1 else "",
+        f"exchanges beside {counted(local.overlap_steps, 'step')}" if local.overlap_steps else "",
     ]
     return " and ".join(filter(None, words)) + (f" at {strategy.lr_scale:g} times the learning rate" if strategy.lr_scale != 1 else "")
 

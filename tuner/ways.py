@@ -33,6 +33,15 @@ _Change = tuple[DistributedStrategy, dict[str, Any]]
 """A strategy, and what of it is to change."""
 OUTER: Mapping[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
 """DiLoCo's outer optimizer (arXiv 2311.08105, section 3)."""
+REFINED: tuple[dict[str, Any], ...] = (
+    {"outer_lr": 0.4},
+    {"outer_lr": 1.0},
+    {"outer_momentum": 0.5},
+    {"overlap_steps": 1},
+    {"fragments": 2},
+    {"fragments": 2, "overlap_steps": 1},
+)
+"""What the best way with local steps is tried with, one after the other."""
 RATES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """``lr_scale`` that may be tried where ``tune.lr_scale`` names none."""
 NOTICED = 0.9
@@ -158,6 +167,7 @@ def price_ways(
         trained.seeded, trained.refused = seeded, refused
         trained.expected = len(tried) + len(varying)
         scaled, rate = _train(tried, varying, trained, experiment.tune)
+        refined = _refined(scaled, trained, step_s) if experiment.tune.diloco else []
     varying = [one.replace(lr_scale=rate) for one in varying]
     arrivals, learnt = trained.arrivals, trained.learnt
     notes = (*_notes(trained), *refused)
@@ -167,6 +177,7 @@ def price_ways(
         return Ways(notes=(*notes, _BY_STEPS), learnt=learnt, caveat=never if in_vain else None, in_vain=True)
     updates = {way: (arrival and arrival.steps,) for way, arrival in arrivals.items()}
     others += [Tried(leader.trial, strategy, "") for leader, strategies in scaled for strategy in strategies if strategy != leader.strategy]
+    others += refined
     known_ways = Ways(updates=updates, notes=notes, steps=workload.steps, own=own, learnt=learnt)
     known_ways = _with_varying(known_ways, [one for one in varying if arrivals.get(way_of(one))], arrivals, step_s)
     numbered = [
@@ -205,6 +216,33 @@ def _train(
     for _, one, start in sorted(priced, key=lambda item: item[0])[: tune.finalists]:
         scaled.append((one, trained.climb(start, rates)))
     return scaled, rate
+
+
+def _refined(scaled: Sequence[tuple[Tried, list[DistributedStrategy]]], trained: Trainings, step_s: StepS) -> list[Tried]:
+    """The best way with local steps, with another outer rate and momentum, or exchanges in parts or beside steps, if that is better."""
+    known = [(leader, strategy) for leader, strategies in scaled for strategy in (leader.strategy, *strategies) if strategy.localsgd]
+    priced = [(at.steps * leader.trial.simulated_s, leader, one) for leader, one in known if (at := trained.arrivals.get(way_of(one)))]
+    if not priced:
+        return []
+    least_s, best, strategy = min(priced, key=lambda item: item[0])
+    if trained.is_over:
+        trained.names[()] = f"other outer rates, and fragments, of {name_of(strategy)}"
+        return []
+    found = best
+    for changes in REFINED:
+        configs = strategy.localsgd_configs
+        if not configs.has_outer and any(name.startswith("outer") for name in changes):
+            continue
+        try:
+            other = strategy.replace(localsgd_configs=dataclasses.replace(configs, **changes))
+            other_s = step_s(other)
+        except ConfigError:  # rounds too short for it
+            continue
+        if (steps := trained.steps(other, least_s / other_s)) is not None and steps * other_s < least_s:
+            least_s, strategy = steps * other_s, other
+            trial = dataclasses.replace(best.trial, simulated_s=other_s, parameters=parameters_of(other))
+            found = Tried(trial, other, "")
+    return [] if found is best else [found]
 
 
 def _with_varying(ways: Ways, arriving: Sequence[DistributedStrategy], arrivals: Mapping[Way, Arrival | None], step_s: StepS) -> Ways:

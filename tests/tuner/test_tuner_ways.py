@@ -41,6 +41,12 @@ from tuner.ways import Ways, over_seeds, price_ways
 RECOMMENDATION = Recommendation(experiment="0123abcd", name="kept", verdict="KEEP DEFAULT", reason="none", strategy=LOCAL)
 
 
+@pytest.fixture(autouse=True)
+def _without_refinements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have tests of their own."""
+    monkeypatch.setattr("tuner.ways.REFINED", ())
+
+
 def test_steps_times_seconds_choose_and_not_seconds_alone(tmp_path: Path) -> None:
     """By hand: 100 steps of 19 ms, 110 of 12.25, 90 of 12.25, 300 of 10.6, 150 of 14.5: DiLoCo with K = 4 first, K = 4 second.
 
@@ -91,6 +97,7 @@ def test_what_there_is_no_time_for_is_named_and_left_out(tmp_path: Path, number:
     else:
         assert [name_of(tried.strategy) for tried in best] == ["synchronous", "K = 16", "K = 16"]
         left = "K = 4, K = 4 and an outer optimizer, synchronous and 2 micro-batches an update, other learning rates of K = 16"
+        left += ", other outer rates, and fragments, of K = 16"
         seconds = f"tune.search_seconds = {experiment.tune.search_seconds:g}"
         assert ways.notes[-1] == f"not compared, for {seconds} had no time to train them (raise it): {left}"
 
