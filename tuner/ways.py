@@ -44,6 +44,8 @@ REFINED: tuple[dict[str, Any], ...] = (
 """What the best way with local steps is tried with, one after the other."""
 RATES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """``lr_scale`` that may be tried where ``tune.lr_scale`` names none."""
+SLACK = 2.0
+"""Times the default's seconds to the target by one seed, after which a training is given up: others may tell another tale."""
 NOTICED = 0.9
 """Share of the default's steps below which another learning rate is worth a note, and other ways are trained at it."""
 _CORE_FLOPS_S = 1e11
@@ -193,8 +195,8 @@ def _train(
     """Train the default's way, which is the first, at several learning rates, the other ways, and the best of these at several rates.
 
     Others are trained at the default's best rate, or, where they do not arrive, or have an outer optimizer, which multiplies it, at the
-    experiment's. A training is over where the default would be there sooner. Returns the ways, the default's first, each with the rates at
-    which it arrives; and that rate.
+    experiment's. A training is given up where the default would be there much sooner. Returns the ways, the default's first, each with the
+    rates at which it arrives; and that rate.
     """
     default, *others = tried
     rates, own = tune.lr_scale or RATES, default.strategy
@@ -207,7 +209,7 @@ def _train(
     for one in others:
         step_s, at_best = one.trial.simulated_s, one.strategy.replace(lr_scale=own.lr_scale if one.strategy.has_outer else rate)
         for start in dict.fromkeys((at_best, one.strategy)):
-            if (taken := trained.steps(start, steps * default.trial.simulated_s / step_s)) is not None:
+            if (taken := trained.steps(start, SLACK * steps * default.trial.simulated_s / step_s)) is not None:
                 scaled.append((one, [start]))
                 priced.append((taken * step_s, one, start))
                 break

@@ -81,8 +81,8 @@ def test_rates_further_off_are_tried_where_nothing_arrives(tmp_path: Path) -> No
     assert ways.said_beside(LOCAL) == said
 
 
-def test_trainings_are_over_where_the_default_is_there_sooner(tmp_path: Path) -> None:
-    """By hand: the default takes 10 steps of 19 ms, so that K = 16 has 10 x 19 / 10.5625 = 18 and six more to be sure of it, of 40.
+def test_trainings_are_given_up_where_the_default_is_there_much_sooner(tmp_path: Path) -> None:
+    """By hand: the default takes 10 steps of 19 ms, so that K = 16 has 2 x 10 x 19 / 10.5625 = 36 and six more to be sure of it, of 100.
 
     A rate has as many as the one before it. What does not arrive by then is not known to take longer, and a tuning with other times of a
     step trains it again; what does arrive is known.
@@ -94,12 +94,12 @@ def test_trainings_are_over_where_the_default_is_there_sooner(tmp_path: Path) ->
         asked[name_of(one.strategy)] = one.workload.steps
         return {"synchronous": Arrival(10.0), "K = 4": Arrival(12.0)}.get(name_of(one.strategy))
 
-    experiment = experiment.replace(workload=replace(experiment.workload, eval_every=2))
+    experiment = experiment.replace(workload=replace(experiment.workload, eval_every=2, steps=100))
     ways = price_ways(experiment, found, step_s, learn, tmp_path)
-    assert asked["synchronous"] == 40
-    assert asked["K = 16"] == round(10 * 0.019 / 0.0105625 + 6) == 24
+    assert asked["synchronous"] == 100
+    assert asked["K = 16"] == round(2 * 10 * 0.019 / 0.0105625 + 6) == 42
     assert asked["synchronous at 2 times the learning rate"] == 16
-    assert "K = 16: not in 24" in ways.notes[0]
+    assert "K = 16: not in 42" in ways.notes[0]
     asked.clear()
     slower = [replace(one.trial, simulated_s=one.trial.simulated_s + 0.01 * (one.strategy.local_steps == 1)) for one in found.tried]
     moved = replace(found, tried=tuple(replace(one, trial=trial) for one, trial in zip(found.tried, slower, strict=True)))
