@@ -314,12 +314,13 @@ def advice_for(experiment: Experiment, table: LayerTable) -> Advice:
     advised, listed = advice(experiment.workload, experiment.cluster, size, device=device, base=base)
     left_out = list(listed)
     without = _with_fields(advised, base, _LOCAL_SGD_FIELDS)
-    if (reason := _unmeasured(experiment)) is not None and without != advised:
+    first, measured = min((decay.step for decay in experiment.workload.lr_decay), default=0), leg_steps_of(experiment)
+    late = f"step {first} lies after the {measured} steps that are measured" if first >= measured else None
+    reason = "no workload.target_loss prices it" if experiment.workload.target_loss is None else late
+    if reason is not None and without != advised:  # no leg would show what it costs and gains
         advised = without
         left_out.append(f"{LOCAL_SGD}: {reason}")
-    strategy = advised
-    for _, names in _COMPUTE:
-        strategy = _with_fields(strategy, base, names)
+    strategy = _with_fields(advised, base, tuple(name for _, names in _COMPUTE for name in names))
     for what, names in _COMPUTE:
         candidate = _with_fields(strategy, advised, names)
         if candidate == strategy:
@@ -332,16 +333,6 @@ def advice_for(experiment: Experiment, table: LayerTable) -> Advice:
         else:
             strategy = candidate
     return Advice(strategy, tuple(left_out))
-
-
-def _unmeasured(experiment: Experiment) -> str | None:
-    """Why no leg would show what Local SGD costs and gains."""
-    workload = experiment.workload
-    measured = leg_steps_of(experiment)
-    if workload.target_loss is None:
-        return "no workload.target_loss prices it"
-    first = min((decay.step for decay in workload.lr_decay), default=0)
-    return f"step {first} lies after the {measured} steps that are measured" if first >= measured else None
 
 
 def _with_fields(strategy: DistributedStrategy, source: DistributedStrategy, names: tuple[str, ...]) -> DistributedStrategy:
