@@ -151,11 +151,7 @@ class Parameters:
         self.tables = [table.data for table in self.layout.tables.values()]
         for parameter, home in zip(named.values(), self.layout.parameters(self.flat, self.tables), strict=True):
             parameter.data = home
-        self._homes = [
-            (module, own, parameter, parameter.data_ptr(), name)
-            for name, parameter in named.items()
-            for module, own in [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])]
-        ]
+        self._homes = [(model.get_submodule(name.rpartition(".")[0]), name, named[name], named[name].data_ptr()) for name in named]
 
     @property
     def nbytes(self) -> int:
@@ -178,8 +174,8 @@ class Parameters:
 
     def refuse_moved(self) -> None:
         """Raise ``ConfigError`` where a parameter, or its storage, is another than when this was made: it would not be trained."""
-        for module, own, parameter, pointer, name in self._homes:
-            if getattr(module, own) is not parameter or parameter.data_ptr() != pointer:
+        for module, name, parameter, pointer in self._homes:
+            if getattr(module, name.rpartition(".")[2]) is not parameter or parameter.data_ptr() != pointer:
                 what = "is no more where it was when the model was distributed, and would not be trained"
                 hint = "call model.to(...), load_state_dict(..., assign=True) and their like before fleet.distributed_model"
                 raise ConfigError(what, f"parameter {name}", hint=hint)
