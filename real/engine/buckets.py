@@ -244,44 +244,41 @@ class BufferAverage:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._find()
-        self._mean = torch.empty(0)
-        self._largest = torch.empty(0, dtype=torch.int64)
+        self._packed: list[tuple[list[torch.Tensor], torch.Tensor, str]] = []
+        """Buffers of a kind, their numbers in one tensor, and how these are reduced."""
 
-    def _find(self) -> None:
-        """The buffers that the model has now: a module may put others in their place."""
-        buffers = [buffer for buffer in self._model.buffers() if buffer.numel()]
-        self._floats = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._counts = [buffer for buffer in buffers if not buffer.is_floating_point() and buffer.dtype != torch.bool]
+    def _found(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Statistics and counts that the model has now: a module may put others in their place."""
+        buffers = [buffer for buffer in self._model.buffers() if buffer.numel() and buffer.dtype != torch.bool]
+        floats = [buffer for buffer in buffers if buffer.is_floating_point()]
+        return floats, [buffer for buffer in buffers if not buffer.is_floating_point()]
 
     @property
     def nbytes(self) -> int:
         """Size of all that travels, in bytes."""
-        return sum(buffer.numel() * 8 for buffer in (*self._floats, *self._counts))
+        return sum(buffer.numel() * 8 for buffers in self._found() for buffer in buffers)
 
     @torch.no_grad()
     def pack(self) -> None:
         """Gather the buffers, in float64 and int64."""
-        self._find()
-        if self._floats:
-            self._mean = torch.cat([buffer.reshape(-1).to(torch.float64) for buffer in self._floats])
-        if self._counts:
-            self._largest = torch.cat([buffer.reshape(-1).to(torch.int64) for buffer in self._counts])
+        floats, counts = self._found()
+        self._packed = [
+            (buffers, torch.cat([buffer.reshape(-1).to(dtype) for buffer in buffers]), how)
+            for buffers, dtype, how in ((floats, torch.float64, "mean"), (counts, torch.int64, "max"))
+            if buffers
+        ]
 
     def run(self, operation: Operation, communicators: Communicators) -> None:
         """Exchange them; runs on a lane."""
-        if self._floats:
-            communicators.all_reduce(self._mean, "mean", operation.group, operation.communicator)
-        if self._counts:
-            communicators.all_reduce(self._largest, "max", operation.group, operation.communicator)
+        for _, flat, how in self._packed:
+            communicators.all_reduce(flat, how, operation.group, operation.communicator)
 
     @torch.no_grad()
     def unpack(self) -> None:
         """Put the results into the model."""
-        for buffers, flat in ((self._floats, self._mean), (self._counts, self._largest)):
-            if buffers:
-                pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
-                copy_all(buffers, [piece.view(buffer.shape).to(buffer.dtype) for piece, buffer in zip(pieces, buffers, strict=True)])
+        for buffers, flat, _ in self._packed:
+            pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
+            copy_all(buffers, [piece.view(buffer.shape).to(buffer.dtype) for piece, buffer in zip(pieces, buffers, strict=True)])
 
 
 class Storage:
