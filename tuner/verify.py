@@ -184,14 +184,12 @@ class _Verifier:
 
     def _expected(self, arm: Arm) -> float:
         """Its time over the default's: of a step as measured, times updates to the target by virtual trainers, or by runs at other K."""
-        return self.ratios[arm.name] * self._expected_updates(arm)
-
-    def _expected_updates(self, arm: Arm) -> float:
-        default = self.arms[DEFAULT].virtual_updates
+        default, updates = self.arms[DEFAULT].virtual_updates, 1.0
         if default is not None:
-            return 1.0 if arm.virtual_updates is None else arm.virtual_updates / default
-        penalty = self._penalty()
-        return 1.0 if penalty is None or not self._is_plain(arm.strategy) else penalty.ratio(arm.strategy.local_steps)
+            updates = 1.0 if arm.virtual_updates is None else arm.virtual_updates / default
+        elif (penalty := self._penalty()) is not None and self._is_plain(arm.strategy):
+            updates = penalty.ratio(arm.strategy.local_steps)
+        return self.ratios[arm.name] * updates
 
     def _penalty(self) -> Penalty | None:
         """What runs to the target with plain local steps say of those at another K, beside a synchronous default."""
