@@ -85,9 +85,7 @@ def ranked(
     if own.mode == "ps":
         found = search_modes(experiment, measure, tell)
     else:
-        space = search_space(experiment)
-        found = search(experiment, space, None, out=out, step_s=measure, progress=tell)
-        found = dataclasses.replace(found, notes=(*space.notes, *found.notes))
+        found = search(experiment, search_space(experiment), None, out=out, step_s=measure, progress=tell)
     first = {tried.key: tried for tried in reversed(found.tried)}
     seed = seeds_of(experiment).stop  # which chooses what the seeds of an answer prove
     ways = Ways() if experiment.run.launcher == "command" else price_ways(experiment, found, measure, learn, out, learning, seed=seed)
