@@ -208,8 +208,7 @@ def shard_change(change: Change, shards: Shards, server: int) -> list[Array]:
 
 def read_values(body: memoryview, like: torch.Tensor, num: int | None = None) -> torch.Tensor:
     """Numbers off the wire, in place: a vector, or ``num`` rows as wide as ``like``."""
-    dtype = DTYPES[_NAMES[like.dtype]]
-    return read_tensor(body, dtype, (-1,) if num is None else (num, like.shape[1]))
+    return read_tensor(body, DTYPES[_NAMES[like.dtype]], (-1,) if num is None else (num, like.shape[1]))
 
 
 def read_pull(answer: Answer, parameters: Parameters, shards: Shards) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -315,8 +314,7 @@ def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
         begin, end = spec.shards.dense_range(answer.server)
         parameters.flat[begin:end] = read_values(answer.tensors[0], parameters.flat)
         for number, (table, body) in enumerate(zip(parameters.tables, answer.tensors[1:], strict=True)):
-            num = spec.shards.num_rows(number, answer.server)
-            table[answer.server :: spec.rules.servers] = read_values(body, table, num)
+            table[answer.server :: spec.rules.servers] = read_values(body, table, spec.shards.num_rows(number, answer.server))
     return tuple(answer.version for answer in fetched)
 
 
