@@ -215,10 +215,7 @@ class Experiment(Config):
         if self.strategy.use_hierarchical_allreduce and (self.cluster.nodes == 1 or inner == trainers):
             one = "one node" if self.cluster.nodes == 1 else f"one group of hierarchical_inner_ranks = {inner}"
             warnings.warn(f"{one} has no hierarchy: use_hierarchical_allreduce is switched off", HierarchySwitchedOff, stacklevel=2)
-            plain = DistributedStrategy()
-            off = {
-                name: getattr(plain, name) for name in ("use_hierarchical_allreduce", "hierarchical_inner_ranks", "hierarchical_variant")
-            }
+            off = {"use_hierarchical_allreduce": False, "hierarchical_inner_ranks": 0, "hierarchical_variant": "leader"}
             object.__setattr__(self, "strategy", self.strategy.replace(**off))
         check_strategy(self.strategy, self.workload, self.cluster)
         if self.run.backend == "nccl" and self.run.device != "cuda":

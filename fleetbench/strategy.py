@@ -102,11 +102,6 @@ class Averaging(Config):
         """Whether a round ends with a step of an outer optimizer, rather than with an averaging alone."""
         return self.outer_lr != 1 or self.outer_momentum != 0
 
-    @property
-    def has_fragments(self) -> bool:
-        """Whether parts of the model take rounds of their own, or a round's exchange goes on beside later steps."""
-        return False
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSGDConfigs(Averaging):
@@ -148,7 +143,7 @@ class LocalSGDConfigs(Averaging):
 
     @property
     def has_fragments(self) -> bool:
-        """See ``Averaging``."""
+        """Whether parts of the model take rounds of their own, or a round's exchange goes on beside later steps."""
         return self.fragments > 1 or self.overlap_steps > 0 or self.mixing > 0
 
     def _refuse_fragments(self) -> None:
@@ -486,7 +481,7 @@ class DistributedStrategy(Config):
     @property
     def has_outer(self) -> bool:
         """Whether rounds of Local SGD end with a step of an outer optimizer, or are those of fragments."""
-        return self.is_local and (self.averaging.has_outer or self.averaging.has_fragments)
+        return (self.is_local and self.averaging.has_outer) or (self.localsgd and self.localsgd_configs.has_fragments)
 
     @property
     def quantises(self) -> bool:

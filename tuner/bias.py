@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+from scipy import special, stats
 
 from fleetbench.stragglers import Floats
 from fleetbench.strategy import DistributedStrategy
@@ -69,9 +69,9 @@ def corrections(
         means.append(solved.T @ errors)
         variances.append(alone - (across * solved.T).sum(1))
         weights.append(stats.multivariate_normal.logpdf(errors, cov=among))
-    shares = np.exp(np.array(weights) - max(weights))[:, None] / np.exp(np.array(weights) - max(weights)).sum()
-    mean = (shares * means).sum(0)
-    return mean, np.sqrt((shares * (np.array(variances) + np.array(means) ** 2)).sum(0) - mean**2)
+    shares = special.softmax(weights)
+    mean = shares @ np.array(means)
+    return mean, np.sqrt(shares @ (np.array(variances) + np.array(means) ** 2) - mean**2)
 
 
 def improvement(best: Floats, mean: Floats, deviation: Floats) -> Floats:

@@ -74,7 +74,7 @@ class Earlier:
         """What of it holds for ``experiment``, measured where ``inputs`` say."""
         before, now = (dict(flat(encode(one))) for one in (self.experiment, experiment))
         moved = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in ("name", "workload.profile")]
-        lines = [f"{key} {_text(before.get(key))} -> {_text(now.get(key))}" for key in moved]
+        lines = [f"{key} {before.get(key, 'none')} -> {now.get(key, 'none')}" for key in moved]
         profiles = [None if (path := one.workload.profile) is None else file_digest(Path(path)) for one in (self.experiment, experiment)]
         if other_times := profiles[0] != profiles[1]:
             tables = [table_for(one) for one in (self.experiment, experiment)]
@@ -133,7 +133,3 @@ class Held:
         for name in arm.measured_runs:
             if (self.earlier.folder / RUNS / name).is_dir():
                 shutil.copytree(self.earlier.folder / RUNS / name, runs / name, dirs_exist_ok=True)
-
-
-def _text(value: object) -> str:
-    return "none" if value is None else str(value)

@@ -57,9 +57,8 @@ def leg_steps_of(experiment: Experiment) -> int:
     if experiment.strategy.mode == "ps":
         return max(tune.leg_steps, min(OUTSIDE + largest_geo_k(experiment), experiment.workload.steps))
     longest = max(tune.local_steps, default=1) if experiment.workload.target_loss is not None else 1
-    longest *= 1 + (
-        experiment.run.launcher == "command" and tune.diloco and longest > 1
-    )  # a script's outer optimizer has twice the largest
+    if experiment.run.launcher == "command" and tune.diloco and longest > 1:  # a script's outer optimizer has twice the largest
+        longest *= 2
     return max(tune.leg_steps, OUTSIDE + max(own.steps_per_round, own.steps_per_update * longest))
 
 

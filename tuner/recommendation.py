@@ -204,8 +204,9 @@ class Recommendation(Config):
         """The gain under its objective: time to the target, which is updates times seconds an update, or of a step alone."""
         if self.target_loss is None:
             return f"{step}, {count}"
+        own = next((arm.target for arm in self.arms if arm.strategy == self.strategy), None)
+        default = self.arms[0].target if self.arms else None
         if self.to_target is not None:
-            own, default = (self._target_of(strategy) for strategy in (self.strategy, self.arms[0].strategy))
             whose = "" if own is None or own.from_arm is None else f", of {own.from_arm}"
             by = "one run each"
             if self.to_target_low is not None and self.seeds != 1 and own is not None and default is not None:
@@ -214,15 +215,10 @@ class Recommendation(Config):
             ends = "" if self.to_target_low is None else f" [{self.to_target_low:.2f}, {self.to_target_high:.2f}]"
             metric = "" if self.metric is None else f"; {self.metric}"
             return f"{self.to_target:.2f}x{ends} to loss {self.target_loss:g}, {by}{whose} ({step} a step, {count}){metric}"
-        default = self._target_of(self.arms[0].strategy) if self.arms else None
         if default is not None and not default.reached:
-            own = self._target_of(self.strategy)
             runs = "" if own is None or len(own.updates) < 2 else f" in {own.num_reached} of {len(own.updates)} runs"
             return f"reaches loss {self.target_loss:g}{runs}, which the default does not ({step} a step, {count})"
         return f"{step} to loss {self.target_loss:g} and a step, {count}"
-
-    def _target_of(self, strategy: DistributedStrategy) -> TargetCheck | None:
-        return next((arm.target for arm in self.arms if arm.strategy == strategy), None)
 
     def save(self, folder: Path) -> None:
         """Write ``recommended.toml``, then ``recommendation.json``, each whole or not at all."""

@@ -153,6 +153,8 @@ class Resumption:
     def __init__(self, command: Sequence[str], base: Experiment, out: Path) -> None:
         key = json_digest(inputs_of(command) | {"base": encode(base)})[:12]
         self.folder = out / f"resume-{base.name}-{key}"
+        self.legs, self.draft = self.folder / "legs", self.folder / "draft"
+        """Of the journal; and where the recommendation's folder lies until it is complete."""
 
     def claim(self) -> None:
         """From now on this process is at it. Raises ``ConfigError`` where another one of this host is.
@@ -165,25 +167,12 @@ class Resumption:
 
     def experiment(self) -> Experiment | None:
         """What was found before; none where nothing was, or where its profile is gone."""
-        path = self.folder / "experiment.toml"
-        if not path.is_file():
-            return None
         try:
-            found = Experiment.load(path)
+            found = Experiment.load(self.folder / "experiment.toml")
             found.digest()  # reads the profile
         except ConfigError:
             return None
         return found
-
-    @property
-    def legs(self) -> Path:
-        """Of the journal."""
-        return self.folder / "legs"
-
-    @property
-    def draft(self) -> Path:
-        """Where the recommendation's folder lies until it is complete."""
-        return self.folder / "draft"
 
     def held_s(self) -> float:
         """Seconds of all trainers together that are gone so far, in all attempts."""

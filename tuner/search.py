@@ -53,7 +53,7 @@ class Search:
 
     tried: tuple[Tried, ...]
     notes: tuple[str, ...] = ()
-    """What could not be simulated, and why."""
+    """What is not searched or could not be simulated, and why."""
 
     @property
     def default(self) -> Tried:
@@ -128,7 +128,7 @@ def search(
     else:
         found = _proposed(experiment, space, arms, same, step_s, tell, out)
     tell(len(found.tried), len(found.tried))
-    return found
+    return dataclasses.replace(found, notes=(*space.notes, *found.notes))
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Experiment:

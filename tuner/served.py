@@ -62,11 +62,6 @@ def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
     return with_steps(experiment, least or experiment.tune.simulated_steps, rounds)
 
 
-def _geo_steps(experiment: Experiment) -> tuple[int, ...]:
-    """K of GeoSGD: those of ``tune.local_steps`` above 1."""
-    return tuple(k for k in experiment.tune.local_steps if k > 1) if experiment.workload.optimizer == "sgd" else ()
-
-
 def _modes(experiment: Experiment, notes: list[str]) -> list[DistributedStrategy]:
     """The experiment's own strategy first, and what else there is; what there is not joins ``notes``.
 
@@ -78,8 +73,9 @@ def _modes(experiment: Experiment, notes: list[str]) -> list[DistributedStrategy
     pauses = max(own.send_wait_times, math.ceil(1.5 * (table.forward_ns + table.backward_ns) / WAIT_NS))
     modes: list[dict[str, Any]] = [{"k_steps": 0, "max_merge_var_num": 1}]
     modes += [{"k_steps": 0, "max_merge_var_num": merged, "send_wait_times": pauses} for merged in MERGED]
-    modes += [{"k_steps": k_steps, "send_wait_times": pauses} for k_steps in _geo_steps(experiment)]
-    if not _geo_steps(experiment):
+    geo_steps = [k for k in experiment.tune.local_steps if k > 1 and experiment.workload.optimizer == "sgd"]
+    modes += [{"k_steps": k_steps, "send_wait_times": pauses} for k_steps in geo_steps]
+    if not geo_steps:
         notes.append(f"GeoSGD is not tried: it is for SGD, and workload.optimizer is {experiment.workload.optimizer}")
     found = [strategy, strategy.replace(a_sync=False, a_sync_configs=ASyncConfigs())]
     found += [strategy.replace(a_sync=True, a_sync_configs=dataclasses.replace(own, **mode)) for mode in modes]

@@ -219,15 +219,9 @@ def _not_searched(name: str, experiment: Experiment) -> str | None:
 
 def _refusal(experiment: Experiment, name: str, value: Value) -> str | None:
     """Why one value cannot be tried, everything else as in the experiment."""
-    if (
-        name == "thread_num"
-        and experiment.run.device == "cpu"
-        and isinstance(value, int)
-        and value > 1
-        and value != experiment.strategy.thread_num
-    ):
+    if name == "thread_num" and experiment.run.device == "cpu" and value not in (1, experiment.strategy.thread_num):
         trainers, cores = experiment.cluster.trainers_per_node, os.cpu_count() or 1
-        if trainers * value > cores:  # alone they seem faster; beside gloo's own threads they stop each other
+        if isinstance(value, int) and trainers * value > cores:  # alone they seem faster; beside gloo's own threads they stop each other
             return f"{trainers} trainers of this machine would use more threads than its {cores} cores"
     if name == "fusion" and value == OFF and experiment.strategy.fuse_all_reduce_ops:
         gradients = len(table_for(experiment).by_readiness())

@@ -79,8 +79,7 @@ def add_trial(
 
 
 def _digest(number: int, parameters: Mapping[str, Any], value: float | None, attributes: Mapping[str, Any]) -> str:
-    kept = {key: item for key, item in attributes.items() if key != _DIGEST}
-    return json_digest([number, parameters, value, kept])
+    return json_digest([number, parameters, value, {key: item for key, item in attributes.items() if key != _DIGEST}])
 
 
 def _verify(study: optuna.Study) -> None:

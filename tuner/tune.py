@@ -21,17 +21,16 @@ from fleetbench.result import RunResult, step_s_of
 from fleetbench.store import new_run_id, save_run
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
-from sim.many.objective import StepTime
 from sim.run import simulate as in_simulator
 from tuner.earlier import RUNS, Earlier, Held, keep_inputs
 from tuner.learning import by_virtual_trainers
 from tuner.real_runs import SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_of, leg_steps_of
 from tuner.recommendation import Arm, Recommendation
 from tuner.resumption import Journal, Resumption, inputs_of
-from tuner.search import Search, StepS, search, shortened
+from tuner.search import Search, StepS, search
 from tuner.sequential import LEAST_PAIRS
 from tuner.served import refuse_unpriced, search_modes
-from tuner.served import shortened as of_servers
+from tuner.simulated.candidates import shortened, step_time
 from tuner.space import search_space, way_of
 from tuner.verify import DEFAULT, Progress, seeds_of, verify
 from tuner.ways import Ways, over_seeds, price_ways
@@ -148,14 +147,13 @@ def _search(
     experiment: Experiment, simulate: Simulate | None, out: Path, progress: Callable[[int, int], None] | None
 ) -> tuple[Search, StepS, tuple[str, ...]]:
     """The simulated trials, what simulates one more, and what of Fleet's advice was left out; of servers the modes, without advice."""
+    short = shortened(experiment)
+    step_s = step_time(short) if simulate is None else lambda strategy: step_s_of(simulate(short.replace(strategy=strategy)))
     if experiment.strategy.mode == "ps":
-        step_s = _step_s_by(simulate or in_simulator, of_servers(experiment))
         return search_modes(experiment, step_s, progress), step_s, ()
     space = search_space(experiment)
     advised, left_out = advice_for(experiment, table_for(experiment))
-    step_s = StepTime(shortened(experiment)) if simulate is None else _step_s_by(simulate, shortened(experiment))
-    found = search(experiment, space, advised, out=out, step_s=step_s, progress=progress)
-    return dataclasses.replace(found, notes=(*space.notes, *found.notes)), step_s, left_out
+    return search(experiment, space, advised, out=out, step_s=step_s, progress=progress), step_s, left_out
 
 
 def _of_profile(experiment: Experiment) -> tuple[str, ...]:
@@ -257,10 +255,6 @@ def _stage(progress: Progress | None, stage: str) -> Callable[[int, int], None] 
     return None if progress is None else lambda done, total: progress(stage, done, total)
 
 
-def _step_s_by(simulate: Simulate, short: Experiment) -> StepS:
-    return lambda strategy: step_s_of(simulate(short.replace(strategy=strategy)))
-
-
 def _searched(found: Search, ways: Ways, arms: Sequence[DistributedStrategy]) -> dict[DistributedStrategy, float]:
     """Simulated time over the default's in the search, of different strategies, and of default and advice.
 
@@ -314,12 +308,13 @@ def advice_for(experiment: Experiment, table: LayerTable) -> Advice:
     advised, listed = advice(experiment.workload, experiment.cluster, size, device=device, base=base)
     left_out = list(listed)
     without = _with_fields(advised, base, _LOCAL_SGD_FIELDS)
-    if (reason := _unmeasured(experiment)) is not None and without != advised:
+    first, measured = min((decay.step for decay in experiment.workload.lr_decay), default=0), leg_steps_of(experiment)
+    late = f"step {first} lies after the {measured} steps that are measured" if first >= measured else None
+    reason = "no workload.target_loss prices it" if experiment.workload.target_loss is None else late
+    if reason is not None and without != advised:  # no leg would show what it costs and gains
         advised = without
         left_out.append(f"{LOCAL_SGD}: {reason}")
-    strategy = advised
-    for _, names in _COMPUTE:
-        strategy = _with_fields(strategy, base, names)
+    strategy = _with_fields(advised, base, tuple(name for _, names in _COMPUTE for name in names))
     for what, names in _COMPUTE:
         candidate = _with_fields(strategy, advised, names)
         if candidate == strategy:
@@ -332,16 +327,6 @@ def advice_for(experiment: Experiment, table: LayerTable) -> Advice:
         else:
             strategy = candidate
     return Advice(strategy, tuple(left_out))
-
-
-def _unmeasured(experiment: Experiment) -> str | None:
-    """Why no leg would show what Local SGD costs and gains."""
-    workload = experiment.workload
-    measured = leg_steps_of(experiment)
-    if workload.target_loss is None:
-        return "no workload.target_loss prices it"
-    first = min((decay.step for decay in workload.lr_decay), default=0)
-    return f"step {first} lies after the {measured} steps that are measured" if first >= measured else None
 
 
 def _with_fields(strategy: DistributedStrategy, source: DistributedStrategy, names: tuple[str, ...]) -> DistributedStrategy:

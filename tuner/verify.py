@@ -91,7 +91,8 @@ def verify(
     The recommendation knows nothing of the search yet.
     """
     named = {arm.name: arm for arm in arms}
-    return _Verifier(experiment, named, legs, progress or (lambda *_: None), others or {}, prepare, held).run()
+    tell, seeds = progress or (lambda *_: None), seeds_of(experiment)
+    return _Verifier(experiment, named, legs, tell, others or {}, prepare, held, seeds).run()
 
 
 @dataclass(slots=True)
@@ -103,6 +104,8 @@ class _Verifier:
     others: Mapping[DistributedStrategy, float]
     prepare: Callable[[Arm], Arm]
     held: Held | None
+    seeds: range
+    """Of runs to the target: as many as may be."""
     ratios: dict[str, float] = field(default_factory=dict)
     """Of the legs that ranked an arm: its mean time over the default's in the same round."""
     notes: list[str] = field(default_factory=list)
@@ -119,13 +122,8 @@ class _Verifier:
     """Measuring ended before a verdict."""
     ways: dict[tuple[object, ...], TargetCheck] = field(default_factory=dict)
     """Runs to the target of each way of training; ``from_arm`` names the arm that they were of."""
-    seeds: range = range(1)
-    """Of these runs: as many as may be."""
     seeds_are_alike: bool = False
-    """Runs with two of them were equal."""
-
-    def __post_init__(self) -> None:
-        self.seeds = seeds_of(self.experiment)
+    """Runs with two seeds were equal."""
 
     def run(self) -> Recommendation:
         try:
@@ -188,14 +186,12 @@ class _Verifier:
 
     def _expected(self, arm: Arm) -> float:
         """Its time over the default's: of a step as measured, times updates to the target by virtual trainers, or by runs at other K."""
-        return self.ratios[arm.name] * self._expected_updates(arm)
-
-    def _expected_updates(self, arm: Arm) -> float:
-        default = self.arms[DEFAULT].virtual_updates
+        default, updates = self.arms[DEFAULT].virtual_updates, 1.0
         if default is not None:
-            return 1.0 if arm.virtual_updates is None else arm.virtual_updates / default
-        penalty = self._penalty()
-        return 1.0 if penalty is None or not self._is_plain(arm.strategy) else penalty.ratio(arm.strategy.local_steps)
+            updates = 1.0 if arm.virtual_updates is None else arm.virtual_updates / default
+        elif (penalty := self._penalty()) is not None and self._is_plain(arm.strategy):
+            updates = penalty.ratio(arm.strategy.local_steps)
+        return self.ratios[arm.name] * updates
 
     def _penalty(self) -> Penalty | None:
         """What runs to the target with plain local steps say of those at another K, beside a synchronous default."""
@@ -535,28 +531,27 @@ class _Verifier:
             reason=reason,
             strategy=self.arms[used or DEFAULT].strategy,
             finalist=self.finalist,
-            speedup=None if judged is None else judged.step.mean,
-            low=None if judged is None else judged.step.low,
-            high=None if judged is None else judged.step.high,
-            **self._to_target(),
+            **self._gains(),
             target_loss=self.experiment.workload.target_loss,
             pairs=tuple(self.pairs),
             arms=tuple(self._with_runs(arm) for arm in self.arms.values()),
             notes=tuple(self.notes),
         )
 
-    def _to_target(self) -> dict[str, Any]:
-        """Of the recommendation, where the finalist trains otherwise than the default."""
-        updates = None if self.finalist is None else self._updates(self.finalist)
-        if updates is None or self.judged is None:
+    def _gains(self) -> dict[str, Any]:
+        """Of the recommendation: of a step, and, where the finalist trains otherwise than the default, to the target."""
+        if self.judged is None:
             return {}
-        found, seeds = self.judged.speedup, len(updates.ratios)
+        step, found = self.judged.step, self.judged.speedup
+        gains = {"speedup": step.mean, "low": step.low, "high": step.high}
+        if self.finalist is None or (updates := self._updates(self.finalist)) is None:
+            return gains
+        seeds = len(updates.ratios)
         has_ends = (seeds > 1 or updates.noise > 0) and math.isfinite(found.high)
         ends = {"to_target_low": found.low, "to_target_high": found.high} if has_ends else {}
-        assert self.finalist is not None
         metrics, name = self._metrics(self.finalist), self.experiment.tune.metric
         metric = None if metrics is None else f"{name} {metrics[0]:.4g}, the default's {metrics[1]:.4g}"
-        return {"to_target": found.mean, "seeds": seeds, "metric": metric, **ends}
+        return {**gains, "to_target": found.mean, "seeds": seeds, "metric": metric, **ends}
 
     def _with_runs(self, arm: Arm) -> Arm:
         runs, void = (tuple(names.get(arm.name, ())) for names in (self.legs.runs, self.legs.void))

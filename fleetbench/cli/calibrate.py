@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -92,10 +93,9 @@ def _shown(parameter: Fitted, value: float) -> str:
 
 
 def _data(found: Calibration, path: str) -> dict[str, Any]:
-    names = ("key", "unit", "declared", "value", "low", "high", "held")
     return {
         "experiment": path,
-        "parameters": [{name: getattr(parameter, name) for name in names} for parameter in found.parameters],
+        "parameters": [dataclasses.asdict(parameter) for parameter in found.parameters],
         "cells": [
             {"where": cell.where, "settings": dict(cell.settings), "all_reduce_bytes": cell.all_reduce_bytes, "measured_s": measured_s}
             | {"error_declared": declared, "error": error, "error_left_out": left_out}

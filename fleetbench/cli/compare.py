@@ -37,8 +37,7 @@ _NAMES = {
 
 def register(commands: Commands) -> None:
     """Declare the command."""
-    summary = "lay two runs side by side; a simulated and a real one step by step"
-    parser = add_command(commands, "compare", summary, run)
+    parser = add_command(commands, "compare", "lay two runs side by side; a simulated and a real one step by step", run)
     parser.add_argument("a", type=Path, metavar="A", help="a run folder")
     parser.add_argument("b", type=Path, metavar="B", help="another; ratios are B / A")
     repeats = "further real runs of the same experiment: what they differ by is the noise beside the simulation's error"

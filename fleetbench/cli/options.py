@@ -116,9 +116,8 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
         for override in more:
             _leave_out_nodes(data, override, nodes)
         experiment = Experiment.from_dict(data)
-    stands_for = described(data)
-    notes = [stands_for] if stands_for is not None else []
-    return experiment, list(dict.fromkeys([*notes, *(str(entry.message) for entry in caught)]))
+    notes = (described(data), *(str(entry.message) for entry in caught))
+    return experiment, list(dict.fromkeys(note for note in notes if note is not None))
 
 
 def _leave_out_nodes(data: dict[str, Any], override: str, nodes: int) -> None:

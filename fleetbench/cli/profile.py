@@ -94,8 +94,7 @@ def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
     buffers = own_table(taken.experiment, taken.profile).buffers_nbytes
     broadcast_s = _broadcast_s(folder, buffers)
     if arguments.json:
-        found = {"ddp_buffers_broadcast_s": broadcast_s, "folder": str(folder)}
-        emit(json.dumps(encode(taken.profile) | found, indent=1))
+        emit(json.dumps(encode(taken.profile) | {"ddp_buffers_broadcast_s": broadcast_s, "folder": str(folder)}, indent=1))
         say(f"profile: {folder}")
         return 0
     print_profile(taken.experiment, taken.profile)
@@ -170,8 +169,7 @@ def own_table(experiment: Experiment, profile: Profile) -> LayerTable:
     """The table of the experiment's own thread count."""
     from fleetbench.profile import compute_key
 
-    key = compute_key(experiment)
-    return next((table for table in profile.tables if table.key == key), profile.tables[0])
+    return next((table for table in profile.tables if table.key == compute_key(experiment)), profile.tables[0])
 
 
 def _broadcast_s(folder: Path, nbytes: int) -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from functools import partial
-from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress
@@ -223,12 +222,12 @@ def _sweep_table(found: Sweep, heading: str) -> Table:
     losses = ("final loss", "to target") if "final_loss" in found.table and found.table["final_loss"].notna().any() else ()
     titles = (*(axis.key for axis in found.axes), *(title for _, title in _COLUMNS), *losses)
     table = new_table(f"{found.name}: {len(found.table)} points{heading}", *titles)
-    for row in found.table.to_dict(orient="records"):
+    for row in found.table.astype(object).where(found.table.notna(), None).to_dict(orient="records"):
         cells: list[Any] = [units.number(row[axis.key]) for axis in found.axes]
         cells += [f"{row['trainers']:,}", f"{row['samples_per_s']:,.0f}"]
         cells += [units.seconds(row[name]) for name, _ in _COLUMNS[2:]]
         if losses:
-            known = {name: row[name] for name in ("final_loss", "time_to_target_s") if row[name] is not None and not isnan(row[name])}
-            cells += [f"{known['final_loss']:.4g}" if "final_loss" in known else units.NONE, units.seconds(known.get("time_to_target_s"))]
+            loss, to_target_s = row["final_loss"], row["time_to_target_s"]
+            cells += [units.NONE if loss is None else f"{loss:.4g}", units.seconds(to_target_s)]
         table.add_row(*cells)
     return table

@@ -145,8 +145,8 @@ class DeltaBucket:
         self.parameters = tuple(parameters)
         first = parameters[0]
         self._device = first.device
-        self._home = torch.device("cpu") if on_host else first.device
-        self._snapshot = self._kept(bucket.numel, first.dtype)
+        home = torch.device("cpu") if on_host else first.device
+        self._snapshot = torch.zeros(bucket.numel, dtype=first.dtype, device=home, pin_memory=home != first.device)
         self.snapshot = views_of(self._snapshot, parameters)
         self._velocity: torch.Tensor | None = None
         self.resume(origin)
@@ -161,10 +161,6 @@ class DeltaBucket:
         """What quantising has taken from the distances and the next ones get back, in FP32; made at first use."""
         return torch.zeros_like(self.buffer, dtype=torch.float32)
 
-    def _kept(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros where snapshot and velocity lie."""
-        return torch.zeros(numel, dtype=dtype, device=self._home, pin_memory=self._home != self._device)
-
     @torch.no_grad()
     def pack(self) -> None:
         """Put the parameters minus the snapshot into the buffer."""
@@ -177,7 +173,7 @@ class DeltaBucket:
         if outer.momentum == 0:
             return
         if self._velocity is None:
-            self._velocity = self._kept(len(self._snapshot), self._snapshot.dtype)
+            self._velocity = torch.zeros_like(self._snapshot, pin_memory=self._snapshot.is_pinned())
         velocity = self._velocity.to(self._device, non_blocking=True)
         velocity.mul_(outer.momentum).add_(self.buffer)
         self._velocity.copy_(velocity)
@@ -235,7 +231,7 @@ class DeltaBucket:
     ) -> None:
         """Go on with the outer momentum, with averaged distances that wait for their merge, and with what quantising took; by parameter."""
         if set(self.names) <= velocity.keys():
-            self._velocity = self._kept(len(self._snapshot), self._snapshot.dtype)
+            self._velocity = torch.zeros_like(self._snapshot, pin_memory=self._snapshot.is_pinned())
             copy_all(self.velocity, [velocity[name] for name in self.names])
         if set(self.names) <= landed.keys():
             copy_all(self.distances, [landed[name] for name in self.names])
@@ -248,44 +244,41 @@ class BufferAverage:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._find()
-        self._mean = torch.empty(0)
-        self._largest = torch.empty(0, dtype=torch.int64)
+        self._packed: list[tuple[list[torch.Tensor], torch.Tensor, str]] = []
+        """Buffers of a kind, their numbers in one tensor, and how these are reduced."""
 
-    def _find(self) -> None:
-        """The buffers that the model has now: a module may put others in their place."""
-        buffers = [buffer for buffer in self._model.buffers() if buffer.numel()]
-        self._floats = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._counts = [buffer for buffer in buffers if not buffer.is_floating_point() and buffer.dtype != torch.bool]
+    def _found(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Statistics and counts that the model has now: a module may put others in their place."""
+        buffers = [buffer for buffer in self._model.buffers() if buffer.numel() and buffer.dtype != torch.bool]
+        floats = [buffer for buffer in buffers if buffer.is_floating_point()]
+        return floats, [buffer for buffer in buffers if not buffer.is_floating_point()]
 
     @property
     def nbytes(self) -> int:
         """Size of all that travels, in bytes."""
-        return sum(buffer.numel() * 8 for buffer in (*self._floats, *self._counts))
+        return sum(buffer.numel() * 8 for buffers in self._found() for buffer in buffers)
 
     @torch.no_grad()
     def pack(self) -> None:
         """Gather the buffers, in float64 and int64."""
-        self._find()
-        if self._floats:
-            self._mean = torch.cat([buffer.reshape(-1).to(torch.float64) for buffer in self._floats])
-        if self._counts:
-            self._largest = torch.cat([buffer.reshape(-1).to(torch.int64) for buffer in self._counts])
+        floats, counts = self._found()
+        self._packed = [
+            (buffers, torch.cat([buffer.reshape(-1).to(dtype) for buffer in buffers]), how)
+            for buffers, dtype, how in ((floats, torch.float64, "mean"), (counts, torch.int64, "max"))
+            if buffers
+        ]
 
     def run(self, operation: Operation, communicators: Communicators) -> None:
         """Exchange them; runs on a lane."""
-        if self._floats:
-            communicators.all_reduce(self._mean, "mean", operation.group, operation.communicator)
-        if self._counts:
-            communicators.all_reduce(self._largest, "max", operation.group, operation.communicator)
+        for _, flat, how in self._packed:
+            communicators.all_reduce(flat, how, operation.group, operation.communicator)
 
     @torch.no_grad()
     def unpack(self) -> None:
         """Put the results into the model."""
-        for buffers, flat in ((self._floats, self._mean), (self._counts, self._largest)):
-            if buffers:
-                pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
-                copy_all(buffers, [piece.view(buffer.shape).to(buffer.dtype) for piece, buffer in zip(pieces, buffers, strict=True)])
+        for buffers, flat, _ in self._packed:
+            pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
+            copy_all(buffers, [piece.view(buffer.shape).to(buffer.dtype) for piece, buffer in zip(pieces, buffers, strict=True)])
 
 
 class Storage:
@@ -317,21 +310,14 @@ class Storage:
         self._feeds_back = what.feeds_back
         self.parameters = {bucket.id: [parameters[name] for name in bucket.gradients] for bucket in plan.buckets}
         self.gradients: list[GradientBucket | SparseBucket] = []
-        if gathers:
-            self.gradients = [
-                (SparseBucket if bucket.sparse else GradientBucket)(bucket, self.parameters[bucket.id]) for bucket in plan.buckets
-            ]
         self.deltas: list[DeltaBucket] = []
-        if origin is not None:
-            self.deltas = [
-                DeltaBucket(
-                    bucket,
-                    self.parameters[bucket.id],
-                    [origin.get(name, parameters[name].detach()) for name in bucket.gradients],
-                    on_host=what.keeps_on_host,
-                )
-                for bucket in plan.buckets
-            ]
+        for bucket in plan.buckets:
+            own = self.parameters[bucket.id]
+            if gathers:
+                self.gradients.append(SparseBucket(bucket, own) if bucket.sparse else GradientBucket(bucket, own))
+            if origin is not None:
+                values = [origin.get(name, parameters[name].detach()) for name in bucket.gradients]
+                self.deltas.append(DeltaBucket(bucket, own, values, on_host=what.keeps_on_host))
         for bucket, gradients in zip(plan.buckets if sums else (), self.gradients, strict=False):
             gradients.resume([sums[name] for name in bucket.gradients], merged)
         self._transfers: dict[tuple[str, int], Transfer] = {}

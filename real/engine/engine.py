@@ -133,8 +133,7 @@ class Engine:
             scale=lambda: self.loss_scale,
         )
         refuse_sparse(self._planning.sparse, self.executor.combination)
-        free = strategy.nccl_comm_num if not strategy.sync_nccl_allreduce else 1
-        communicators.prove(free)
+        communicators.prove(1 if strategy.sync_nccl_allreduce else strategy.nccl_comm_num)
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(living_hook(lambda *_: self._forward_begins())),
             model.register_forward_hook(living_hook(lambda _module, _inputs, output: self._forward_ends(output))),

@@ -196,7 +196,7 @@ class Executor:
             self._release_statistics = None
 
     def start(self, operations: Operations) -> None:
-        """Start operations of the backward."""
+        """Run operations in their order; collectives, and what comes after them, are started."""
         for operation in operations:
             self._run(operation)
 
@@ -260,8 +260,7 @@ class Executor:
         update = next(whole, None)
         if update is not None:
             self.begin_backward()
-            for operation in operations[:update]:
-                self._run(operation)
+            self.start(operations[:update])
             self._wait(self._tickets)
             self._finish_rows()
             self._forget_unused()
@@ -293,8 +292,7 @@ class Executor:
         return self._control
 
     def _finish(self, operations: Operations, requests: Requests) -> None:
-        for operation in operations:
-            self._run(operation)
+        self.start(operations)
         for request in requests:
             if isinstance(request, Wanted):
                 self._answer(request)

@@ -81,8 +81,7 @@ class Planning:
         """Take rank 0's order of readiness; with a forecast a fusion by cost takes its times. Every rank calls it."""
         names = list(self._parameters)
         missing = [name for name in reversed(names) if name not in self.order]
-        latest = max(self.order.values(), default=0)
-        self.order |= dict.fromkeys(missing, latest)
+        self.order |= dict.fromkeys(missing, max(self.order.values(), default=0))
         rows = [[names.index(name), ready] for name, ready in self.order.items()]
         found = torch.tensor(rows, dtype=torch.int64, device=self._parameters[names[0]].device).reshape(-1, 2)
         self._communicators.broadcast(found)

@@ -118,20 +118,12 @@ def gather_rows(bucket: SparseBucket, operation: Operation, communicators: Commu
     if most == 0:
         bucket.gathered = bucket.own
         return own.nbytes * (trainers - 1)
-    padded_indices, padded_values = _padded(indices, most), _padded(values, most)
-    all_indices = indices.new_empty((trainers * most,))
-    all_values = values.new_empty((trainers * most, *values.shape[1:]))
-    communicators.all_gather(all_indices, padded_indices, operation.group, number)
-    communicators.all_gather(all_values, padded_values, operation.group, number)
-    bucket.gathered = _unpadded(all_indices, lengths, most), _unpadded(all_values, lengths, most) / trainers
-    return (own.nbytes + padded_indices.nbytes + padded_values.nbytes) * (trainers - 1)
-
-
-def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    whole = tensor.new_zeros((length, *tensor.shape[1:]))
-    whole[: len(tensor)] = tensor
-    return whole
-
-
-def _unpadded(tensor: torch.Tensor, lengths: Sequence[int], padded: int) -> torch.Tensor:
-    return torch.cat([tensor[rank * padded : rank * padded + length] for rank, length in enumerate(lengths)])
+    gathered, sent = [], own.nbytes
+    for rows in (indices, values):
+        padded = torch.cat([rows, rows.new_zeros((most - len(rows), *rows.shape[1:]))])
+        of_all = rows.new_empty((trainers * most, *rows.shape[1:]))
+        communicators.all_gather(of_all, padded, operation.group, number)
+        gathered.append(torch.cat([part[:length] for part, length in zip(of_all.split(most), lengths, strict=True)]))
+        sent += padded.nbytes
+    bucket.gathered = gathered[0], gathered[1] / trainers
+    return sent * (trainers - 1)

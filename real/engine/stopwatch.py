@@ -172,11 +172,9 @@ class Stopwatch:
 
     def stall_begins(self) -> None:
         """A stall starts after the update: what lies between belongs to the update."""
-        now = self.clock.mark()
+        self.update_ends()
         step = self._step()
-        step.updates.append((self._mark, now))
-        self._span(self._local, self._mark, now)
-        step.arrival = self._mark = now
+        step.arrival = self._mark = step.updates[-1][1]
         self._local = "merge"
 
     def stall_ends(self) -> None:

@@ -146,8 +146,7 @@ class Links:
         link.last += 1
         if kind == "barrier":
             count = link.meetings + 1
-        head = Head(kind, self.options.rank, link.session, link.last, rate=rate, count=count)
-        link.outstanding[link.last] = (head, tensors)
+        link.outstanding[link.last] = Head(kind, self.options.rank, link.session, link.last, rate=rate, count=count), tensors
         if link.ready:
             self._request(link, link.last)
 

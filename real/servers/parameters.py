@@ -151,11 +151,7 @@ class Parameters:
         self.tables = [table.data for table in self.layout.tables.values()]
         for parameter, home in zip(named.values(), self.layout.parameters(self.flat, self.tables), strict=True):
             parameter.data = home
-        self._homes = [
-            (module, own, parameter, parameter.data_ptr(), name)
-            for name, parameter in named.items()
-            for module, own in [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])]
-        ]
+        self._homes = [(model.get_submodule(name.rpartition(".")[0]), name, named[name], named[name].data_ptr()) for name in named]
 
     @property
     def nbytes(self) -> int:
@@ -178,8 +174,8 @@ class Parameters:
 
     def refuse_moved(self) -> None:
         """Raise ``ConfigError`` where a parameter, or its storage, is another than when this was made: it would not be trained."""
-        for module, own, parameter, pointer, name in self._homes:
-            if getattr(module, own) is not parameter or parameter.data_ptr() != pointer:
+        for module, name, parameter, pointer in self._homes:
+            if getattr(module, name.rpartition(".")[2]) is not parameter or parameter.data_ptr() != pointer:
                 what = "is no more where it was when the model was distributed, and would not be trained"
                 hint = "call model.to(...), load_state_dict(..., assign=True) and their like before fleet.distributed_model"
                 raise ConfigError(what, f"parameter {name}", hint=hint)
@@ -212,8 +208,7 @@ def shard_change(change: Change, shards: Shards, server: int) -> list[Array]:
 
 def read_values(body: memoryview, like: torch.Tensor, num: int | None = None) -> torch.Tensor:
     """Numbers off the wire, in place: a vector, or ``num`` rows as wide as ``like``."""
-    dtype = DTYPES[_NAMES[like.dtype]]
-    return read_tensor(body, dtype, (-1,) if num is None else (num, like.shape[1]))
+    return read_tensor(body, DTYPES[_NAMES[like.dtype]], (-1,) if num is None else (num, like.shape[1]))
 
 
 def read_pull(answer: Answer, parameters: Parameters, shards: Shards) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -319,8 +314,7 @@ def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
         begin, end = spec.shards.dense_range(answer.server)
         parameters.flat[begin:end] = read_values(answer.tensors[0], parameters.flat)
         for number, (table, body) in enumerate(zip(parameters.tables, answer.tensors[1:], strict=True)):
-            num = spec.shards.num_rows(number, answer.server)
-            table[answer.server :: spec.rules.servers] = read_values(body, table, num)
+            table[answer.server :: spec.rules.servers] = read_values(body, table, spec.shards.num_rows(number, answer.server))
     return tuple(answer.version for answer in fetched)
 
 

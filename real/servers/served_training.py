@@ -263,8 +263,7 @@ class ServedTraining:
             return
         for module in self.model.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-                number = self.parameters.table_of(module)
-                look_up = living_hook(functools.partial(self._before_embedding, number))
+                look_up = living_hook(functools.partial(self._before_embedding, self.parameters.table_of(module)))
                 self._handles.append(module.register_forward_pre_hook(look_up, with_kwargs=True))
 
     def _unhook(self) -> None:
@@ -398,8 +397,7 @@ class ServedTraining:
                 assert self._geo is not None
                 self._geo.guard.acquire()
                 self._guarded = True
-                gradients = [parameter.grad for parameter in self.parameters.named.values()]
-                self._touched = self.parameters.layout.touched(gradients)
+                self._touched = self.parameters.layout.touched([parameter.grad for parameter in self.parameters.named.values()])
                 self._rest = list(operations[index + 1 :])
                 return
             self._execute(operation)

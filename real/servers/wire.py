@@ -54,8 +54,7 @@ def decode(frames: Sequence[zmq.Frame]) -> tuple[Head, list[memoryview]]:
     text = frames[0].bytes
     if not text.startswith(_PROTOCOL):
         raise WireError("no head of this version")
-    head = Head(**json.loads(text.removeprefix(_PROTOCOL)))
-    return head, [frame.buffer for frame in frames[1:]]
+    return Head(**json.loads(text.removeprefix(_PROTOCOL))), [frame.buffer for frame in frames[1:]]
 
 
 def numbers(body: memoryview, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> np.ndarray:

@@ -215,8 +215,7 @@ class Replicas:
 
 def sharing(plan: Plan, combination: Combination) -> tuple[bool, bool]:
     """Whether all trainers have one and the same parameters, and whether of their gradients only the mean is needed."""
-    chains = plan.of_bucket.items()
-    plain = all(is_plain(chain, plan.buckets[bucket].dtype) or chain[0].payload == "rows" for bucket, chain in chains)
+    plain = all(is_plain(chain, plan.buckets[bucket].dtype) or chain[0].payload == "rows" for bucket, chain in plan.of_bucket.items())
     shares = not combination.is_local or (plan.trainers == 1 and combination.outer is None and combination.fragments is None)
     return shares, shares and plain
 

@@ -276,8 +276,7 @@ class ServedReplay:
             vector = self._vector(one.flat, one.tables if self._geo else self.held_tables(), one.buffers)
             self._sums[step] = vector if step not in self._sums else self._sums[step] + vector
             if all(other.index >= one.index for other in self._trainers):
-                mean = self._sums.pop(step) / len(self._trainers)
-                self._held_out_losses.append((step, self._data.held_out.loss(mean)))
+                self._held_out_losses.append((step, self._data.held_out.loss(self._sums.pop(step) / len(self._trainers))))
 
     def _sender_merge(self, act: Act) -> None:
         one = self._trainers[act.rank]

@@ -65,8 +65,7 @@ def learnt_from(experiment: Experiment) -> Experiment:
         hint = "choose a registry model such as digits_mlp, or declare workload.loss_curve and leave --loss out"
         raise ConfigError("a table of layers has no parameters to train", "workload.model", repr(LAYERS), hint)
     hint = "leave it at its default, or leave --loss out"
-    served = strategy.mode == "ps"
-    refuse_unexecuted(strategy, "strategy", SERVED if served else LEARNT | CLOCK, who, hint)
+    refuse_unexecuted(strategy, "strategy", SERVED if strategy.mode == "ps" else LEARNT | CLOCK, who, hint)
     kept = DistributedStrategy.from_dict(_without_clock(strategy.changes(), "strategy"))
     refuse_unexecuted(workload, "workload", WORKLOAD | {"workload.loss_curve"}, who, hint)
     inner = kept.hierarchical_inner_ranks or cluster.trainers_per_node if kept.use_hierarchical_allreduce else cluster.trainers

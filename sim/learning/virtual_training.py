@@ -114,15 +114,12 @@ class VirtualTraining:
                 return replicas, fastest(own, arguments, workload.steps, together[device], may_stack=at_once[device] <= free_bytes(device))
             return replicas, Chosen(own.loop if wanted == "loop" else own.graph(*arguments, together=together[device]), wanted, 0.0)
 
-        def on_gpu() -> tuple[Replicas, Chosen] | None:
-            """None where there is none, or it has no room."""
-            try:
-                return on("cuda") if torch.cuda.is_available() and in_loop <= free_bytes("cuda") else None
-            except RuntimeError as error:
-                say(f"virtual trainers stay on the CPU, as the GPU says: {error}")
-                return None
-
-        there = on_gpu() if wanted is None and wants_gpu else None
+        there = None
+        try:
+            if wanted is None and wants_gpu and torch.cuda.is_available() and in_loop <= free_bytes("cuda"):
+                there = on("cuda")
+        except RuntimeError as error:
+            say(f"virtual trainers stay on the CPU, as the GPU says: {error}")
         self.replicas, chosen = there or on(device)
         device = device if there is None else "cuda"
         self._way, self.way = chosen.way, chosen.name if device == "cpu" else f"{chosen.name} on {device}"

@@ -52,7 +52,7 @@ def read_cells(path: str | Path) -> tuple[Cell, ...]:
     lines = read_text(path, "name a CSV file of measurements, or nccl-tests' output").splitlines()
     titles = [line.lstrip("# ").split() for line in lines if line.startswith("#")]
     header = next((words for words in titles if words[:2] == ["size", "count"] and "time" in words), None)
-    cells = _of_csv(lines, str(path)) if header is None else _of_nccl_tests(lines, header, str(path))
+    cells = _of_csv(lines, str(path)) if header is None else _of_nccl_tests(lines, titles, header, str(path))
     if not cells:
         raise ConfigError("holds no measurement", str(path), hint="a row for each measurement, below the names of the columns")
     return cells
@@ -118,13 +118,12 @@ def _number(text: str, where: str) -> float:
     return value
 
 
-def _of_nccl_tests(lines: Sequence[str], header: Sequence[str], path: str) -> tuple[Cell, ...]:
+def _of_nccl_tests(lines: Sequence[str], titles: Sequence[Sequence[str]], header: Sequence[str], path: str) -> tuple[Cell, ...]:
     """Rows of ``all_reduce_perf``: the last time of a row, in us, which is the one in place, as training reduces its buckets."""
     operation = next((line.split()[-1] for line in lines if "Collective test starting:" in line), "all_reduce_perf")
     if operation != "all_reduce_perf":
         raise ConfigError("is of another collective", path, operation, "calibrate by all_reduce_perf")
-    named = [line.lstrip("# ").split() for line in lines if line.startswith("#")]
-    ranks = len({words[1] for words in named if words[:1] == ["Rank"] and len(words) > 1})
+    ranks = len({words[1] for words in titles if words[:1] == ["Rank"] and len(words) > 1})
     column = len(header) - 1 - header[::-1].index("time")
     cells = []
     for number, line in enumerate(lines, 1):

@@ -199,8 +199,8 @@ class _Fit:
         """The weighted sum of squared residuals."""
         return float(self.weights @ np.log(seconds / self.model.measured_s) ** 2)
 
-    def solve(self, logs: Floats, free: Sequence[int], weights: Floats | None = None, reach: float = WIDEST) -> Floats:
-        """The least squares by the planes, with ``free`` parameters at most ``reach`` away."""
+    def solve(self, logs: Floats, free: Sequence[int], weights: Floats | None = None) -> Floats:
+        """The least squares by the planes, with ``free`` parameters at most ``WIDEST`` away."""
         if not free:
             return logs
         roots = np.sqrt(self.weights if weights is None else weights)
@@ -215,7 +215,7 @@ class _Fit:
             lambda x: roots * (self.planes(full(x))[0] - target),
             logs[free],
             jac=lambda x: roots[:, None] * self.planes(full(x))[1][:, free],
-            bounds=(logs[free] - reach, logs[free] + reach),
+            bounds=(logs[free] - WIDEST, logs[free] + WIDEST),
         )
         return full(found.x)
 
@@ -226,9 +226,10 @@ class _Fit:
     def settle(self, logs: Floats, free: Sequence[int]) -> Floats:
         """The least squares by the simulator: planes lead, the simulator corrects them, until both agree."""
         least, reach = self.squares(self.look(logs, free)), WIDEST
+        axes = np.eye(len(logs))[list(free[:3])]
         for _ in range(_ROUNDS):
-            corners = product((-1.0, 1.0), repeat=min(len(free), 3))
-            starts = [logs, *(logs + _spread(free, signs, reach / 2, len(logs)) for signs in corners)]
+            corners = product((-reach / 2, reach / 2), repeat=len(axes))
+            starts = [logs, *(logs + np.array(away) @ axes for away in corners)]
             candidates = [np.clip(self.solve(start, free), logs - reach, logs + reach) for start in starts]
             chosen = min(candidates, key=lambda candidate: self.squares(np.exp(self.planes(candidate)[0])))
             expected = self.planes(chosen)[0]
@@ -286,9 +287,3 @@ class _Fit:
             middle = (inside + outside) / 2
             inside, outside = (middle, outside) if excess(middle) < 0 else (inside, middle)
         return outside, there
-
-
-def _spread(free: Sequence[int], signs: Sequence[float], size: float, length: int) -> Floats:
-    away = np.zeros(length)
-    away[list(free[: len(signs)])] = np.array(signs) * size
-    return away

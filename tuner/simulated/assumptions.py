@@ -37,8 +37,7 @@ def assumptions(experiment: Experiment, folder: Path) -> tuple[dict[str, Experim
     cluster = experiment.cluster
     for name in FIELDS:
         if name == "stragglers" and not (cluster.stragglers or any(override.slowdown > 1 for override in cluster.node_overrides)):
-            jittery = dataclasses.replace(cluster, stragglers=(JITTER,))
-            found[f"jitter of mean {JITTER.mean:g}"] = experiment.replace(cluster=jittery)
+            found[f"jitter of mean {JITTER.mean:g}"] = experiment.replace(cluster=dataclasses.replace(cluster, stragglers=(JITTER,)))
             continue
         if name in ("bandwidth", "latency") and cluster.trainers == 1 and not cluster.servers:
             continue

@@ -85,9 +85,7 @@ def ranked(
     if own.mode == "ps":
         found = search_modes(experiment, measure, tell)
     else:
-        space = search_space(experiment)
-        found = search(experiment, space, None, out=out, step_s=measure, progress=tell)
-        found = dataclasses.replace(found, notes=(*space.notes, *found.notes))
+        found = search(experiment, search_space(experiment), None, out=out, step_s=measure, progress=tell)
     first = {tried.key: tried for tried in reversed(found.tried)}
     seed = seeds_of(experiment).stop  # which chooses what the seeds of an answer prove
     ways = Ways() if experiment.run.launcher == "command" else price_ways(experiment, found, measure, learn, out, learning, seed=seed)
@@ -104,17 +102,13 @@ def ranked(
         ways = dataclasses.replace(ways, notes=(*ways.notes[:-1], kept))
     step_s = {one.strategy: one.trial.simulated_s for one in tried}
     by_price = ordered({one.strategy: price for one in tried if (price := ways.seconds(one)) is not None})
-    notes = tuple(dict.fromkeys((*found.notes, *_of_loss(experiment, ways))))
-    return Ranking(step_s={one: step_s[one] for one in by_price}, num_trials=len(found.tried) + len(ways.others), notes=notes, ways=ways)
-
-
-def _of_loss(experiment: Experiment, ways: Ways) -> list[str]:
-    """What an answer with servers says of the loss."""
-    if experiment.strategy.mode != "ps":
-        return []
-    if not ways.updates:
-        return ["what staleness, or K steps between two exchanges, costs in loss is not simulated"]
-    return ["steps to the target are those of the declared cluster, which orders pushes and pulls, under every assumption"]
+    notes, num_trials = [*found.notes], len(found.tried) + len(ways.others)
+    if own.mode == "ps" and ways.updates:
+        notes.append("steps to the target are those of the declared cluster, which orders pushes and pulls, under every assumption")
+    elif own.mode == "ps":
+        notes.append("what staleness, or K steps between two exchanges, costs in loss is not simulated")
+    distinct = tuple(dict.fromkeys(notes))
+    return Ranking(step_s={one: step_s[one] for one in by_price}, num_trials=num_trials, notes=distinct, ways=ways)
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Experiment:

@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scipy import stats
+
 from fleetbench.config import Config
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond
@@ -54,8 +56,6 @@ def spread_of(ratios: Sequence[float], outside: Sequence[str], ends: Sequence[fl
     logs = [math.log(ratio) for ratio in ratios]
     seeds = 0.0
     if len(logs) > 1:
-        from scipy import stats
-
         quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1))
         seeds = quantile * statistics.stdev(logs) * math.sqrt(1 + 1 / len(logs))
     away = [math.log(end) - statistics.fmean(logs) for end in ends]
