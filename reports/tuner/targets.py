@@ -198,6 +198,7 @@ def line_of(row: dict[str, Any]) -> str:
         *(row[tuner]["way"] for tuner in TUNERS),
     ]
     gains = [f"{row['now']['over_default']:.2f}x", *(f"{row[tuner]['over_before']:.2f}x" for tuner in TUNERS[1:])]
+    gains.insert(1, row["now"]["line"].partition("]")[0].rpartition(": ")[2] + "]")
     return f"| {' | '.join([*cells, *gains])} |"
 
 
@@ -208,8 +209,8 @@ def show() -> None:
         "trainers | unlike data | exchange / compute | steps at K = 1 / 2 / 4 / 8 / 16",
         "at its rate, over before | over before",
     )
-    print(f"| {of_scenario} | before | at its rate | now | over default | {gains} |")
-    print("|" + "---|" * 10)
+    print(f"| {of_scenario} | before | at its rate | now | over default | promised | {gains} |")
+    print("|" + "---|" * 11)
     print("\n".join(map(line_of, rows)))
     for tuner in TUNERS[1:]:
         ratios = [row[tuner]["over_before"] for row in rows]
