@@ -91,9 +91,9 @@ class Tune(Config):
     gradient_merge: tuple[int, ...] = (1, 2, 4)
     """Micro-batches of an update that may be tried beside 1, where virtual trainers train the workload, with a target."""
     lr_scale: tuple[float, ...] = ()
-    """Factors of the learning rate that may be tried with a target. Default: from an eighth to eight, with the default and the best
-    ``finalists`` ways, further from 1 as far as that helps, where virtual trainers train the workload. A script tries none but those that
-    stand here, with the default and the fastest K: each costs runs to the target."""
+    """Factors of the learning rate that may be tried with a target. Where virtual trainers train the workload, none stands for an eighth to
+    eight: with the default and the best ``finalists`` ways, step by step from the strategy's own, as far as that helps. A script tries none
+    but those that stand here, with the default and the fastest K: each costs runs to the target."""
     fuse_grad_size_in_MB: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # noqa: N815  # Fleet's name
     fusion: tuple[Literal["merged_gradient", "optimal", "off"], ...] = ("merged_gradient", "optimal", "off")
     """Other rules of fusion; ``off``: an all-reduce a gradient."""
@@ -137,9 +137,7 @@ class Tune(Config):
             if not getattr(self, name):
                 raise ConfigError("needs at least one value", name, "()", f"for example {name} = {example}")
         if min(self.lr_scale, default=1.0) <= 0:
-            raise ConfigError(
-                "needs values above 0", "lr_scale", repr(self.lr_scale), "for example lr_scale = [0.5, 2]; [1] tries no other"
-            )
+            raise ConfigError("needs values above 0", "lr_scale", f"{list(self.lr_scale)}", "for example lr_scale = [0.5, 2]")
         least_of = {"local_steps": 1, "gradient_merge": 1, "nccl_comm_num": 1, "thread_num": 1, "fuse_grad_size_in_MB": 0}
         for name, least in least_of.items():
             values = getattr(self, name)

@@ -1,4 +1,4 @@
-"""Learning: how trainings reach the target, by virtual trainers, each trained once; and which learning rate gets there in the fewest steps.
+"""Learning: how trainings reach the target, by virtual trainers; and which learning rate gets there in the fewest steps.
 
 Virtual trainers train the workload of the registry as real ones would, from the parameters and on the data of a seed. The experiment's
 study keeps what they learn, so that a tuning that is taken up again has the same finalists.
@@ -6,10 +6,12 @@ study keeps what they learn, so that a tuning that is taken up again has the sam
 
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +27,11 @@ Progress = Callable[[int, int], None]
 Way = tuple[object, ...]
 """See ``way_of``."""
 Reached = tuple[float, ...]
-"""An ``Arrival``, or empty."""
+"""An ``Arrival``; or after how many steps, one number, a training was over that had not arrived; empty: after all of them."""
 _LEARNT = "trainings to the target"
-"""Attribute of a study: an ``Arrival`` by training, empty where it does not arrive, none where there was no time for it."""
+"""Attribute of a study: what is reached, by training."""
+_OVER = "no time is left for trainings to the target"
+"""Attribute of a study: a tuning that is taken up again begins no others, and has the same finalists."""
 _FLAT: dict[str, Any] = {"use_hierarchical_allreduce": False, "hierarchical_inner_ranks": 0, "hierarchical_variant": "leader"}
 
 
@@ -45,8 +49,11 @@ Learn = Callable[[Experiment, float], Arrival | None]
 than so many seconds."""
 
 
-def by_virtual_trainers(experiment: Experiment, limit_s: float) -> Arrival | None:
-    """How it reaches the target; see ``Learn``. Raises ``ConfigError`` for what virtual trainers do not execute."""
+def by_virtual_trainers(experiment: Experiment, limit_s: float, at_least: int = 0) -> Arrival | None:
+    """How it reaches the target; see ``Learn``. Raises ``ConfigError`` for what virtual trainers do not execute.
+
+    ``at_least``: none, too, where the last evaluations are above it after so many steps, as happens at too high a rate.
+    """
     from sim.learning.virtual_training import train  # torch, which a search without a target does not need
 
     target, end = experiment.workload.target_loss, time.process_time() + limit_s
@@ -55,11 +62,18 @@ def by_virtual_trainers(experiment: Experiment, limit_s: float) -> Arrival | Non
         if time.process_time() > end:
             raise TimeoutError
 
-    learnt = train(experiment, look, until=target)
-    if (reached := learnt.crossing(target)) is None:
+    learnt = train(experiment, look, until=target, at_least=at_least)
+    if (reached := learnt.crossing(target)) is None or target is None:
+        return None
+    if statistics.median(loss for _, loss in learnt.held_out[-HITS_IN_A_ROW:]) > target:
         return None
     counted_steps = learnt.local_steps[1 - learnt.first_step :][: reached.step]
     return Arrival(reached.smooth, reached.step / max(1, sum(length is not None for length in counted_steps)))
+
+
+def and_stays(learn: Learn, steps: int) -> Learn:
+    """Virtual trainers by which a way arrives only if it is at the target after so many steps, too; another ``learn`` as it is."""
+    return partial(by_virtual_trainers, at_least=steps) if learn is by_virtual_trainers else learn
 
 
 @dataclass(slots=True)
@@ -69,8 +83,8 @@ class Trainings:
     seeded: Experiment
     learn: Learn
     end: float
-    kept: dict[str, Reached | None]
-    """By key; none of one that there was no time for."""
+    kept: dict[str, Reached]
+    """By key."""
     tell: Progress
     names: dict[Way, str] = field(default_factory=dict)
     """Of ways that were to be trained."""
@@ -81,16 +95,15 @@ class Trainings:
     ends: dict[Way, int] = field(default_factory=dict)
     """After how many steps those that did not arrive were over."""
     refused: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """What else there was no time for."""
+    whose: str = ""
+    """Of ``learn``, in keys."""
 
     @property
     def is_over(self) -> bool:
         """Whether there is no time left."""
         return time.process_time() >= self.end
-
-    @property
-    def learnt(self) -> dict[str, Reached]:
-        """What is known, by key."""
-        return {key: tuple(reached) for key, reached in self.kept.items() if reached is not None}
 
     def steps(self, strategy: DistributedStrategy, most: float = math.inf) -> float | None:
         """To the target; none where it does not arrive, or is not known to. It may be over after so many steps."""
@@ -98,7 +111,7 @@ class Trainings:
         if way not in self.arrivals:
             self.tell(len(self.arrivals), max(self.expected, len(self.names)))
             if (reached := self._reached(way, strategy, most)) is not None:
-                self.arrivals[way] = Arrival(*reached) if reached else None
+                self.arrivals[way] = Arrival(*reached) if len(reached) > 1 else None
         arrival = self.arrivals.get(way)
         return arrival and arrival.steps
 
@@ -109,37 +122,49 @@ class Trainings:
         does not help, below. Where nothing arrives yet, the next one is tried in any case.
         """
         first = least = self.steps(strategy)
-        if self.is_over:
-            self.names["rates", way_of(strategy)] = f"other learning rates of {name_of(strategy)}"
-            return []
-        own, found = strategy.lr_scale, list[DistributedStrategy]()
-        for outwards in (sorted(rate for rate in rates if rate > own), sorted((rate for rate in rates if rate < own), reverse=True)):
+        own, found, wanted = strategy.lr_scale, list[DistributedStrategy](), sorted(set(rates))
+        for outwards in ([rate for rate in wanted if rate > own], [rate for rate in reversed(wanted) if rate < own]):
             for rate in outwards if least == first else ():
                 steps = self.steps(scaled := strategy.replace(lr_scale=rate), math.inf if least is None else least)
+                if self.has_left(scaled, f"other learning rates of {name_of(strategy)}"):
+                    return found
                 found += [scaled] if steps is not None else []
                 if least is not None and (steps is None or steps >= least):
                     break
                 least = steps
         return found
 
+    def has_left(self, strategy: DistributedStrategy, what: str) -> bool:
+        """Whether there was no time for its way, which stands for all ``what`` then."""
+        if not self.is_over or (way := way_of(strategy)) in self.arrivals:
+            return False
+        self.left += [what] if self.names.pop(way, None) is not None else []
+        return True
+
     def _reached(self, way: Way, strategy: DistributedStrategy, most: float) -> Reached | None:
         """On the experiment's wire, and without a hierarchy, in which sums have another order and ways no other name."""
         base, workload = self.seeded.strategy, self.seeded.workload
-        self.ends[way] = round(min(workload.steps, most + HITS_IN_A_ROW * workload.eval_every))
+        served = strategy.mode == "ps"  # whose shorter training is not the beginning of a longer one
+        self.ends[way] = workload.steps if served else round(min(workload.steps, most + HITS_IN_A_ROW * workload.eval_every))
         wire = {"fp16_allreduce": base.fp16_allreduce, "bf16_allreduce": base.bf16_allreduce}
         try:
             whole = self.seeded.replace(strategy=strategy.replace(**wire, **_FLAT))
-            begun = whole.replace(workload=dataclasses.replace(workload, steps=self.ends[way]))
-            key, left_s = next((key for key in map(_key, (whole, begun)) if key in self.kept), _key(begun)), self.end - time.process_time()
-            if key not in self.kept:
-                arrival = self.learn(begun, left_s) if left_s > 0 else None
-                key = key if arrival is None else _key(whole)  # of which this is the beginning
-                self.kept[key] = (arrival or ()) if left_s > 0 else None
+            key, left_s = _key(whole) + self.whose, self.end - time.process_time()
+            known = self.kept.get(key)
+            if known is not None and (len(known) != 1 or known[0] >= self.ends[way]):
+                self.ends[way] = round(known[0]) if len(known) == 1 else workload.steps
+                return known
+            if left_s <= 0:
+                return None
+            ends_early = self.ends[way] < workload.steps
+            arrival = self.learn(whole.replace(workload=dataclasses.replace(workload, steps=self.ends[way])), left_s)
+            self.kept[key] = arrival or ((float(self.ends[way]),) if ends_early else ())
         except ConfigError as error:
             self.refused.append(f"virtual trainers do not train {name_of(strategy)}: {error.where}: {error.what}")
             return None
         except TimeoutError:
-            self.kept[key], self.end = None, 0.0
+            self.end = 0.0
+            return None
         return self.kept[key]
 
 
@@ -151,14 +176,22 @@ def _key(experiment: Experiment) -> str:
 
 @contextmanager
 def trainings(
-    experiment: Experiment, out: Path, learn: Learn, known: Mapping[str, Reached], limit_s: float, progress: Progress | None
+    experiment: Experiment,
+    out: Path,
+    learn: Learn,
+    known: Mapping[str, Reached],
+    limit_s: float,
+    stage: str,
+    progress: Progress | None = None,
 ) -> Iterator[Trainings]:
-    """For as many seconds of compute; ``known``, by key, is not trained again."""
+    """For as many seconds of compute; ``known``, by key, is not trained again. A ``stage`` of a tuning has them for itself."""
     with open_study(experiment, out) as study:
-        kept: dict[str, Reached | None] = {**known, **study.user_attrs.get(_LEARNT, {})}
-        found = Trainings(experiment, learn, time.process_time() + limit_s, kept, progress or (lambda *_: None))
+        end = 0.0 if study.user_attrs.get(over := f"{_OVER}: {stage}") else time.process_time() + limit_s
+        kept = {**known, **{key: tuple(reached) for key, reached in study.user_attrs.get(_LEARNT, {}).items()}}
+        found = Trainings(experiment, learn, end, kept, progress or (lambda *_: None))
         try:
             yield found
         finally:
             study.set_user_attr(_LEARNT, found.kept)
+            study.set_user_attr(over, found.is_over)
     found.tell(len(found.names), len(found.names))

@@ -128,8 +128,9 @@ def way_of(strategy: DistributedStrategy) -> tuple[object, ...]:
 
 def name_of(strategy: DistributedStrategy) -> str:
     """A way of training in words."""
+    at = f" at {strategy.lr_scale:g} times the learning rate" if strategy.lr_scale != 1 else ""
     if strategy.mode == "ps":
-        return _mode(strategy)
+        return _mode(strategy) + at
     local, merge, adaptive = strategy.localsgd_configs, strategy.gradient_merge_configs, strategy.adaptive_localsgd_configs
     begins = f" from step {local.begin_step}" if local.begin_step > 1 else ""
     fixed = f"K = {local.k_steps}{begins}" if strategy.localsgd else "synchronous"
@@ -143,7 +144,7 @@ def name_of(strategy: DistributedStrategy) -> str:
         f"{local.fragments} fragments" if local.fragments > 1 else "",
         f"exchanges beside {counted(local.overlap_steps, 'step')}" if local.overlap_steps else "",
     ]
-    return " and ".join(filter(None, words)) + (f" at {strategy.lr_scale:g} times the learning rate" if strategy.lr_scale != 1 else "")
+    return " and ".join(filter(None, words)) + at
 
 
 def _mode(strategy: DistributedStrategy) -> str:

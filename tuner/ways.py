@@ -23,7 +23,7 @@ from fleetbench.quantities import counted
 from fleetbench.strategy import AdaptiveLocalSGDConfigs, Averaging, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
 from fleetbench.target import HITS_IN_A_ROW
 from fleetbench.workload import LAYERS
-from tuner.learning import Arrival, Learn, Progress, Reached, Trainings, Way, trainings
+from tuner.learning import Arrival, Learn, Progress, Reached, Trainings, Way, and_stays, trainings
 from tuner.recommendation import Trial
 from tuner.search import Search, StepS, Tried
 from tuner.space import name_of, parameters_of, way_of
@@ -74,6 +74,8 @@ class Ways:
     """Of the verdict's line: that nothing is known to arrive."""
     rated: DistributedStrategy | None = None
     """The default with a learning rate with which it takes fewer steps."""
+    lr_scale: float = 1.0
+    """The experiment's."""
     in_vain: bool = False
     """Virtual trainers were asked, and no way but the default's is known to arrive."""
 
@@ -82,9 +84,9 @@ class Ways:
         if self.rated is None or way_of(strategy) == way_of(self.rated):
             return self.caveat
         own, rated = (self.updates[way] for way in (self.own, way_of(self.rated)))
-        seeds = counted(len(rated), "seed")
-        alone = f"lr_scale = {self.rated.lr_scale:g} alone takes {_in_words(rated)} steps, the default {_in_words(own)}"
-        return "; ".join(filter(None, (self.caveat, f"{alone} (virtual trainers, {seeds})")))
+        times = f"{self.default_steps / self.weight(self.rated):.2f}x" if any(own) else "the target"
+        steps = f"{_in_words(rated)} steps, the default {_in_words(own)}; virtual trainers, {counted(len(rated), 'seed')}"
+        return "; ".join(filter(None, (self.caveat, f"lr_scale = {self.rated.lr_scale:g} alone brings {times} ({steps})")))
 
     def of(self, strategy: DistributedStrategy) -> float | None:
         """Steps to the target, at least; none where nothing is known of them."""
@@ -95,8 +97,12 @@ class Ways:
         return self.weight(tried.strategy) * tried.trial.simulated_s if self.arrives(tried.strategy) else None
 
     def paced(self, strategy: DistributedStrategy) -> DistributedStrategy:
-        """What has its seconds of a step: itself, or, where its rounds differ, the largest fixed K that exchanges no less often."""
-        if (pace := self.paces.get(way_of(strategy))) is None:
+        """What has its seconds of a step: itself, or, where its rounds differ, the largest fixed K that exchanges no less often.
+
+        At the experiment's learning rate, which does not move them: one that is too high leaves a living script with losses that are none.
+        """
+        pace, strategy = self.paces.get(way_of(strategy)), strategy.replace(lr_scale=self.lr_scale)
+        if pace is None:
             return strategy
         configs = strategy.localsgd_configs if strategy.localsgd else LocalSGDConfigs(**_averaging(strategy.adaptive_localsgd_configs))
         k_steps = math.floor(pace) // configs.fragments * configs.fragments
@@ -165,13 +171,13 @@ def price_ways(
         (*leaders.values(), *others), key=lambda one: (way_of(one.strategy) != own, -one.strategy.local_steps, one.trial.simulated_s)
     )
     varying = _varying(experiment, leaders)
-    with trainings(experiment, out, learn, known or {}, experiment.tune.search_seconds, progress) as trained:
+    with trainings(experiment, out, learn, known or {}, experiment.tune.search_seconds, "one seed", progress) as trained:
         trained.seeded, trained.refused = seeded, refused
         trained.expected = len(tried) + len(varying)
         scaled, rate = _train(tried, varying, trained, experiment.tune)
         refined = _refined(scaled, trained, step_s) if experiment.tune.diloco else []
     varying = [one.replace(lr_scale=rate) for one in varying]
-    arrivals, learnt = trained.arrivals, trained.learnt
+    arrivals, learnt = trained.arrivals, trained.kept
     notes = (*_notes(trained), *refused)
     if own not in arrivals or len(arrivals) == 1 or not any(arrivals.values()):
         in_vain = bool(arrivals) and not any(arrivals.values())
@@ -180,7 +186,8 @@ def price_ways(
     updates = {way: (arrival and arrival.steps,) for way, arrival in arrivals.items()}
     others += [Tried(leader.trial, strategy, "") for leader, strategies in scaled for strategy in strategies if strategy != leader.strategy]
     others += refined
-    known_ways = Ways(updates=updates, notes=notes, steps=workload.steps, own=own, learnt=learnt)
+    scale = experiment.strategy.lr_scale
+    known_ways = Ways(updates=updates, notes=notes, steps=workload.steps, own=own, learnt=learnt, lr_scale=scale)
     known_ways = _with_varying(known_ways, [one for one in varying if arrivals.get(way_of(one))], arrivals, step_s)
     numbered = [
         dataclasses.replace(one, trial=dataclasses.replace(one.trial, number=number), key=f"way {number}")
@@ -227,9 +234,6 @@ def _refined(scaled: Sequence[tuple[Tried, list[DistributedStrategy]]], trained:
     if not priced:
         return []
     least_s, best, strategy = min(priced, key=lambda item: item[0])
-    if trained.is_over:
-        trained.names[()] = f"other outer rates, and fragments, of {name_of(strategy)}"
-        return []
     found = best
     for changes in REFINED:
         configs = strategy.localsgd_configs
@@ -240,7 +244,10 @@ def _refined(scaled: Sequence[tuple[Tried, list[DistributedStrategy]]], trained:
             other_s = step_s(other)
         except ConfigError:  # rounds too short for it
             continue
-        if (steps := trained.steps(other, least_s / other_s)) is not None and steps * other_s < least_s:
+        steps = trained.steps(other, least_s / other_s)
+        if trained.has_left(other, f"other outer rates, and fragments, of {name_of(best.strategy)}"):
+            break
+        if steps is not None and steps * other_s < least_s:
             least_s, strategy = steps * other_s, other
             trial = dataclasses.replace(best.trial, simulated_s=other_s, parameters=parameters_of(other))
             found = Tried(trial, other, "")
@@ -257,7 +264,8 @@ def _with_varying(ways: Ways, arriving: Sequence[DistributedStrategy], arrivals:
     alike = "its steps are timed as those of K"
     timed = [
         f"{name_of(one)}: {alike} = {max(1, math.floor(pace))}, for rounds of {pace:.3g} in the mean to the target"
-        for one, pace in zip(arriving, paces.values(), strict=True)
+        for one in arriving
+        if (pace := paces[way_of(one)])
     ]
     others = tuple(one for one in paced if one not in adaptive[1:])
     return dataclasses.replace(paced_ways, others=others, notes=(*ways.notes, *timed, *beside))
@@ -276,17 +284,22 @@ def over_seeds(
 ) -> Ways:
     """The ways of the strategies, and the default's, trained with as many of the seeds as all of them had time for in ``limit_s``.
 
+    A way that has lost the target again when the default gets there does not arrive.
+
     Of others, with a seed each, nothing is known any more: the luckiest of them would overtake what several seeds say.
     """
     if not ways.updates:
         return ways
     of_ways = {way_of(strategy): strategy for strategy in filter(None, (experiment.strategy, *strategies, ways.rated))}
     updates: dict[Way, tuple[float | None, ...]] = dict.fromkeys(of_ways, ())
-    with trainings(experiment, out, learn, ways.learnt, limit_s, None) as trained:
+    with trainings(experiment, out, learn, ways.learnt, limit_s, "other seeds") as trained:
         for number, seed in enumerate(seeds):
             if progress is not None:
                 progress(number, len(seeds))
             trained.seeded, trained.arrivals = experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)), {}
+            trained.learn, trained.whose = learn, ""
+            least = math.ceil(trained.steps(experiment.strategy) or experiment.workload.steps)
+            trained.learn, trained.whose = and_stays(learn, least), f", and is there after {least}"
             steps = [trained.steps(strategy) for strategy in of_ways.values()]
             if len(trained.arrivals) < len(of_ways):
                 break
@@ -296,9 +309,9 @@ def over_seeds(
     if not updates[ways.own]:
         return ways
     said = [f"{name_of(of_ways[way])}: {_in_words(each)}" for way, each in updates.items()]
-    by = f"by virtual trainers of {counted(len(updates[ways.own]), 'seed')}, mean (least to most)"
+    by = f"and not lost before the default is there, by virtual trainers of {counted(len(updates[ways.own]), 'seed')}, mean (least to most)"
     note = f"steps to loss {experiment.workload.target_loss:g}, {by}: {'; '.join(said)}"
-    ways = dataclasses.replace(ways, updates=updates, learnt=trained.learnt, notes=(*ways.notes, note))
+    ways = dataclasses.replace(ways, updates=updates, learnt=trained.kept, notes=(*ways.notes, note))
     return dataclasses.replace(ways, rated=ways.rated and _better_rated(ways, [ways.rated]))
 
 
@@ -362,7 +375,7 @@ def _varying(experiment: Experiment, leaders: Mapping[Way, Tried]) -> list[Distr
     found = [largest.replace(adaptive_localsgd_configs=configs, **begun) for configs in adaptive]
     begin_step = min((decay.step for decay in decays), default=1)
     late = [one.replace(localsgd_configs=dataclasses.replace(one.localsgd_configs, begin_step=begin_step)) for one in averaged]
-    return [*found, *late] if begin_step > 1 else found
+    return list({way_of(one): one for one in [*found, *(late if begin_step > 1 else [])]}.values())
 
 
 def _averaging(configs: Averaging) -> dict[str, Any]:
@@ -381,7 +394,7 @@ def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
     changes: list[_Change] = [
         (strategy, {"lr_scale": rate})
         for strategy in dict.fromkeys((experiment.strategy, fastest))
-        for rate in tune.lr_scale
+        for rate in dict.fromkeys(tune.lr_scale)
         if rate != strategy.lr_scale
     ]
     if fastest.localsgd and not configs.has_outer and tune.diloco:
@@ -390,7 +403,7 @@ def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
     others, refused = _simulated(changes, step_s, len(found.tried))
     names = "; ".join(name_of(tried.strategy) for tried in others)
     note = f"virtual trainers train no script: beside tune.finalists real runs try (tune.diloco, tune.lr_scale) {names}"
-    return Ways(others=tuple(others), notes=(*([note] if others else []), *refused))
+    return Ways(others=tuple(others), notes=(*([note] if others else []), *refused), lr_scale=experiment.strategy.lr_scale)
 
 
 def _simulated(changes: Sequence[_Change], step_s: StepS, number: int) -> tuple[list[Tried], list[str]]:
@@ -421,7 +434,7 @@ def _notes(trained: Trainings) -> list[str]:
     said = [f"{names[way]}: {ends[way] if one is None else f'{one.steps:.0f}'}" for way, one in trained.arrivals.items()]
     notes = [f"steps to loss {workload.target_loss:g}, by virtual trainers of seed {run.seed}: {', '.join(said)}"] if said else []
     refused = [name for name in names.values() if any(f"not train {name}:" in note for note in trained.refused)]
-    left = [name for way, name in names.items() if way not in trained.arrivals and name not in refused]
+    left = [name for way, name in names.items() if way not in trained.arrivals and name not in refused] + trained.left
     if left:
         seconds = f"tune.search_seconds = {trained.seeded.tune.search_seconds:g}"
         notes.append(f"not compared, for {seconds} had no time to train them (raise it): {', '.join(left)}")

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fleetbench.config import encode
 from fleetbench.digests import json_digest
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.plan.groups import Parts, part_of, queue_depth, world_of
@@ -330,8 +329,8 @@ class Communicators:
 
 
 def strategy_digest(strategy: DistributedStrategy) -> str:
-    """Hexadecimal digest of all of a strategy's fields."""
-    return json_digest(encode(strategy))
+    """Hexadecimal digest of what a strategy changes: fields that a later version adds do not move it."""
+    return json_digest(strategy.changes())
 
 
 def agree_on(digest: str, what: str, communicators: Communicators) -> None:

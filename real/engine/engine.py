@@ -291,6 +291,9 @@ class Engine:
         return run
 
     def _forward_begins(self) -> None:
+        if self._num_stepping:  # the optimizer's step has raised, and the loop goes on
+            self._num_stepping = 0
+            self.executor.abandon_update()
         refuse_unfinished(self._phase, self.communicators.rank)
         if not torch.is_grad_enabled() or not self.model.training:
             return

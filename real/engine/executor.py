@@ -240,6 +240,11 @@ class Executor:
         if self._control is not None:
             self._control.begin(updates=self._updates_now)
 
+    def abandon_update(self) -> None:
+        """The user's optimizer has not stepped to its end: it is as it was before."""
+        if self._control is not None:
+            self._control.end(updates=self._updates_now)
+
     def end_update(self) -> None:
         """The user's optimizer has stepped: run what was decided after the update."""
         if self._control is not None:

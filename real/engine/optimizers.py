@@ -54,6 +54,8 @@ class OptimizerControl:
         self._parameters = parameters
         self._restore: Callable[[], None] | None = None
         self._lr_scale = combination.lr_scale
+        if self._lr_scale != 1 and any("lr" not in group for group in optimizer.param_groups):
+            raise ConfigError("has no learning rate to scale", "optimizer", type(optimizer).__name__, "leave lr_scale at 1")
         self.averages_state = combination.averages_state
         self.slots = state_slots(optimizer) if combination.averages_state or combination.resets_state else ()
         """Names of the state tensors that trainers average or reset."""
@@ -231,12 +233,17 @@ def hide(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
 
 def scale_rates(optimizer: Optimizer, factor: float) -> Callable[[], None]:
     """Multiply the groups' learning rates until the returned function is called."""
-    groups = [(group, group["lr"]) for group in optimizer.param_groups] if factor != 1 else []
-    for group, rate in groups:
-        group["lr"] = rate * factor  # not in place: a schedule may hold a tensor
+    groups = [(group, group["lr"], group["lr"] * factor) for group in optimizer.param_groups] if factor != 1 else []
+    for group, _, scaled in groups:
+        group["lr"] = scaled  # not in place: a schedule may hold a tensor
 
     def restore() -> None:
-        for group, rate in groups:
+        for group, rate, scaled in groups:
+            if group["lr"] is not scaled:
+                hint = "call scheduler.step() after optimizer.step(), and not in a hook of it; or leave lr_scale at 1"
+                raise ConfigError(
+                    "was set within optimizer.step(), where lr_scale has scaled it", "the learning rate", str(group["lr"]), hint
+                )
             group["lr"] = rate
 
     return restore

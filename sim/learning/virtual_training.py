@@ -42,13 +42,14 @@ def train(
     say: Say = lambda _: None,
     played: Played | None = None,
     until: float | None = None,
+    at_least: int = 0,
 ) -> Trajectory:
     """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
 
     Computes on one thread of the CPU; without parameter servers on a GPU, where ``run.device`` names one and there is one.
     ``played``: the order in which trainers of parameter servers do so, where it is known; else it is simulated first. ``until``: a
     held-out loss; where it is reached, as ``workload.target_loss`` is, training is over, and, of collectives, was that of an experiment
-    of so many steps.
+    of so many steps. ``at_least``: so many steps these train in any case.
 
     Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory does not suffice.
     """
@@ -56,7 +57,7 @@ def train(
         if experiment.strategy.mode == "ps":
             looking = None if progress is None else partial(progress, 0, experiment.cluster.trainers * experiment.workload.steps)
             return ServedReplay(experiment, played or Played.of(experiment, looking), Path(folder), say).run(progress, until)
-        found = VirtualTraining(experiment, Path(folder), say=say).run(progress, until)
+        found = VirtualTraining(experiment, Path(folder), say=say).run(progress, until, at_least)
     torch.cuda.empty_cache()  # the next who computes there is another process
     return found
 
@@ -130,8 +131,8 @@ class VirtualTraining:
         scale = self._decider.state.scale
         return 1.0 if scale is None else scale.value
 
-    def run(self, progress: Progress | None = None, until: float | None = None) -> Trajectory:
-        """Train to the last step, or ``until`` a held-out loss is reached, and average."""
+    def run(self, progress: Progress | None = None, until: float | None = None, at_least: int = 0) -> Trajectory:
+        """Train to the last step, or ``until`` a held-out loss is reached, though ``at_least`` so many, and average."""
         workload, warmup, key = self._experiment.workload, self._experiment.run.warmup_steps, self.key
         losses, held_out, local_steps = [], [], []
         observed: dict[str, dict[int, float]] = {}
@@ -149,7 +150,7 @@ class VirtualTraining:
                     held_out.append((step, self._held_out.loss(self.replicas.evaluated())))
                 if progress is not None:
                     progress(position + 1, len(steps))
-                if crossing(held_out, until) is not None:
+                if step >= at_least and crossing(held_out, until) is not None:
                     workload = dataclasses.replace(workload, steps=step)
                     key = key_of(self._experiment.replace(workload=workload))
                     break

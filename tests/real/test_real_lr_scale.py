@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -57,6 +58,45 @@ def test_it_is_an_optimizer_with_so_many_times_the_rate(case: str, optimizer: st
     torch.testing.assert_close(scaled, plain, rtol=1e-12, atol=0)
     assert not torch.allclose(scaled[0], own[0])
     assert rates == own_rates
+
+
+def test_a_step_that_raises_leaves_the_users_rate_and_the_next_steps_theirs() -> None:
+    """Out of memory in the third step, which the loop survives: groups have their own rate, and later updates so many times of it."""
+
+    class Raises(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise torch.OutOfMemoryError("once")
+            return super().step(closure)
+
+    ends = []
+    for rate, scale in ((RATE, SCALE), (RATE * SCALE, 1.0)):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2).double()
+        optimizer = Raises(model.parameters(), lr=rate)
+        with Training(model, optimizer, lr_scale=scale) as training:
+            for step in range(STEPS):
+                optimizer.fails = step == 2
+                with pytest.raises(torch.OutOfMemoryError) if step == 2 else nullcontext():
+                    training.step(torch.full((3, 4), 1.0 + step, dtype=torch.float64))
+                if step == 2:
+                    optimizer.zero_grad()
+                else:
+                    assert optimizer.param_groups[0]["lr"] == rate
+        ends.append(model.weight.detach().clone())
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=0)
+
+
+def test_a_schedule_within_the_step_is_refused() -> None:
+    """A hook of the optimizer's, from before, would have its rate taken back."""
+    model = nn.Linear(4, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    schedule = StepLR(optimizer, 1, 0.5)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    with Training(model, optimizer, lr_scale=SCALE) as training, pytest.raises(ConfigError, match=r"within optimizer\.step"):
+        training.step(torch.ones(3, 4, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 from planted_ways import DILOCO, LOCAL, planted, searched, step_s
+from tuner_fakes import FakeRunner
 
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
-from tuner.learning import Arrival
-from tuner.space import name_of
+from fleetbench.workload import LrDecay
+from real.leg import Leg
+from tuner.learning import Arrival, and_stays, by_virtual_trainers
+from tuner.search import search
+from tuner.space import name_of, search_space
+from tuner.tune import tune
 from tuner.ways import over_seeds, price_ways
 
 
@@ -48,7 +53,7 @@ def test_the_best_ways_and_the_default_have_their_learning_rate_searched(tmp_pat
     assert [ways.seconds(tried) for tried in best] == pytest.approx([80 * 0.01225, 60 * 0.019, 100 * 0.019])
     numbers = [tried.trial.number for tried in (*found.tried, *ways.others)]
     assert numbers == list(range(len(numbers)))
-    said = "lr_scale = 0.25 alone takes 60 (60 to 60) steps, the default 100 (100 to 100) (virtual trainers, 1 seed)"
+    said = "lr_scale = 0.25 alone brings 1.67x (60 (60 to 60) steps, the default 100 (100 to 100); virtual trainers, 1 seed)"
     assert ways.said_beside(LOCAL) == said
     assert ways.said_beside(DistributedStrategy(lr_scale=0.25)) is None
     ways = over_seeds(experiment, ways, [LOCAL], lambda *_: Arrival(95.0), tmp_path, range(7, 9), limit_s=30.0)
@@ -77,7 +82,7 @@ def test_rates_further_off_are_tried_where_nothing_arrives(tmp_path: Path) -> No
     ways = price_ways(experiment, found, step_s, lambda one, _: Arrival(30.0) if one.strategy.lr_scale == 0.125 else None, tmp_path)
     (first, _) = found.best(2, ways.others, ways.seconds)
     assert first.strategy.lr_scale == 0.125
-    said = "lr_scale = 0.125 alone takes 30 (30 to 30) steps, the default never (virtual trainers, 1 seed)"
+    said = "lr_scale = 0.125 alone brings the target (30 (30 to 30) steps, the default never; virtual trainers, 1 seed)"
     assert ways.said_beside(LOCAL) == said
 
 
@@ -144,3 +149,74 @@ def test_the_best_local_steps_are_refined(tmp_path: Path) -> None:
     plain, found = searched(tmp_path / "plain", diloco=False)
     price_ways(plain, found, faster, learn, tmp_path / "plain")
     assert not any("optimizer" in name or "fragments" in name for name in asked)
+
+
+def test_a_rate_that_loses_the_target_again_does_not_arrive() -> None:
+    """Eight times the rate, and momentum: at the target after 60 steps, and above it after 320, when the default arrives."""
+    workload = {"model": "digits_mlp", "batch_size": 16, "steps": 400, "eval_every": 20, "lr": 0.05, "target_loss": 0.4}
+    experiment = Experiment.from_dict({"name": "high", "workload": workload, "cluster": {"trainers_per_node": 2}})
+    high = experiment.replace(strategy=DILOCO.replace(lr_scale=8.0, localsgd_configs={"outer_lr": 1.0}))
+    stays = and_stays(by_virtual_trainers, 320)
+    assert by_virtual_trainers(high, 600.0) is not None
+    assert stays(high, 600.0) is None
+    assert by_virtual_trainers(experiment, 600.0) == stays(experiment, 600.0) is not None
+    assert and_stays(planted, 320) is planted
+
+
+def test_a_tuning_that_ran_out_of_time_begins_no_training_when_it_is_taken_up_again(tmp_path: Path) -> None:
+    """Time passes in the fourth training: what the default's climb left out is not tried later, and the finalists are the same."""
+    experiment, found = searched(tmp_path, lr_scale=())
+    asked: list[str] = []
+
+    def slow(one: Experiment, limit_s: float) -> Arrival | None:
+        if len(asked) == 3:
+            raise TimeoutError
+        asked.append(name_of(one.strategy))
+        return planted(one, limit_s)
+
+    first = price_ways(experiment, found, step_s, slow, tmp_path)
+    assert asked == ["synchronous", "synchronous at 2 times the learning rate", "synchronous at 4 times the learning rate"]
+    again = price_ways(experiment, found, step_s, lambda *_: pytest.fail("trained"), tmp_path)
+    assert found.best(3, again.others, again.seconds) == found.best(3, first.others, first.seconds)
+    assert again.notes == first.notes
+
+
+def test_legs_run_at_the_experiments_rate_and_runs_to_the_target_at_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate moves no clock, and one that is too high would leave the living script with no loss. The verdict says what it brings alone."""
+    experiment = searched(tmp_path, lr_scale=(1.0, 2.0), pairs=8)[0]
+    monkeypatch.setattr("tuner.ways.REFINED", ())
+    monkeypatch.setattr("tuner.tune.by_virtual_trainers", planted)
+
+    def updates(leg: Leg) -> float:
+        arrival = planted(experiment.replace(strategy=leg.strategy), 0.0)
+        return 400.0 if arrival is None else arrival.steps + 0.01 * (leg.seed or 0)
+
+    runner = FakeRunner(experiment, step_s, updates=updates)
+    ran, _ = tune(experiment, out=tmp_path / "runs", runner=runner)
+    assert ran.strategy.lr_scale == 2
+    assert {leg.strategy.lr_scale for leg in runner.legs if not leg.evaluate} == {1.0}
+    assert {leg.strategy.lr_scale for leg in runner.legs if leg.evaluate} == {1.0, 2.0}
+    assert ran.line.endswith(
+        "lr_scale = 2 alone brings 2.00x (50 (50 to 50) steps, the default 100 (100 to 100); virtual trainers, 16 seeds)"
+    )
+    assert ran.arms[-1].paced_by is None or ran.arms[-1].paced_by.lr_scale == 1
+
+
+def test_a_script_tries_the_rates_of_the_file_with_its_own_strategy_and_the_fastest_local_steps(tmp_path: Path) -> None:
+    """Each once, and none without the file's word."""
+    experiment, found = searched(tmp_path, lr_scale=(2.0, 1.0, 2.0), diloco=False)
+    script = experiment.replace(run=replace(experiment.run, launcher="command"))
+    tried = [one.strategy for one in price_ways(script, found, step_s, None, tmp_path).others]
+    assert [(one.local_steps, one.lr_scale) for one in tried] == [(1, 2.0), (16, 2.0)]
+    silent = script.replace(tune=replace(script.tune, lr_scale=()))
+    assert price_ways(silent, found, step_s, None, tmp_path).others == ()
+
+
+def test_local_steps_that_fleet_advises_late_are_one_way(tmp_path: Path) -> None:
+    """K = 4 from the first decay of the rate, by the advice and from the search: what both are is trained and named once."""
+    experiment, _ = searched(tmp_path, diloco=False, gradient_merge=(1,), local_steps=(1, 4), adaptive=True)
+    experiment = experiment.replace(workload=replace(experiment.workload, lr_decay=(LrDecay(step=20, factor=0.5),)))
+    late = LOCAL.replace(localsgd_configs=replace(LOCAL.localsgd_configs, begin_step=20))
+    found = search(experiment, search_space(experiment), late, out=tmp_path / "late", step_s=step_s)
+    ways = price_ways(experiment, found, step_s, planted, tmp_path / "late")
+    assert sum("K = 4 from step 20:" in note for note in ways.notes if "timed" in note) == 1

@@ -57,8 +57,8 @@ class Ranking:
 
     def with_ways(self, count: int) -> list[DistributedStrategy]:
         """The strategies, the best of each of the first ``count`` priced ways of training before others."""
-        leaders = dict.fromkeys(way_of(strategy) for strategy in self.step_s)
-        best = [next(one for one in self.step_s if way_of(one) == way) for way in leaders] if self.ways.updates else []
+        leaders = {way_of(strategy.replace(lr_scale=1.0)): strategy for strategy in reversed(self.step_s)}
+        best = [strategy for strategy in self.step_s if strategy in leaders.values()] if self.ways.updates else []
         return list(dict.fromkeys([*best[:count], *self.step_s]))
 
     def telling(self, count: int) -> list[DistributedStrategy]:
