@@ -159,8 +159,6 @@ class RealRuns:
 
     def _has_room(self, leg: Leg, starts: int = 1) -> bool:
         budget_s, _ = budget_of(self.experiment)
-        if math.isinf(budget_s):
-            return True
         steps = self._expected_steps(leg.steps) if leg.ends_at_target else leg.steps
         ahead_s = self.experiment.cluster.trainers * ((steps + leg.warmup_steps) * self.step_s + starts * self.runner.startup_s)
         return self.spent_s + ahead_s <= budget_s

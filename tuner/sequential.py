@@ -15,7 +15,6 @@ Medicine 27), on either side by itself.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,9 +89,8 @@ def paired_speedup(default_s: Sequence[float], finalist_s: Sequence[float], conf
 
 def looks(limit: int) -> tuple[int, ...]:
     """After how many pairs a verdict is looked for, where there are ``limit`` at most: 4, 6, 8, 12, 16, 24, ... and ``limit``."""
-    doubled = itertools.takewhile(lambda number: number < limit, (_FIRST_LOOK << k for k in itertools.count()))
-    between = itertools.takewhile(lambda number: number < limit, (3 * _FIRST_LOOK // 2 << k for k in itertools.count()))
-    return (*sorted([*doubled, *between]), limit)
+    doubled = sorted(first << k for first in (_FIRST_LOOK, 3 * _FIRST_LOOK // 2) for k in range(limit.bit_length()))
+    return (*(number for number in doubled if number < limit), limit)
 
 
 def spent(pairs: int, limit: int) -> float:
