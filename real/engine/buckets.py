@@ -58,8 +58,6 @@ class GradientBucket:
         self.merged = 0
         """Steps in the sum."""
         self._numel = bucket.numel
-        self._sum: torch.Tensor | None = None
-        self._sum_views: list[torch.Tensor] = []
 
     @cached_property
     def buffer(self) -> torch.Tensor:
@@ -77,6 +75,14 @@ class GradientBucket:
         """Each parameter's part of the buffer."""
         return views_of(self.buffer, self.parameters)
 
+    @cached_property
+    def _sum(self) -> torch.Tensor:
+        return torch.zeros_like(self.buffer, dtype=_SUM_DTYPES.get(self.buffer.dtype, self.buffer.dtype))
+
+    @cached_property
+    def _sum_views(self) -> list[torch.Tensor]:
+        return views_of(self._sum, self.parameters)
+
     @torch.no_grad()
     def pack(self) -> None:
         """Let the gradients live in the buffer; a parameter that has none gets zeros."""
@@ -90,17 +96,16 @@ class GradientBucket:
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the step's gradients to the sum; they stay where they are."""
-        total = self._make_sum()
         gradients = [parameter.grad for parameter in self.parameters]
         if self.merged == 0 and any(gradient is None for gradient in gradients):
-            total.zero_()
+            self._sum.zero_()
         _put(copy_all if self.merged == 0 else torch._foreach_add_, zip(self._sum_views, gradients, strict=True))
         self.merged += 1
 
     @torch.no_grad()
     def release(self, divisor: int) -> None:
         """Make the sum over ``divisor`` the gradient, and begin a new sum."""
-        assert self._sum is not None
+        assert self.merged, "there is a sum"
         torch.div(self._sum, divisor, out=self.buffer)
         for view, parameter in zip(self.views, self.parameters, strict=True):
             parameter.grad = view
@@ -118,16 +123,8 @@ class GradientBucket:
     @torch.no_grad()
     def resume(self, sums: Sequence[torch.Tensor], merged: int) -> None:
         """Go on with a sum of ``merged`` steps."""
-        self._make_sum()
         copy_all(self._sum_views, list(sums))
         self.merged = merged
-
-    def _make_sum(self) -> torch.Tensor:
-        if self._sum is None:
-            dtype = _SUM_DTYPES.get(self.buffer.dtype, self.buffer.dtype)
-            self._sum = torch.zeros_like(self.buffer, dtype=dtype)
-            self._sum_views = views_of(self._sum, self.parameters)
-        return self._sum
 
 
 class DeltaBucket:

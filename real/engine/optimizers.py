@@ -256,10 +256,8 @@ def state_slots(optimizer: Optimizer) -> tuple[str, ...]:
     for an optimizer that has no state by parameter, or that cannot step such a parameter.
     """
     slots: set[str] = set()
-    for group in optimizer.param_groups:
-        like = next((parameter for parameter in group["params"]), None)
-        if like is None:
-            continue
+    for group in [group for group in optimizer.param_groups if group["params"]]:
+        like = group["params"][0]
         probe = nn.Parameter(torch.ones((2, 3), dtype=like.dtype, device=like.device))
         probe.grad = torch.ones_like(probe)
         states: defaultdict[nn.Parameter, State] = defaultdict(dict)
