@@ -25,7 +25,6 @@ from tuner.study import open_study
 
 Progress = Callable[[int, int], None]
 Way = tuple[object, ...]
-"""See ``way_of``."""
 Reached = tuple[float, ...]
 """An ``Arrival``; or after how many steps, one number, a training was over that had not arrived; empty: after all of them."""
 _LEARNT = "trainings to the target"
@@ -88,28 +87,19 @@ class Trainings:
     tell: Progress
     names: dict[Way, str] = field(default_factory=dict)
     """Of ways that were to be trained."""
-    expected: int = 0
-    """How many these may become."""
     arrivals: dict[Way, Arrival | None] = field(default_factory=dict)
     """None of one that does not arrive. Ways that are refused, or that there was no time for, are missing."""
     ends: dict[Way, int] = field(default_factory=dict)
     """After how many steps those that did not arrive were over."""
     refused: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    """What else there was no time for."""
     whose: str = ""
     """Of ``learn``, in keys."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether there is no time left."""
-        return time.process_time() >= self.end
 
     def steps(self, strategy: DistributedStrategy, most: float = math.inf) -> float | None:
         """To the target; none where it does not arrive, or is not known to. It may be over after so many steps."""
         self.names.setdefault(way := way_of(strategy), name_of(strategy))
         if way not in self.arrivals:
-            self.tell(len(self.arrivals), max(self.expected, len(self.names)))
+            self.tell(len(self.arrivals), len(self.names))
             if (reached := self._reached(way, strategy, most)) is not None:
                 self.arrivals[way] = Arrival(*reached) if len(reached) > 1 else None
         arrival = self.arrivals.get(way)
@@ -126,20 +116,13 @@ class Trainings:
         for outwards in ([rate for rate in wanted if rate > own], [rate for rate in reversed(wanted) if rate < own]):
             for rate in outwards if least == first else ():
                 steps = self.steps(scaled := strategy.replace(lr_scale=rate), math.inf if least is None else least)
-                if self.has_left(scaled, f"other learning rates of {name_of(strategy)}"):
+                if way_of(scaled) not in self.arrivals:  # no time
                     return found
                 found += [scaled] if steps is not None else []
                 if least is not None and (steps is None or steps >= least):
                     break
                 least = steps
         return found
-
-    def has_left(self, strategy: DistributedStrategy, what: str) -> bool:
-        """Whether there was no time for its way, which stands for all ``what`` then."""
-        if not self.is_over or (way := way_of(strategy)) in self.arrivals:
-            return False
-        self.left += [what] if self.names.pop(way, None) is not None else []
-        return True
 
     def _reached(self, way: Way, strategy: DistributedStrategy, most: float) -> Reached | None:
         """On the experiment's wire, and without a hierarchy, in which sums have another order and ways no other name."""
@@ -149,7 +132,8 @@ class Trainings:
         wire = {"fp16_allreduce": base.fp16_allreduce, "bf16_allreduce": base.bf16_allreduce}
         try:
             whole = self.seeded.replace(strategy=strategy.replace(**wire, **_FLAT))
-            key, left_s = _key(whole) + self.whose, self.end - time.process_time()
+            learnt = key_of(whole) if not served else whole.digest()  # with servers the clock is part of it
+            key, left_s = f"{learnt} to {workload.target_loss}{self.whose}", self.end - time.process_time()
             known = self.kept.get(key)
             if known is not None and (len(known) != 1 or known[0] >= self.ends[way]):
                 self.ends[way] = round(known[0]) if len(known) == 1 else workload.steps
@@ -166,12 +150,6 @@ class Trainings:
             self.end = 0.0
             return None
         return self.kept[key]
-
-
-def _key(experiment: Experiment) -> str:
-    """Of all that the steps to the target depend on, among it the seed. Raises ``ConfigError`` for what virtual trainers do not execute."""
-    learnt = key_of(experiment) if experiment.strategy.mode != "ps" else experiment.digest()  # with servers the clock is part of it
-    return f"{learnt} to {experiment.workload.target_loss}"
 
 
 @contextmanager
@@ -193,5 +171,5 @@ def trainings(
             yield found
         finally:
             study.set_user_attr(_LEARNT, found.kept)
-            study.set_user_attr(over, found.is_over)
+            study.set_user_attr(over, time.process_time() >= found.end)
     found.tell(len(found.names), len(found.names))

@@ -156,7 +156,9 @@ def price_ways(
         return _of_script(experiment, found, step_s)
     if learn is None or workload.target_loss is None or workload.model == LAYERS or run.device == "emulated":
         return Ways()
-    if (least_s := _least_s(experiment)) > experiment.tune.search_seconds and not (run.device == "cuda" and _has_gpu()):
+    import torch  # which a search without a target does not need
+
+    if (least_s := _least_s(experiment)) > experiment.tune.search_seconds and not (run.device == "cuda" and torch.cuda.is_available()):
         large = (
             f"virtual trainers are not asked: to the target they would take about {least_s:.3g} s of one core or more (tune.search_seconds)"
         )
@@ -173,7 +175,6 @@ def price_ways(
     varying = _varying(experiment, leaders)
     with trainings(experiment, out, learn, known or {}, experiment.tune.search_seconds, "one seed", progress) as trained:
         trained.seeded, trained.refused = seeded, refused
-        trained.expected = len(tried) + len(varying)
         scaled, rate = _train(tried, varying, trained, experiment.tune)
         refined = _refined(scaled, trained, step_s) if experiment.tune.diloco else []
     varying = [one.replace(lr_scale=rate) for one in varying]
@@ -245,7 +246,7 @@ def _refined(scaled: Sequence[tuple[Tried, list[DistributedStrategy]]], trained:
         except ConfigError:  # rounds too short for it
             continue
         steps = trained.steps(other, least_s / other_s)
-        if trained.has_left(other, f"other outer rates, and fragments, of {name_of(best.strategy)}"):
+        if way_of(other) not in trained.arrivals:  # no time
             break
         if steps is not None and steps * other_s < least_s:
             least_s, strategy = steps * other_s, other
@@ -322,12 +323,6 @@ def _in_words(steps: Sequence[float | None]) -> str:
         return "never"
     some = "" if len(arrived) == len(steps) else f", {len(arrived)} of {len(steps)} arrive"
     return f"{statistics.fmean(arrived):.0f} ({min(arrived):.0f} to {max(arrived):.0f}{some})"
-
-
-def _has_gpu() -> bool:
-    import torch  # which a search without a target does not need
-
-    return torch.cuda.is_available()
 
 
 def _least_s(experiment: Experiment) -> float:
@@ -434,7 +429,7 @@ def _notes(trained: Trainings) -> list[str]:
     said = [f"{names[way]}: {ends[way] if one is None else f'{one.steps:.0f}'}" for way, one in trained.arrivals.items()]
     notes = [f"steps to loss {workload.target_loss:g}, by virtual trainers of seed {run.seed}: {', '.join(said)}"] if said else []
     refused = [name for name in names.values() if any(f"not train {name}:" in note for note in trained.refused)]
-    left = [name for way, name in names.items() if way not in trained.arrivals and name not in refused] + trained.left
+    left = [name for way, name in names.items() if way not in trained.arrivals and name not in refused]
     if left:
         seconds = f"tune.search_seconds = {trained.seeded.tune.search_seconds:g}"
         notes.append(f"not compared, for {seconds} had no time to train them (raise it): {', '.join(left)}")

@@ -291,9 +291,7 @@ class Engine:
         return run
 
     def _forward_begins(self) -> None:
-        if self._num_stepping:  # the optimizer's step has raised, and the loop goes on
-            self._num_stepping = 0
-            self.executor.abandon_update()
+        self._num_stepping = 0  # the optimizer's step may have raised, and the loop goes on
         refuse_unfinished(self._phase, self.communicators.rank)
         if not torch.is_grad_enabled() or not self.model.training:
             return

@@ -24,7 +24,7 @@ from real.communication.lanes import Flight, InlineLane, Joined, Lane, Started, 
 from real.compute.mixed_precision import own_gradients, unscale
 from real.compute.recompute import hold_statistics
 from real.engine.buckets import BufferAverage, DeltaBucket, Storage, Transfer
-from real.engine.optimizers import OptimizerControl
+from real.engine.optimizers import OptimizerControl, step_some
 from real.engine.refusals import refuse_apart
 from real.engine.sparse import SparseBucket, gather_rows
 from real.engine.stopwatch import Stopwatch
@@ -240,11 +240,6 @@ class Executor:
         if self._control is not None:
             self._control.begin(updates=self._updates_now)
 
-    def abandon_update(self) -> None:
-        """The user's optimizer has not stepped to its end: it is as it was before."""
-        if self._control is not None:
-            self._control.end(updates=self._updates_now)
-
     def end_update(self) -> None:
         """The user's optimizer has stepped: run what was decided after the update."""
         if self._control is not None:
@@ -350,12 +345,12 @@ class Executor:
     def _update_bucket(self, operation: Operation, bucket: int) -> None:
         if not operation.after:
             self.storage.gradients[bucket].pack()
-        gradients, control = self.storage.gradients[bucket], self._controlled()
+        gradients, optimizer = self.storage.gradients[bucket], self._controlled().optimizer
 
         def run() -> None:
             if isinstance(gradients, SparseBucket) and operation.after:
                 gradients.finish()
-            control.step_bucket(bucket)
+            step_some(optimizer, self.storage.parameters[bucket], self.combination.lr_scale)
 
         lane = self._inline or self._communicators.update_lane
         self._updates.append(lane.submit(run, self._after(operation)))

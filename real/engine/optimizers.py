@@ -69,6 +69,8 @@ class OptimizerControl:
     def begin(self, *, updates: bool) -> None:
         """The user's optimizer is about to step; where it must not, it finds nothing to do."""
         self._refuse_foreign()
+        if self._restore is not None:  # the last step has raised
+            self._restore()
         self._restore = scale_rates(self.optimizer, self._lr_scale) if updates else hide(self._parameters.values())
         if updates and self._fused is not None:
             self._fused.begin()
@@ -86,10 +88,6 @@ class OptimizerControl:
         self.begin(updates=True)
         step_some(self.optimizer, self._parameters.values())
         self.end(updates=True)
-
-    def step_bucket(self, bucket: int) -> None:
-        """Update a bucket's parameters, in the backward."""
-        step_some(self.optimizer, self._storage.parameters[bucket], self._lr_scale)
 
     def state(self, bucket: int) -> list[torch.Tensor]:
         """The averaged state of a bucket's parameters, one tensor a slot and parameter."""
