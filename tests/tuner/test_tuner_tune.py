@@ -143,6 +143,8 @@ def test_a_worker_that_dies_leaves_no_recommendation(tmp_path: Path) -> None:
     experiment = layers_experiment()
 
     class Dying:
+        startup_s = 0.0
+
         def run(self, leg: Leg) -> None:
             raise WorkerFailed("died", f"rank 1 in a leg of {leg.steps} steps")
 
