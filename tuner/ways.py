@@ -285,18 +285,19 @@ def over_seeds(
 ) -> Ways:
     """The ways of the strategies, and the default's, trained with as many of the seeds as all of them had time for in ``limit_s``.
 
-    A way that has lost the target again when the default gets there does not arrive.
+    A way that has lost the target again when the default gets there does not arrive; the best are trained at the experiment's rate, too,
+    for such as that.
 
     Of others, with a seed each, nothing is known any more: the luckiest of them would overtake what several seeds say.
     """
     if not ways.updates:
         return ways
-    of_ways = {way_of(strategy): strategy for strategy in filter(None, (experiment.strategy, *strategies, ways.rated))}
+    tell, at_own = progress or (lambda *_: None), [one.replace(lr_scale=ways.lr_scale) for one in strategies[: experiment.tune.finalists]]
+    of_ways = {way_of(strategy): strategy for strategy in filter(None, (experiment.strategy, *strategies, *at_own, ways.rated))}
     updates: dict[Way, tuple[float | None, ...]] = dict.fromkeys(of_ways, ())
     with trainings(experiment, out, learn, ways.learnt, limit_s, "other seeds") as trained:
         for number, seed in enumerate(seeds):
-            if progress is not None:
-                progress(number, len(seeds))
+            tell(number, len(seeds))
             trained.seeded, trained.arrivals = experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)), {}
             trained.learn, trained.whose = learn, ""
             least = math.ceil(trained.steps(experiment.strategy) or experiment.workload.steps)
@@ -305,8 +306,7 @@ def over_seeds(
             if len(trained.arrivals) < len(of_ways):
                 break
             updates = {way: (*updates[way], one) for way, one in zip(of_ways, steps, strict=True)}
-    if progress is not None:
-        progress(len(updates[ways.own]), len(updates[ways.own]))
+    tell(len(updates[ways.own]), len(updates[ways.own]))
     if not updates[ways.own]:
         return ways
     said = [f"{name_of(of_ways[way])}: {_in_words(each)}" for way, each in updates.items()]

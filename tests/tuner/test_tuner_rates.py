@@ -15,7 +15,7 @@ from fleetbench.workload import LrDecay
 from real.leg import Leg
 from tuner.learning import Arrival, and_stays, by_virtual_trainers
 from tuner.search import search
-from tuner.space import name_of, search_space
+from tuner.space import name_of, search_space, way_of
 from tuner.tune import tune
 from tuner.ways import over_seeds, price_ways
 
@@ -220,3 +220,19 @@ def test_local_steps_that_fleet_advises_late_are_one_way(tmp_path: Path) -> None
     found = search(experiment, search_space(experiment), late, out=tmp_path / "late", step_s=step_s)
     ways = price_ways(experiment, found, step_s, planted, tmp_path / "late")
     assert sum("K = 4 from step 20:" in note for note in ways.notes if "timed" in note) == 1
+
+
+def test_a_way_whose_best_rate_fails_with_other_seeds_stays_at_the_experiments_rate(tmp_path: Path) -> None:
+    """K = 4 takes 55 steps at twice the rate with the first seed and never arrives with the second, where the experiment's rate does."""
+    experiment, found = searched(tmp_path, lr_scale=(1.0, 2.0), diloco=False, gradient_merge=(1,))
+
+    def learn(one: Experiment, limit_s: float) -> Arrival | None:
+        return None if one.strategy.lr_scale > 1 and one.run.seed and one.strategy.localsgd else planted(one, limit_s)
+
+    ways = price_ways(experiment, found, step_s, learn, tmp_path)
+    (first, *_) = best = found.best(3, ways.others, ways.seconds)
+    assert (first.strategy.local_steps, first.strategy.lr_scale) == (4, 2.0)
+    ways = over_seeds(experiment, ways, [one.strategy for one in best], learn, tmp_path, range(2), limit_s=30.0)
+    assert not ways.arrives(first.strategy)
+    assert ways.updates[way_of(LOCAL)] == (110.0, 110.0)
+    assert ("K = 4", 1.0) in [(name_of(one.strategy), one.strategy.lr_scale) for one in found.best(3, ways.others, ways.seconds)]
