@@ -285,14 +285,14 @@ def over_seeds(
 ) -> Ways:
     """The ways of the strategies, and the default's, trained with as many of the seeds as all of them had time for in ``limit_s``.
 
-    A way that has lost the target again when the default gets there does not arrive; the best are trained at the experiment's rate, too,
-    for such as that.
+    A way that has lost the target again when the default gets there does not arrive; all are trained at the experiment's rate, too, for
+    such as that.
 
     Of others, with a seed each, nothing is known any more: the luckiest of them would overtake what several seeds say.
     """
     if not ways.updates:
         return ways
-    tell, at_own = progress or (lambda *_: None), [one.replace(lr_scale=ways.lr_scale) for one in strategies[: experiment.tune.finalists]]
+    tell, at_own = progress or (lambda *_: None), [one.replace(lr_scale=ways.lr_scale) for one in strategies]
     of_ways = {way_of(strategy): strategy for strategy in filter(None, (experiment.strategy, *strategies, *at_own, ways.rated))}
     updates: dict[Way, tuple[float | None, ...]] = dict.fromkeys(of_ways, ())
     with trainings(experiment, out, learn, ways.learnt, limit_s, "other seeds") as trained:
