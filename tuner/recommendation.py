@@ -48,6 +48,13 @@ class TargetCheck(Config):
         noises = [pair for one, another, *pair in runs if one is not None and another is not None]
         return math.hypot(*(math.inf if noise is None else noise for noise in (noises[0] if noises else [])))
 
+    def lost_beside(self, default: TargetCheck, target: float | None) -> str | None:
+        """Says so where its first run went on after the target, and lost it again, unlike the default's."""
+        if None in (target, self.final_loss, default.final_loss) or not default.final_loss <= target < self.final_loss:  # type: ignore[operator]
+            return None
+        ends = f"it ends at {self.final_loss:.3g}, the default at {default.final_loss:.3g}"
+        return f"reaches the target loss {target:g} and loses it again: {ends}"
+
     def with_run(
         self, updates: float | None, final_loss: float | None, steps: int, metric: float | None = None, noise: float | None = 0.0
     ) -> TargetCheck:

@@ -422,14 +422,6 @@ class _Verifier:
             return None
         return f"reaches the target loss {target:g} in {own.num_reached} of {counted(len(own.updates), 'run')}, the default in {num}"
 
-    def _lost(self, name: str) -> str | None:
-        """Says so where its run went on after the target, and lost it again, unlike the default's."""
-        own, default, target = self.arms[name].target, self.arms[DEFAULT].target, self.experiment.workload.target_loss
-        ends = [None if one is None else one.final_loss for one in (own, default)]
-        if target is None or ends[0] is None or ends[1] is None or not ends[1] <= target < ends[0]:
-            return None
-        return f"reaches the target loss {target:g} and loses it again: it ends at {ends[0]:.3g}, the default at {ends[1]:.3g}"
-
     def _seldom(self, name: str) -> str | None:
         """Says so where the default never arrived, and the arm in no more than half of its runs."""
         own, target = self.ways[self._way(name)], self.experiment.workload.target_loss
@@ -467,7 +459,8 @@ class _Verifier:
         if self._way(name) == self._way(DEFAULT):
             self.notes.append(f"{name} trains step for step like the default: its gain to the target is that of its steps")
             return None
-        if (worse := self._misses_more(name) or self._lost(name) or self._seldom(name) or self._falls(name)) is not None:
+        lost = arm.target.lost_beside(default.target, target)
+        if (worse := self._misses_more(name) or lost or self._seldom(name) or self._falls(name)) is not None:
             return worse
         updates, took = self._updates(name), "" if arm.target.time_s is None else f" in {arm.target.time_s:.3g} s"
         if updates is not None and updates.mean - math.log(self.ratios[name]) < 0:

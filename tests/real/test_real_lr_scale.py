@@ -51,7 +51,7 @@ def trained(optimizer: str, rate: float, **fields: Any) -> tuple[list[torch.Tens
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_an_optimizer_with_so_many_times_the_rate(case: str, optimizer: str) -> None:
-    """Bit for bit; the schedule and the groups know nothing of it."""
+    """To rounding; the schedule and the groups know nothing of it."""
     scaled, rates = trained(optimizer, RATE, lr_scale=SCALE, **CASES[case])
     plain, _ = trained(optimizer, RATE * SCALE, **CASES[case])
     own, own_rates = trained(optimizer, RATE, **CASES[case])

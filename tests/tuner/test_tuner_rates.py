@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from planted_ways import DILOCO, LOCAL, planted, searched, step_s
-from tuner_fakes import FakeRunner
+from tuner_fakes import FakeRunner, FakeSimulate
 
 from fleetbench.experiment import Experiment
+from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LrDecay
 from real.leg import Leg
@@ -236,3 +237,20 @@ def test_a_way_whose_best_rate_fails_with_other_seeds_stays_at_the_experiments_r
     assert not ways.arrives(first.strategy)
     assert ways.updates[way_of(LOCAL)] == (110.0, 110.0)
     assert ("K = 4", 1.0) in [(name_of(one.strategy), one.strategy.lr_scale) for one in found.best(3, ways.others, ways.seconds)]
+
+
+def test_a_run_that_ends_above_the_target_again_is_rejected(tmp_path: Path) -> None:
+    """As a script's may, which trains on: local steps are at the target sooner, and end at 0.9 where the default ends at 0.4."""
+
+    class Losing(FakeRunner):
+        def run(self, leg: Leg) -> RunResult:
+            found = super().run(leg)
+            lost = leg.evaluate and leg.strategy.localsgd
+            return replace(found, summary=replace(found.summary, final_loss=0.9)) if lost else found
+
+    experiment = searched(tmp_path, pairs=8, local_steps=(1, 4))[0]
+    runner = Losing(experiment, step_s, updates=lambda _: 100.0)
+    ran, _ = tune(experiment, out=tmp_path / "runs", runner=runner, simulate=FakeSimulate(step_s))
+    assert not ran.strategy.localsgd
+    local = next(arm for arm in ran.arms if arm.strategy.localsgd)
+    assert local.rejected == "reaches the target loss 0.5 and loses it again: it ends at 0.9, the default at 0.4"
