@@ -41,14 +41,22 @@ STRATEGIES: dict[str, dict[str, object]] = {
         "strategy.localsgd": True,
         "strategy.localsgd_configs": '{ k_steps = 4, outer_lr = 0.7, outer_momentum = 0.9, outer_wire = "int8" }',
     },
+    "half the learning rate": {"strategy.lr_scale": 0.5},
+    "twice the learning rate, Adam, outer optimizer": {
+        "workload.optimizer": "adam",
+        "workload.lr": 0.001,
+        "strategy.lr_scale": 2.0,
+        "strategy.localsgd": True,
+        "strategy.localsgd_configs": "{ k_steps = 4, outer_lr = 0.7, outer_momentum = 0.9 }",
+    },
     "gradient merge": {"strategy.gradient_merge": True, "strategy.gradient_merge_configs.k_steps": 2},
     "compiled blocks": {"strategy.build_strategy.fuse_elewise_add_act_ops": True},
     "asynchronous servers": {"strategy.mode": "ps", "strategy.a_sync": True, "cluster.servers": 1, "cluster.trainers_per_node": 1},
     "settings of the device": {"strategy.cudnn_exhaustive_search": True, "strategy.fraction_of_gpu_memory_to_use": 0.05},
 }
 """Keys by the name of what they ask for; trained on the device and on the CPU."""
-GPT = ("--width", "128", "--layers", "4", "--length", "64", "--batch", "16")
-"""Of ``examples/gpt.py``."""
+GPT = ("--width", "128", "--layers", "4", "--length", "64", "--batch", "16", "--lr", "5e-4")
+"""Of ``examples/gpt.py``; the learning rate is low."""
 RESNET = {"workload.model": "resnet50", "workload.data": "synthetic", "workload.optimizer": "momentum", "workload.lr": 0.01}
 
 
@@ -166,10 +174,11 @@ def script(ground: Ground) -> Any:
         "tune.finalists=1",
         "tune.leg_steps=20",
         "tune.local_steps=[1, 8]",
+        "tune.lr_scale=[2, 4]",
         "tune.diloco=false",
         "tune.pairs=6",
         "tune.budget_minutes=5",
-        "workload.target_loss=2.6",
+        "workload.target_loss=2.5",
         "workload.steps=400",
     )
     given = [part for one in sets for part in ("--set", one)]
@@ -219,7 +228,7 @@ def _final_loss(ground: Ground, keys: Mapping[str, object], device: str, number:
 
 def strategies(ground: Ground) -> Any:
     """The loss at the end of real runs, on the device and on the CPU, which take the same batches from the same parameters."""
-    with ThreadPoolExecutor(12) as pool:
+    with ThreadPoolExecutor(14) as pool:
         losses = {
             name: [pool.submit(_final_loss, ground, keys, device, number) for device in (ground.device, "cpu")]
             for number, (name, keys) in enumerate(STRATEGIES.items())

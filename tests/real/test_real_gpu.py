@@ -20,6 +20,7 @@ from real.communication.clocks import CudaClock
 from real.compute.compute import apply_device_settings
 from real.compute.injector import delay_of
 from real.engine.engine import Engine
+from real.engine.optimizers import scale_rates
 from sim.learning.virtual_training import VirtualTraining
 
 pytestmark = pytest.mark.gpu
@@ -133,8 +134,33 @@ def test_an_outer_optimizer_on_the_host_steps_as_one_on_the_device(tmp_path: Pat
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}], ids=["plain", "capturable", "fused"])
+def test_a_scaled_learning_rate_on_the_device_is_that_of_an_optimizer_that_has_it(options: dict[str, bool]) -> None:
+    """Adam, its rate a number, or, where torch takes that, a tensor on the device; which is the script's own again after each step."""
+
+    def train(lr: float | torch.Tensor, lr_scale: float) -> torch.Tensor:
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(100, 30, device=device()))
+        own = lr.to(device()) if isinstance(lr, torch.Tensor) else lr
+        optimizer = torch.optim.Adam([parameter], lr=own, **options)
+        for _ in range(5):
+            parameter.grad = parameter.detach().sin()
+            restore = scale_rates(optimizer, lr_scale)
+            optimizer.step()
+            restore()
+            assert optimizer.param_groups[0]["lr"] is own
+        return parameter.detach().cpu()
+
+    for rate in (0.01, *([torch.tensor(0.01)] if options else [])):
+        torch.testing.assert_close(train(rate, 0.5), train(rate / 2, 1.0), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("way", ["loop", "graph"])
-@pytest.mark.parametrize("strategy", [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 4, "outer_lr": 0.7}}], ids=["all", "local"])
+@pytest.mark.parametrize(
+    "strategy",
+    [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 4, "outer_lr": 0.7}}, {"lr_scale": 2.0}],
+    ids=["all", "local", "rate"],
+)
 def test_virtual_trainers_learn_on_the_device_what_they_learn_on_the_cpu(tmp_path: Path, way: str, strategy: dict[str, object]) -> None:
     """In float64, up to the order of sums: parameters, and the held-out loss."""
     workload = {"model": "digits_cnn", "dtype": "float64", "batch_size": 4, "steps": 12, "eval_every": 6, "optimizer": "adam", "lr": 0.01}
