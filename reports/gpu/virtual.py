@@ -113,11 +113,11 @@ def speed() -> list[dict[str, Any]]:
     plan = (("digits_cnn", 8, 40, 100), ("digits_cnn", 128, 8, 100), ("gpt 4x256, 8 x 128", 8, 3, 20), ("resnet50, 8 x 64 x 64", 8, 2, 20))
     for name, trainers, on_core, on_device in plan:
         for way, device, steps in (("loop", "cpu", on_core), ("loop", "cuda", on_device), ("graph", "cuda", on_device)):
-            print(f"{name}, {trainers} trainers: {way} on {device}", file=sys.stderr, flush=True)
             try:
                 rows.append({"workload": name, **timed(SPEED[name], trainers, steps, way, device)})
             except (RuntimeError, UserWarning) as error:
                 rows.append({"workload": name, "trainers": trainers, "asked": f"{way} on {device}", "skipped": str(error)[:200]})
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)  # which stands in the section's error, if its time ends before the last
     rows.append({"workload": "gpt 4x256, 8 x 128", **timed(SPEED["gpt 4x256, 8 x 128"], 8, 20, None, "cpu")})
     return rows
 
