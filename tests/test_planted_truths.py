@@ -11,7 +11,6 @@ from real.job.session import Session
 from tuner.real_runs import RealRuns
 from tuner.sequential import paired_speedup
 from tuner.tune import tune
-from tuner.verify import measure_pairs
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LATE = 2.0
@@ -85,7 +84,7 @@ def test_a_planted_gain_is_found_and_found_again(tmp_path: Path) -> None:
     experiment = Experiment.load(folder / "experiment.toml", ["tune.pairs=6"])
     with Session(experiment) as session:
         legs = RealRuns(experiment=experiment, runner=session, folder=tmp_path / "again", step_s=0.0)
-        pairs = list(measure_pairs(experiment, legs, "again", recommendation.strategy))
+        pairs = list(legs.pairs("again", recommendation.strategy))
     again = paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs])
     assert recommendation.low is not None
     assert recommendation.high is not None

@@ -8,7 +8,7 @@ shrunk towards 0, and what few legs say of a strategy that did not run is said w
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -33,18 +33,21 @@ def named(
     measured: Mapping[DistributedStrategy, float],
     simulated: Mapping[DistributedStrategy, float],
     way: Callable[[DistributedStrategy], object] = lambda _: None,
+    rejected: Container[DistributedStrategy] = (),
 ) -> DistributedStrategy | None:
     """The strategy that should run next: of those that did not, the one with the largest expected gain, if that is at least ``LEAST``.
 
     ``measured`` and ``simulated`` are logarithms of times over the default's; ``simulated`` has all, also the default. A gain is over
-    the best that was measured of its ``way`` of training, the default among them; over the best of all, if none was.
+    the best that was measured of its ``way`` of training, the default among them; over the best of all, if none was. Nothing need be
+    faster than what is ``rejected``.
     """
     others = [strategy for strategy in simulated if strategy not in measured and strategy != default]
     if not others or not measured:
         return None
     best: dict[object, float] = {way(default): 0.0}
     for strategy, ratio in measured.items():
-        best[way(strategy)] = min(ratio, best.get(way(strategy), math.inf))
+        if strategy not in rejected:
+            best[way(strategy)] = min(ratio, best.get(way(strategy), math.inf))
     errors = {strategy: ratio - simulated[strategy] for strategy, ratio in measured.items()}
     mean, deviation = corrections(default, errors, others)
     bests = np.array([best.get(way(strategy), min(best.values())) for strategy in others])

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -10,13 +10,17 @@ from typing import Literal, Protocol
 from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import OUTSIDE, Combination
 from fleetbench.plan.servers.rules import rules_of
-from fleetbench.result import RunResult
+from fleetbench.result import RunResult, step_s_of
 from fleetbench.store import save_run
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from real.testbed.noise import TRIES
+from tuner.recommendation import Pair
 
+DEFAULT = "default"
 SECONDS_PER_HOUR = 3600.0
+ROUNDS = 2
+"""In which arms are ranked, each with a window of injected stragglers of its own."""
 _LONGER = 1.5
 """Times the longest run to the target so far, which the next one is expected to take at most."""
 SPENT = "trainer seconds spent, of the budget's"
@@ -145,6 +149,22 @@ class RealRuns:
         if not evaluate and (summary.busy is not None or (summary.testbed is not None and not summary.testbed["counts"])):
             self.void.setdefault(arm, []).append(stored.path.name)
         return stored
+
+    def pairs(self, finalist: str, strategy: DistributedStrategy, *, first: int = 0) -> Iterator[Pair]:
+        """Pairs of the experiment's own strategy and another, ``tune.pairs`` at the most, from the ``first``: A B, B A, A B, ....
+
+        Each has a window of injected stragglers of its own, which its legs share. A pair of which a leg is void says nothing, and is
+        left out. Raises what the legs raise.
+        """
+        arms, default_first = [(DEFAULT, self.experiment.strategy), (finalist, strategy)], first % 2 == 0
+        steps = leg_steps_of(self.experiment)
+        for window in range(ROUNDS + first, ROUNDS + self.experiment.tune.pairs):
+            ordered, void = arms if default_first else arms[::-1], self.num_void
+            self.together((arm for _, arm in ordered), steps=steps, window=window)
+            step_s = {name: step_s_of(self.run(name, arm, steps=steps, window=window)) for name, arm in ordered}
+            if self.num_void == void:
+                yield Pair(default_s=step_s[DEFAULT], finalist_s=step_s[finalist], default_first=default_first)
+                default_first = not default_first
 
     def affords(self, number: int, *, num_targets: int = 0) -> bool:
         """Whether the budget has room for so many legs, and runs to the target, if there is one."""

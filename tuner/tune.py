@@ -24,7 +24,7 @@ from fleetbench.workload import LAYERS
 from sim.run import simulate as in_simulator
 from tuner.earlier import RUNS, Earlier, Held, keep_inputs
 from tuner.learning import by_virtual_trainers
-from tuner.real_runs import SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_of, leg_steps_of
+from tuner.real_runs import DEFAULT, SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_of, leg_steps_of
 from tuner.recommendation import Arm, Recommendation
 from tuner.resumption import Journal, Resumption, inputs_of
 from tuner.search import Search, StepS, search
@@ -32,7 +32,7 @@ from tuner.sequential import LEAST_PAIRS
 from tuner.served import refuse_unpriced, search_modes
 from tuner.simulated.candidates import shortened, step_time
 from tuner.space import search_space, way_of
-from tuner.verify import DEFAULT, Progress, seeds_of, verify
+from tuner.verify import Progress, seeds_of, verify
 from tuner.ways import Ways, over_seeds, price_ways
 
 Simulate = Callable[[Experiment], RunResult]
@@ -118,7 +118,7 @@ def tune(
             arms,
             legs,
             progress,
-            others=_searched(found, ways, [arm.strategy for arm in arms]),
+            others=_searched(found, ways),
             prepare=lambda arm: _simulated(_priced(arm, ways), experiment, simulate, runs),
             held=held,
         )
@@ -255,19 +255,20 @@ def _stage(progress: Progress | None, stage: str) -> Callable[[int, int], None] 
     return None if progress is None else lambda done, total: progress(stage, done, total)
 
 
-def _searched(found: Search, ways: Ways, arms: Sequence[DistributedStrategy]) -> dict[DistributedStrategy, float]:
-    """Simulated time over the default's in the search, of different strategies, and of default and advice.
+def _searched(found: Search, ways: Ways) -> dict[DistributedStrategy, float]:
+    """Simulated time of a step over the default's, of different strategies of the search, and of default and advice.
 
-    Where virtual trainers have said what ways of training are worth, of those alone that an arm has.
+    Where virtual trainers have said what ways of training are worth: time to the target, of ways that arrive, in the search and beside it.
     """
-    first = [found.default, *([] if found.advice is None else [found.advice]), *found.ranked]
-    times = {tried.strategy: tried.trial.simulated_s / found.default.trial.simulated_s for tried in first}
+    default, tried = found.default, [found.default, *([] if found.advice is None else [found.advice]), *found.ranked]
     if not ways.updates:
-        return times
-    own, known = found.default.strategy.lr_scale, {way_of(strategy) for strategy in arms}
-    rates = dict.fromkeys((own, *(strategy.lr_scale for strategy in arms)))  # in which strategies of the search do not differ
-    scaled = {strategy.replace(lr_scale=rate): time for strategy, time in times.items() for rate in rates}
-    return {strategy: time for strategy, time in scaled.items() if way_of(strategy) in known}
+        return {one.strategy: one.trial.simulated_s / default.trial.simulated_s for one in tried}
+    rates = dict.fromkeys((default.strategy.lr_scale, *(one.strategy.lr_scale for one in ways.others)))  # the search has one alone
+    of_all = {one.strategy.replace(lr_scale=rate): one for one in tried for rate in rates} | {one.strategy: one for one in ways.others}
+    by_way = {way_of(strategy): strategy for strategy in of_all}
+    weights = {way: ways.weight(one) / ways.default_steps for way, one in by_way.items() if way in ways.updates and ways.arrives(one)}
+    step_s = {strategy: one.trial.simulated_s / default.trial.simulated_s for strategy, one in of_all.items()}
+    return {strategy: ratio * weights[way] for strategy, ratio in step_s.items() if (way := way_of(strategy)) in weights}
 
 
 def _arms(found: Search, finalists: int, ways: Ways) -> tuple[list[Arm], list[str]]:

@@ -32,19 +32,16 @@ from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.roles import SEED
 from tuner.bias import named
 from tuner.earlier import Held
-from tuner.real_runs import BudgetSpent, RealRuns, budget_of, leg_steps_of
+from tuner.real_runs import DEFAULT, ROUNDS, BudgetSpent, RealRuns, budget_of, leg_steps_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
 from tuner.space import name_of, parameters_of, way_of
 from tuner.to_target import Penalty, Updates, arrival_of
 
-DEFAULT = "default"
 BETWEEN_SEEDS = 3
 """Of runs to the target at a K that other K have named."""
 FIRST_SHARE = 0.95
 """Of the error that is left, what a finalist takes where others may follow."""
-_ROUNDS = 2
-"""In which the arms are ranked."""
 _KEPT_LEGS = 20
 """For which a budget must have room where another arm is to run: four of that, and eight pairs."""
 Progress = Callable[[str, int, int], None]
@@ -53,25 +50,6 @@ Progress = Callable[[str, int, int], None]
 def error_of(left: float, *, is_last: bool) -> float:
     """The chance of a USE without the gain that the next finalist takes of what is left."""
     return left if is_last else FIRST_SHARE * left
-
-
-def measure_pairs(
-    experiment: Experiment, legs: RealRuns, finalist: str, strategy: DistributedStrategy, *, first: int = 0
-) -> Iterator[Pair]:
-    """Run pairs of the experiment's own strategy and ``strategy``, ``tune.pairs`` at the most, from the ``first``: A B, B A, A B, ....
-
-    Each has a window of injected stragglers of its own, which its legs share. A pair of which a leg is void says nothing, and is
-    left out. Raises what the legs raise.
-    """
-    arms = [(DEFAULT, experiment.strategy), (finalist, strategy)]
-    default_first, steps = first % 2 == 0, leg_steps_of(experiment)
-    for window in range(_ROUNDS + first, _ROUNDS + experiment.tune.pairs):
-        ordered, void = arms if default_first else arms[::-1], legs.num_void
-        legs.together((arm for _, arm in ordered), steps=steps, window=window)
-        step_s = {name: step_s_of(legs.run(name, arm, steps=steps, window=window)) for name, arm in ordered}
-        if legs.num_void == void:
-            yield Pair(default_s=step_s[DEFAULT], finalist_s=step_s[finalist], default_first=default_first)
-            default_first = not default_first
 
 
 def verify(
@@ -86,8 +64,9 @@ def verify(
 ) -> Recommendation:
     """Run the arms, the first of which is the default, and some of the ``others``; see the module. Raises what the runner raises.
 
-    ``others``: simulated time over the default's, in one search, of strategies that may become arms, and of those that are;
-    ``prepare`` hears of each that becomes one. ``held``: of an earlier tuning, whose legs, runs to the target and pairs are not run again.
+    ``others``: simulated time over the default's, of strategies that may become arms, and of those that are: to the target where virtual
+    trainers were asked, else of a step. ``prepare`` hears of each that becomes one. ``held``: of an earlier tuning, whose legs, runs to the
+    target and pairs are not run again.
     The recommendation knows nothing of the search yet.
     """
     named = {arm.name: arm for arm in arms}
@@ -154,8 +133,11 @@ class _Verifier:
             if self._reaches_target(arm.name):
                 self.error = error_of(left, is_last=len(ranked) == 1)
                 left -= self._measure_pairs(self.arms[arm.name])
-            elif len(compared) <= self.experiment.tune.finalists and (k := self._between()) is not None:
-                self._rank([DEFAULT, k.name], f"real runs of {k.name}")
+            elif (
+                len(compared) <= self.experiment.tune.finalists
+                and (added := self._following() if self._asked else self._between()) is not None
+            ):
+                self._rank([DEFAULT, added.name], f"real runs of {added.name}")
             rejected, verdict = self.arms[arm.name].rejected, None if self.judged is None else self.judged.verdict
             if rejected is None and verdict in (None, "USE"):
                 return ""
@@ -186,12 +168,20 @@ class _Verifier:
 
     def _expected(self, arm: Arm) -> float:
         """Its time over the default's: of a step as measured, times updates to the target by virtual trainers, or by runs at other K."""
-        default, updates = self.arms[DEFAULT].virtual_updates, 1.0
-        if default is not None:
-            updates = 1.0 if arm.virtual_updates is None else arm.virtual_updates / default
-        elif (penalty := self._penalty()) is not None and self._is_plain(arm.strategy):
+        updates = self._virtual(arm)
+        if not self._asked and (penalty := self._penalty()) is not None and self._is_plain(arm.strategy):
             updates = penalty.ratio(arm.strategy.local_steps)
         return self.ratios[arm.name] * updates
+
+    @property
+    def _asked(self) -> bool:
+        """Whether virtual trainers have said what ways of training are worth."""
+        return self.arms[DEFAULT].virtual_updates is not None
+
+    def _virtual(self, arm: Arm) -> float:
+        """Updates to the target over the default's, by virtual trainers; 1 where they say nothing."""
+        default = self.arms[DEFAULT].virtual_updates
+        return 1.0 if default is None or arm.virtual_updates is None else arm.virtual_updates / default
 
     def _penalty(self) -> Penalty | None:
         """What runs to the target with plain local steps say of those at another K, beside a synchronous default."""
@@ -206,8 +196,8 @@ class _Verifier:
 
         It and the default are run with ``BETWEEN_SEEDS`` seeds at least, because it was chosen by what one run said of another.
         """
-        penalty, default, known_by = self._penalty(), self.arms[DEFAULT], 2 * BETWEEN_SEEDS
-        if penalty is None or default.virtual_updates is not None or not self.legs.affords(_KEPT_LEGS, num_targets=known_by):
+        penalty, known_by = self._penalty(), 2 * BETWEEN_SEEDS
+        if penalty is None or self._asked or not self.legs.affords(_KEPT_LEGS, num_targets=known_by):
             return None
         known = {arm.strategy.local_steps for arm in self.arms.values()}
         prices = {
@@ -247,20 +237,25 @@ class _Verifier:
         """Rank the arms; then others, as long as one promises a gain by what the simulator has erred by so far."""
         self._rank([*self.arms], "real runs of every arm")
         for _ in range(self.experiment.tune.finalists):
-            if not self.legs.affords(_KEPT_LEGS, num_targets=2) or (arm := self._following()) is None:
+            if (arm := self._following()) is None:
                 break
             self._rank([DEFAULT, arm.name], f"real runs of {arm.name}")
         if (erred := self._erred()) and self.others:
             self.notes.append(f"real over simulated time, beside the default's: {erred}")
 
     def _following(self) -> Arm | None:
-        default = self.arms[DEFAULT]
-        ran = {arm.strategy: self.ratios.get(arm.name) for arm in self.arms.values() if arm.name != DEFAULT and arm.strategy in self.others}
-        measured = {strategy: math.log(ratio) for strategy, ratio in ran.items() if ratio is not None}
-        failed = ran.keys() - measured.keys()
-        simulated = {strategy: math.log(ratio) for strategy, ratio in self.others.items() if strategy not in failed}
-        has_target = self.experiment.workload.target_loss is not None
-        strategy = named(default.strategy, measured, simulated, _learns_as if has_target else lambda _: None)
+        """What the search and the errors so far promise to be fastest, as an arm; of ways that runs to the target ruled out, nothing."""
+        if not self.legs.affords(_KEPT_LEGS, num_targets=2):
+            return None
+        default, has_target = self.arms[DEFAULT].strategy, self.experiment.workload.target_loss is not None
+        ran = {arm.strategy: arm for arm in self.arms.values() if arm.name != DEFAULT and arm.strategy in self.others}
+        in_vain = {self._way(arm.name) for arm in ran.values() if arm.rejected is not None} & self.ways.keys()
+        lost = {one for one, arm in ran.items() if arm.rejected is not None or self._way(arm.name) in in_vain}
+        measured = {one: math.log(self.ratios[arm.name] * self._virtual(arm)) for one, arm in ran.items() if arm.name in self.ratios}
+        left = (one for one in self.others if one not in lost and not (in_vain and _learns_as(one) in in_vain))
+        simulated = {one: math.log(self.others[one]) for one in (*measured, *left)}
+        way = _learns_as if has_target and not self._asked else lambda _: None
+        strategy = named(default, measured, simulated, way, lost)
         return None if strategy is None else self._added(strategy)
 
     def _erred(self) -> str:
@@ -285,7 +280,7 @@ class _Verifier:
             if self.arms[name].rejected is not None:
                 continue
             with self._rejecting(name):
-                window = _ROUNDS * done // len(order)  # of each round, so that arms share draws, and two are seen
+                window = ROUNDS * done // len(order)  # of each round, so that arms share draws, and two are seen
                 result = self.legs.run(name, self.arms[name].timed, steps=leg_steps_of(self.experiment), window=window)
                 arm = self.arms[name]
                 peaks = [*result.peak_bytes, *([] if arm.peak_bytes is None else [arm.peak_bytes])]  # of all ranks and legs
@@ -480,7 +475,7 @@ class _Verifier:
         limit = self.experiment.tune.pairs
         try:
             known = () if self.held is None else self.held.pairs(finalist)
-            fresh = measure_pairs(self.experiment, self.legs, finalist.name, finalist.timed, first=len(known))
+            fresh = self.legs.pairs(finalist.name, finalist.timed, first=len(known))
             for pair in itertools.chain(known, fresh):
                 self.pairs.append(pair)
                 count = len(self.pairs)

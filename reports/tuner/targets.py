@@ -42,7 +42,7 @@ from tuner.tune import tune
 
 SEED = 20261126
 HERE = Path(__file__).parent
-DRAWN, FRESH = range(100, 103), range(200, 220)
+DRAWN, FRESH = range(100, 103), range(200, 300)
 """Seeds by which a scenario is drawn, and, none of which anything else has seen, by which recommendations are priced."""
 STEPS = 200
 LEVELS = (1, 2, 4, 8, 16)

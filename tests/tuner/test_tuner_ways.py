@@ -330,7 +330,7 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: 
 
 
 def test_rounds_that_differ_are_timed_as_a_fixed_k_that_exchanges_as_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: AdaComm arrives after 120 steps in 15 rounds, Fleet's rule never, K = 16 from the first decay after 110 in 55.
+    """Planted: AdaComm arrives after 115 steps in 15 rounds, Fleet's rule never, K = 16 from the first decay after 110 in 55.
 
     Legs run the fixed K, runs to the target the way itself; so does the simulation that is laid beside the legs.
     """
@@ -340,16 +340,16 @@ def test_rounds_that_differ_are_timed_as_a_fixed_k_that_exchanges_as_often(tmp_p
 
     def learn(one: Experiment, limit_s: float) -> Arrival | None:
         if one.strategy.adaptive_localsgd:
-            return Arrival(120.0, 8.0) if one.strategy.adaptive_localsgd_configs.variant == "paper" else None
+            return Arrival(115.0, 8.0) if one.strategy.adaptive_localsgd_configs.variant == "paper" else None
         return Arrival(110.0, 2.0) if one.strategy.localsgd_configs.begin_step > 1 else planted(one, limit_s)
 
     ways = price_ways(experiment, found, step_s, learn, tmp_path)
     priced = {name_of(tried.strategy): ways.seconds(tried) for tried in ways.others}
     late = {"K = 16 from step 20": 110 * (0.010 + 0.009 / 2), "K = 4 from step 20": 110 * (0.010 + 0.009 / 2)}
-    assert priced == pytest.approx({"adaptive K from 16 (paper)": 120 * (0.010 + 0.009 / 8)} | late)
+    assert priced == pytest.approx({"adaptive K from 16 (paper)": 115 * (0.010 + 0.009 / 8)} | late)
     adaptive = next(tried.strategy for tried in ways.others if tried.strategy.adaptive_localsgd)
     assert parameters_of(ways.paced(adaptive)) == parameters_of(adaptive) | {"local_steps": 8}
-    runner = FakeRunner(experiment, step_s, updates=lambda leg: 120.0 if leg.strategy.adaptive_localsgd else 400.0)
+    runner = FakeRunner(experiment, step_s, updates=lambda leg: 115.0 if leg.strategy.adaptive_localsgd else 400.0)
     monkeypatch.setattr("tuner.tune.by_virtual_trainers", learn)
     ran, folder = tune(experiment, out=tmp_path, runner=runner)
     (arm,) = (arm for arm in ran.arms if arm.strategy.adaptive_localsgd)
