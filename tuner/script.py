@@ -9,7 +9,6 @@ from fleetbench.config import encode
 from fleetbench.digests import json_digest
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile
 from fleetbench.quantities import counted
 from real.job.script_session import ScriptSession
 from real.processes.diagnosis import LegFailed, LegLost
@@ -109,7 +108,8 @@ def _profiled(session: ScriptSession, out: Path, seconds: float, progress: Progr
     taken = profile_script(session, seconds=seconds, progress=told)
     folder = out / "profiles"
     folder.mkdir(parents=True, exist_ok=True)
-    path = _stored(taken.profile, folder)
+    path = (folder / f"script-{json_digest(encode(taken.profile))[:16]}.toml").resolve()
+    taken.profile.save(path)
     return taken.experiment.replace(workload=dataclasses.replace(taken.experiment.workload, profile=str(path)))
 
 
@@ -119,12 +119,6 @@ def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
     if session.held_s + trainers * seconds > budget_s:
         gone = f"{budget_s / SECONDS_PER_HOUR:.3g} trainer hours, of which {session.held_s / SECONDS_PER_HOUR:.3g} are gone"
         raise ConfigError("the profile alone would take more", setting, gone, "raise it: after the profile come the legs that are compared")
-
-
-def _stored(profile: Profile, folder: Path) -> Path:
-    path = (folder / f"script-{json_digest(encode(profile))[:16]}.toml").resolve()
-    profile.save(path)
-    return path
 
 
 def _notes(base: Experiment, experiment: Experiment, session: ScriptSession, num_replayed: int) -> list[str]:

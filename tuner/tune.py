@@ -287,7 +287,8 @@ def _arms(found: Search, finalists: int, ways: Ways) -> tuple[list[Arm], list[st
 
 def _priced(arm: Arm, ways: Ways) -> Arm:
     paced = ways.paced(arm.strategy)
-    return dataclasses.replace(arm, virtual_updates=ways.of(arm.strategy), paced_by=None if paced == arm.strategy else paced)
+    updates = ways.weight(arm.strategy) if way_of(arm.strategy) in ways.updates else None
+    return dataclasses.replace(arm, virtual_updates=updates, paced_by=None if paced == arm.strategy else paced)
 
 
 def _simulated(arm: Arm, experiment: Experiment, simulate: Simulate, runs: Path) -> Arm:

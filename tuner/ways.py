@@ -38,7 +38,6 @@ REFINED: tuple[dict[str, Any], ...] = (
     {"outer_lr": 1.0},
     {"outer_momentum": 0.5},
     {"overlap_steps": 1},
-    {"fragments": 2},
     {"fragments": 2, "overlap_steps": 1},
 )
 """What the best way with local steps is tried with, one after the other."""
@@ -87,10 +86,6 @@ class Ways:
         times = f"{self.default_steps / self.weight(self.rated):.2f}x" if any(own) else "the target"
         steps = f"{_in_words(rated)} steps, the default {_in_words(own)}; virtual trainers, {counted(len(rated), 'seed')}"
         return "; ".join(filter(None, (self.caveat, f"lr_scale = {self.rated.lr_scale:g} alone brings {times} ({steps})")))
-
-    def of(self, strategy: DistributedStrategy) -> float | None:
-        """Steps to the target, at least; none where nothing is known of them."""
-        return self.weight(strategy) if way_of(strategy) in self.updates else None
 
     def seconds(self, tried: Tried) -> float | None:
         """Simulated seconds to the target, or of a step where no ways are known; none of a way that does not arrive, or is not known."""

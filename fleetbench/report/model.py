@@ -1,7 +1,6 @@
 """What a report shows, as one value: built from a tuning's folder or from a single run's."""
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +37,6 @@ class TuneView:
     def trials(self) -> tuple[Trial, ...]:
         """The search, best trial first; a repeated trial stands after the one it repeats."""
         return tuple(sorted(self.recommendation.trials, key=lambda trial: (trial.simulated_s, trial.repeated, trial.number)))
-
-    @property
-    def mean_speedup(self) -> float | None:
-        """The geometric mean over the pairs."""
-        pairs = self.recommendation.pairs
-        return statistics.geometric_mean(pair.speedup for pair in pairs) if pairs else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,7 +210,7 @@ class WorkerLaunch(Launch):
         beats, now_ns = self._beats.read(self._num_expected), time.monotonic_ns()
         codes = {process.rank: code for process in self._processes if (code := process.popen.poll())}
         if codes and self._server is not None and self._server.code is not None:  # they ended with it
-            how = STOPPED if self._server.was_stopped else how_it_ended(self._server.code)
+            how = how_it_ended(self._server.code)  # by SIGKILL, too, if it was stopped
             return WorkerFailed(f"the launcher of its workers {how}", "this node", hint=f"the workers' output: {self.log}")
         stopped = [process.name for process in self._processes if process.is_stopped]
         self.kill()

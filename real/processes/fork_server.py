@@ -83,8 +83,6 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = _relevant(environment)
-        self.was_stopped = False
-        """Whether ``look`` has ended it because it was stopped (SIGSTOP)."""
         self._forks: list[Forked] = []
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
@@ -114,7 +112,6 @@ class ForkServer:
     def look(self) -> None:
         """End a server that is stopped, which would never say that its forks have ended: they end with it."""
         if process_state(self.pid) == "T":
-            self.was_stopped = True
             self.close()
 
     def fork(self, arguments: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> Forked:
