@@ -248,6 +248,7 @@ def test_layers_beyond_what_64_bits_count_are_refused(entry: dict[str, Any], mes
         ({"tune": {"pairs": 1}}, "at least 2"),
         ({"tune": {"local_steps": []}}, "at least one"),
         ({"tune": {"min_gain": -0.1}}, "negative"),
+        ({"tune": {"lr_scale": [1, 0]}}, "above 0"),
         ({"name": "a/b"}, "names a folder"),
         ({"name": ".."}, "names a folder"),
         ({"name": ""}, "names a folder"),

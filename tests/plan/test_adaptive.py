@@ -84,6 +84,15 @@ def test_the_quadratic_synchronisation_rule(lr: float, alpha: float, expected: i
     assert rule.on_lr(rule.start(), lr).k == expected
 
 
+def test_a_scaled_learning_rate_is_what_the_quadratic_rule_sees() -> None:
+    """At 0.016 with ``lr_scale`` = 0.25 it takes the K of 0.004, 6; at 0.004 itself that of 0.001, 100."""
+    strategy = DistributedStrategy(lr_scale=0.25, adaptive_localsgd=True)
+    strategy = strategy.replace(adaptive_localsgd_configs={"variant": "qsr", "init_k_steps": 4, "alpha": 0.01})
+    rule = Combination.of(strategy).adaptive
+    assert rule is not None
+    assert [rule.on_lr(rule.start(), lr).k for lr in (0.016, 0.004)] == [6, 100]
+
+
 def wanted(rule: AdaptiveK, ends: tuple[int, ...] = ()) -> list[int]:
     """Of updates -1 to 12, all of which synchronise, those that average the loss; epochs end with ``ends``."""
     rounds, found = rule.start(), []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -97,6 +97,28 @@ def test_a_schedule_within_the_step_is_refused() -> None:
     optimizer.register_step_post_hook(lambda *_: schedule.step())
     with Training(model, optimizer, lr_scale=SCALE) as training, pytest.raises(ConfigError, match=r"within optimizer\.step"):
         training.step(torch.ones(3, 4, dtype=torch.float64))
+
+
+class Rateless(torch.optim.Optimizer):
+    """Signs of gradients times 0.01, whatever anybody sets."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # without a closure
+        """Every parameter's."""
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= 0.01 * parameter.grad.sign()
+
+
+def test_an_optimizer_without_a_rate_is_refused() -> None:
+    """It trains where nothing is to be scaled."""
+    for scale in (1.0, SCALE):
+        model = nn.Linear(4, 2).double()
+        refused = pytest.raises(ConfigError, match="has no learning rate to scale") if scale != 1 else nullcontext()
+        with refused, Training(model, Rateless(model.parameters()), lr_scale=scale) as training:
+            training.step(torch.ones(3, 4, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

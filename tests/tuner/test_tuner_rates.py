@@ -16,6 +16,7 @@ from fleetbench.workload import LrDecay
 from real.leg import Leg
 from tuner.learning import Arrival, and_stays, by_virtual_trainers
 from tuner.search import search
+from tuner.simulated.answer import tune_simulated
 from tuner.space import name_of, search_space, way_of
 from tuner.tune import tune
 from tuner.ways import over_seeds, price_ways
@@ -254,3 +255,99 @@ def test_a_run_that_ends_above_the_target_again_is_rejected(tmp_path: Path) -> N
     assert not ran.strategy.localsgd
     local = next(arm for arm in ran.arms if arm.strategy.localsgd)
     assert local.rejected == "reaches the target loss 0.5 and loses it again: it ends at 0.9, the default at 0.4"
+
+
+def test_ways_that_vary_are_trained_at_the_defaults_best_rate_if_that_is_worth_it(tmp_path: Path) -> None:
+    """Planted: the default takes 85 or 95 of 100 steps at twice the rate, of which 95 are not worth a note, nor another rate for others."""
+    for steps, rate in ((85.0, 2.0), (95.0, 1.0)):
+        experiment, found = searched(tmp_path / str(steps), lr_scale=(1.0, 2.0), adaptive=True, diloco=False, gradient_merge=(1,))
+        asked: dict[str, list[float]] = {}
+
+        def learn(one: Experiment, limit_s: float, asked: dict[str, list[float]] = asked, steps: float = steps) -> Arrival | None:
+            own, scale = one.strategy, one.strategy.lr_scale
+            asked.setdefault(name_of(own.replace(lr_scale=1.0)), []).append(scale)
+            if own.adaptive_localsgd:
+                return Arrival(90.0, 8.0)
+            return Arrival(steps) if scale == 2 and not own.localsgd else planted(one.replace(strategy=own.replace(lr_scale=1.0)), limit_s)
+
+        ways = price_ways(experiment, found, step_s, learn, tmp_path / str(steps))
+        assert asked["adaptive K from 16 (paper)"] == asked["adaptive K from 16 (fleet)"] == [rate]
+        assert [one.strategy.lr_scale for one in ways.others if one.strategy.adaptive_localsgd] == [rate]
+        assert asked["K = 16"][0] == rate
+        assert (ways.rated is None) == (rate == 1)
+
+
+def test_a_refinement_is_given_up_where_the_best_is_there_sooner_and_left_out_where_it_cannot_be(tmp_path: Path) -> None:
+    """By hand: 50 steps of 15 ms are as long as 73 of 10.25, of an outer rate of 0.4; two parts beside a step need rounds of four steps."""
+    experiment, found = searched(tmp_path, local_steps=(1, 2), gradient_merge=(1,), fuse_grad_size_in_MB=(32.0,))
+    experiment = experiment.replace(workload=replace(experiment.workload, eval_every=2, steps=100))
+    asked: dict[str, int] = {}
+
+    def learn(one: Experiment, _limit_s: float) -> Arrival | None:
+        asked[name_of(one.strategy)] = one.workload.steps
+        return Arrival(50.0) if one.strategy.localsgd_configs.outer_lr in (None, 0.7) else None
+
+    def faster(strategy: DistributedStrategy) -> float:
+        return step_s(strategy) - 0.00475 * (strategy.localsgd_configs.outer_lr == 0.4)
+
+    price_ways(experiment, found, faster, learn, tmp_path)
+    refined = {name: steps for name, steps in asked.items() if "of rate" in name or "beside" in name}
+    of_rates = {0.4: round(50 * 0.015 / 0.01025) + 6, 1: 56}
+    assert {
+        f"K = 2 and an outer optimizer of rate {rate} and momentum 0.9": steps for rate, steps in of_rates.items()
+    }.items() <= refined.items()
+    assert not any("fragments" in name for name in refined)
+
+
+def test_trainings_have_the_wire_of_the_experiment(tmp_path: Path) -> None:
+    """The search tries both; what a rounded wire learns is the experiment's to say."""
+    experiment, _ = searched(tmp_path, diloco=False, gradient_merge=(1,))
+    experiment = experiment.replace(
+        strategy=DistributedStrategy(bf16_allreduce=True), tune=replace(experiment.tune, wire=("fp32", "fp16", "bf16"), allow=("wire16",))
+    )
+    found = search(experiment, search_space(experiment), DistributedStrategy(), out=tmp_path / "wires", step_s=step_s)
+    assert {one.strategy.fp16_allreduce for one in found.tried} == {False, True}
+    wires: set[tuple[bool, bool]] = set()
+
+    def learn(one: Experiment, limit_s: float) -> Arrival | None:
+        wires.add((one.strategy.fp16_allreduce, one.strategy.bf16_allreduce))
+        return planted(one, limit_s)
+
+    price_ways(experiment, found, step_s, learn, tmp_path / "wires")
+    assert wires == {(False, True)}
+
+
+def test_a_way_that_real_runs_rule_out_is_followed_by_the_next_at_its_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual trainers: 45 steps for DiLoCo, 50 for the default at twice the rate. Real DiLoCo never arrives; one finalist is asked for."""
+    experiment = searched(tmp_path, lr_scale=(1.0, 2.0), pairs=8, finalists=1, gradient_merge=(1,))[0]
+    monkeypatch.setattr("tuner.ways.REFINED", ())
+
+    def is_diloco(strategy: DistributedStrategy) -> bool:
+        return strategy.localsgd_configs.has_outer and strategy.local_steps == 4
+
+    def learn(one: Experiment, limit_s: float) -> Arrival | None:
+        return Arrival(45.0) if is_diloco(one.strategy) else planted(one, limit_s)
+
+    def updates(leg: Leg) -> float | None:
+        arrival = planted(experiment.replace(strategy=leg.strategy), 0.0)
+        return None if arrival is None or is_diloco(leg.strategy) else arrival.steps + 0.01 * (leg.seed or 0)
+
+    monkeypatch.setattr("tuner.tune.by_virtual_trainers", learn)
+    ran, _ = tune(experiment, out=tmp_path / "runs", runner=FakeRunner(experiment, step_s, updates=updates))
+    first = next(arm for arm in ran.arms if arm.name == "candidate 1")
+    assert (name_of(first.strategy), first.rejected is None) == ("K = 4 and an outer optimizer", False)
+    assert (ran.verdict, name_of(ran.strategy)) == ("USE", "synchronous at 2 times the learning rate")
+    assert ran.to_target == pytest.approx(100 * 0.020 / (50 * 0.019), rel=0.02)
+
+
+def test_an_answer_by_simulation_says_what_the_rate_alone_would_do(tmp_path: Path) -> None:
+    """As a verdict does: DiLoCo in 90 steps, at any rate; the default in 50 at twice the rate, in 100 at its own."""
+    experiment = searched(tmp_path, lr_scale=(1.0, 2.0), gradient_merge=(1,))[0]
+
+    def learn(one: Experiment, limit_s: float) -> Arrival | None:
+        own = one.strategy if not one.strategy.localsgd else one.strategy.replace(lr_scale=1.0)
+        return Arrival(5.0) if own.localsgd_configs.has_outer and own.local_steps == 4 else planted(one.replace(strategy=own), limit_s)
+
+    answer, _ = tune_simulated(experiment, out=tmp_path / "simulated", learn=learn)
+    assert answer.strategy.localsgd_configs.has_outer
+    assert "lr_scale = 2 alone brings 2.00x" in answer.line
