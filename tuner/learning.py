@@ -85,21 +85,21 @@ class Trainings:
     kept: dict[str, Reached]
     """By key."""
     tell: Progress
-    names: dict[Way, str] = field(default_factory=dict)
-    """Of ways that were to be trained."""
+    strategies: dict[Way, DistributedStrategy] = field(default_factory=dict)
+    """Of ways that were to be trained, the first."""
     arrivals: dict[Way, Arrival | None] = field(default_factory=dict)
     """None of one that does not arrive. Ways that are refused, or that there was no time for, are missing."""
     ends: dict[Way, int] = field(default_factory=dict)
     """After how many steps those that did not arrive were over."""
-    refused: list[str] = field(default_factory=list)
+    refused: dict[Way, str] = field(default_factory=dict)
     whose: str = ""
     """Of ``learn``, in keys."""
 
     def steps(self, strategy: DistributedStrategy, most: float = math.inf) -> float | None:
         """To the target; none where it does not arrive, or is not known to. It may be over after so many steps."""
-        self.names.setdefault(way := way_of(strategy), name_of(strategy))
+        self.strategies.setdefault(way := way_of(strategy), strategy)
         if way not in self.arrivals:
-            self.tell(len(self.arrivals), len(self.names))
+            self.tell(len(self.arrivals), len(self.strategies))
             if (reached := self._reached(way, strategy, most)) is not None:
                 self.arrivals[way] = Arrival(*reached) if len(reached) > 1 else None
         arrival = self.arrivals.get(way)
@@ -144,7 +144,7 @@ class Trainings:
             arrival = self.learn(whole.replace(workload=dataclasses.replace(workload, steps=self.ends[way])), left_s)
             self.kept[key] = arrival or ((float(self.ends[way]),) if ends_early else ())
         except ConfigError as error:
-            self.refused.append(f"virtual trainers do not train {name_of(strategy)}: {error.where}: {error.what}")
+            self.refused[way] = f"virtual trainers do not train {name_of(strategy)}: {error.where}: {error.what}"
             return None
         except TimeoutError:
             self.end = 0.0
@@ -172,4 +172,4 @@ def trainings(
         finally:
             study.set_user_attr(_LEARNT, found.kept)
             study.set_user_attr(over, time.process_time() >= found.end)
-    found.tell(len(found.names), len(found.names))
+    found.tell(len(found.strategies), len(found.strategies))

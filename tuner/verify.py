@@ -241,7 +241,7 @@ class _Verifier:
                 break
             self._rank([DEFAULT, arm.name], f"real runs of {arm.name}")
         if (erred := self._erred()) and self.others:
-            self.notes.append(f"real over simulated time, beside the default's: {erred}")
+            self.notes.append(f"real steps took longer than simulated ones, beside the default's: {erred}")
 
     def _following(self) -> Arm | None:
         """What the search and the errors so far promise to be fastest, as an arm; of ways that runs to the target ruled out, nothing."""

@@ -1,8 +1,7 @@
 """Ways of training: how many steps of a trainer each takes to the target, by virtual trainers, before a process starts.
 
 Bucket sizes and communicators move the seconds of a step; local steps, an outer optimizer and merged gradients move how many steps there
-are. What a strategy promises is the product. Virtual trainers train the workload of the registry as real ones would, from the
-parameters and on the data of a seed; real runs decide, with others.
+are. What a strategy promises is the product; real runs decide, with other seeds.
 
 Ways beside the search space take the fastest timing knobs that the search found for as many local steps. Rounds of adaptive K, and local
 steps that begin late, are not alike: seconds are those of a fixed K that exchanges as often on the way to the target (``Ways.paced``).
@@ -141,10 +140,8 @@ def price_ways(
 ) -> Ways:
     """Train the ways of the search and those beside it virtually, largest K first, as many as ``tune.search_seconds`` has room for.
 
-    ``seed``: of these trainings, in place of ``run.seed``.
-
     Nothing is known where ``learn`` is none, no loss is learnt, or no way arrives beside or before the default's; nor of a user's script,
-    whose ``others`` real runs are to price. ``known``: what an earlier tuning has learnt.
+    whose ``others`` real runs are to price. ``known``: what an earlier tuning has learnt; ``seed``: in place of ``run.seed``.
     """
     workload, run = experiment.workload, experiment.run
     if workload.target_loss is not None and run.launcher == "command":
@@ -169,12 +166,12 @@ def price_ways(
     )
     varying = _varying(experiment, leaders)
     with trainings(experiment, out, learn, known or {}, experiment.tune.search_seconds, "one seed", progress) as trained:
-        trained.seeded, trained.refused = seeded, refused
+        trained.seeded = seeded
         scaled, rate = _train(tried, varying, trained, experiment.tune)
         refined = _refined(scaled, trained, step_s) if experiment.tune.diloco else []
     varying = [one.replace(lr_scale=rate) for one in varying]
     arrivals, learnt = trained.arrivals, trained.kept
-    notes = (*_notes(trained), *refused)
+    notes = (*_notes(trained), *refused, *trained.refused.values())
     if own not in arrivals or len(arrivals) == 1 or not any(arrivals.values()):
         in_vain = bool(arrivals) and not any(arrivals.values())
         never = f"no way that virtual trainers trained reaches loss {workload.target_loss:g} within workload.steps = {workload.steps}"
@@ -316,8 +313,9 @@ def _in_words(steps: Sequence[float | None]) -> str:
     arrived = [one for one in steps if one is not None]
     if not arrived:
         return "never"
-    some = "" if len(arrived) == len(steps) else f", {len(arrived)} of {len(steps)} arrive"
-    return f"{statistics.fmean(arrived):.0f} ({min(arrived):.0f} to {max(arrived):.0f}{some})"
+    words = [f"{min(arrived):.0f} to {max(arrived):.0f}"] * (len(arrived) > 1) + [f"{len(arrived)} of {len(steps)} arrive"]
+    words = words if len(arrived) < len(steps) else words[:-1]
+    return f"{statistics.fmean(arrived):.0f}" + (f" ({', '.join(words)})" if words else "")
 
 
 def _least_s(experiment: Experiment) -> float:
@@ -418,14 +416,17 @@ def _better_rated(ways: Ways, rated: Sequence[DistributedStrategy]) -> Distribut
 
 
 def _notes(trained: Trainings) -> list[str]:
-    """What each way takes, and what was not tried."""
-    run, workload, names = trained.seeded.run, trained.seeded.workload, trained.names
-    ends = {way: "never" if end >= workload.steps else f"not in {end}" for way, end in trained.ends.items()}
-    said = [f"{names[way]}: {ends[way] if one is None else f'{one.steps:.0f}'}" for way, one in trained.arrivals.items()]
-    notes = [f"steps to loss {workload.target_loss:g}, by virtual trainers of seed {run.seed}: {', '.join(said)}"] if said else []
-    refused = [name for name in names.values() if any(f"not train {name}:" in note for note in trained.refused)]
-    left = [name for way, name in names.items() if way not in trained.arrivals and name not in refused]
-    if left:
-        seconds = f"tune.search_seconds = {trained.seeded.tune.search_seconds:g}"
-        notes.append(f"not compared, for {seconds} had no time to train them (raise it): {', '.join(left)}")
+    """What each way takes, by learning rate, and what was not tried."""
+    run, workload, strategies = trained.seeded.run, trained.seeded.workload, trained.strategies
+    taken: dict[str, list[str]] = {}
+    for way, one in trained.arrivals.items():
+        end, scale = trained.ends[way], strategies[way].lr_scale
+        steps = f"{one.steps:.0f}" if one is not None else "never" if end >= workload.steps else f"not in {end}"
+        taken.setdefault(name_of(strategies[way].replace(lr_scale=1.0)), []).append(steps + (f" at {scale:g}x" if scale != 1 else ""))
+    said = "; ".join(f"{name}: {', '.join(steps)}" for name, steps in taken.items())
+    by = f"by virtual trainers of seed {run.seed} (2x: at twice the learning rate)"
+    notes = [f"steps to loss {workload.target_loss:g}, {by}: {said}"] if said else []
+    untried = [name_of(one) for way, one in strategies.items() if way not in trained.arrivals and way not in trained.refused]
+    if untried:
+        notes.append(f"not compared, for want of time (tune.search_seconds = {trained.seeded.tune.search_seconds:g}): {', '.join(untried)}")
     return notes

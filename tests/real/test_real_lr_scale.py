@@ -105,11 +105,11 @@ class Rateless(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {})
 
-    def step(self, closure: object = None) -> None:  # type: ignore[override]  # without a closure
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # without a closure
         """Every parameter's."""
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter -= 0.01 * parameter.grad.sign()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(0.01 * parameter.grad.sign())
 
 
 def test_an_optimizer_without_a_rate_is_refused() -> None:

@@ -55,7 +55,7 @@ def test_the_best_ways_and_the_default_have_their_learning_rate_searched(tmp_pat
     assert [ways.seconds(tried) for tried in best] == pytest.approx([80 * 0.01225, 60 * 0.019, 100 * 0.019])
     numbers = [tried.trial.number for tried in (*found.tried, *ways.others)]
     assert numbers == list(range(len(numbers)))
-    said = "lr_scale = 0.25 alone brings 1.67x (60 (60 to 60) steps, the default 100 (100 to 100); virtual trainers, 1 seed)"
+    said = "lr_scale = 0.25 alone brings 1.67x (60 steps, the default 100; virtual trainers, 1 seed)"
     assert ways.said_beside(LOCAL) == said
     assert ways.said_beside(DistributedStrategy(lr_scale=0.25)) is None
     ways = over_seeds(experiment, ways, [LOCAL], lambda *_: Arrival(95.0), tmp_path, range(7, 9), limit_s=30.0)
@@ -84,7 +84,7 @@ def test_rates_further_off_are_tried_where_nothing_arrives(tmp_path: Path) -> No
     ways = price_ways(experiment, found, step_s, lambda one, _: Arrival(30.0) if one.strategy.lr_scale == 0.125 else None, tmp_path)
     (first, _) = found.best(2, ways.others, ways.seconds)
     assert first.strategy.lr_scale == 0.125
-    said = "lr_scale = 0.125 alone brings the target (30 (30 to 30) steps, the default never; virtual trainers, 1 seed)"
+    said = "lr_scale = 0.125 alone brings the target (30 steps, the default never; virtual trainers, 1 seed)"
     assert ways.said_beside(LOCAL) == said
 
 
