@@ -1,6 +1,6 @@
-"""Do ordinary launches of a tuned script reach the target as much sooner as the verdict says? Three scripts, two processes each.
+"""Do ordinary launches of a tuned script reach the target as much sooner as the verdict says? Four, two processes each.
 
-Run from the repository's root, with nothing else running (about 25 minutes): ``python reports/tuner/scripts.py [SCRIPT ...]``. Appends to
+Run from the repository's root, with nothing else running (about half an hour): ``python reports/tuner/scripts.py [SCRIPT ...]``. Appends to
 ``scripts.json`` and prints README.md's table. ``--quick FILE`` checks in minutes that all of it runs.
 
 ``fleetbench tune`` gives a verdict on a script with a target. Then the script runs as its user would start it, without and with the
@@ -56,6 +56,13 @@ class Case:
 CASES = {
     "accumulation": Case("examples/accumulation.py", 0.1, 280, ("{}",)),
     "gpt": Case("examples/gpt.py", 2.45, 400, ("--epochs", "1", "--updates", "400", "--strategy", "{}")),
+    "gpt, a low rate": Case(
+        "examples/gpt.py",
+        2.65,
+        400,
+        ("--epochs", "1", "--updates", "400", "--lr", "7.5e-4", "--strategy", "{}"),
+        ("tune.lr_scale=[2, 4]",),
+    ),
     "regression": Case("reports/tuner/regression.py", 0.55, 400, ("{}",), ("tune.target_seeds=3",)),
 }
 
