@@ -37,9 +37,8 @@ def named(
 ) -> DistributedStrategy | None:
     """The strategy that should run next: of those that did not, the one with the largest expected gain, if that is at least ``LEAST``.
 
-    ``measured`` and ``simulated`` are logarithms of times over the default's; ``simulated`` has all, also the default. A gain is over
-    the best that was measured of its ``way`` of training, the default among them; over the best of all, if none was. Nothing need be
-    faster than what is ``rejected``.
+    ``measured`` and ``simulated`` are logarithms of times over the default's. A gain is over the best that was measured of its ``way`` of
+    training, the default among them; over the best of all, if none was. What is ``rejected`` tells of errors, and sets no bar.
     """
     others = [strategy for strategy in simulated if strategy not in measured and strategy != default]
     if not others or not measured:

@@ -18,11 +18,10 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from fleetbench.digests import json_digest, reading
+from fleetbench.digests import reading
 from fleetbench.experiment import Experiment
 
 _ANEW = "remove the file, and the search begins again"
-_DIGEST = "sha256"
 
 
 @contextmanager
@@ -38,7 +37,6 @@ def open_study(experiment: Experiment, out: Path) -> Iterator[optuna.Study]:
             # a trial adds to a journal in a sixth of the time that SQLite takes; its lock is a link to it
             storage = JournalStorage(JournalFileBackend(str(path.resolve())))
             study = optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
-            _verify(study)
             for trial in trials(study, TrialState.RUNNING):
                 study.tell(trial.number, state=TrialState.FAIL)
         yield study
@@ -53,20 +51,14 @@ def run_trial(study: optuna.Study, seed: int, objective: Callable[[Trial], float
     """Run the next trial: one that waits, or else one that TPE proposes from what is complete. Raises what ``objective`` raises.
 
     The sampler is made again from the seed and the number of trials before it, so that a search that was killed goes on as if
-    it had not been. A trial that is complete has a digest of all that the search reads of it.
+    it had not been.
     """
-
-    def digested(trial: Trial) -> float:
-        value = objective(trial)
-        trial.set_user_attr(_DIGEST, _digest(trial.number, trial.params, value, trial.user_attrs))
-        return value
-
     num_before = len(trials(study, TrialState.COMPLETE, TrialState.PRUNED))
     word = int(np.random.SeedSequence([seed, num_before]).generate_state(1)[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # group is marked experimental
         study.sampler = optuna.samplers.TPESampler(seed=word, group=True)
-    study.optimize(digested, n_trials=1)
+    study.optimize(objective, n_trials=1)
 
 
 def add_trial(
@@ -74,21 +66,7 @@ def add_trial(
 ) -> None:
     """Add a trial that is complete; ``point`` may be of none of the ``choices``."""
     distributions: dict[str, BaseDistribution] = {name: CategoricalDistribution(choices[name]) for name in point}
-    kept = {**attributes, _DIGEST: _digest(len(study.get_trials(deepcopy=False)), point, value, attributes)}
-    study.add_trial(optuna.create_trial(params=dict(point), distributions=distributions, value=value, user_attrs=kept))
-
-
-def _digest(number: int, parameters: Mapping[str, Any], value: float | None, attributes: Mapping[str, Any]) -> str:
-    return json_digest([number, parameters, value, {key: item for key, item in attributes.items() if key != _DIGEST}])
-
-
-def _verify(study: optuna.Study) -> None:
-    """Raise ``ValueError`` for a damaged study; see ``run_trial``."""
-    if study.direction != optuna.study.StudyDirection.MINIMIZE:
-        raise ValueError("the study does not minimise")
-    for trial in trials(study, TrialState.COMPLETE):
-        if trial.user_attrs.get(_DIGEST) != _digest(trial.number, trial.params, trial.value, trial.user_attrs):
-            raise ValueError(f"trial {trial.number} is not what was written: its digest differs")
+    study.add_trial(optuna.create_trial(params=dict(point), distributions=distributions, value=value, user_attrs=dict(attributes)))
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def verify(
     """Run the arms, the first of which is the default, and some of the ``others``; see the module. Raises what the runner raises.
 
     ``others``: simulated time over the default's, of strategies that may become arms, and of those that are: to the target where virtual
-    trainers were asked, else of a step. ``prepare`` hears of each that becomes one. ``held``: of an earlier tuning, whose legs, runs to the
+    trainers were asked, else of a step. ``prepare`` completes what becomes one. ``held``: of an earlier tuning, whose legs, runs to the
     target and pairs are not run again.
     The recommendation knows nothing of the search yet.
     """
@@ -103,6 +103,8 @@ class _Verifier:
     """Runs to the target of each way of training; ``from_arm`` names the arm that they were of."""
     seeds_are_alike: bool = False
     """Runs with two seeds were equal."""
+    in_vain: set[tuple[object, ...]] = field(default_factory=set)
+    """Ways that real runs have ruled out, without their wire where on all."""
 
     def run(self) -> Recommendation:
         try:
@@ -124,20 +126,17 @@ class _Verifier:
         while left > 0 and (ranked := self._ranked(compared)):
             arm = ranked[0]
             if compared and self._expected(arm) >= 1:
-                self._leave_out(ranked)
                 break
             near = (1 + self.experiment.tune.min_gain) * self._expected(arm)
             if not compared and (alike := [other.name for other in ranked[1:] if self._expected(other) < near]):
                 self.notes.append(f"chosen before {', '.join(alike)} by less than tune.min_gain, which may be chance: {arm.name}")
             compared.append(arm.name)
-            if self._reaches_target(arm.name):
-                self.error = error_of(left, is_last=len(ranked) == 1)
+            may_follow = self._asked and len({self._way(name)[:-1] for name in compared}) <= self.experiment.tune.finalists
+            if reaches := self._reaches_target(arm.name):
+                self.error = error_of(left, is_last=len(ranked) == 1 and not may_follow)
                 left -= self._measure_pairs(self.arms[arm.name])
-            elif (
-                len(compared) <= self.experiment.tune.finalists
-                and (added := self._following() if self._asked else self._between()) is not None
-            ):
-                self._rank([DEFAULT, added.name], f"real runs of {added.name}")
+            elif len(compared) <= self.experiment.tune.finalists and (k := self._between()) is not None:
+                self._rank([DEFAULT, k.name], f"real runs of {k.name}")
             rejected, verdict = self.arms[arm.name].rejected, None if self.judged is None else self.judged.verdict
             if rejected is None and verdict in (None, "USE"):
                 return ""
@@ -146,6 +145,7 @@ class _Verifier:
                 compared += [name for name in self.arms if self._way(name) == self._way(arm.name)]
             else:
                 ruled_out.append(f"{arm.name} {rejected or self._measured()}")
+                self._rule_out(arm.name, compared, is_slow=not reaches or rejected is None, is_followed=may_follow and left > 0)
         if self.open is not None:
             self.finalist, self.pairs, self.judged = self.open
             self.notes += [f"{why}: not to be used either" for why in ruled_out]
@@ -160,6 +160,14 @@ class _Verifier:
         failed = "; ".join(f"{arm.name} {arm.rejected}" for arm in self.arms.values() if arm.rejected)
         none = f"no other strategy ran: {failed or 'the search found none (its notes say what was not searched)'}"
         return f"{found}: {'; '.join(ruled_out)}" if ruled_out else none
+
+    def _rule_out(self, name: str, compared: Sequence[str], *, is_slow: bool, is_followed: bool) -> None:
+        """Let another way take the arm's place, if virtual trainers know one; of an arm that is slow not its own, nor on another wire."""
+        way, default = self._way(name), self._way(DEFAULT)
+        if is_slow and way != default:
+            self.in_vain.add(way[:-1] if way[-1] == default[-1] else way)
+        if is_followed and (arm := self._following(compared)) is not None:
+            self._rank([DEFAULT, arm.name], f"real runs of {arm.name}")
 
     def _ranked(self, compared: Sequence[str]) -> list[Arm]:
         """The arms that are still to be compared with the default, the most promising first."""
@@ -228,11 +236,6 @@ class _Verifier:
         self.arms[arm.name] = arm = self.prepare(arm)
         return arm
 
-    def _leave_out(self, slower: Sequence[Arm]) -> None:
-        names = [arm.name for arm in slower if self._way(arm.name) not in self.ways]
-        if self.experiment.workload.target_loss is not None and names:
-            self.notes.append(f"expected to be slower than the default, and not run to the target: {', '.join(names)}")
-
     def _choose(self) -> None:
         """Rank the arms; then others, as long as one promises a gain by what the simulator has erred by so far."""
         self._rank([*self.arms], "real runs of every arm")
@@ -241,21 +244,22 @@ class _Verifier:
                 break
             self._rank([DEFAULT, arm.name], f"real runs of {arm.name}")
         if (erred := self._erred()) and self.others:
-            self.notes.append(f"real steps took longer than simulated ones, beside the default's: {erred}")
+            self.notes.append(f"real over simulated time of a step, relative to the default's: {erred}")
 
-    def _following(self) -> Arm | None:
-        """What the search and the errors so far promise to be fastest, as an arm; of ways that runs to the target ruled out, nothing."""
+    def _following(self, compared: Sequence[str] = ()) -> Arm | None:
+        """The strategy with the largest expected gain, as a new arm; of ways that real runs have ruled out, none."""
         if not self.legs.affords(_KEPT_LEGS, num_targets=2):
             return None
-        default, has_target = self.arms[DEFAULT].strategy, self.experiment.workload.target_loss is not None
+        default, target = self.arms[DEFAULT].strategy, self.experiment.workload.target_loss
+        ways = {one: _learns_as(one) for one in self.others} if self.in_vain else {}
+        in_vain = {one for one, way in ways.items() if way in self.in_vain or way[:-1] in self.in_vain}
         ran = {arm.strategy: arm for arm in self.arms.values() if arm.name != DEFAULT and arm.strategy in self.others}
-        in_vain = {self._way(arm.name) for arm in ran.values() if arm.rejected is not None} & self.ways.keys()
-        lost = {one for one, arm in ran.items() if arm.rejected is not None or self._way(arm.name) in in_vain}
         measured = {one: math.log(self.ratios[arm.name] * self._virtual(arm)) for one, arm in ran.items() if arm.name in self.ratios}
-        left = (one for one in self.others if one not in lost and not (in_vain and _learns_as(one) in in_vain))
-        simulated = {one: math.log(self.others[one]) for one in (*measured, *left)}
-        way = _learns_as if has_target and not self._asked else lambda _: None
-        strategy = named(default, measured, simulated, way, lost)
+        left_out = in_vain | ran.keys()
+        simulated = {one: math.log(ratio) for one, ratio in self.others.items() if one in measured or one not in left_out}
+        lost = {one for one, arm in ran.items() if arm.rejected is not None or arm.name in compared or one in in_vain}
+        same = _learns_as if target is not None and not self._asked else lambda _: None
+        strategy = named(default, measured, simulated, same, lost)
         return None if strategy is None else self._added(strategy)
 
     def _erred(self) -> str:

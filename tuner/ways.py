@@ -313,8 +313,9 @@ def _in_words(steps: Sequence[float | None]) -> str:
     arrived = [one for one in steps if one is not None]
     if not arrived:
         return "never"
-    words = [f"{min(arrived):.0f} to {max(arrived):.0f}"] * (len(arrived) > 1) + [f"{len(arrived)} of {len(steps)} arrive"]
-    words = words if len(arrived) < len(steps) else words[:-1]
+    words = [f"{min(arrived):.0f} to {max(arrived):.0f}"] if len(arrived) > 1 else []
+    if len(arrived) < len(steps):
+        words.append(f"{len(arrived)} of {len(steps)} arrive")
     return f"{statistics.fmean(arrived):.0f}" + (f" ({', '.join(words)})" if words else "")
 
 
@@ -424,9 +425,12 @@ def _notes(trained: Trainings) -> list[str]:
         steps = f"{one.steps:.0f}" if one is not None else "never" if end >= workload.steps else f"not in {end}"
         taken.setdefault(name_of(strategies[way].replace(lr_scale=1.0)), []).append(steps + (f" at {scale:g}x" if scale != 1 else ""))
     said = "; ".join(f"{name}: {', '.join(steps)}" for name, steps in taken.items())
-    by = f"by virtual trainers of seed {run.seed} (2x: at twice the learning rate)"
+    rates = " (at 2x: at twice workload.lr)" if any(one.lr_scale != 1 for one in strategies.values()) else ""
+    by = f"by virtual trainers of seed {run.seed}{rates}"
     notes = [f"steps to loss {workload.target_loss:g}, {by}: {said}"] if said else []
     untried = [name_of(one) for way, one in strategies.items() if way not in trained.arrivals and way not in trained.refused]
     if untried:
-        notes.append(f"not compared, for want of time (tune.search_seconds = {trained.seeded.tune.search_seconds:g}): {', '.join(untried)}")
+        notes.append(
+            f"not compared, for want of time (raise tune.search_seconds = {trained.seeded.tune.search_seconds:g}): {', '.join(untried)}"
+        )
     return notes

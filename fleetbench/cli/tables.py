@@ -42,7 +42,8 @@ _COUNTS: tuple[tuple[str, Callable[[Summary], Any], Callable[[Any], str]], ...] 
 
 def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
     """Print summaries side by side: one, or the simulated and the real one with the simulator's error."""
-    emit_table(runs_table(runs, target_of(experiment) if any(summary.loss_from is not None for summary in runs.values()) else ""))
+    has_losses = any(summary.loss_from is not None for summary in runs.values())
+    emit_table(runs_table(runs, target_of(experiment) if has_losses else ""))
     emit(f"strategy: {units.changes(experiment.strategy.changes())}")
     emit_node_bandwidth(experiment.cluster)
     target = experiment.workload.target_loss

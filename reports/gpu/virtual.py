@@ -117,9 +117,8 @@ def speed() -> list[dict[str, Any]]:
                 rows.append({"workload": name, **timed(SPEED[name], trainers, steps, way, device)})
             except (RuntimeError, UserWarning) as error:
                 rows.append({"workload": name, "trainers": trainers, "asked": f"{way} on {device}", "skipped": str(error)[:200]})
-            print(
-                json.dumps(rows[-1]), file=sys.stderr, flush=True
-            )  # which stands in the section's error, if its time ends before the last
+            # which the section's error shows, if its time ends before the last
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     rows.append({"workload": "gpt 4x256, 8 x 128", **timed(SPEED["gpt 4x256, 8 x 128"], 8, 20, None, "cpu")})
     return rows
 

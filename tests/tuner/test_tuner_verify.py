@@ -257,22 +257,6 @@ def test_a_candidate_that_misses_the_target_is_rejected_however_fast(tmp_path: P
     assert (fast.target.reached, fast.target.final_loss) == (False, 0.9)
 
 
-def test_a_way_that_misses_the_target_makes_room_for_another_way(tmp_path: Path) -> None:
-    """Virtual trainers promised K = 16. Once it is out, K = 2 is worth its legs; no other bucket of K = 16 is tried."""
-    wide, small = local(16).replace(fuse_grad_size_in_MB=64.0), local(16).replace(fuse_grad_size_in_MB=0.5)
-    experiment = target_experiment()
-    experiment = experiment.replace(tune=replace(experiment.tune, finalists=1))
-    default = Arm(name="default", strategy=DEFAULT, simulated_s=0.012, virtual_updates=100.0)
-    tried = [default, Arm(name="one", strategy=local(16), simulated_s=0.006, virtual_updates=110.0)]
-    others = {local(16): 0.550, wide: 0.551, small: 0.552, local(2): 0.9}
-    runner = FakeRunner(experiment, by_local_steps, updates=lambda leg: None if leg.strategy.local_steps == 16 else 60.0)
-    prepared = lambda arm: replace(arm, virtual_updates=100.0)  # noqa: E731  # of all that is added
-    found = verify(experiment, tried, legs_of(runner, tmp_path), others=others, prepare=prepared)
-    assert (found.verdict, found.strategy) == ("USE", local(2))
-    assert [arm.strategy for arm in found.arms] == [DEFAULT, local(16), wide, local(2)]
-    assert sum(leg.evaluate and leg.strategy.local_steps == 16 for leg in runner.legs) == 1
-
-
 def test_the_same_candidate_is_used_where_it_reaches_the_target(tmp_path: Path) -> None:
     """The control of the test above: only the missed target ruled K = 16 out."""
     found, _ = verified(target_experiment(), arms(fast=local(16), fused=FUSED), tmp_path, by_local_steps)

@@ -69,7 +69,7 @@ def test_it_says_what_each_way_takes(tmp_path: Path) -> None:
     ways = price_ways(*searched(tmp_path), step_s, planted, tmp_path)
     (said,) = ways.notes
     assert said == (
-        "steps to loss 0.5, by virtual trainers of seed 0 (2x: at twice the learning rate): synchronous: 100; K = 16: 300; "
+        "steps to loss 0.5, by virtual trainers of seed 0: synchronous: 100; K = 16: 300; "
         "K = 16 and an outer optimizer: never; K = 4: 110; K = 4 and an outer optimizer: 90; "
         "synchronous and 2 micro-batches an update: 150"
     )
@@ -101,7 +101,7 @@ def test_what_there_is_no_time_for_is_named_and_left_out(tmp_path: Path, number:
         assert [name_of(tried.strategy) for tried in best] == ["synchronous", "K = 16", "K = 16"]
         left = "K = 4, K = 4 and an outer optimizer, synchronous and 2 micro-batches an update"
         seconds = f"tune.search_seconds = {experiment.tune.search_seconds:g}"
-        assert ways.notes[-1] == f"not compared, for want of time ({seconds}): {left}"
+        assert ways.notes[-1] == f"not compared, for want of time (raise {seconds}): {left}"
 
 
 def test_a_tuning_that_is_taken_up_again_has_the_same_ways(tmp_path: Path) -> None:
@@ -324,8 +324,8 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: 
     assert {leg.seed for leg in runner.legs if leg.evaluate} == {0, 1, 2}
     once = experiment.replace(run=replace(experiment.run, seed=2), tune=replace(experiment.tune, target_seeds=1))
     simulated, _ = tune_simulated(once, out=tmp_path / "simulated")
-    tables = [next(note for note in one.notes if "by virtual trainers of seed 3 (" in note) for one in (found, simulated)]
-    said = [{*table.partition("rate): ")[2].split("; ")} for table in tables]
+    tables = [next(note for note in one.notes if "by virtual trainers of seed 3" in note) for one in (found, simulated)]
+    said = [{*table.partition("workload.lr): ")[2].split("; ")} for table in tables]
     assert said[0] == said[1]
     monkeypatch.setattr("tuner.tune.by_virtual_trainers", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr("real.job.session.Session._begin", lambda _: pytest.fail("trainers were started"))
@@ -448,7 +448,7 @@ def test_simulation_alone_ranks_by_time_to_the_target(tmp_path: Path) -> None:
     ways = {name_of(one.strategy) for one in asked}
     assert len(asked) == 6 + 3 * 5  # each way with a seed that chooses, and those that arrive with three more
     assert len(ways) == 6
-    assert any("by virtual trainers of seed 3 (" in note and "synchronous: 100; K = 16: 200;" in note for note in found.notes)
+    assert any("by virtual trainers of seed 3" in note and "synchronous: 100; K = 16: 200;" in note for note in found.notes)
     assert not any("is not simulated" in note for note in found.notes)
     rivals = {name_of(rival.strategy): rival.to_target for rival in found.runners_up}
     assert rivals["K = 4 and an outer optimizer"] == pytest.approx(4 * (100 * 110 * 90) ** (1 / 3) / 90, rel=1e-3)
