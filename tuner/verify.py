@@ -104,7 +104,7 @@ class _Verifier:
     seeds_are_alike: bool = False
     """Runs with two seeds were equal."""
     in_vain: set[tuple[object, ...]] = field(default_factory=set)
-    """Ways that real runs have ruled out, without their wire where on all."""
+    """Ways that real runs have ruled out."""
 
     def run(self) -> Recommendation:
         try:
@@ -145,7 +145,7 @@ class _Verifier:
                 compared += [name for name in self.arms if self._way(name) == self._way(arm.name)]
             else:
                 ruled_out.append(f"{arm.name} {rejected or self._measured()}")
-                self._rule_out(arm.name, compared, is_slow=not reaches or rejected is None, is_followed=may_follow and left > 0)
+                self._rule_out(arm.name, is_slow=not reaches or rejected is None, is_followed=may_follow and left > 0)
         if self.open is not None:
             self.finalist, self.pairs, self.judged = self.open
             self.notes += [f"{why}: not to be used either" for why in ruled_out]
@@ -161,12 +161,11 @@ class _Verifier:
         none = f"no other strategy ran: {failed or 'the search found none (its notes say what was not searched)'}"
         return f"{found}: {'; '.join(ruled_out)}" if ruled_out else none
 
-    def _rule_out(self, name: str, compared: Sequence[str], *, is_slow: bool, is_followed: bool) -> None:
-        """Let another way take the arm's place, if virtual trainers know one; of an arm that is slow not its own, nor on another wire."""
-        way, default = self._way(name), self._way(DEFAULT)
-        if is_slow and way != default:
-            self.in_vain.add(way[:-1] if way[-1] == default[-1] else way)
-        if is_followed and (arm := self._following(compared)) is not None:
+    def _rule_out(self, name: str, *, is_slow: bool, is_followed: bool) -> None:
+        """Let another way take the arm's place, if virtual trainers know one; not its own, if that is slow and not the default's."""
+        if is_slow and self._way(name) != self._way(DEFAULT):
+            self.in_vain.add(self._way(name))
+        if is_followed and (arm := self._following()) is not None:
             self._rank([DEFAULT, arm.name], f"real runs of {arm.name}")
 
     def _ranked(self, compared: Sequence[str]) -> list[Arm]:
@@ -246,18 +245,17 @@ class _Verifier:
         if (erred := self._erred()) and self.others:
             self.notes.append(f"real over simulated time of a step, relative to the default's: {erred}")
 
-    def _following(self, compared: Sequence[str] = ()) -> Arm | None:
+    def _following(self) -> Arm | None:
         """The strategy with the largest expected gain, as a new arm; of ways that real runs have ruled out, none."""
         if not self.legs.affords(_KEPT_LEGS, num_targets=2):
             return None
         default, target = self.arms[DEFAULT].strategy, self.experiment.workload.target_loss
-        ways = {one: _learns_as(one) for one in self.others} if self.in_vain else {}
-        in_vain = {one for one, way in ways.items() if way in self.in_vain or way[:-1] in self.in_vain}
+        in_vain = {one for one in self.others if self.in_vain and _learns_as(one) in self.in_vain}
         ran = {arm.strategy: arm for arm in self.arms.values() if arm.name != DEFAULT and arm.strategy in self.others}
         measured = {one: math.log(self.ratios[arm.name] * self._virtual(arm)) for one, arm in ran.items() if arm.name in self.ratios}
         left_out = in_vain | ran.keys()
         simulated = {one: math.log(ratio) for one, ratio in self.others.items() if one in measured or one not in left_out}
-        lost = {one for one, arm in ran.items() if arm.rejected is not None or arm.name in compared or one in in_vain}
+        lost = in_vain | {one for one, arm in ran.items() if arm.rejected is not None}
         same = _learns_as if target is not None and not self._asked else lambda _: None
         strategy = named(default, measured, simulated, same, lost)
         return None if strategy is None else self._added(strategy)
