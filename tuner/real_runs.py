@@ -77,6 +77,13 @@ def budget_of(experiment: Experiment) -> tuple[float, str]:
     return min(limits)
 
 
+def seeds_of(experiment: Experiment) -> range:
+    """Of the runs to the target of each way of training, at most, the experiment's own first; a declared loss has no seed."""
+    default = 1 if experiment.run.launcher == "command" else 5
+    number = 1 if experiment.run.device == "emulated" else experiment.tune.target_seeds or default
+    return range(experiment.run.seed, experiment.run.seed + number)
+
+
 @dataclass(slots=True, kw_only=True)
 class RealRuns:
     """Runs legs, stores them below ``folder``, and counts the trainers' time against the budget."""

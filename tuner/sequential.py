@@ -143,6 +143,14 @@ def judge(
     return Judgement("UNDECIDED", speedup, step, count, None if fixed > distance else max(needed, count + 1))
 
 
+def needed(judged: Judgement) -> str:
+    """How many pairs would decide, in words."""
+    if judged.pairs_needed is None:
+        return "no number of pairs would decide: steps to the target are too uncertain (tune.target_seeds, workload.eval_every)"
+    number = f"more than {MANY:,}" if judged.pairs_needed >= MANY else f"about {judged.pairs_needed:,}"
+    return f"{number} would decide, if mean and spread stay (tune.pairs)"
+
+
 @functools.lru_cache(maxsize=64)
 def critical_values(at: tuple[int, ...], shares: tuple[float, ...], error: float) -> tuple[float, ...]:
     """Of t at each look: normal ratios without a gain exceed those up to a look with a chance of its share of ``error``."""

@@ -126,6 +126,18 @@ def way_of(strategy: DistributedStrategy) -> tuple[object, ...]:
     return *local, strategy.lr_scale, strategy.gradient_merge, strategy.gradient_merge_configs, strategy.amp, strategy.amp_configs, *served
 
 
+def learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:
+    """What of a strategy makes another training, its wire with it."""
+    return *way_of(strategy), parameters_of(strategy)["wire"]
+
+
+def differs_in(strategy: DistributedStrategy, default: DistributedStrategy) -> str:
+    """How its arithmetic differs from the default's, in words."""
+    own, base = parameters_of(strategy)["wire"], parameters_of(default)["wire"]
+    changes = (("other training", way_of(strategy) != way_of(default)), ("another wire", own != base))
+    return " and ".join(name for name, changed in changes if changed) or "same arithmetic"
+
+
 def name_of(strategy: DistributedStrategy) -> str:
     """A way of training in words."""
     at = f" at {strategy.lr_scale:g} times the learning rate" if strategy.lr_scale != 1 else ""

@@ -199,7 +199,5 @@ class Penalty:
             if self.half is None
             else f"90 % interval {100 * (self.c - self.half):.2g} to {100 * (self.c + self.half):.2g} %"
         )
-        inside = [f"K = {k}: {self.ratio(k):.2f}x" for k in levels if 1 < k <= self.largest]
-        outside = [f"K = {k}: {self.ratio(k):.2f}x" for k in levels if k > self.largest]
-        beyond = f"; outside of what was run {', '.join(outside)}" if outside else ""
-        return f"steps to the target grow by {100 * self.c:.2g} % a local step ({interval}): {', '.join(inside)}{beyond}"
+        ratios = [f"K = {k}: {self.ratio(k):.2f}x{' (beyond what was run)' * (k > self.largest)}" for k in levels if k > 1]
+        return f"steps to the target grow by {100 * self.c:.2g} % a local step ({interval}): {', '.join(ratios)}"

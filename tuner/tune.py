@@ -24,7 +24,7 @@ from fleetbench.workload import LAYERS
 from sim.run import simulate as in_simulator
 from tuner.earlier import RUNS, Earlier, Held, keep_inputs
 from tuner.learning import by_virtual_trainers
-from tuner.real_runs import DEFAULT, SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_of, leg_steps_of
+from tuner.real_runs import DEFAULT, SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_of, leg_steps_of, seeds_of
 from tuner.recommendation import Arm, Recommendation
 from tuner.resumption import Journal, Resumption, inputs_of
 from tuner.search import Search, StepS, search
@@ -32,7 +32,7 @@ from tuner.sequential import LEAST_PAIRS
 from tuner.served import refuse_unpriced, search_modes
 from tuner.simulated.candidates import shortened, step_time
 from tuner.space import search_space, way_of
-from tuner.verify import Progress, seeds_of, verify
+from tuner.verify import Progress, verify
 from tuner.ways import Ways, over_seeds, price_ways
 
 Simulate = Callable[[Experiment], RunResult]

@@ -32,10 +32,10 @@ from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.roles import SEED
 from tuner.bias import named
 from tuner.earlier import Held
-from tuner.real_runs import DEFAULT, ROUNDS, BudgetSpent, RealRuns, budget_of, leg_steps_of
+from tuner.real_runs import DEFAULT, ROUNDS, BudgetSpent, RealRuns, budget_of, leg_steps_of, seeds_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
-from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, spent
-from tuner.space import name_of, parameters_of, way_of
+from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, needed, spent
+from tuner.space import differs_in, learns_as, name_of, parameters_of
 from tuner.to_target import Penalty, Updates, arrival_of
 
 BETWEEN_SEEDS = 3
@@ -110,6 +110,7 @@ class _Verifier:
         try:
             self._choose()
             self._check_target(DEFAULT)
+            self._run_rates()
             reason = self._compare()
         except BudgetSpent:
             _, setting = budget_of(self.experiment)
@@ -175,10 +176,7 @@ class _Verifier:
 
     def _expected(self, arm: Arm) -> float:
         """Its time over the default's: of a step as measured, times updates to the target by virtual trainers, or by runs at other K."""
-        updates = self._virtual(arm)
-        if not self._asked and (penalty := self._penalty()) is not None and self._is_plain(arm.strategy):
-            updates = penalty.ratio(arm.strategy.local_steps)
-        return self.ratios[arm.name] * updates
+        return self.ratios[arm.name] * (self._virtual(arm) if self._asked else self._known(arm))
 
     @property
     def _asked(self) -> bool:
@@ -189,6 +187,15 @@ class _Verifier:
         """Updates to the target over the default's, by virtual trainers; 1 where they say nothing."""
         default = self.arms[DEFAULT].virtual_updates
         return 1.0 if default is None or arm.virtual_updates is None else arm.virtual_updates / default
+
+    def _known(self, arm: Arm) -> float:
+        """Updates over the default's by runs to the target: of the default at the arm's learning rate, times those of the arm's K."""
+        default, strategy, penalty = self.arms[DEFAULT].strategy, arm.strategy, self._penalty()
+        ways = (learns_as(default.replace(lr_scale=scale)) for scale in (strategy.lr_scale, default.lr_scale))
+        taken = [check.updates[0] or check.steps or 1 for check in map(self.ways.get, ways) if check is not None]
+        known = taken[0] / taken[1] if len(taken) == 2 else 1.0
+        is_plain = penalty is not None and self._is_plain(strategy.replace(lr_scale=default.lr_scale))
+        return known * (penalty.ratio(strategy.local_steps) if penalty is not None and is_plain else 1.0)
 
     def _penalty(self) -> Penalty | None:
         """What runs to the target with plain local steps say of those at another K, beside a synchronous default."""
@@ -226,7 +233,7 @@ class _Verifier:
         """Synchronous, or fixed local steps that are averaged; in all else that is learnt as the default's."""
         default = self.arms[DEFAULT].strategy
         configs = dataclasses.replace(default.localsgd_configs, k_steps=strategy.localsgd_configs.k_steps)
-        return _learns_as(strategy) in (_learns_as(default), _learns_as(default.replace(localsgd=True, localsgd_configs=configs)))
+        return learns_as(strategy) in (learns_as(default), learns_as(default.replace(localsgd=True, localsgd_configs=configs)))
 
     def _added(self, strategy: DistributedStrategy) -> Arm:
         """A strategy of the search as an arm."""
@@ -250,13 +257,12 @@ class _Verifier:
         if not self.legs.affords(_KEPT_LEGS, num_targets=2):
             return None
         default, target = self.arms[DEFAULT].strategy, self.experiment.workload.target_loss
-        in_vain = {one for one in self.others if self.in_vain and _learns_as(one) in self.in_vain}
+        in_vain = {one for one in self.others if self.in_vain and learns_as(one) in self.in_vain}
         ran = {arm.strategy: arm for arm in self.arms.values() if arm.name != DEFAULT and arm.strategy in self.others}
         measured = {one: math.log(self.ratios[arm.name] * self._virtual(arm)) for one, arm in ran.items() if arm.name in self.ratios}
-        left_out = in_vain | ran.keys()
-        simulated = {one: math.log(ratio) for one, ratio in self.others.items() if one in measured or one not in left_out}
+        simulated = {one: math.log(ratio) for one, ratio in self.others.items() if one in measured or not (one in in_vain or one in ran)}
         lost = in_vain | {one for one, arm in ran.items() if arm.rejected is not None}
-        same = _learns_as if target is not None and not self._asked else lambda _: None
+        same = learns_as if target is not None and not self._asked else lambda _: None
         strategy = named(default, measured, simulated, same, lost)
         return None if strategy is None else self._added(strategy)
 
@@ -267,15 +273,19 @@ class _Verifier:
             arm = self.arms[name]
             if name != DEFAULT:
                 error = math.log(ratio * default.simulated_s / arm.simulated_s)
-                errors.setdefault(_family(arm.strategy, default.strategy), []).append(error)
+                errors.setdefault(differs_in(arm.strategy, default.strategy), []).append(error)
         return ", ".join(f"{family} {100 * math.expm1(statistics.fmean(found)):+.0f} %" for family, found in errors.items())
 
     def _rank(self, names: Sequence[str], stage: str) -> None:
-        """Every arm twice, in an order in which a drift of the machine favours none; but for those that an earlier tuning has ranked."""
-        if not (names := [name for name in names if not self._recall(name)]):
-            return
-        names = [DEFAULT, *(name for name in names if name != DEFAULT)]
-        order = [*names, *reversed(names)]
+        """Every arm twice, in an order in which a drift of the machine favours none; but for those that an earlier tuning has ranked.
+
+        What has the legs of another arm, as at another learning rate, has its times.
+        """
+        names = [name for name in names if not self._recall(name)]
+        first = {arm.timed: name for name, arm in reversed(self.arms.items())}
+        twins = {name: whose for name in names if (whose := first[self.arms[name].timed]) != name}
+        own = [name for name in names if name != DEFAULT and name not in twins]
+        order = [DEFAULT, *own, *reversed(own), DEFAULT] if own or DEFAULT in names else []
         took: dict[str, list[float]] = {}
         for done, name in enumerate(order):
             self.progress(stage, done, len(order))
@@ -292,6 +302,10 @@ class _Verifier:
         for name, times in took.items():
             if self.arms[name].rejected is None:
                 self.ratios[name] = statistics.fmean(times) / statistics.fmean(took[DEFAULT])
+        for name, whose in twins.items():
+            arm = self.arms[whose]
+            self._update(name, measured_s=arm.measured_s, peak_bytes=arm.peak_bytes, rejected=arm.rejected)
+            self.ratios |= {name: self.ratios[whose]} if whose in self.ratios else {}
 
     def _recall(self, name: str) -> bool:
         """Take what an earlier tuning has of the arm; whether it has."""
@@ -341,6 +355,17 @@ class _Verifier:
         if name == DEFAULT and not self.ways[way].reached:
             missed = f"the default does not reach the target loss {target:g} in {self.ways[way].steps} steps"
             self.notes.append(f"{missed}: only a strategy that does can be recommended")
+
+    def _run_rates(self) -> None:
+        """A script's default at every other learning rate to the target, once: a rate moves no clock, and ranks all that has it."""
+        default = self.arms[DEFAULT]
+        rated = [arm.name for arm in self.arms.values() if arm.strategy != default.strategy and arm.timed == default.timed]
+        for name in rated if not self._asked else ():
+            if not self.legs.affords(2 * looks(MANY)[0], num_targets=1):
+                self.notes.append(f"the budget has no room for a run of {name} to the target")
+                return
+            with self._rejecting(name):
+                self._run_to_target(name, 0)
 
     def _run_other_seeds(self, name: str) -> None:
         """The default and the arm to the target with every further seed, as far as the budget has room, and as long as the arm may pass."""
@@ -437,7 +462,7 @@ class _Verifier:
         return dataclasses.replace(found, noise=self.ways[way].noise_beside(self.ways[base]))
 
     def _way(self, name: str) -> tuple[object, ...]:
-        return _learns_as(self.arms[name].strategy)
+        return learns_as(self.arms[name].strategy)
 
     def _rejection(self, name: str) -> str | None:
         """Why an arm's runs to the target rule it out. Without a target nothing does."""
@@ -465,7 +490,7 @@ class _Verifier:
         others = "the default does not" if updates is None else f"the default {default.target}"
         way = f"{name_of(arm.strategy)}, gradients in {parameters_of(arm.strategy)['wire']}"
         each = f"{'one run' if runs == 1 else f'{runs} runs'} each, from the initial parameters"
-        self.notes.append(f"{name}, {way}, still reaches the target{took}, {others}; {each}")
+        self.notes.append(f"{name}, {way}, reaches the target{took}, {others}; {each}")
         return None
 
     def _measure_pairs(self, finalist: Arm) -> float:
@@ -514,12 +539,13 @@ class _Verifier:
             reason = f"{used} is faster than the default in {len(self.pairs)} fresh pairs"
         elif self.finalist is not None and (judged is None or judged.verdict == "UNDECIDED"):
             self.undecided = True
-            reason = "; ".join(filter(None, (reason, f"{self.finalist} {self._measured()}", _needed(judged))))
+            reason = "; ".join(filter(None, (reason, f"{self.finalist} {self._measured()}", "" if judged is None else needed(judged))))
         if self.legs.num_void:
             void = f"{counted(self.legs.num_void, 'real run')} {'is' if self.legs.num_void == 1 else 'are'} void"
             self.notes.append(f"{void}, as the machine was not quiet in any of their repeats; pairs with one are left out: tune again")
         if len(self.pairs) > LEAST_PAIRS:
-            alone, paired = _spread([pair.default_s for pair in self.pairs]), _spread([pair.speedup for pair in self.pairs])
+            both = zip(*((pair.default_s, pair.speedup) for pair in self.pairs), strict=True)
+            alone, paired = (f"{100 * statistics.stdev(map(math.log, values)):.2g} %" for values in both)
             self.notes.append(f"A/A: the default's own legs differ by {alone}, the pairs by {paired} (standard deviations of logarithms)")
         return Recommendation(
             experiment=self.experiment.digest(),
@@ -561,35 +587,3 @@ class _Verifier:
 
 def _says(failure: LegFailed) -> str:
     return f"failed on {failure.where}: {failure.what}"
-
-
-def seeds_of(experiment: Experiment) -> range:
-    """Of the runs to the target of each way of training, at most, the experiment's own first; a declared loss has no seed."""
-    default = 1 if experiment.run.launcher == "command" else 5
-    number = 1 if experiment.run.device == "emulated" else experiment.tune.target_seeds or default
-    return range(experiment.run.seed, experiment.run.seed + number)
-
-
-def _learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:
-    """What of a strategy makes another training."""
-    return *way_of(strategy), parameters_of(strategy)["wire"]
-
-
-def _family(strategy: DistributedStrategy, default: DistributedStrategy) -> str:
-    """How its arithmetic differs from the default's, in words."""
-    own, base = parameters_of(strategy)["wire"], parameters_of(default)["wire"]
-    changes = (("other training", way_of(strategy) != way_of(default)), ("another wire", own != base))
-    return " and ".join(name for name, changed in changes if changed) or "same arithmetic"
-
-
-def _needed(judged: Judgement | None) -> str:
-    if judged is None:
-        return ""
-    if judged.pairs_needed is None:
-        return "no number of pairs would decide: steps to the target are too uncertain (tune.target_seeds, workload.eval_every)"
-    number = f"more than {MANY:,}" if judged.pairs_needed >= MANY else f"about {judged.pairs_needed:,}"
-    return f"{number} would decide, if mean and spread stay (tune.pairs)"
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{100 * statistics.stdev(map(math.log, values)):.2g} %"

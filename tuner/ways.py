@@ -179,8 +179,7 @@ def price_ways(
     updates = {way: (arrival and arrival.steps,) for way, arrival in arrivals.items()}
     others += [Tried(leader.trial, strategy, "") for leader, strategies in scaled for strategy in strategies if strategy != leader.strategy]
     others += refined
-    scale = experiment.strategy.lr_scale
-    known_ways = Ways(updates=updates, notes=notes, steps=workload.steps, own=own, learnt=learnt, lr_scale=scale)
+    known_ways = Ways(updates=updates, notes=notes, steps=workload.steps, own=own, learnt=learnt, lr_scale=experiment.strategy.lr_scale)
     known_ways = _with_varying(known_ways, [one for one in varying if arrivals.get(way_of(one))], arrivals, step_s)
     numbered = [
         dataclasses.replace(one, trial=dataclasses.replace(one.trial, number=number), key=f"way {number}")
@@ -254,9 +253,8 @@ def _with_varying(ways: Ways, arriving: Sequence[DistributedStrategy], arrivals:
     paced, beside = _simulated([(one, {}) for one in arriving], lambda one: step_s(paced_ways.paced(one)), 0)
     fastest = sorted(paced, key=lambda one: ways.weight(one.strategy) * one.trial.simulated_s)
     adaptive = [one for one in fastest if one.strategy.adaptive_localsgd]  # the rules' legs are alike: one of them is enough
-    alike = "its steps are timed as those of K"
     timed = [
-        f"{name_of(one)}: {alike} = {max(1, math.floor(pace))}, for rounds of {pace:.3g} in the mean to the target"
+        f"{name_of(one)}: its steps are timed as those of K = {max(1, math.floor(pace))}, for mean rounds of {pace:.3g} to the target"
         for one in arriving
         if (pace := paces[way_of(one)])
     ]

@@ -33,8 +33,6 @@ class Plan:
     """Operations that a communicator carries at once; see ``fleetbench.plan.groups``."""
     fragments: tuple[tuple[int, ...], ...] = ()
     """Buckets of each fragment, whose exchanges follow one another in ``exchange``; empty: all buckets are exchanged together."""
-    gates: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Layers whose next forward waits for their buckets only; empty: every layer waits for the update."""
     num_state_slots: int = 0
     """Tensors that the optimizer keeps for each parameter, in the parameter's shape."""
     buffers_nbytes: int = 0

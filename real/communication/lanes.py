@@ -166,16 +166,16 @@ def _has_ended(ticket: Ticket) -> bool:
     return is_done is not None and is_done()
 
 
+@dataclass(frozen=True, slots=True)
 class StreamTicket:
     """A place in a side stream, after an operation."""
 
-    def __init__(self, streams: Streams, event: Any) -> None:
-        self._streams = streams
-        self._event = event
+    streams: Streams
+    event: Any
 
     def wait(self) -> None:
         """Order the current stream after the operation; returns at once."""
-        self._streams.current_stream().wait_event(self._event)
+        self.streams.current_stream().wait_event(self.event)
 
 
 class StreamLane:

@@ -26,7 +26,7 @@ from tuner import script
 from tuner.real_runs import SPENT, BudgetSpent, RealRuns
 from tuner.recommendation import Recommendation
 from tuner.resumption import Journal, Resumption
-from tuner.script import _stored, refuse_beyond_budget, tune_script
+from tuner.script import refuse_beyond_budget, tune_script
 from tuner.tune import tune
 
 DEFAULT, SMALL = DistributedStrategy(), DistributedStrategy(fuse_grad_size_in_MB=1.0)
@@ -364,7 +364,7 @@ def test_a_profile_is_stored_beside_anothers_draft(tmp_path: Path) -> None:
     (tmp_path / "profiles").mkdir()
     draft = tmp_path / "profiles" / "draft.toml"
     draft.write_text("half of a")
-    path = _stored(profile, tmp_path / "profiles")
+    profile.save(path := tmp_path / "profiles" / "script.toml")
     assert draft.read_text() == "half of a"
     assert sorted((tmp_path / "profiles").iterdir()) == [draft, path]
     assert Profile.load(path) == profile

@@ -1,5 +1,6 @@
 """What runs at some K say of steps to the target at another, against planted penalties."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +37,8 @@ def test_a_straight_line_is_found_as_it_was_planted() -> None:
     assert alone is not None
     assert alone.half is None
     assert alone.says(LEVELS) == (
-        "steps to the target grow by 12 % a local step (one run, no interval): K = 2: 1.12x, K = 4: 1.36x; "
-        "outside of what was run K = 8: 1.84x, K = 16: 2.80x"
+        "steps to the target grow by 12 % a local step (one run, no interval): K = 2: 1.12x, K = 4: 1.36x, "
+        "K = 8: 1.84x (beyond what was run), K = 16: 2.80x (beyond what was run)"
     )
     assert Penalty.of({1: [1.0, 1.1]}) is None
 
@@ -82,3 +83,25 @@ def test_a_k_that_other_runs_have_named_is_run_with_three_seeds(tmp_path: Path) 
     ran = [(leg.strategy.local_steps, leg.seed) for leg in runner.legs if leg.evaluate]
     assert ran == [(1, 0), (16, 0), (4, 0), (1, 1), (4, 1), (1, 2), (4, 2)]
     assert found.strategy == local(1)
+
+
+def test_learning_rates_run_to_the_target_first_and_take_no_legs(tmp_path: Path) -> None:
+    """A script's: the default's 100 updates are 25 at four times the rate, with which K = 16 never arrives; at its own it takes 150.
+
+    A rate moves no clock: what has it has the times of legs at the script's own, and what its updates promise.
+    """
+    experiment, high = target_experiment(pairs=8), local(1).replace(lr_scale=4.0)
+    many = high.replace(localsgd=True, localsgd_configs={"k_steps": 16})
+    steps = {local(1): 100.0, high: 25.0, local(16): 150.0, many: None}
+    runner = FakeRunner(experiment, step_s, updates=lambda leg: steps[leg.strategy])
+    arms = [Arm(name=name, strategy=local(k), simulated_s=step_s(local(k))) for name, k in (("default", 1), ("candidate 1", 16))]
+    arms += [replace(arms[0], name="candidate 2", strategy=high, paced_by=local(1))]
+    arms += [replace(arms[1], name="candidate 3", strategy=many, paced_by=local(16))]
+    found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01))
+    assert (found.verdict, found.strategy) == ("USE", high)
+    assert found.to_target == pytest.approx(4.0, rel=1e-3)
+    assert [leg.strategy for leg in runner.legs if leg.evaluate] == [local(1), high, many]
+    legs = [leg.strategy for leg in runner.legs if not leg.evaluate]
+    assert legs[:4] == [local(1), local(16), local(16), local(1)]
+    assert {*legs[4:]} == {local(1)}, "pairs of the default beside itself"
+    assert found.arms[3].measured_s == found.arms[1].measured_s != ()

@@ -18,12 +18,11 @@ from fleetbench.result import RunResult
 from fleetbench.store import load_run
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from real.leg import Leg
-from tuner.real_runs import leg_steps_of
+from tuner.real_runs import leg_steps_of, seeds_of
 from tuner.recommendation import Recommendation
 from tuner.served import search_modes, shortened
 from tuner.space import name_of
 from tuner.tune import tune
-from tuner.verify import seeds_of
 from tuner.ways import Ways
 
 

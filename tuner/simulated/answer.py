@@ -22,13 +22,14 @@ from fleetbench.result import RunResult, parts_of
 from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
 from tuner.learning import Learn, by_virtual_trainers
+from tuner.real_runs import seeds_of
 from tuner.recommendation import changes_of
 from tuner.simulated import candidates
 from tuner.simulated.assumptions import assumptions, changed
 from tuner.simulated.uncertainty import CONFIDENCE, Spread, spread_of, ways_outside
 from tuner.space import FIELDS
 from tuner.to_target import Updates
-from tuner.verify import Progress, seeds_of
+from tuner.verify import Progress
 from tuner.ways import Ways, over_seeds
 
 SCHEMA = 1

@@ -22,12 +22,12 @@ from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate
 from tuner.learning import Learn, Progress
+from tuner.real_runs import seeds_of
 from tuner.search import StepS, Tried, search
 from tuner.search import shortened as of_collectives
 from tuner.served import search_modes
 from tuner.served import shortened as of_servers
 from tuner.space import parameters_of, search_space, way_of
-from tuner.verify import seeds_of
 from tuner.ways import Ways, price_ways
 
 PER_SAMPLES = 10**6
