@@ -194,10 +194,7 @@ class Penalty:
 
     def says(self, levels: Sequence[int]) -> str:
         """The curve in words."""
-        interval = (
-            "one run, no interval"
-            if self.half is None
-            else f"90 % interval {100 * (self.c - self.half):.2g} to {100 * (self.c + self.half):.2g} %"
-        )
+        low, high = (100 * (self.c + side * (self.half or 0.0)) for side in (-1, 1))
+        interval = "one run, no interval" if self.half is None else f"90 % interval {low:.2g} to {high:.2g} %"
         ratios = [f"K = {k}: {self.ratio(k):.2f}x{' (beyond what was run)' * (k > self.largest)}" for k in levels if k > 1]
         return f"steps to the target grow by {100 * self.c:.2g} % a local step ({interval}): {', '.join(ratios)}"

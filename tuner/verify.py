@@ -366,6 +366,7 @@ class _Verifier:
                 return
             with self._rejecting(name):
                 self._run_to_target(name, 0)
+                self._show_target(name)
 
     def _run_other_seeds(self, name: str) -> None:
         """The default and the arm to the target with every further seed, as far as the budget has room, and as long as the arm may pass."""

@@ -104,4 +104,5 @@ def test_learning_rates_run_to_the_target_first_and_take_no_legs(tmp_path: Path)
     legs = [leg.strategy for leg in runner.legs if not leg.evaluate]
     assert legs[:4] == [local(1), local(16), local(16), local(1)]
     assert {*legs[4:]} == {local(1)}, "pairs of the default beside itself"
+    assert [arm.target is not None for arm in found.arms] == [True, False, True, True]
     assert found.arms[3].measured_s == found.arms[1].measured_s != ()
