@@ -152,23 +152,24 @@ def price_ways(
 
     if (least_s := _least_s(experiment)) > experiment.tune.search_seconds and not (run.device == "cuda" and torch.cuda.is_available()):
         large = (
-            f"virtual trainers are not asked: to the target they would take about {least_s:.3g} s of one core or more (tune.search_seconds)"
+            f"virtual trainers are not asked: they would take about {least_s:.3g} s of a core to the target, or more (tune.search_seconds)"
         )
         return Ways(notes=(large, _BY_STEPS))
-    seeded = experiment if seed is None else experiment.replace(run=dataclasses.replace(run, seed=seed))
     own = way_of(experiment.strategy)
-    leaders = {way_of(tried.strategy): tried for tried in reversed(found.ranked)}
-    for arm in filter(None, (found.default, found.advice)):
-        leaders.setdefault(way_of(arm.strategy), arm)
+    leaders = {way_of(one.strategy): one for one in filter(None, (found.advice, found.default, *reversed(found.ranked)))}
     others, refused = _others(experiment, leaders, step_s, len(found.tried))
-    tried = sorted(
-        (*leaders.values(), *others), key=lambda one: (way_of(one.strategy) != own, -one.strategy.local_steps, one.trial.simulated_s)
-    )
+    tried = [*leaders.values(), *others]
+    tried.sort(key=lambda one: (way_of(one.strategy) != own, -one.strategy.local_steps, one.trial.simulated_s))
+    merged = [one for one in tried if one.strategy.gradient_merge and not experiment.strategy.gradient_merge]
     varying = _varying(experiment, leaders)
     with trainings(experiment, out, learn, known or {}, experiment.tune.search_seconds, "one seed", progress) as trained:
-        trained.seeded = seeded
-        scaled, rate = _train(tried, varying, trained, experiment.tune)
+        trained.seeded = experiment if seed is None else experiment.replace(run=dataclasses.replace(run, seed=seed))
+        scaled, rate = _train([one for one in tried if one not in merged], varying, trained, experiment.tune)
         refined = _refined(scaled, trained, step_s) if experiment.tune.diloco else []
+        most_s = SLACK * (trained.steps(experiment.strategy) or math.inf) * tried[0].trial.simulated_s
+        for one in merged:  # last: they seldom gain
+            if trained.steps(start := one.strategy.replace(lr_scale=rate), most_s / one.trial.simulated_s) is not None:
+                scaled.append((one, [start]))
     varying = [one.replace(lr_scale=rate) for one in varying]
     arrivals, learnt = trained.arrivals, trained.kept
     notes = (*_notes(trained), *refused, *trained.refused.values())
