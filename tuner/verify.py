@@ -303,8 +303,8 @@ class _Verifier:
             if self.arms[name].rejected is None:
                 self.ratios[name] = statistics.fmean(times) / statistics.fmean(took[DEFAULT])
         for name, whose in twins.items():
-            arm = self.arms[whose]
-            self._update(name, measured_s=arm.measured_s, peak_bytes=arm.peak_bytes, rejected=arm.rejected)
+            arm, failed = self.arms[whose], None if whose in self.ratios else self.arms[whose].rejected
+            self._update(name, measured_s=arm.measured_s, peak_bytes=arm.peak_bytes, rejected=failed)
             self.ratios |= {name: self.ratios[whose]} if whose in self.ratios else {}
 
     def _recall(self, name: str) -> bool:

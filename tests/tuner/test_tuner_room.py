@@ -73,7 +73,8 @@ def compared(
     others = {one: of.step_s * of.virtual / (own.step_s * own.virtual) for one, of in known.items()}
 
     def prepared(arm: Arm) -> Arm:
-        return replace(arm, simulated_s=known[arm.strategy].step_s, virtual_updates=known[arm.strategy].virtual)
+        paced_by = None if arm.strategy.lr_scale == 1 else arm.strategy.replace(lr_scale=1.0)
+        return replace(arm, simulated_s=known[arm.strategy].step_s, virtual_updates=known[arm.strategy].virtual, paced_by=paced_by)
 
     names = ["default", *(f"finalist {number}" for number in range(len(arms)))]
     tried = [prepared(Arm(name=name, strategy=one, simulated_s=0.0)) for name, one in zip(names, [DEFAULT, *arms], strict=True)]
@@ -95,10 +96,20 @@ def test_a_way_that_misses_the_target_makes_room_for_another(tmp_path: Path) -> 
     assert evaluated(runner) == {DEFAULT, local(16), local(2)}
 
 
+def test_another_rate_of_a_way_that_misses_may_follow(tmp_path: Path) -> None:
+    """It has the legs of the one that was rejected, and no part in why."""
+    high = local(16, lr_scale=2.0)
+    known = {DEFAULT: ALL[DEFAULT], local(16): ALL[local(16)], high: Known(0.006, 180.0, 90.0)}
+    found, _ = compared(tmp_path, [local(16)], known)
+    assert (found.verdict, found.strategy) == ("USE", high)
+    assert found.arms[2].measured_s == found.arms[1].measured_s
+
+
 def test_another_wire_of_a_way_takes_no_place(tmp_path: Path) -> None:
     """Virtual trainers do not tell wires apart: twice the rate with 16 bits is as promising as with 32. Both miss; K = 2 follows."""
     high, rounded = DEFAULT.replace(lr_scale=2.0), DEFAULT.replace(lr_scale=2.0, fp16_allreduce=True)
     known = {DEFAULT: ALL[DEFAULT], high: Known(0.012, 50.0, None), rounded: Known(0.0119, 50.0, None), local(2): ALL[local(2)]}
+    known |= {DEFAULT.replace(fp16_allreduce=True): Known(0.0119, 100.0, 60.0)}  # whose legs are those of the other rate
     found, _ = compared(tmp_path, [high], known)
     assert (found.verdict, found.strategy) == ("USE", local(2))
 
