@@ -15,6 +15,15 @@ from typing import ClassVar
 
 LONGEST = 1000
 """Characters of a value that are shown."""
+_CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""Characters that move a terminal's cursor, change its state, end a line or turn the direction of text."""
+_SPELLED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
+_SPELLED_IN_LINES = {code: spelled for code, spelled in _SPELLED.items() if chr(code) not in "\n\t"}
+
+
+def printable(text: str, *, lines: bool = True) -> str:
+    """The text with control characters spelled out as Python's escapes; ``lines``: it may have several lines, and tabs."""
+    return text.translate(_SPELLED_IN_LINES if lines else _SPELLED)
 
 
 class FleetbenchError(Exception):
@@ -35,7 +44,7 @@ class FleetbenchError(Exception):
             text += f" (got {self.value if len(self.value) <= LONGEST else f'{self.value[:LONGEST]} ...'})"
         if self.hint:
             text += f"\nHINT: {self.hint}"
-        return text
+        return printable(text)
 
 
 class GateFailed(FleetbenchError):  # noqa: N818  # says what happened, and reads so in `except`

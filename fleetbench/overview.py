@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fleetbench.config import flat
+from fleetbench.errors import printable
 from fleetbench.strategy import DistributedStrategy
 
 
@@ -21,7 +22,7 @@ def overview(strategy: DistributedStrategy | None, environment: Mapping[str, Any
         lines += [f"| {title:^{width}} |", rule]
         lines += [f"| {key:<{left}}   {value:<{width - left - 3}} |" for key, value in entries]
         lines.append(rule)
-    return "\n".join(lines)
+    return "\n".join(printable(line, lines=False) for line in lines)
 
 
 def _strategy_rows(strategy: DistributedStrategy | None) -> list[tuple[str, str]]:

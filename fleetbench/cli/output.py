@@ -1,5 +1,6 @@
 """What goes to stdout (results) and to stderr (all else).
 
+Names that a user or a file gives are printed as they are: nothing in them is markup, and control characters are spelled out.
 A reader that leaves early (``fleetbench sim | head -1``) ends the printing, not the command.
 """
 
@@ -10,13 +11,14 @@ import io
 import os
 import sys
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fleetbench.errors import EnvironmentLacks
+from fleetbench.errors import EnvironmentLacks, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
+    from rich.text import Text
 
 WIDTH = 120
 """Columns of a table where stdout is no terminal."""
@@ -24,18 +26,24 @@ WIDTH = 120
 
 def emit(text: str) -> None:
     """Print one result on stdout."""
-    with _to_stdout():
-        print(text, flush=True)  # noqa: T201  # this is the one place that prints results
+    _print(printable(text))
 
 
 def emit_table(table: RenderableType) -> None:
     """Print a rich table on stdout, with colours where it is a terminal."""
     from rich.console import Console
 
-    terminal = sys.stdout.isatty()
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=None if terminal else WIDTH)
+    class Plain(Console):
+        """Titles, headings and cells hold names of others."""
+
+        def render_str(self, text: str, **options: Any) -> Text:
+            """Render any string of a table."""
+            return super().render_str(printable(text, lines=False), **options)
+
+    terminal, shown = sys.stdout.isatty(), io.StringIO()
+    console = Plain(file=shown, force_terminal=terminal, width=None if terminal else WIDTH, markup=False, emoji=False)
     console.print(table)
-    emit(console.file.getvalue().rstrip("\n"))  # type: ignore[attr-defined]  # the StringIO given above
+    _print(shown.getvalue().rstrip("\n"))
 
 
 def new_table(title: str, *columns: str, left: Collection[str] = (), show_header: bool = True) -> Table:
@@ -63,7 +71,7 @@ def flush() -> None:
 
 def say(text: str) -> None:
     """Print a message, a note or an error on stderr."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201  # this is the one place that prints messages
+    print(printable(text), file=sys.stderr, flush=True)  # noqa: T201  # this is the one place that prints messages
 
 
 def hold_standard_files() -> None:
@@ -81,6 +89,11 @@ def hold_standard_files() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
         sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "replace")
+
+
+def _print(text: str) -> None:
+    with _to_stdout():
+        print(text, flush=True)  # noqa: T201  # this is the one place that prints results
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fleetbench.cli import progress, your_script
 from fleetbench.cli.options import Commands, add_command, add_command_line, add_experiment, add_json, load_experiment, number
 from fleetbench.cli.output import emit, emit_table, new_table, say
-from fleetbench.errors import ConfigError
+from fleetbench.errors import ConfigError, printable
 from fleetbench.quantities import counted
 from fleetbench.report import units
 
@@ -132,7 +132,7 @@ def _as_toml(fit: StragglerFit, source: Path) -> str:
     """The entries as TOML, after comments that say what was found."""
     from fleetbench.config import encode
 
-    lines = [f"# fitted to {source}", *(f"# {statement}" for statement in fit.statements)]
+    lines = [f"# fitted to {printable(str(source), lines=False)}", *(f"# {statement}" for statement in fit.statements)]
     lines.append(f"# compute at X = 0: {units.seconds(fit.base * 1e-9)} a step (median of all ranks: {units.seconds(fit.median * 1e-9)})")
     if not fit.entries:
         lines.append("# no entry: nothing makes trainers late")

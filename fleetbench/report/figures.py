@@ -155,7 +155,7 @@ def loss_against_time(runs: Mapping[str, RunResult | Sequence[RunResult]] | pd.D
     for (label, own), (colour, marker, style) in zip(data.groupby("label", sort=False), cycle(_LINES)):
         for axes, column in ((left, "step"), (right, "seconds")):
             every = max(1, len(own) // 8)
-            axes.plot(own[column], own["loss"], style, color=colour, marker=marker, markersize=4, markevery=every, label=str(label))
+            axes.plot(own[column], own["loss"], style, color=colour, marker=marker, markersize=4, markevery=every, label=_text(label))
             if "low" in own and (own["low"] < own["high"]).any():
                 axes.fill_between(own[column], own["low"], own["high"], color=colour, alpha=0.2, linewidth=0)
     for axes, label in ((left, "steps of a trainer"), (right, "time (s)")):
@@ -297,6 +297,11 @@ def save_png(figure: Figure, path: Path) -> None:
     """Write the figure as a PNG."""
     with mpl.rc_context(_STYLE):
         figure.savefig(path, dpi=120, format="png")
+
+
+def _text(label: object) -> str:
+    """A label that holds names of others, in which matplotlib finds no formula."""
+    return str(label).replace("$", "\\$")
 
 
 def _figure(height: float, data: pd.DataFrame) -> Drawing:
