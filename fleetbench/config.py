@@ -198,16 +198,17 @@ def _read_union(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
 
 
 def _read_table(value: Mapping[str, Any], cls: type[Config], where: str) -> Config:
-    """A config of a table: an unknown key is named before a missing one."""
+    """A config of a table: an unknown key is named before a wrong value, and that before a missing key."""
     data = _below(where, lambda: cls.translate(value))
     known = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
     unknown = set(data) - set(known)
     if unknown:
         raise unknown_key(min(unknown), _path(where, min(unknown)), known)
+    read = {name: _read(data[name], hint, _path(where, name), of_file=True) for name, hint in known.items() if name in data}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # every subclass is a dataclass
         if field.name not in data and field.default is field.default_factory:  # neither is there
-            raise ConfigError("this key is missing", _path(where, field.name), hint=f"add {field.name}")
-    read = {name: _read(data[name], hint, _path(where, name), of_file=True) for name, hint in known.items() if name in data}
+            beside = f" beside {', '.join(data)}" if data else ""
+            raise ConfigError(f"this key is missing{beside}", _path(where, field.name), hint=f"add {field.name}")
     return _below(where, lambda: cls(**read))
 
 

@@ -119,6 +119,11 @@ class Profile(Config):
         return f"{what}: simulated steps are too short; sim reads both from measured.toml, and without workload.profile times are means"
 
     @property
+    def experiment_file(self) -> str:
+        """The file of a profile's folder that `fleetbench sim` reads."""
+        return "measured.toml" if self.estimated is None else "estimated.toml"
+
+    @property
     def compute(self) -> str:
         """Where its layer times come from, in words."""
         if self.estimated is None:

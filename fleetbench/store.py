@@ -114,7 +114,8 @@ def load_run(path: str | Path) -> RunResult:
     if not (path / MANIFEST).is_file():
         raise ConfigError("not a complete run: it has no manifest.json", str(path), hint="the run was interrupted; start it again")
     if (path / "profile.toml").is_file():
-        hint = f"fleetbench sim {path / 'measured.toml'} simulates with it"
+        simulated = next((file for file in path.glob("estimated.toml")), path / "measured.toml")
+        hint = f"fleetbench sim {simulated} simulates with it"
         raise ConfigError("a profile, and no run", str(path), hint=hint)
     manifest = read_manifest(path, _AGAIN)
     with reading(path, _AGAIN):

@@ -83,7 +83,7 @@ def read_vectors(path: Path) -> Vectors:
         read_manifest(path, "evaluate again")
         path /= FILE
     check_file(path)
-    with reading(path, "Parquet, or the folder of an evaluation; docs/evaluate.md converts JSON lines", pa.ArrowException):
+    with reading(path, "Parquet with the columns id and vector (lists of float32), or the folder of an evaluation", pa.ArrowException):
         table = pq.read_table(path)
     types = dict(zip(table.schema.names, table.schema.types, strict=True))
     ids, vectors = (types.get(name, pa.null()) for name in (ID, VECTOR))

@@ -204,7 +204,7 @@ class Fleet:
         Parameters, buffers, the optimizer's state, torch's random numbers and how far the strategy has
         come: also within a round of Local SGD or a gradient merge, neither of which it disturbs. ``extra``
         is the script's own plain data and tensors, such as ``scheduler.state_dict()``. The save
-        before stays in force until this one is complete. All trainers must see the folder. See docs/checkpoints.md.
+        before stays in force until this one is complete. All trainers must see the folder.
         With parameter servers every server writes its part on its own host, for ``fleet.init_server(path)``.
         """
         self._joined("fleet.save_persistables").save(Path(path), extra=extra)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import pkgutil
 import re
 import runpy
 from pathlib import Path
@@ -90,6 +92,59 @@ def test_every_page_says_where_its_figures_come_from() -> None:
     assert {name for name, _ in rows} & without <= {"README.md"}, "the README, and that of docs"
     for name, figures in rows:
         assert [figure for figure in re.findall(r"`([^`]+)`", figures) if figure not in said[name]] == [], name
+
+
+NAMED = re.compile(r"\b((?:fleetbench|sim|real|tuner|fleet|figures)(?:\.[A-Za-z_]\w*)+)")
+IMPORTED = re.compile(r"^from ((?:fleetbench|sim|real|tuner)[\w.]*) import ([\w, ]+)$", re.MULTILINE)
+LISTED = re.compile(r"`([\w.]+)`\s+has\s+((?:`\w+`(?:,|\s|and)*)+)")
+PREFIXES = {"fleet": "fleetbench.fleet", "figures": "fleetbench.report.figures"}
+
+
+def _exists(name: str) -> bool:
+    first, _, rest = name.partition(".")
+    try:
+        pkgutil.resolve_name(f"{PREFIXES.get(first, first)}.{rest}")
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _named_on(page: str) -> set[str]:
+    """The modules, functions and classes of ours that a page names in code, and those that it lists after ``MODULE has``."""
+    code = "\n".join([*re.findall(r"`([^`\n]+)`", page), *re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)])
+    names = {name for name in NAMED.findall(code) if not name.endswith((".toml", ".json", ".py"))}
+    names |= {f"{module}.{name.strip()}" for module, listed in IMPORTED.findall(code) for name in listed.split(",")}
+    lists = [(module, listed) for module, listed in LISTED.findall(page) if NAMED.fullmatch(module)]
+    return names | {f"{module}.{name}" for module, listed in lists for name in re.findall(r"`(\w+)`", listed)}
+
+
+def test_every_function_that_a_page_names_exists() -> None:
+    """In code, in imports, and in a list of what a module has; the pattern finds the kind that it looks for."""
+    sample = "`fleetbench.report.figures` has `scaling` and `nothing`.\n```python\nfrom fleetbench import nobody\n```\n`fleet.nowhere()`"
+    missing = {"fleetbench.report.figures.nothing", "fleetbench.nobody", "fleet.nowhere"}
+    assert {name for name in _named_on(sample) if not _exists(name)} == missing
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        names = _named_on(page.read_text(encoding="utf-8"))
+        assert [name for name in sorted(names) if not _exists(name)] == [], page.name
+
+
+def _texts(source: str) -> list[str]:
+    """What a source says while it runs: its strings, those in formatted ones too, without docstrings."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
+def test_no_message_names_a_page() -> None:
+    """An installed package has no docs/: a message says it itself, or names the command that does."""
+    page = re.compile(r"docs/|\b\w+\.md\b")
+    assert [text for text in _texts('"""see a.md"""\nraise E(f"{x}: see docs/a.md")') if page.search(text)] == [": see docs/a.md"]
+    for package in ("fleetbench", "sim", "real", "tuner"):
+        for path in (ROOT / package).rglob("*.py"):
+            assert [text for text in _texts(path.read_text(encoding="utf-8")) if page.search(text)] == [], path
+        for path in (path for kind in ("*.toml", "*.sh", "*.yaml", "*.html") for path in (ROOT / package).rglob(kind)):
+            assert page.findall(path.read_text(encoding="utf-8")) == [], path
 
 
 def test_figures_that_moved_are_named() -> None:

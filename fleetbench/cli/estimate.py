@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fleetbench.cli import progress
 from fleetbench.cli.options import Commands, add_command, add_command_line, add_experiment, add_json, check_writable, load_experiment
 from fleetbench.cli.profile import show
+from fleetbench.cli.your_script import require_script
 from fleetbench.errors import ConfigError
 from fleetbench.report import units
 
@@ -42,7 +43,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--precision", choices=_PRECISIONS, metavar="NAME", help=precision)
     add_json(parser, "the profile")
     add_command_line(parser)
-    parser.epilog = "After -- stands a command that starts your own script with python; see docs/estimate.md."
+    parser.epilog = "After -- stands a command that starts your own script with python."
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.experiment is None and (arguments.command_line or arguments.gpt is not None):
         name = "script.toml" if arguments.command_line else "gpt.toml"
         arguments.experiment = str(resources.files("fleetbench").joinpath(name))
+    if arguments.command_line:
+        require_script(arguments.command_line, arguments.workdir)
     experiment = _asked(arguments)
     check_writable(arguments.out)
     gpu = arguments.gpu or experiment.cluster.gpu

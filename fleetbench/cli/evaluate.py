@@ -61,7 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
         (say if arguments.json else emit)(f"vectors: {folder}")
     if comparison is not None and not comparison["passed"]:
         what = f"{comparison['num_past']} of {comparison['samples']} samples differ by more than {comparison['tolerance']:g}"
-        hint = "is it the same checkpoint, preprocessing and precision in the service? docs/evaluate.md says how to tell"
+        hint = (
+            "shares up to 1e-5 are the order of float32 sums, and up to 1e-2 half precision; "
+            "more is usually another checkpoint, preprocessing or layer in the service"
+        )
         raise GateFailed(what, "evaluate --against", f"worst: {comparison['worst'][0]['id']!r}", hint)
     return 0
 

@@ -145,13 +145,13 @@ def with_profile(experiment: Experiment, root: Path, *, simulates: bool = True) 
     from fleetbench.profile import profile_of
     from real.profile.measuring import ensure_profile
 
-    with progress.steps("profile") as advance:
-        experiment = ensure_profile(experiment, root, progress=advance)
+    with progress.steps("profile", lines=True) as advance:
+        experiment = ensure_profile(experiment, root, progress=advance, told=_warn)
     profile = profile_of(experiment)
     if profile is not None and profile.busy:
-        _warn(f"warning: {profile.busy}; profile again when it is quiet (docs/profile.md)")
+        _warn(f"warning: {profile.busy}; it serves as long as the machine stays busy, and a new one is taken when it is quiet")
     if simulates and profile is not None and (short := profile.short_of(experiment)) is not None:
-        _warn(f"warning: {short} (docs/profile.md)")
+        _warn(f"warning: {short}")
     return experiment
 
 

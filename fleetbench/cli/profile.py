@@ -43,7 +43,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--seconds", type=seconds, default=_SECONDS, metavar="S", help=short)
     source = (
         "measure nothing: fit stragglers to this run's folder, to its steps.parquet, or to a trace, and print [[cluster.stragglers]]; "
-        "docs/stragglers.md has the formats"
+        "a trace is Parquet or CSV with the columns rank, step and compute_s"
     )
     parser.add_argument("--from", type=Path, metavar="RUN_OR_TRACE", dest="source", help=source)
     add_json(parser, "the profile, or the stragglers' fit,")
@@ -92,7 +92,8 @@ def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
 
     folder = save_profile(taken.experiment, taken.profile, taken.runs, arguments.out)
     buffers = own_table(taken.experiment, taken.profile).buffers_nbytes
-    broadcast_s = _broadcast_s(folder, buffers)
+    simulated = folder / taken.profile.experiment_file
+    broadcast_s = _broadcast_s(simulated, buffers)
     if arguments.json:
         emit(json.dumps(encode(taken.profile) | {"ddp_buffers_broadcast_s": broadcast_s, "folder": str(folder)}, indent=1))
         say(f"profile: {folder}")
@@ -107,7 +108,7 @@ def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
     if said:
         emit(said)
     emit(f"profile: {folder / 'profile.toml'}")
-    emit(f"simulate with it: fleetbench sim {folder / 'measured.toml'}")
+    emit(f"simulate with it: fleetbench sim {simulated}")
     return 0
 
 
@@ -172,13 +173,13 @@ def own_table(experiment: Experiment, profile: Profile) -> LayerTable:
     return next((table for table in profile.tables if table.key == compute_key(experiment)), profile.tables[0])
 
 
-def _broadcast_s(folder: Path, nbytes: int) -> float | None:
-    """What DDP's broadcast of the buffers takes, on the cluster of a profile's folder; None where its links are not known."""
+def _broadcast_s(experiment: Path, nbytes: int) -> float | None:
+    """Seconds of DDP's broadcast of the buffers, on the cluster of a profiled experiment; None where its links are not known."""
     from fleetbench.experiment import Experiment
     from sim.network.routes import broadcast_ns
 
     try:
-        return broadcast_ns(Experiment.load(folder / "measured.toml"), nbytes) * 1e-9 if nbytes else 0.0
+        return broadcast_ns(Experiment.load(experiment), nbytes) * 1e-9 if nbytes else 0.0
     except ConfigError:
         return None
 

@@ -30,6 +30,8 @@ _OF_THE_WORKLOAD = ("target_loss", "eval_every", "steps")
 """What may be set of it; model, data and the rest are the script's."""
 _MOST_ENTRIES = 100_000
 """Looked at; a folder with more is one of data."""
+_MODULE = ("-m", "--module")
+"""Options after which a command names a module, and no file."""
 _SHOWN = 10
 _OURS = (".git", "__pycache__", "workerlog.", "serverlog.")
 """How names begin that are of version control, Python or a launcher."""
@@ -37,9 +39,7 @@ _PROTECTION = (
     "let the script neither load nor save a checkpoint where FLEETBENCH_TUNING is in its environment, "
     "or, if it only saves, start it in a folder of its own with --workdir DIR"
 )
-EPILOG = (
-    "After -- stands a command that starts your own training script, with torchrun, fleetbench launch or python; see docs/your_script.md."
-)
+EPILOG = "After -- stands a command that starts your own training script, with torchrun, fleetbench launch or python."
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -123,6 +123,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
     if arguments.strategy is not None:
         hint = "give the file to the script, which loads it with DistributedStrategy.load; an experiment file may have its [strategy]"
         raise ConfigError("does not reach the processes of a command", "--strategy", str(arguments.strategy), hint)
+    require_script(command, arguments.workdir)
     is_named = arguments.experiment is not None or any(text.partition("=")[0].strip() == "name" for text in arguments.overrides)
     if arguments.experiment is None:
         arguments.experiment = str(resources.files("fleetbench").joinpath("script.toml"))
@@ -131,6 +132,16 @@ def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
         base, overrides = base.replace(strategy=DistributedStrategy()), ()
     refuse_what_is_the_scripts(base, overrides)
     return command, base if is_named else base.replace(name=_name(command))
+
+
+def require_script(command: Sequence[str], workdir: Path | None) -> None:
+    """Raise ``ConfigError`` where a launcher of this machine is to start a Python file that is missing."""
+    known = re.fullmatch(r"python[\d.]*|torchrun|accelerate|deepspeed|fleetbench", Path(command[0]).name)
+    script = next((word for word in command[1:] if word.endswith(".py") or word in _MODULE), None)
+    if known and script is not None and script not in _MODULE and not Path(workdir or "", script).is_file():
+        where = "" if workdir is None else f" in {workdir}"
+        hint = "name the training script's file, relative to where the command starts"
+        raise ConfigError(f"no such script{where}", SEPARATOR, script, hint)
 
 
 def _name(command: Sequence[str]) -> str:

@@ -19,15 +19,15 @@ from fleetbench.store import new_folder
 def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, RunResult], root: Path) -> Path:
     """Write a profile below ``root``; its folder.
 
-    ``experiment.toml`` is what was profiled, ``profile.toml`` and ``cluster.toml`` what was measured,
-    and ``measured.toml`` the experiment with both, for `fleetbench sim`.
+    ``experiment.toml`` is what was profiled, ``profile.toml`` and ``cluster.toml`` what was measured, and the file that
+    ``Profile.experiment_file`` names is the experiment with both, for `fleetbench sim`.
     """
     with new_folder(experiment, "profile", root) as (folder, _):
         experiment.save(folder / "experiment.toml")
         profile.save(folder / "profile.toml")
         workload = dataclasses.replace(experiment.workload, profile="profile.toml")
         measured = experiment.replace(workload=workload, cluster=measured_cluster(experiment.cluster, profile))
-        measured.save(folder / "measured.toml")
+        measured.save(folder / profile.experiment_file)
         (folder / "cluster.toml").write_text(tomli_w.dumps({"cluster": encode(measured.cluster)}), encoding="utf-8")
         steps_of(runs).to_parquet(folder / "steps.parquet", index=False)
     return folder

@@ -23,6 +23,7 @@ All but ``queued, two in flight`` keep one collective in flight (``sync_nccl_all
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -37,7 +38,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.fitting.lines import Hockney
 from fleetbench.fitting.stragglers import fit_stragglers
-from fleetbench.measurements import GradientNoise, Memory, Threads
+from fleetbench.measurements import GradientNoise, Memory, Threads, is_busy
 from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable, scaled
 from fleetbench.profile import Communication, Profile, compute_key, compute_part
@@ -46,6 +47,7 @@ from fleetbench.result import RunResult, step_times
 from fleetbench.store import machine, versions
 from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS
+from fleetbench.workloads.models.registry import check_model
 from real.job.script_session import ScriptSession
 from real.job.session import LegSession, Session
 from real.layer_times import LEAST_STEPS, memory_of, table_of
@@ -64,7 +66,7 @@ from real.profile.costs import (
     with_averaging,
 )
 from real.supported import is_emulated, with_compute
-from real.testbed.noise import quietest
+from real.testbed.noise import quietest, watching
 
 SECONDS = 10.0
 """What a leg may take, unless three steps take longer."""
@@ -243,6 +245,11 @@ def _computing(experiment: Experiment, **changes: Any) -> Experiment:
     return experiment.replace(strategy=compute_part(experiment.strategy), workload=workload, **changes)
 
 
+def _num_legs(experiment: Experiment, quiet: Experiment) -> int:
+    counts = len(searched_threads(experiment))
+    return 3 * counts + 3 + experiment.strategy.quantises if quiet.cluster.trainers > 1 else 2 * counts
+
+
 class _Measuring:
     """The legs of a launch that is there and runs ``quiet``, for ``experiment``; and what follows from them."""
 
@@ -251,8 +258,7 @@ class _Measuring:
         self._quiet = quiet
         self._own = experiment.strategy
         self._counts = searched_threads(experiment)
-        several, numbers = quiet.cluster.trainers > 1, count(1)
-        total = (3 * len(self._counts) + 3 + self._own.quantises) if several else 2 * len(self._counts)
+        numbers, total = count(1), _num_legs(experiment, quiet)
         self._legs = Legs(session, seconds, lambda: None if progress is None else progress(next(numbers), total))
         self._memory: Memory | None = None
         self._notes: list[str] = []
@@ -362,14 +368,19 @@ class _Measuring:
 
 
 _BUSY: set[Path] = set()
-"""Profiles of a busy machine that this process has taken: its points are compared with each other."""
+"""Profiles of a busy machine that serve this process: its points are compared with each other."""
+_LOOK_S = 1.0
+"""Seconds for which the machine is watched before a profile of a busy machine is used again."""
 
 
-def ensure_profile(experiment: Experiment, root: Path, *, progress: Progress | None = None) -> Experiment:
+def ensure_profile(
+    experiment: Experiment, root: Path, *, progress: Progress | None = None, told: Callable[[str], object] | None = None
+) -> Experiment:
     """The experiment with ``workload.profile`` filled in: the file it names, a stored one, or a new one.
 
-    Profiles are stored below ``root / "profiles"`` under a hash of all that changes compute; one of a busy machine
-    lies beside them, and serves this process.
+    Profiles are stored below ``root / "profiles"`` under a hash of all that changes compute. One of a busy machine lies beside
+    them: it serves this process, and later ones while the machine is still busy, because a new one would be no better.
+    ``told`` hears beforehand that a profile is taken, and how long that takes.
     A table of layers needs none, and is returned as it is.
     """
     if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
@@ -379,9 +390,13 @@ def ensure_profile(experiment: Experiment, root: Path, *, progress: Progress | N
     name = _name(computing)
     path = (folder / f"{name}.toml").resolve()
     busy = path.with_name(f"{name}.busy.toml")
-    if not path.exists() and busy in _BUSY:
+    if not path.exists() and (busy in _BUSY or (busy.exists() and _is_busy_now())):
+        _BUSY.add(busy)
         path = busy
     elif not path.exists():
+        check_model(computing.workload)
+        if told is not None:
+            told(_announced(computing, folder))
         profile = take_profile(computing, progress=progress)
         folder.mkdir(parents=True, exist_ok=True)
         if profile.busy:
@@ -389,6 +404,18 @@ def ensure_profile(experiment: Experiment, root: Path, *, progress: Progress | N
             _BUSY.add(path)
         profile.save(path)
     return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
+
+
+def _is_busy_now() -> bool:
+    with watching() as load:
+        time.sleep(_LOOK_S)
+    return is_busy(load.cores)
+
+
+def _announced(experiment: Experiment, folder: Path) -> str:
+    num = _num_legs(experiment, _quiet(experiment))
+    at_most = f"in {num} legs, which take {num * SECONDS:.0f} s at most, but more on a busy machine or with steps of seconds"
+    return f"note: no profile of this model is stored: one is measured now, {at_most}; it is kept in {folder}"
 
 
 def take_profile(experiment: Experiment, *, progress: Progress | None = None) -> Profile:

@@ -140,7 +140,7 @@ def _indistinct(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
         return None
     return (
         f"this workload does not notice {key}: at all values the held-out loss is {target:.4g} after {fewest} to {most} steps; "
-        "what is best here says nothing of others. Noisy labels, or trainers whose data differ, are noticed: docs/loss.md"
+        "what is best here says nothing of others. Noisy labels, or trainers whose data differ (workload.unlike_data), are noticed"
     )
 
 

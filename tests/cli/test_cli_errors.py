@@ -164,3 +164,21 @@ def test_a_machine_without_any_temporary_folder_is_named(command: Callable, tmp_
     ended = command("launch", "--nproc", "1", "train.py")
     assert ended.code == 3
     assert ended.err.startswith("error: TMPDIR: no folder for temporary files can be written\nHINT: ")
+
+
+def test_a_model_is_not_blamed_for_options_of_the_quickstart(command: Callable, tmp_path: Path) -> None:
+    """The error names the model that was asked for, the options that a file has for another one, and how to drop them."""
+    ended = command("sim", "--set", "workload.model=resnet50", "--out", tmp_path / "runs")
+    assert ended.code == 2
+    assert ended.err.startswith("error: workload.model: takes no hidden and no depth, which workload.model_options holds (got 'resnet50')")
+    assert "--set 'workload.model_options={}'" in ended.err
+    ended = command("sim", "--set", "workload.model_options.hiden=3", "--out", tmp_path / "runs")
+    assert "workload.model_options.hiden: not an option here (got 3)" in ended.err
+
+
+def test_a_wrong_value_is_named_before_a_missing_key(command: Callable, tmp_path: Path) -> None:
+    """A latency without a unit, of a link that has no bandwidth yet; with its unit, the bandwidth is asked for."""
+    ended = command("sim", "--set", "cluster.inter.latency=20", "--out", tmp_path / "runs")
+    assert ended.err.startswith("error: cluster.inter.latency: a duration needs a unit (got 20)")
+    ended = command("sim", "--set", "cluster.inter.latency=20us", "--out", tmp_path / "runs")
+    assert ended.err.startswith("error: cluster.inter.bandwidth: this key is missing beside latency")

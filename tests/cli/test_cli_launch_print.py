@@ -111,6 +111,24 @@ def test_a_batch_script_asks_for_the_experiments_cluster(printed: Callable[..., 
     assert "#SBATCH --gpus-per-node=3" in printed("slurm", "train.py", device="cuda").splitlines()
 
 
+@pytest.mark.parametrize(("preset", "device"), [("2 x 8 H100, 400G per NIC", "cuda"), ("2 x p5.48xlarge", "cuda"), (None, "cpu")])
+def test_trainers_share_all_cores_of_a_node_where_none_are_declared(
+    preset: str | None, device: str, command: Callable, tools: dict[str, str], tmp_path: Path
+) -> None:
+    """A node of 96 cores gives its eight trainers twelve each: sixteen, the default, are no declaration."""
+    experiment, cluster = tmp_path / "e.toml", "nodes = 2\ntrainers_per_node = 8" if preset is None else f'preset = "{preset}"'
+    experiment.write_text(f'[workload]\nmodel = "mlp"\ndata = "synthetic"\n[cluster]\n{cluster}\n[run]\ndevice = "{device}"\n')
+    text = command("launch", "--print", "slurm", experiment, "--", "train.py").out
+    assert not any(line.startswith("#SBATCH --cpus-per-task") for line in text.splitlines())
+    path = _lint(text, tmp_path)
+    for cores, each in ((96, 12), (4, 1)):
+        done = _bash(path, environment={**tools, "FAKE_SRUN_DRY": "1", "SLURM_CPUS_ON_NODE": str(cores)})
+        assert done.returncode == 0, done.stderr
+        options, _ = json.loads((tmp_path / "srun.json").read_text())
+        assert options["cpus-per-task"] == str(each)
+    assert "cpu: 16  # fill in" in command("launch", "--print", "kubernetes", experiment, "--", "train.py").out
+
+
 @pytest.mark.slow
 def test_slurms_script_trains_on_two_nodes(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
     """Started through a stand-in for srun, two tasks on two nodes give one process's result on the joint batch."""

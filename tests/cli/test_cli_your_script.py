@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fleetbench.cli.your_script import REGISTRY_SCRIPT, split_command
+from fleetbench.cli.your_script import REGISTRY_SCRIPT, require_script, split_command
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from tuner import script
@@ -86,6 +87,8 @@ def test_without_a_file_the_built_in_settings_hold(command: Callable, tmp_path: 
         raise _Tuned
 
     monkeypatch.setattr(script, "tune_script", tune_script)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my train.py").touch()
     for extra in ([], ["--set", "name=mine"]):
         with pytest.raises(_Tuned):
             command(
@@ -98,3 +101,41 @@ def test_without_a_file_the_built_in_settings_hold(command: Callable, tmp_path: 
     assert base.strategy == DistributedStrategy()
     assert base.run.warmup_steps >= 5
     assert rest["out"] == tmp_path
+
+
+@pytest.mark.parametrize("command_name", ["tune", "profile", "estimate"])
+@pytest.mark.parametrize("workdir", [False, True])
+def test_a_missing_script_is_said_at_once(
+    command_name: str, workdir: bool, command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is started, whichever launcher would start it; with a folder, it is looked for there and here."""
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    launcher = ("python",) if command_name == "estimate" else ("torchrun", "--nproc-per-node", "2")
+    where = ("--workdir", "there") if workdir else ()
+    gpu = ("--gpu", "A100") if command_name == "estimate" else ()
+    begin_s = time.monotonic()
+    ended = command(command_name, *gpu, *where, "--out", tmp_path / "runs", "--", *launcher, "nosuch.py", "--lr", "1")
+    assert time.monotonic() - begin_s < 5
+    assert ended.code == 2
+    assert f"no such script{' in there' if workdir else ''} (got nosuch.py)" in ended.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("python", "-m", "package.train", "out.py"),  # a module, whose argument may be a file that it writes
+        ("torchrun", "--module", "package.train", "out.py"),
+        ("ssh", "host", "python", "elsewhere.py"),  # of another machine
+        ("torchrun", "here.py", "--config", "missing.py"),
+        ("python3.12", "there/too.py"),
+    ],
+)
+def test_what_may_exist_elsewhere_is_not_missed(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules, other machines, and what a script itself is given."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here.py").touch()
+    (tmp_path / "there" / "too.py").touch()
+    monkeypatch.chdir(tmp_path)
+    require_script(words, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import tomllib
 from pathlib import Path
@@ -11,14 +12,18 @@ import pytest
 from sim_cases import with_profile
 
 from fleetbench.cli import options as cli_options
+from fleetbench.cli.profile import show
 from fleetbench.cluster import Cluster, Link
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint, JitterFit, Memory, StragglerFit, Threads
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Communication, Profile, compute_key
 from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
 from fleetbench.report.folder import measured_cluster, save_profile, steps_of
+from fleetbench.store import load_run
 from fleetbench.stragglers import Jitter, SlowRank
+from real.profile.measuring import Taken
 from sim.run import simulate
 
 LINK = Link(bandwidth=BitsPerSecond(10**9), latency=Nanoseconds(50_000))
@@ -116,6 +121,20 @@ def test_a_folder_simulates_as_it_is(experiment: Experiment, profile: Profile, t
     block = tomllib.loads((folder / "cluster.toml").read_text(encoding="utf-8"))
     assert Experiment.from_dict({"cluster": block["cluster"]}).cluster == measured.cluster
     assert (folder / "manifest.json").is_file()
+
+
+def test_what_was_estimated_is_not_called_measured(
+    experiment: Experiment, profile: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An estimate's folder holds `estimated.toml`, which the command names, and so does the hint where the folder is taken for a run."""
+    estimate = dataclasses.replace(profile, estimated=0.3, stragglers=None, communication=None)
+    assert show(Taken(experiment=experiment, profile=estimate), argparse.Namespace(out=tmp_path, json=False)) == 0
+    (folder,) = tmp_path.iterdir()
+    assert capsys.readouterr().out.splitlines()[-1] == f"simulate with it: fleetbench sim {folder / 'estimated.toml'}"
+    assert not (folder / "measured.toml").exists()
+    assert Experiment.load(folder / "estimated.toml").workload.profile == str(folder / "profile.toml")
+    with pytest.raises(ConfigError, match=r"fleetbench sim .*estimated\.toml simulates with it"):
+        load_run(folder)
 
 
 @pytest.mark.parametrize("name", ["profile.toml", "measured.toml"])

@@ -17,6 +17,7 @@ import jinja2
 
 from fleetbench import __version__
 from fleetbench.cli.your_script import REGISTRY_SCRIPT
+from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
@@ -51,6 +52,7 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
     environment.filters["pod"] = lambda text: re.sub(r"\$(?=[$(])", "$$", text)
     environment.filters["counted"] = counted
     cluster, run = experiment.cluster, experiment.run
+    cores = None if cluster.cores_per_node == Cluster().cores_per_node else cluster.cores_per_node
     own_hosts = cluster.server_placement == "own"
     is_python = not script or script[0].endswith(".py")
     program = [*script] or ["-m", REGISTRY_SCRIPT, str(path)]
@@ -64,7 +66,8 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
         path=str(path),
         own_hosts=own_hosts,
         hosts=cluster.nodes + (cluster.servers if own_hosts else 0),
-        cores_per_trainer=max(1, cluster.cores_per_node // cluster.trainers_per_node),
+        cores=cores,
+        cores_per_trainer=cores and max(1, cores // cluster.trainers_per_node),
         gpus=cluster.trainers_per_node if run.device == "cuda" else 0,
         startup_s=max(1, run.startup_timeout // 10**9),
         command=shlex.join([*python, *program] if is_python else program),

@@ -18,7 +18,9 @@
 #SBATCH --exclusive
 #SBATCH --nodes={{ cluster.nodes }}
 #SBATCH --ntasks-per-node={{ cluster.trainers_per_node }}
+{% if cores %}
 #SBATCH --cpus-per-task={{ cores_per_trainer }}
+{% endif %}
 {% if gpus %}
 #SBATCH --gpus-per-node={{ gpus }}
 {% endif %}
@@ -26,9 +28,13 @@ set -euo pipefail
 
 experiment={{ path | sh }}
 trainer=({{ command }})
+{% if not cores %}
+# Nothing declares cluster.cores_per_node: a node's trainers share all of its cores.
+cores=$((SLURM_CPUS_ON_NODE > {{ cluster.trainers_per_node }} ? SLURM_CPUS_ON_NODE / {{ cluster.trainers_per_node }} : 1))
+{% endif %}
 # Every task sees all of its node's devices and takes the one of its number there, so that they reach each other directly.
 workers=(srun --overlap --kill-on-bad-exit=1 --distribution=block --nodes={{ cluster.nodes }} --ntasks={{ cluster.trainers }}
-    --ntasks-per-node={{ cluster.trainers_per_node }} --cpus-per-task={{ cores_per_trainer }})
+    --ntasks-per-node={{ cluster.trainers_per_node }} --cpus-per-task={{ cores_per_trainer or '"$cores"' }})
 
 {% if "OMP_NUM_THREADS" not in run.environment %}
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -18,7 +18,9 @@
 #SBATCH --exclusive
 #SBATCH --nodes={{ hosts }}
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task={{ cluster.cores_per_node }}
+{% if cores %}
+#SBATCH --cpus-per-task={{ cores }}
+{% endif %}
 set -euo pipefail
 
 if (($# > 0)); then
@@ -46,5 +48,5 @@ export FLEETBENCH_TOKEN
 
 # One launcher a node, each of which finds itself in the lists. They end by themselves, and name the same culprit.
 # exec: the signal that comes before the time is up goes to the step itself.
-exec srun --overlap --kill-on-bad-exit=0 --wait=0 --nodes={{ hosts }} --ntasks={{ hosts }} --ntasks-per-node=1 --cpus-per-task={{ cluster.cores_per_node }} \
+exec srun --overlap --kill-on-bad-exit=0 --wait=0 --nodes={{ hosts }} --ntasks={{ hosts }} --ntasks-per-node=1 --cpus-per-task={{ cores or '"$SLURM_CPUS_ON_NODE"' }} \
     fleetbench launch --servers "${servers%,}" --workers "${workers%,}" --startup-timeout {{ startup_s }} {{ script }}

@@ -149,6 +149,12 @@ def _check_model_options(name: str, options: Mapping[str, ModelOption]) -> None:
     if name not in MODELS:
         raise ConfigError("not a model that can be executed", "workload.model", repr(name), f"one of {', '.join(MODELS)}")
     known = {option: parameter.default for option, parameter in signature(MODELS[name]).parameters.items()}
+    elsewhere = {option for model in MODELS.values() for option in signature(model).parameters} - known.keys()
+    others = [option for option in options if option in elsewhere]
+    if others:
+        what = f"takes no {' and no '.join(others)}, which workload.model_options holds"
+        hint = f"{name} takes {', '.join(known)}; --set 'workload.model_options={{}}' drops what a file has for another model"
+        raise ConfigError(what, "workload.model", repr(name), hint)
     _check_options("model_options", options, known, name)
     hidden, heads = (int({**known, **options}.get(option, 1)) for option in ("hidden", "heads"))
     if hidden % heads:
