@@ -1,15 +1,18 @@
 """Results: what the ranks and servers of a leg wrote, as a run of this project, with all times on rank 0's clock.
 
-Rank 0's clock stands still while rank 0 pauses (to copy its parameters for an evaluation).
+Pauses (to copy parameters for an evaluation) are left out of the clock. Of each pause all ranks lose the same time, that of the
+shortest on any rank: moments of a step can then be compared between ranks as before, and no rank's step begins before its last one has
+ended. What a rank pauses longer than another is the loop's work (``other``).
 
 Of a user's script, steps after which it evaluated its model, and those that
-follow, up to the next exchange, are left out, on all ranks, and the gap is closed: an evaluation is no
-part of a step, and where one rank evaluates alone the others wait for it in that exchange. Where most
+follow, up to the next exchange, are left out, on all ranks, and the gap is closed as far as it is one on every rank: an evaluation is
+no part of a step, and where one rank evaluates alone the others wait for it in that exchange. Where most
 steps are followed by one, it belongs to the loop.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import statistics
@@ -37,18 +40,19 @@ LEAST_STEPS = 3
 def collect(parts: Sequence[Part]) -> tuple[list[StepRecord], tuple[Span, ...], float]:
     """Steps and spans of all ranks, and the seconds that they took with pauses; ``parts`` in rank order, on one clock.
 
-    Time begins with the first step of any rank, and stands still while rank 0 pauses.
+    Time begins with the first step of any rank.
     """
     origin = min(part["steps"][0]["record"]["start_ns"] for part in parts)
     last = max(step["record"]["end_ns"] for part in parts for step in part["steps"])
-    shift: dict[int, int] = {}
-    paused = 0
-    for step in parts[0]["steps"]:
-        shift[step["record"]["step"]] = origin + paused
-        paused += step["paused_ns"]
-    parts = [_shifted(part, lambda entry: shift[entry["step"]]) for part in parts]
-    steps = [step for part in parts for step in part["steps"]]
-    records = [StepRecord(**step["record"] | {"end_ns": step["record"]["end_ns"] - step["paused_ns"]}) for step in steps]
+    paused: dict[int, int] = {}  # by step, on the rank that pauses least
+    for step in (step for part in parts for step in part["steps"]):
+        number, own_ns = step["record"]["step"], step["paused_ns"]
+        paused[number] = min(paused.get(number, own_ns), own_ns)
+    parts = [
+        _without(part, [(step["record"]["end_ns"] - step["paused_ns"], paused[step["record"]["step"]]) for step in part["steps"]], origin)
+        for part in parts  # a pause is the last that a rank does in a step
+    ]
+    records = [StepRecord(**step["record"]) for part in parts for step in part["steps"]]
     several = any(span.get("communicator") for part in parts for span in part["spans"])
     spans = [_span(rank, TimedSpan(**span), several=several) for rank, part in enumerate(parts) for span in part["spans"]]
     return records, tuple(spans), (last - origin) * 1e-9
@@ -148,37 +152,47 @@ def experiment_of_leg(experiment: Experiment, leg: Leg, steps: int) -> Experimen
 def _on_first_clock(part: Part) -> Part:
     offsets = part.get("clock_offsets_ns", [[0, 0]])
     (begin, first), (end, last) = offsets[0], offsets[-1]
-    return _shifted(part, lambda entry: first + (last - first) * (entry["start_ns"] - begin) // max(1, end - begin))
+    return _shifted(part, lambda entry, _: first + (last - first) * (entry["start_ns"] - begin) // max(1, end - begin))
 
 
-def _shifted(part: Part, by_ns: Callable[[Part], int]) -> Part:
-    """The part with each step's record, and each span, so many nanoseconds earlier."""
+def _without(part: Part, gaps: Sequence[tuple[int, int]], origin: int = 0) -> Part:
+    """The part with all moments after ``origin``, and as if its clock stood still in ``gaps``: begin and length, in their order."""
+    begins = [begin for begin, _ in gaps]
+    before = [0, *itertools.accumulate(length for _, length in gaps)]
+
+    def earlier(entry: Part, name: str) -> int:
+        place = bisect.bisect_right(begins, entry[name]) - 1
+        return origin if place < 0 else origin + before[place] + min(entry[name] - begins[place], gaps[place][1])
+
+    return _shifted(part, earlier)
+
+
+def _shifted(part: Part, by_ns: Callable[[Part, str], int]) -> Part:
+    """The part with each moment of a step's record and of a span, which has a name, so many nanoseconds earlier."""
 
     def earlier(entry: Part) -> Part:
-        by = by_ns(entry)
-        return {**entry, **{name: entry[name] - by for name in ("start_ns", "end_ns", "arrival_ns") if entry.get(name) is not None}}
+        moments = [name for name in ("start_ns", "end_ns", "arrival_ns") if entry.get(name) is not None]
+        return {**entry, **{name: entry[name] - by_ns(entry, name) for name in moments}}
 
     steps = [{**step, "record": earlier(step["record"])} for step in part["steps"]]
     return {**part, "steps": steps, "spans": list(map(earlier, part["spans"]))}
 
 
 def _undisturbed(ranks: Sequence[Part], evaluated: set[int]) -> Sequence[Part]:
-    starts = {step["record"]["step"]: step["record"]["start_ns"] for step in ranks[0]["steps"]}
-    steps = set(starts)
+    steps = {step["record"]["step"] for step in ranks[0]["steps"]}
     dropped = {step for found in evaluated for step in range(found, _next_exchange(ranks[0], steps, found) + 1)} & steps
     kept = steps - dropped
     if not dropped or len(evaluated) > len(steps) / 2 or sum(step >= 1 for step in kept) < LEAST_STEPS:
         return ranks
-    earlier_ns: dict[int, int] = {}  # by which each step moves, so that no gap is left of those that were dropped before it
-    gone_ns = 0
-    for step, following in itertools.pairwise([*sorted(steps), max(steps)]):
-        earlier_ns[step] = gone_ns
-        gone_ns += starts[following] - starts[step] if step in dropped else 0
+    begins = [step for step in sorted(dropped) if step - 1 in kept or step == min(steps)]
+    resumed = {begin: min((step for step in kept if step > begin), default=begin) for begin in begins}
+    starts = [{step["record"]["step"]: step["record"]["start_ns"] for step in part["steps"]} for part in ranks]
+    gaps = {begin: min(own[after] - own[begin] for own in starts) for begin, after in resumed.items()}
     found = []
-    for part in ranks:
+    for part, own in zip(ranks, starts, strict=True):
         timed = [step for step in part["steps"] if step["record"]["step"] in kept]
         spans = [span for span in part["spans"] if span["step"] in kept]
-        found.append(_shifted({**part, "steps": timed, "spans": spans}, lambda entry: earlier_ns[entry["step"]]))
+        found.append(_without({**part, "steps": timed, "spans": spans}, [(own[begin], gap_ns) for begin, gap_ns in gaps.items()]))
     return found
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.result import steps_table
 from fleetbench.stragglers import ONE
 from fleetbench.target import Crossing
 from real.communication.lanes import Flight, ThreadLane
@@ -269,8 +270,12 @@ def test_a_compiled_block_is_not_broken_and_its_delay_comes_at_the_end() -> None
     assert sleeps == [pytest.approx(12e-3)]
 
 
-def test_pauses_stop_rank_0s_clock() -> None:
-    """Rank 0 pauses 50 ns after step 1: step 2 starts 50 ns earlier on its clock, on every rank, and the target's time leaves it out."""
+@pytest.mark.parametrize(("first", "second"), [(50, 50), (50, 30), (30, 50)])
+def test_pauses_stop_the_clocks_of_all_ranks_for_as_long(first: int, second: int) -> None:
+    """Both ranks pause after step 1 and begin step 2 together: as long as both pause is on no clock, and the target's time leaves it out.
+
+    What one pauses longer than the other stays in its step. A transfer that is under way in the pause ends where step 2 has it.
+    """
 
     def step(rank: int, number: int, start: int, end: int, paused: int) -> dict[str, Any]:
         record = {
@@ -280,17 +285,22 @@ def test_pauses_stop_rank_0s_clock() -> None:
         return {"record": record, "paused_ns": paused}
 
     ranks = []
-    for rank in range(2):
-        starts = [1000, 1150, 1250, 1350, 1450]
-        steps = [step(rank, number, starts[number - 1], starts[number], 50 if number == 1 else 0) for number in (1, 2, 3, 4)]
-        ranks.append({"steps": steps, "spans": []})
-    records, _, host_s = collect(ranks)
+    for rank, paused in enumerate((first, second)):
+        starts = [1000, 1100 + max(first, second), 1250, 1350, 1450]
+        steps = [step(rank, number, starts[number - 1], starts[number], paused if number == 1 else 0) for number in (1, 2, 3, 4)]
+        ranks.append({"steps": steps, "spans": [{"step": 1, "name": "all_reduce 0", "start_ns": 1010, "end_ns": 1200, "communicator": 0}]})
+    records, spans, host_s = collect(ranks)
     assert host_s == pytest.approx(450e-9)
-    assert [(record.start_ns, record.end_ns) for record in records if record.rank == 1] == [
-        (0, 100),
-        (100, 200),
-        (200, 300),
-        (300, 400),
-    ]
+    cut = min(first, second)
+    for rank in range(2):
+        assert [(record.start_ns, record.end_ns) for record in records if record.rank == rank] == [
+            (0, 150 - cut),
+            (150 - cut, 250 - cut),
+            (250 - cut, 350 - cut),
+            (350 - cut, 450 - cut),
+        ]
+    assert [(span.start_ns, span.duration_ns) for span in spans] == [(10, 190 - cut)] * 2
+    table = steps_table(records).set_index(["rank", "step"])
+    assert table.loc[(1, 1), "other_s"] == pytest.approx(1e-9 * (150 - cut - 30))
     held_out = [(number, 0.0) for number in (2, 3, 4)]
-    assert _to_target(held_out, 0.5, records) == (pytest.approx(200e-9), Crossing(2, 2.0))
+    assert _to_target(held_out, 0.5, records) == (pytest.approx(1e-9 * (250 - cut)), Crossing(2, 2.0))

@@ -10,7 +10,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.layers import Gradient
 from fleetbench.quantities import Nanoseconds
-from fleetbench.result import RunResult
+from fleetbench.result import PARTS, RunResult
 from fleetbench.strategy import DistributedStrategy
 from real.job.results import run_of
 from real.leg import Leg
@@ -97,6 +97,25 @@ def test_an_evaluation_is_no_part_of_a_step() -> None:
     assert {span.start_ns for span in found.spans if span.rank == 1} == {round(start * 1e9) for start in starts}
     undisturbed = run(part(0, first), part(1, second))
     assert undisturbed.summary.wall_s > 0.5
+
+
+def test_no_rank_begins_a_step_before_its_last_one_ended() -> None:
+    """Rank 1 comes 3 ms later to the steps that are left out, and leaves them with rank 0: the gap that both have is closed."""
+    pause, late = 500 * MS, 3 * MS
+    rest = [step(number, (number - 1) * STEP + pause) for number in range(6, 11)]
+    first = [*even(range(1, 4)), step(4, 3 * STEP, tail=pause), step(5, 4 * STEP + pause), *rest]
+    second = [
+        *even(range(1, 3)),
+        step(3, 2 * STEP, tail=late),
+        step(4, 3 * STEP + late),
+        step(5, 4 * STEP + late, stall=2 * MS + pause - late),
+    ]
+    table = run(part(0, first, evaluated=[4]), part(1, [*second, *[dict(entry, record=dict(entry["record"])) for entry in rest]])).steps
+    ends = table["start_s"] + table[list(PARTS)].sum(axis=1)
+    for rank, last_s, next_s in ((0, 0.03, 0.033), (1, 0.033, 0.033)):
+        own = table["rank"] == rank
+        assert ends[own & (table["step"] == 3)].item() == pytest.approx(last_s)
+        assert table.loc[own & (table["step"] == 6), "start_s"].item() == pytest.approx(next_s)
 
 
 def test_under_local_steps_an_evaluation_ends_with_the_next_averaging() -> None:

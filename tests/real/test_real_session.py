@@ -115,6 +115,32 @@ def test_records_add_up_and_replay(session: Session, experiment: Experiment) -> 
     assert [op for _, _, ops in result.recordings[0].log for op in ops] == [op for _, _, ops in result.recordings[1].log for op in ops]
 
 
+@pytest.mark.parametrize("is_local", [False, True])
+def test_clocks_of_ranks_stay_comparable_where_evaluations_are_left_out(session: Session, experiment: Experiment, is_local: bool) -> None:
+    """Every fourth step is evaluated, for other times on each rank: parts still add up, and no rank leaves an exchange before all came.
+
+    A rank's intervals do not overlap, and who comes last waits least.
+    """
+    strategy = LOCAL if is_local else experiment.strategy
+    result = session.run(Leg(strategy=strategy, steps=STEPS, warmup_steps=3, start="initial", evaluate=True))
+    assert len(result.held_out) == STEPS // 4
+    parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
+    table = result.steps.assign(end_s=result.steps["start_s"] + result.steps[parts].sum(axis=1))
+    assert (table[parts].to_numpy() >= 0).all()
+    for _, rank in table.groupby("rank"):
+        np.testing.assert_allclose(rank["end_s"].to_numpy()[:-1], rank["start_s"].to_numpy()[1:], atol=2e-9)
+    drawn = result.timeline[result.timeline["stream"] == "compute"].sort_values(["rank", "start_s"])
+    for _, spans in drawn.groupby("rank"):
+        assert ((spans["start_s"] + spans["duration_s"]).to_numpy()[:-1] <= spans["start_s"].to_numpy()[1:] + 2e-9).all()
+    met = table.dropna(subset="arrival_s")
+    assert met["step"].nunique() >= STEPS // 4
+    for step, ranks in met.groupby("step"):
+        last = ranks.loc[ranks["arrival_s"].idxmax()]
+        assert last["wait_s"] == ranks["wait_s"].min(), step
+        left_s = ranks["arrival_s"] + ranks["wait_s"] + ranks["exposed_comm_s"]  # compute ends as a rank arrives, or later
+        assert (left_s >= last["arrival_s"] - 1e-4).all(), step
+
+
 def test_real_and_simulated_plans_are_one(session: Session, experiment: Experiment, profile: Profile) -> None:
     """Both executors build the same plan for one experiment."""
     real = session.run(Leg(strategy=experiment.strategy, steps=4))
