@@ -9,7 +9,7 @@ from typing import Literal
 from fleetbench.config import Config, at_least
 from fleetbench.errors import ConfigError
 from fleetbench.framing import DEFAULT_MTU, Framing, default_framing, payload_share
-from fleetbench.hardware import gpu_named
+from fleetbench.hardware import gpu_name
 from fleetbench.measurements import CollectivePoint
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.stragglers import LARGEST, Straggler
@@ -214,7 +214,7 @@ class Cluster(Config):
         if self.measured is not None and self.collective != "measured":
             raise ConfigError('points are for collective = "measured"', "measured", f"collective = {self.collective!r}", "choose one")
         if self.gpu is not None:
-            gpu_named(self.gpu, "gpu")
+            object.__setattr__(self, "gpu", gpu_name(self.gpu, "gpu"))
         if self.servers < 0:
             raise ConfigError("cannot be negative", "servers", repr(self.servers), "set servers = 0, or 1 and more for parameter servers")
         if self.server_placement == "shared" and self.servers > self.nodes:

@@ -48,6 +48,7 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Estimate, write the folder, print the layers and the step that simulates with them."""
+    from fleetbench.hardware import gpu_name
     from real.estimate.script import estimate_script
     from real.estimate.step import estimate
     from real.profile.measuring import Taken
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_script(arguments.command_line, arguments.workdir)
     experiment = _asked(arguments)
     check_writable(arguments.out)
-    gpu = arguments.gpu or experiment.cluster.gpu
+    gpu = experiment.cluster.gpu if arguments.gpu is None else gpu_name(arguments.gpu, "--gpu")
     if gpu is None:
         raise ConfigError("nothing names a GPU", "--gpu", hint='add --gpu H100, or cluster.preset = "8 x 8 H100, 400G per NIC" to the file')
     tf32 = arguments.precision == "tf32"

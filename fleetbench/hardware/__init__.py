@@ -1,6 +1,8 @@
 """GPUs, nodes and networks by name, as ``catalogue.toml`` has them with the source of every figure."""
 
+import difflib
 import functools
+import re
 import tomllib
 from dataclasses import dataclass, field
 from importlib import resources
@@ -8,7 +10,7 @@ from typing import Literal
 
 from fleetbench.config import Config, decode
 from fleetbench.errors import ConfigError
-from fleetbench.quantities import BitsPerSecond, Bytes
+from fleetbench.quantities import BitsPerSecond, Bytes, format_size
 
 Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16"]
 Fabric = Literal["infiniband", "roce", "efa", "ethernet"]
@@ -19,6 +21,8 @@ class Gpu(Config):
     """One GPU."""
 
     memory: Bytes
+    memory_type: str
+    """As tools that print a GPU's name may add it: ``HBM3``."""
     nvlink: BitsPerSecond
     """Each way."""
     memory_bandwidth: float
@@ -65,9 +69,35 @@ def catalogue() -> Catalogue:
     return decode(tomllib.loads(text), Catalogue, "")
 
 
+def gpu_name(spelled: str, where: str) -> str:
+    """The catalogue's name of a GPU in any usual spelling: ``h100``, ``A100-SXM4-80GB``, ``NVIDIA H100 80GB HBM3``.
+
+    A spelling may say the vendor, that it is an SXM module, and its memory; whatever else it says, as ``PCIe`` or another memory, makes it
+    another GPU. Raises ``ConfigError`` for a name that no GPU has; ``where`` is what named it.
+    """
+    words = _words(spelled)
+    known = {name: {*_words(name), *_words(format_size(gpu.memory)), gpu.memory_type.lower()} for name, gpu in catalogue().gpus.items()}
+    same = [name for name, may in known.items() if words and words[0] == _words(name)[0] and {*words} <= may]
+    if not same:
+        raise ConfigError("no such GPU", where, repr(spelled), gpu_hint(spelled))
+    return min(same, key=lambda name: len({*_words(name)} - {*words}))
+
+
+def gpu_hint(spelled: str) -> str:
+    """Which GPUs there are, those with a name like ``spelled`` first."""
+    gpus = catalogue().gpus
+    near = difflib.get_close_matches("".join(_words(spelled)[:1]).upper(), gpus, n=3)
+    nearest = f"nearest by name: {', '.join(near)}; " if near else ""
+    known = ", ".join(f"{name} ({format_size(gpu.memory)})" for name, gpu in gpus.items())
+    return f"{nearest}known, all of them SXM modules: {known}"
+
+
+def _words(name: str) -> list[str]:
+    """Words of a GPU's name in small letters, without those that tell nothing here."""
+    words = re.sub(r"(\d)\s*gb?\b", r"\1gb", re.sub(r"[\s_-]+", " ", name.strip().lower())).split(" ")
+    return [word for word in words if not re.fullmatch(r"nvidia|tesla|sxm\d?", word)]
+
+
 def gpu_named(name: str, where: str) -> Gpu:
     """Raise ``ConfigError`` for a name that no GPU has; ``where`` is what named it."""
-    gpus = catalogue().gpus
-    if name not in gpus:
-        raise ConfigError("no such GPU", where, repr(name), f"one of {', '.join(gpus)}")
-    return gpus[name]
+    return catalogue().gpus[gpu_name(name, where)]

@@ -18,11 +18,11 @@ import tomli_w
 
 from fleetbench.config import nearest
 from fleetbench.errors import ConfigError
-from fleetbench.hardware import Fabric, Node, catalogue
+from fleetbench.hardware import Fabric, Node, catalogue, gpu_hint, gpu_name
 from fleetbench.quantities import BitsPerSecond, format_bandwidth, parse_bandwidth
 
 _COUNTED = re.compile(r"(?:(\d+)\s*x\s+)?(.+)", re.IGNORECASE)
-_GPUS = re.compile(r"(?:(\d+)\s+)?([a-z][\w.-]*)(?:\s*,\s*(.*))?", re.IGNORECASE)
+_GPUS = re.compile(r"(?:(\d+)\s+)?([a-z][^,]*?)(?:\s*,\s*(.*))?", re.IGNORECASE)
 _NETWORK = re.compile(
     r"(?:(?P<nics>\d+)\s*x\s+)?(?P<fabric>ethernet|infiniband|roce)?\s*(?P<generation>[FEHNX]DR)?\s*"
     r"(?P<rate>[\d.]+\s*[a-z/]+)?\s*(?:per\s+(?P<per>nic|node))?",
@@ -116,16 +116,19 @@ def _plain(name: str) -> str:
 
 
 def _unknown(text: str, name: str) -> ConfigError:
-    known = ["loopback", *catalogue().nodes, *catalogue().gpus]
-    hint = nearest(name, known).removeprefix(". ") or f'such as "8 x p5.48xlarge" or "8 x 8 H100, 400G per NIC"; known: {", ".join(known)}'
+    nodes = ["loopback", *catalogue().nodes]
+    known = f"GPUs: {gpu_hint(name)}; nodes: {', '.join(nodes)}"
+    hint = nearest(name, nodes).removeprefix(". ") or f'such as "8 x p5.48xlarge" or "8 x 8 H100, 400G per NIC"; {known}'
     return ConfigError(f"no cluster, node or GPU is called {name!r}", "cluster.preset", repr(text), hint)
 
 
 def _gpus(text: str, nodes: int, body: str) -> Node:
     match = _GPUS.fullmatch(body)
-    gpu = None if match is None else next((name for name in catalogue().gpus if name.lower() == match[2].lower()), None)
-    if match is None or gpu is None:
-        raise _unknown(text, body if match is None else match[2])
+    try:
+        gpu = gpu_name(match[2] if match else body, "cluster.preset")
+    except ConfigError:
+        raise _unknown(text, match[2] if match else body) from None
+    assert match is not None, "a name begins with a letter"
     if match[1] is None:
         hint = f'write "{nodes} x 1 {gpu}" for one GPU a node, or "1 x {nodes} {gpu}" for one node'
         raise ConfigError("says nodes, and not how many GPUs each has", "cluster.preset", repr(text), hint)

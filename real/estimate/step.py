@@ -15,7 +15,7 @@ from torch import nn
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.hardware import Gpu, Precision, gpu_named
+from fleetbench.hardware import Gpu, Precision, gpu_name, gpu_named
 from fleetbench.measurements import Memory
 from fleetbench.profile import Profile, compute_key
 from fleetbench.quantities import Bytes
@@ -107,7 +107,7 @@ class StepEstimate:
     def __init__(self, model: nn.Module, strategy: DistributedStrategy, gpu: str, *, tf32: bool) -> None:
         """Raises ``ConfigError`` for what cannot be estimated."""
         self._gpu: Gpu = gpu_named(gpu, "--gpu")
-        self._name, self._tf32, self._strategy, self._model = gpu, tf32, strategy, model
+        self._name, self._tf32, self._strategy, self._model = gpu_name(gpu, "--gpu"), tf32, strategy, model
         self._refuse()
         self._roofline = Roofline(gpu=self._gpu, tf32=tf32)
         self.recorder = Recorder(lambda operation: 1e9 * self._roofline.seconds(operation))

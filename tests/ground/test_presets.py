@@ -11,7 +11,7 @@ import pytest
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.hardware import catalogue
+from fleetbench.hardware import catalogue, gpu_name, gpu_named
 from fleetbench.hardware.presets import described
 from sim.network.algorithms import ring
 from sim.network.links import Links
@@ -46,6 +46,38 @@ PUBLISHED = {
 def of(preset: str, run: dict[str, Any] | None = None, **cluster: Any) -> Experiment:
     """The experiment of a preset."""
     return Experiment.from_dict({"cluster": {"preset": preset, **cluster}, "run": run or {}})
+
+
+SPELLED = {
+    "V100": ("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "V100-SXM2", "V100 32GB HBM2"),
+    "A100-40GB": ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", "A100 40GB", "a100_40gb", "A100-40G"),
+    "A100": ("NVIDIA A100-SXM4-80GB", "A100-SXM-80GB", "A100-SXM4-80GB", "A100 80 GB", "nvidia-a100-80gb"),
+    "H100": ("NVIDIA H100 80GB HBM3", "NVIDIA-H100-80GB-HBM3", "H100 SXM", "H100-SXM5-80GB", "nvidia-h100-80gb"),
+    "H200": ("NVIDIA H200", "H200 SXM 141GB", "NVIDIA H200 141GB HBM3e"),
+    "B200": ("NVIDIA B200", "B200-SXM6", "B200 180GB"),
+}
+"""What ``nvidia-smi``, Kubernetes' node labels and data sheets call them."""
+OTHERS = ("H800", "A800-SXM4-80GB", "H20", "GH200", "GB200", "H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100 80GB PCIe", "H100 80GB HBM2e")
+OTHERS += ("Tesla V100-SXM2-16GB", "Tesla V100-PCIE-32GB", "NVIDIA H200 NVL", "A100 64GB", "A10", "L40S", "MI300X", "NVIDIA", "", "H100x8")
+
+
+def test_gpus_are_known_by_every_usual_name() -> None:
+    """Every GPU of the catalogue by its name in either case and as tools print it, in a file, as a preset, and by ``gpu_named``."""
+    assert SPELLED.keys() == catalogue().gpus.keys()
+    for name, spellings in SPELLED.items():
+        for spelled in (name, name.lower(), f"NVIDIA {name}", f" {name} ", *spellings, *map(str.lower, spellings)):
+            assert gpu_name(spelled, "--gpu") == name
+            assert gpu_named(spelled, "--gpu") == catalogue().gpus[name]
+            assert Experiment.from_dict({"cluster": {"gpu": spelled}}).cluster.gpu == name
+            assert of(f"2 x 8 {spelled.strip()}, 400 Gbps per NIC", NCCL) == of(f"2 x 8 {name}, 400G per NIC", NCCL)
+
+
+@pytest.mark.parametrize("spelled", OTHERS)
+def test_another_gpu_is_none_of_the_catalogue(spelled: str) -> None:
+    """A card by PCIe, one with another memory, and a name that is only alike are refused with what there is."""
+    with pytest.raises(ConfigError, match="no such GPU") as caught:
+        gpu_name(spelled, "--gpu")
+    assert "H100 (80 GB)" in str(caught.value.hint)
 
 
 def test_nodes_have_what_their_documents_say() -> None:
@@ -102,7 +134,8 @@ def test_a_rate_of_nobody_is_refused_with_both_spellings() -> None:
     [
         ("8 x p5.48large", "Did you mean 'p5.48xlarge'"),
         ("8 x DGX H10", "Did you mean 'DGX H100'"),
-        ("8 x 8 H101, 400G per NIC", "Did you mean 'H100'"),
+        ("8 x 8 H101, 400G per NIC", "nearest by name: H100"),
+        ("8 x 8 H800, 400G per NIC", "nearest by name: H200, H100"),
         ("8 x H100, 400G", "8 x 1 H100"),
         ("8 x 8 H100, 70G per node", "say how many"),
         ("8 x 1 H100, HDR 400G", "HDR has 200 Gbit/s"),

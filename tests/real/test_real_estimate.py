@@ -201,6 +201,13 @@ def test_what_cannot_be_estimated_is_refused(experiment: Experiment, gpu: str, w
         estimate(experiment, gpu)
 
 
+def test_a_gpu_has_its_own_interval_by_any_of_its_names() -> None:
+    """The half width of an A100, 25 %, is not that of a GPU of which few runs are known."""
+    profile = estimate(Experiment(), "a100-sxm4-80gb")
+    assert profile.estimated == 0.25
+    assert profile.machine.startswith("A100, ")
+
+
 def test_an_estimate_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time it is read, and each GPU has its own; an experiment that is saved elsewhere finds it."""
     monkeypatch.chdir(tmp_path)
