@@ -12,14 +12,16 @@ longer starts over, and warm-up steps are those in front of where it starts over
 
 from __future__ import annotations
 
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fleetbench.digests import check_file, reading
+from fleetbench.digests import reading
 from fleetbench.errors import ConfigError
+from fleetbench.file_kinds import kind_of, read_file, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,15 +48,19 @@ def replayed(path: str, base_ns: int | None, ranks: Integers, steps: Integers, w
 
 
 def read_table(path: str | Path, where: str) -> pd.DataFrame:
-    """A table in Parquet or CSV, told apart by its first bytes. Raises ``ConfigError`` for a file that is neither."""
+    """A table in Parquet or CSV, gzip or not. Raises ``ConfigError`` for any other file."""
     import pandas as pd
     from pyarrow import ArrowException
 
-    check_file(Path(path))
-    with reading(f"{where}: {path}", f"a trace is {FORMAT}", ArrowException):
-        with Path(path).open("rb") as file:
-            is_parquet = file.read(len(_PARQUET)) == _PARQUET
-        return pd.read_parquet(path) if is_parquet else pd.read_csv(path, compression=None)
+    place, hint = f"{where}: {path}", f"a trace is {FORMAT}"
+    data = read_file(path, hint, place)
+    is_parquet = data.startswith(_PARQUET)
+    if not is_parquet and (kind := kind_of(data)) is not None:
+        raise ConfigError(f"is no table: it seems to be {kind}", place, hint=hint)
+    with reading(place, hint, ArrowException):
+        if is_parquet:
+            return pd.read_parquet(BytesIO(data))
+        return pd.read_csv(StringIO(text_of(data)), skipinitialspace=True).rename(columns=str.strip)
 
 
 def by_rank_and_step(frame: pd.DataFrame, values: list[str], where: str, path: str) -> tuple[Floats, tuple[int, ...]]:

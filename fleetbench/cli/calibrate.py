@@ -21,7 +21,7 @@ def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "calibrate", "fit parameters of an experiment to measured times", run)
     add_experiment(parser)
-    parser.add_argument("cells", metavar="CELLS", help="a CSV file of settings and seconds, or nccl-tests' output of all_reduce_perf")
+    parser.add_argument("cells", metavar="CELLS", help="a CSV file of settings and seconds, or the output of nccl-tests or osu_allreduce")
     parser.add_argument(
         "--fit",
         action="append",
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     experiment = load_experiment(arguments)
     from tuner.calibrate.cells import read_cells
 
-    cells = read_cells(arguments.cells)
+    cells = read_cells(arguments.cells, lambda left_out: say(f"note: {left_out}"))
     if any(cell.all_reduce_bytes is None for cell in cells):
         experiment = with_profile(experiment, arguments.out)
     from tuner.calibrate.fit import calibrate
@@ -59,7 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
         say("note: as many parameters as measurements: they fit whatever was measured, without an interval and an error to expect")
     for parameter in found.parameters:
         if parameter.held:
-            say(f"note: the cells do not identify {parameter.key}: it keeps its declared {_shown(parameter, parameter.declared)}")
+            kept = f"it keeps its declared {_shown(parameter, parameter.declared)}"
+            kept = f"{kept}; leave it out of --fit, or add cells that tell it"
+            say(f"note: the cells do not identify {parameter.key}: {kept}")
+        elif (parameter.low is None) != (parameter.high is None):
+            side = "smaller" if parameter.low is None else "larger"
+            say(f"note: the cells bound {parameter.key} on one side only: any {side} value fits as well")
     return 0
 
 

@@ -145,6 +145,15 @@ def test_binary_rubbish_is_no_trace(tmp_path: Path) -> None:
             replay(Trace(path=str(tmp_path / "t")))
 
 
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_what_pandas_and_people_write_is_read(ends: str, tmp_path: Path) -> None:
+    """A column that numbers rows, spaces after commas, Windows' ends of lines, a byte-order mark; as gzip under any name."""
+    text = "\ufeff" + frame().to_csv(lineterminator=ends).replace(",", ", ")
+    (tmp_path / "t.csv").write_text(text, encoding="utf-8", newline="")
+    (tmp_path / "t.gz").write_bytes(gzip.compress(text.encode()))
+    assert replay(Trace(path=str(tmp_path / "t.csv"))) == replay(Trace(path=str(tmp_path / "t.gz"))) == X
+
+
 def test_a_file_names_its_trace_relative_to_itself(tmp_path: Path) -> None:
     """And the content of the trace is part of the experiment's hash."""
     written(frame(), tmp_path / "t.csv")

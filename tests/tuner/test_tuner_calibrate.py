@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import math
 import warnings
 from collections.abc import Sequence
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmark_outputs import nccl_tests
 
+from fleetbench.cluster import Racks
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
@@ -175,47 +178,101 @@ def test_compute_of_a_profile_is_scaled(tmp_path: Path) -> None:
     assert scaled.read == 10 * ms
 
 
-NCCL_TESTS = """\
-# nThread 1 nGpus 4 minBytes 1048576 maxBytes 67108864 step: 8(factor) warmup iters: 5 iters: 20 agg iters: 1 validation: 1 graph: 0
-#
-# Using devices
-#  Rank  0 Group  0 Pid   1001 on     node-a device  0 [0x07] Some GPU
-#  Rank  1 Group  0 Pid   1001 on     node-a device  1 [0x0f] Some GPU
-#  Rank  2 Group  0 Pid   1001 on     node-a device  2 [0x47] Some GPU
-#  Rank  3 Group  0 Pid   1001 on     node-a device  3 [0x4e] Some GPU
-#
-#                                                              out-of-place                       in-place
-#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
-#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
-     1048576        262144     float     sum      -1    90.00   11.65   17.48      0    80.00   13.11   19.66      0
-     8388608       2097152     float     sum      -1    400.0   20.97   31.46      0    380.0   22.08   33.11      0
-# Out of bounds values : 0 OK
-# Avg bus bandwidth    : 25.4
-#
-"""
-
-
-def test_nccl_tests_output_is_read(tmp_path: Path) -> None:
-    """Sizes, and times in place in microseconds; older versions have no column of the root."""
+def test_a_benchmark_of_other_ranks_is_refused(declared: Experiment, tmp_path: Path) -> None:
+    """Its output says how many ranks took part, and the experiment has as many, or is told."""
     path = tmp_path / "nccl.txt"
-    for text in (NCCL_TESTS, NCCL_TESTS.replace("    root ", "").replace("      -1", "")):
-        path.write_text(text, encoding="utf-8")
-        cells = read_cells(path)
-        assert [(cell.all_reduce_bytes, cell.seconds, cell.ranks) for cell in cells] == [
-            (1_048_576, pytest.approx(80e-6), 4),
-            (8_388_608, pytest.approx(380e-6), 4),
-        ]
-
-
-def test_nccl_tests_of_other_ranks_are_refused(declared: Experiment, tmp_path: Path) -> None:
-    """The output says how many ranks took part, and the experiment has as many, or is told."""
-    path = tmp_path / "nccl.txt"
-    path.write_text(NCCL_TESTS.replace("#  Rank  3", "# Device"), encoding="utf-8")
+    path.write_text(nccl_tests(n=3), encoding="utf-8")
     with pytest.raises(ConfigError, match="3 ranks, and the experiment has 4"):
         calibrate(declared, read_cells(path), [BANDWIDTH])
-    path.write_text("# Collective test starting: all_gather_perf\n" + NCCL_TESTS, encoding="utf-8")
-    with pytest.raises(ConfigError, match="another collective"):
-        read_cells(path)
+
+
+def test_a_table_may_have_usual_names(declared: Experiment, tmp_path: Path) -> None:
+    """Nodes, GPUs of all nodes or of each, seconds or milliseconds or images/s; what pandas and spreadsheets add changes nothing."""
+    expected = fitted(declared, tmp_path, ["cluster.nodes,seconds", "2,0.12", "4,0.14", "8,0.16"], COMPUTE)
+    for rows in (
+        ["nodes, gpus, seconds", "2, 2, 0.12", "4, 4, 0.14", "8, 8, 0.16"],
+        [",Nodes,Step time (s)", "0,2.0,0.12", "1,4.0,0.14", "2,8.0,0.16"],
+        ["index;num_nodes;step_ms", "0;2;120", "1;4;140", "2;8;160"],
+        ["world_size\tms", "2\t120", "4\t140", "8\t160"],
+        ["nodes,GPUs per node,seconds", "2,1,0.12", "4,1,0.14", "8,1,0.16"],
+        ["\ufeffgpus,images/s", f"2,{16 / 0.12}", f"4,{32 / 0.14}", f"8,{64 / 0.16}"],
+        ["gpus,Throughput (samples/sec)", f"2,{16 / 0.12}", f"4,{32 / 0.14}", f"8,{64 / 0.16}"],
+    ):
+        found = fitted(declared, tmp_path, rows, COMPUTE)
+        assert found.measured_s == pytest.approx(expected.measured_s)
+        assert found.parameters[0].value == pytest.approx(expected.parameters[0].value)
+        assert [cell.all_reduce_bytes for cell in found.cells] == [None] * 3
+    (tmp_path / "cells.csv.gz").write_bytes(gzip.compress((tmp_path / "cells.csv").read_bytes()))
+    assert calibrate(declared, read_cells(tmp_path / "cells.csv.gz"), [COMPUTE]).measured_s == found.measured_s
+
+
+def test_gpus_are_those_of_all_nodes(declared: Experiment, tmp_path: Path) -> None:
+    """8 GPUs of 2 nodes with 4 trainers each, 4 or 2 of one node; a number that is no whole nodes' is refused with how to say it."""
+    of_four = declared.replace(cluster=dataclasses.replace(declared.cluster, nodes=1, trainers_per_node=4, intra=declared.cluster.inter))
+    own = fitted(of_four, tmp_path, ["cluster.nodes,cluster.trainers_per_node,samples_per_s", "2,4,500", "1,4,300", "1,2,160"], COMPUTE)
+    for rows in (["gpus,images/s", "8,500", "4,300", "2,160"], ["nodes,gpus,images/s", "2,8,500", "1,4,300", "1,2,160"]):
+        found = fitted(of_four, tmp_path, rows, COMPUTE)
+        assert found.measured_s == pytest.approx(own.measured_s)
+        assert found.errors == pytest.approx(own.errors)
+    for rows in (["gpus,seconds", "6,0.1"], ["nodes,gpus,seconds", "2,4,0.1"], ["gpus,seconds", "0,0.1"], ["gpus,seconds", "4.5,0.1"]):
+        with pytest.raises(ConfigError, match="line 2, gpus: must be the GPUs of all nodes") as refused:
+            fitted(of_four, tmp_path, rows, COMPUTE)
+        assert "gpus_per_node" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("odd", ["1e308", "1_000", "1e-300", "120"])
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_row_far_from_all_others_is_refused(declared: Experiment, tmp_path: Path, odd: str, place: int) -> None:
+    """By orders of magnitude or a unit, with its line, wherever it stands; seconds, and the rate that stands for them."""
+    sane = ["2,0.12", "4,0.14", "8,0.16"]
+    rows = ["nodes,seconds", *sane[:place], f"4,{odd}", *sane[place:]]
+    with pytest.raises(ConfigError, match=rf"line {place + 2}: is \S+ times what other rows let expect"):
+        fitted(declared, tmp_path, rows, COMPUTE)
+    with pytest.raises(ConfigError, match=r"line 3: is .* times what other rows let expect"):
+        fitted(declared, tmp_path, ["nodes,images/s", "2,133", "4,1e308", "8,400"], COMPUTE)
+
+
+def test_rows_that_are_all_far_from_the_cluster_are_refused(declared: Experiment, tmp_path: Path) -> None:
+    """Milliseconds in a column of seconds, seconds in one of milliseconds, and numbers that no computer adds."""
+    for name, values in (("seconds", (120, 140, 160)), ("ms", (0.12, 0.14, 0.16)), ("seconds", (1e308, 1e308, 1e308))):
+        with pytest.raises(ConfigError, match="times what is simulated as declared") as refused:
+            fitted(
+                declared,
+                tmp_path,
+                [f"nodes,{name}", *(f"{nodes},{value}" for nodes, value in zip((2, 4, 8), values, strict=True))],
+                COMPUTE,
+            )
+        assert len(str(refused.value)) < 300
+
+
+def test_a_search_that_runs_away_holds_the_parameter(tmp_path: Path) -> None:
+    """By two nodes' all-reduces one of two bandwidths and a latency can be told: the others keep their declared values."""
+    experiment = Experiment.from_dict(
+        {
+            "workload": {"model": "layers", "layers": [{"name": "l", "params": 1_000_000, "forward": "1 ms", "backward": "2 ms"}]},
+            "cluster": {
+                "nodes": 2,
+                "trainers_per_node": 8,
+                "nics_per_node": 8,
+                "intra": {"bandwidth": "300 GB/s", "latency": "3 us"},
+                "inter": {"bandwidth": "400 Gbit/s", "latency": "5 us"},
+            },
+        }
+    )
+    rows = ["all_reduce_bytes,seconds", "1048576,0.00014787", "4194304,0.00041329", "16777216,0.00147498"]
+    found = fitted(experiment, tmp_path, rows, BANDWIDTH, "cluster.intra.bandwidth", LATENCY).parameters
+    assert [parameter.held for parameter in found] == [False, True, True]
+    assert [parameter.value for parameter in found[1:]] == [parameter.declared for parameter in found[1:]]
+
+
+def test_a_value_that_the_experiment_refuses_is_not_fitted(declared: Experiment, tmp_path: Path) -> None:
+    """Racks with an uplink that is no bottleneck lead below an oversubscription of 1, which the error says."""
+    racks = Racks(nodes=2, oversubscription=4.0)
+    experiment = declared.replace(cluster=dataclasses.replace(declared.cluster, racks=racks))
+    rows = ["all_reduce_bytes,seconds", *(f"{nbytes},{1.5 * nbytes / 4e9}" for nbytes in (1e8, 2e8, 4e8))]
+    with pytest.raises(ConfigError, match=r"cannot be fitted: the search leads to .*oversubscription of at least 1") as refused:
+        fitted(experiment, tmp_path, rows, "cluster.racks.oversubscription")
+    assert refused.value.hint == "leave cluster.racks.oversubscription out of --fit"
 
 
 @pytest.mark.parametrize(
@@ -224,7 +281,13 @@ def test_nccl_tests_of_other_ranks_are_refused(declared: Experiment, tmp_path: P
         ("", "holds no measurement"),
         ("seconds\n", "holds no measurement"),
         ("cluster.nodes\n2\n", "needs a column seconds"),
-        ("nodes,seconds\n2,1\n", r"line 1: is no column .*'nodes'"),
+        ("nodez,seconds\n2,1\n", r"line 1: is no column .*'nodez'.*\n.*Did you mean 'nodes'"),
+        ("nodes,cluster.nodes,seconds\n2,2,1\n", "names a column twice"),
+        ("tokens/s\n2\n", "is no column"),
+        ("seconds,weight\n1,1e300\n", "weight: must be at most"),
+        ('{"traceEvents": []}', "holds no measurement: it seems to be a trace of torch.profiler"),
+        ("<html></html>", "it seems to be an HTML page"),
+        ("[workload]\nmodel = 'gpt'\n", "it seems to be a TOML file"),
         ("seconds,seconds\n2,1\n", "names a column twice"),
         ("seconds\n1\n-1\n", r"line 3, seconds: must be a number above zero"),
         ("seconds\nfast\n", r"line 2, seconds: must be a number above zero"),

@@ -1,19 +1,37 @@
-"""Cells: measurements to calibrate by, read from a CSV file or from nccl-tests' output."""
+"""Cells: measurements to calibrate by, read from a CSV file or from the output of a benchmark."""
 
 import csv
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleetbench.config import nearest
-from fleetbench.digests import read_text
 from fleetbench.errors import ConfigError
+from fleetbench.file_kinds import kind_of, read_file, text_of
+from tuner.calibrate.collective_logs import all_reduces
 
+GPUS = "gpus"
+"""A setting of a cell: the number of all nodes' trainers together."""
 SECONDS, RATE, SIZE, WEIGHT, SD = "seconds", "samples_per_s", "all_reduce_bytes", "weight", "sd"
 _COLUMNS = (SECONDS, RATE, SIZE, WEIGHT, SD)
 _AS_TOML = {"True": "true", "False": "false"}
 """How Python writes truth, and how TOML does."""
+_CALLED: dict[tuple[str, float], str] = {
+    ("cluster.nodes", 1.0): "nodes num_nodes n_nodes nnodes",
+    ("cluster.trainers_per_node", 1.0): "gpus/node num_gpus/node ranks/node trainers/node processes/node ppn",
+    (GPUS, 1.0): "gpus num_gpus n_gpus ngpus total_gpus ranks num_ranks world_size trainers",
+    (SECONDS, 1.0): "s step_s step_seconds step_time_s step_time_seconds seconds/step s/step time_s",
+    (SECONDS, 1e-3): "ms step_ms step_time_ms ms/step time_ms",
+    (SECONDS, 1e-6): "us time_us",
+    (RATE, 1.0): "samples/s images/s imgs/s img/s examples/s sequences/s seqs/s",
+    (SIZE, 1.0): "bytes size_bytes message_bytes buffer_bytes",
+}
+"""Columns, with what their values are multiplied by, and their other names, as ``_plain`` spells them."""
+_MOST_WEIGHT = 1e9
+_INDEX = ("", "unnamed:_0", "index")
+"""How pandas calls the first column where it numbers rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +41,7 @@ class Cell:
     where: str
     """File and line."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Dotted keys of the experiment and their values, as ``--set`` takes them."""
+    """Dotted keys of the experiment and their values, as ``--set`` takes them; and ``GPUS``."""
     seconds: float | None = None
     """Of a step, or of one bare all-reduce."""
     samples_per_s: float | None = None
@@ -44,23 +62,32 @@ class Cell:
         return ", ".join([*(f"{key}={value}" for key, value in self.settings.items()), *size]) or "as declared"
 
 
-def read_cells(path: str | Path) -> tuple[Cell, ...]:
-    """Read a CSV file whose columns are keys of the experiment and what was measured, or the output of nccl-tests' ``all_reduce_perf``.
+def read_cells(path: str | Path, say: Callable[[str], None] = lambda _: None) -> tuple[Cell, ...]:
+    """Read a CSV file of keys of the experiment and what was measured, or a benchmark's output; gzip or not.
 
-    An empty value leaves what the experiment declares. Raises ``ConfigError`` with the line for what cannot be read.
+    An empty value leaves what the experiment declares. ``say`` hears what of a benchmark's output was left out.
+    Raises ``ConfigError`` with the line of what cannot be read, or with what a file of another kind seems to be.
     """
-    lines = read_text(path, "name a CSV file of measurements, or nccl-tests' output").splitlines()
-    titles = [line.lstrip("# ").split() for line in lines if line.startswith("#")]
-    header = next((words for words in titles if words[:2] == ["size", "count"] and "time" in words), None)
-    cells = _of_csv(lines, str(path)) if header is None else _of_nccl_tests(lines, titles, header, str(path))
+    hint = "name a CSV file with a column `seconds`, or the output of nccl-tests or osu_allreduce"
+    data = read_file(path, hint)
+    text = text_of(data)
+    found = None if text is None else all_reduces(text, str(path), say)
+    if found is not None:
+        return tuple(Cell(where=place, seconds=seconds, all_reduce_bytes=nbytes, ranks=ranks) for place, nbytes, seconds, ranks in found)
+    kind = kind_of(data)
+    if text is None or kind is not None:
+        raise ConfigError(f"holds no measurement: it seems to be {kind}", str(path), hint=hint)
+    cells = _of_csv(text.splitlines(), str(path))
     if not cells:
         raise ConfigError("holds no measurement", str(path), hint="a row for each measurement, below the names of the columns")
     return cells
 
 
 def _of_csv(lines: Sequence[str], path: str) -> tuple[Cell, ...]:
-    rows = csv.reader(lines, strict=True, skipinitialspace=True)
-    columns: list[str] = []
+    first = next((line for line in lines if line.strip() and not line.startswith("#")), "")
+    delimiter = next((one for one in ",;\t" if one in first), ",")
+    rows = csv.reader(lines, strict=True, skipinitialspace=True, delimiter=delimiter)
+    columns: list[tuple[str, float]] = []
     cells = []
     try:
         for row in rows:
@@ -68,44 +95,74 @@ def _of_csv(lines: Sequence[str], path: str) -> tuple[Cell, ...]:
             if not any(text.strip() for text in row) or row[0].startswith("#"):
                 continue
             if not columns:
-                columns = [text.strip() for text in row]
-                _check_columns(columns, where)
+                columns = _columns(row, where)
             elif len(row) != len(columns):
                 raise ConfigError(f"needs {len(columns)} values", where, str(len(row)), "quote a value that holds a comma")
             else:
-                cells.append(_cell({key: text.strip() for key, text in zip(columns, row, strict=True)}, where))
+                cells.append(_cell(columns, [text.strip() for text in row], where))
     except csv.Error as error:
         raise ConfigError(f"is no CSV: {error}", f"{path}, line {rows.line_num}", hint='write " inside quotes twice') from None
     return tuple(cells)
 
 
-def _check_columns(columns: Sequence[str], where: str) -> None:
-    for column in columns:
-        if "." not in column and column not in _COLUMNS:
-            hint = f"keys of the experiment such as cluster.nodes, and {', '.join(_COLUMNS)}{nearest(column, _COLUMNS)}"
-            raise ConfigError("is no column of measurements", where, repr(column), hint)
-    if len(set(columns)) < len(columns):
-        raise ConfigError("names a column twice", where, repr(max(columns, key=columns.count)), "keep one of them")
-    if SECONDS not in columns and RATE not in columns:
-        raise ConfigError(f"needs a column {SECONDS} or {RATE}", where, ", ".join(columns), "seconds of a step, or samples of all trainers")
+def _plain(name: str) -> str:
+    """A column's name, with ``/`` for "per" and ``_`` for spaces: ``Images per sec`` is ``images/s``."""
+    name = re.sub(r"[\s_-]+", "_", re.sub(r"[()\[\]]", " ", name.strip().lower())).strip("_")
+    name = re.sub(r"/(?:sec|seconds?)$", "/s", re.sub(r"_?(?:/|_per_)_?", "/", name))
+    return re.sub(r"^(?:throughput|total|mean|avg|average)_(?=.)", "", name)
 
 
-def _cell(row: Mapping[str, str], where: str) -> Cell:
-    numbers = {key: _number(row[key], f"{where}, {key}") for key in _COLUMNS if row.get(key)}
+def _columns(names: Sequence[str], where: str) -> list[tuple[str, float]]:
+    """Each column's key, and what its values are multiplied by; no key of one that only numbers the rows."""
+    called = {name: column for column, names in _CALLED.items() for name in names.split()}
+    found = []
+    for place, name in enumerate(names):
+        own = name.strip()
+        if place == 0 and len(names) > 1 and _plain(own) in _INDEX:
+            found.append(("", 1.0))
+        elif "." in own or own in _COLUMNS:
+            found.append((own, 1.0))
+        elif (known := called.get(_plain(own))) is not None:
+            found.append(known)
+        else:
+            usual = f"{', '.join(_COLUMNS)}, nodes, gpus, images/s{nearest(own, (*_COLUMNS, *called))}"
+            hint = f"keys of the experiment such as cluster.nodes, and {usual}"
+            raise ConfigError("is no column of measurements", where, repr(own), hint)
+    keys = [key for key, _ in found]
+    if len(set(keys)) < len(keys):
+        raise ConfigError("names a column twice", where, repr(max(keys, key=keys.count)), "keep one of them")
+    if SECONDS not in keys and RATE not in keys:
+        what, hint = f"needs a column {SECONDS} or {RATE}", "seconds of a step, or samples of all trainers"
+        raise ConfigError(what, where, ", ".join(names), hint)
+    return found
+
+
+def _cell(columns: Sequence[tuple[str, float]], values: Sequence[str], where: str) -> Cell:
+    row = {key: text for (key, _), text in zip(columns, values, strict=True) if key and text}
+    numbers = {key: _number(row[key], f"{where}, {key}") for key in _COLUMNS if key in row}
     if (SECONDS in numbers) == (RATE in numbers):
         hint = "drop a row that was not measured; leave the other column empty"
         raise ConfigError(f"needs one of {SECONDS} and {RATE}", where, "both" if SECONDS in numbers else "neither", hint)
     if SIZE in numbers and (RATE in numbers or numbers[SIZE] % 1):
         raise ConfigError(f"needs a whole number of bytes, and {SECONDS}", f"{where}, {SIZE}", row[SIZE], "for example 1048576")
+    if numbers.get(WEIGHT, 1.0) > _MOST_WEIGHT:
+        hint = "a row counts so many times"
+        raise ConfigError(f"must be at most {_MOST_WEIGHT:g}", f"{where}, {WEIGHT}", row[WEIGHT], hint)
+    unit = dict(columns).get(SECONDS, 1.0)
     return Cell(
         where=where,
-        settings={key: _AS_TOML.get(text, text) for key, text in row.items() if text and key not in _COLUMNS},
-        seconds=numbers.get(SECONDS),
+        settings={key: _as_toml(text) for key, text in row.items() if key not in _COLUMNS},
+        seconds=numbers[SECONDS] * unit if SECONDS in numbers else None,
         samples_per_s=numbers.get(RATE),
         all_reduce_bytes=int(numbers[SIZE]) if SIZE in numbers else None,
         weight=numbers.get(WEIGHT, 1.0),
-        sd=numbers.get(SD),
+        sd=numbers[SD] * unit if SD in numbers else None,
     )
+
+
+def _as_toml(text: str) -> str:
+    """A setting as ``--set`` takes it; pandas writes whole numbers with a point where a column has gaps."""
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", _AS_TOML.get(text, text))
 
 
 def _number(text: str, where: str) -> float:
@@ -116,20 +173,3 @@ def _number(text: str, where: str) -> float:
     if not 0 < value < math.inf:
         raise ConfigError("must be a number above zero", where, repr(text), "for example 0.125, without a unit")
     return value
-
-
-def _of_nccl_tests(lines: Sequence[str], titles: Sequence[Sequence[str]], header: Sequence[str], path: str) -> tuple[Cell, ...]:
-    """Rows of ``all_reduce_perf``: the last time of a row, in us, which is the one in place, as training reduces its buckets."""
-    operation = next((line.split()[-1] for line in lines if "Collective test starting:" in line), "all_reduce_perf")
-    if operation != "all_reduce_perf":
-        raise ConfigError("is of another collective", path, operation, "calibrate by all_reduce_perf")
-    ranks = len({words[1] for words in titles if words[:1] == ["Rank"] and len(words) > 1})
-    column = len(header) - 1 - header[::-1].index("time")
-    cells = []
-    for number, line in enumerate(lines, 1):
-        words = line.split()
-        if len(words) > column and words[0].isdecimal() and int(words[0]) > 0:
-            where = f"{path}, line {number}"
-            seconds = _number(words[column], where) * 1e-6
-            cells.append(Cell(where=where, seconds=seconds, all_reduce_bytes=int(words[0]), ranks=ranks or None))
-    return tuple(cells)

@@ -28,14 +28,16 @@ from tuner.calibrate.model import RATES, Model
 
 WIDEST = math.log(4.0)
 """Of a 95 % interval, the logarithm of its ends' ratio: a wider one says that the cells do not identify the parameter."""
+_FARTHEST = math.log(1e4)
+"""From a parameter's declared value, in logarithms: a search that leads so far has no end."""
 RESOLUTION = 0.002
 """Relative: planes and simulator agree within this, and cells are not taken to be more precise."""
 _SLOPE = 0.003
 """Change of a parameter, relative, from which its slope is taken, and the least in units that are counted."""
 _LEAST_UNITS = 20.0
 _ROUNDS = 15
-_MOST = 300.0
-"""Times the simulated, from which measured seconds are taken for milliseconds."""
+_MOST, _APART, _LARGEST_LOG = math.log(300.0), math.log(100.0), 700.0
+"""Logarithms: how far measured seconds may be from simulated ones, a row from its next; what a float holds."""
 _LEAST_GAIN = 0.01
 """Of the smallest sum of squares that is told from none."""
 _NEVER = -np.inf
@@ -98,9 +100,7 @@ def calibrate(experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str]
     limits: dict[int, tuple[float, float]] = {}
     identified: set[int] = set()
     declared_s = fit.look(logs, free)
-    if (times := float(np.median(fit.model.measured_s / declared_s))) > _MOST:
-        hint = "a column `seconds` has seconds, no milliseconds; or declare a cluster that is nearer to what was measured"
-        raise ConfigError(f"are {times:,.0f} times what is simulated as declared", "seconds", f"{fit.model.measured_s[0]:g}", hint)
+    _refuse_unlikely(cells, fit.model.measured_s, np.log(fit.model.measured_s) - np.log(declared_s))
     while free:
         if progress:
             progress(len(keys) - len(free), len(keys))
@@ -134,9 +134,32 @@ def calibrate(experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str]
     )
 
 
+def _refuse_unlikely(cells: Sequence[Cell], measured_s: Floats, logs: Floats) -> None:
+    """Raise ``ConfigError`` for rows far from all others, or for all; ``logs``: of measured over simulated."""
+    hint = "seconds are no milliseconds: correct or drop it; or declare a cluster nearer to what was measured"
+    order = np.argsort(logs)
+    gaps = np.diff(logs[order])
+    if len(gaps) and gaps.max() > _APART:
+        parts = order[: gaps.argmax() + 1], order[gaps.argmax() + 1 :]
+        fewer, others = sorted(parts, key=lambda part: (len(part), -abs(np.median(logs[part]))))
+        index = min(fewer)
+        times = _times(float(logs[index] - np.median(logs[others])))
+        more = f", as are {len(fewer) - 1} more rows" if len(fewer) > 1 else ""
+        what = f"is {times} times what other rows let expect{more}"
+        raise ConfigError(what, cells[index].where, f"{measured_s[index]:g} s", hint)
+    if abs(middle := float(np.median(logs))) > _MOST:
+        what = f"are {_times(middle)} times what is simulated as declared"
+        raise ConfigError(what, "seconds", f"{measured_s[0]:g}", hint)
+
+
+def _times(log: float) -> str:
+    factor = math.exp(min(log, _LARGEST_LOG))
+    return f"{factor:,.0f}" if 10 <= factor < 1e6 else f"{factor:.3g}"
+
+
 def _weights(cells: Sequence[Cell]) -> Floats:
     measured = [cell.samples_per_s if cell.seconds is None else cell.seconds for cell in cells]
-    relative = [(cell.sd or 0.0) / (value or 1.0) for cell, value in zip(cells, measured, strict=True)]
+    relative = [min((cell.sd or 0.0) / (value or 1.0), 1e3) for cell, value in zip(cells, measured, strict=True)]
     weights = np.array([cell.weight / (sd**2 + 0.01**2) for cell, sd in zip(cells, relative, strict=True)])
     return np.asarray(weights / weights.mean())
 
@@ -200,9 +223,10 @@ class _Fit:
         return float(self.weights @ np.log(seconds / self.model.measured_s) ** 2)
 
     def solve(self, logs: Floats, free: Sequence[int], weights: Floats | None = None) -> Floats:
-        """The least squares by the planes, with ``free`` parameters at most ``WIDEST`` away."""
+        """The least squares by the planes, ``free`` parameters at most ``WIDEST`` away, within ``_FARTHEST``."""
         if not free:
             return logs
+        logs, farthest = np.clip(logs, -_FARTHEST, _FARTHEST), _FARTHEST + RESOLUTION
         roots = np.sqrt(self.weights if weights is None else weights)
         target = np.log(self.model.measured_s)
 
@@ -215,7 +239,7 @@ class _Fit:
             lambda x: roots * (self.planes(full(x))[0] - target),
             logs[free],
             jac=lambda x: roots[:, None] * self.planes(full(x))[1][:, free],
-            bounds=(logs[free] - WIDEST, logs[free] + WIDEST),
+            bounds=(np.maximum(logs[free] - WIDEST, -farthest), np.minimum(logs[free] + WIDEST, farthest)),
         )
         return full(found.x)
 

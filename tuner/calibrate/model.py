@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fleetbench.cluster import Cluster
 from fleetbench.config import Config, encode, field_types
 from fleetbench.cores import on_cores
 from fleetbench.errors import ConfigError
@@ -25,13 +26,15 @@ from sim.many.objective import StepTime, table_key
 from sim.network.links import Links
 from sim.network.routes import way
 from sim.scenario import Scenario
-from tuner.calibrate.cells import Cell
+from tuner.calibrate.cells import GPUS, Cell
 from tuner.simulated.assumptions import scaled
 
 COMPUTE = "compute"
 """The parameter that scales all times of the layer table: forward, backward, update."""
 RATES = ("bandwidth", "flow_limit")
 """Parameters that times grow with the reciprocal of."""
+_LARGEST = 2.0**62
+"""Of a value in bit/s or nanoseconds."""
 _DRAWN_STEPS = 48
 """Steps that are simulated, about so many, where stragglers make them differ; otherwise two periods of the strategy are enough."""
 
@@ -69,7 +72,7 @@ class Parameter:
     def value(self, log: float) -> float:
         """The declared value times e^log, whole where the experiment's is."""
         value = self.declared * float(np.exp(log))
-        return max(1.0, float(round(value))) if self.unit else value
+        return min(max(1.0, float(round(value))), _LARGEST) if self.unit else value
 
     def applied(self, experiment: Experiment, value: float) -> Experiment:
         """The experiment with this value; compute is left as it is."""
@@ -127,7 +130,12 @@ class Model:
 
     def _applied(self, experiment: Experiment, values: Sequence[float]) -> Experiment:
         for parameter, value in zip(self.parameters, values, strict=True):
-            experiment = parameter.applied(experiment, value)
+            try:
+                experiment = parameter.applied(experiment, value)
+            except ConfigError as error:
+                what = f"cannot be fitted: the search leads to {value:.4g}, which {error.what}"
+                hint = f"leave {parameter.key} out of --fit"
+                raise ConfigError(what, "--fit", repr(parameter.key), hint) from None
         return experiment
 
     def calibrated(self, experiment: Experiment, values: Sequence[float]) -> tuple[Experiment, Profile | None]:
@@ -170,12 +178,28 @@ def _simulated(
     return _Simulated(own, table, cell.all_reduce_bytes, measured_s)
 
 
+def _of_gpus(cluster: Cluster, gpus: str, *, has_nodes: bool) -> Cluster:
+    """The cluster with so many trainers: on one node, if it has room for them, else on whole nodes."""
+    number, per_node = int(gpus) if gpus.isdecimal() else 0, cluster.trainers_per_node
+    nodes = cluster.nodes if has_nodes else max(1, number // per_node)
+    if number >= 1 and nodes == 1 and (has_nodes or number <= per_node):
+        return dataclasses.replace(cluster, nodes=1, trainers_per_node=number)
+    if number != nodes * per_node:
+        hint = f"set cluster.trainers_per_node (now {per_node}); name a column of each node's GPUs gpus_per_node"
+        raise ConfigError("must be the GPUs of all nodes together", GPUS, repr(gpus), hint)
+    return dataclasses.replace(cluster, nodes=nodes)
+
+
 def _settled(experiment: Experiment, data: Mapping[str, Any], settings: Settings) -> Experiment:
     """The experiment with a cell's settings, shortened to the steps that tell a step's time."""
     changed = copy.deepcopy(dict(data))
-    for key, value in settings:
+    of_file = dict(settings)
+    gpus = of_file.pop(GPUS, None)
+    for key, value in of_file.items():
         apply_override(changed, f"{key}={value}")
     own = Experiment.from_dict(changed) if settings else experiment
+    if gpus is not None:
+        own = own.replace(cluster=_of_gpus(own.cluster, gpus, has_nodes="cluster.nodes" in of_file))
     strategy, workload = own.strategy, own.workload
     if strategy.mode == "ps":
         hint = "drop rows of parameter servers, and simulate them with the links that the other rows give"

@@ -1,0 +1,320 @@
+"""Collective logs: all-reduces in the output of nccl-tests (2.0 and later, and its JSON) and of osu_allreduce.
+
+A reader finds runs, and a run's rows. One function decides for every format which rows are correct all-reduces
+of all ranks, by what each row says itself: its run's name, the groups that ran at once, ``redop``, ``root``,
+``#wrong``, and that
+
+    algbw = size / time,    busbw = 2 (n - 1) / n algbw,
+
+as nccl-tests' doc/PERFORMANCE.md derives them; busbw is (n - 1) / n algbw of an all-gather, a reduce-scatter and
+an all-to-all, and algbw of others. A line may have anything in front: labels of ``mpirun --tag-output`` and of
+``srun --label``, time stamps, ``#`` or none.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from typing import Any, NamedTuple
+
+from fleetbench.errors import ConfigError
+from fleetbench.quantities import counted
+
+NAME = "all_reduce"
+_MODERN = ["size", "count", "type", "redop", "root", *(2 * ["time", "algbw", "busbw", "#wrong"])]
+"""Columns of nccl-tests 2.13 and later, for a table that was copied without its header."""
+_UNCHECKED = "N/A"
+_OTHER = "of another collective"
+
+
+class Row(NamedTuple):
+    """One size."""
+
+    where: str
+    """Line, or place."""
+    nbytes: int
+    us: str
+    """Microseconds of one collective in place, as printed; empty where the time is another."""
+    rates: tuple[str, str] | None = None
+    """``algbw`` and ``busbw`` in GB/s, as printed."""
+    redop: str = ""
+    root: str = "-1"
+    wrong: tuple[str, ...] = ()
+    """Wrong elements out of place and in place, or that they were not counted."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One benchmark's output. Lines are added to it until the next one begins."""
+
+    name: str | None = None
+    """Of the collective, as ``all_reduce``; none where the output has none."""
+    num_ranks: int | None = None
+    ranks: set[int] = field(default_factory=set)
+    groups: set[int] = field(default_factory=set)
+    rows: list[Row] = field(default_factory=list)
+    failed: bool = False
+    """The output ends with results out of bounds, and rows do not say which."""
+
+    @property
+    def n(self) -> int | None:
+        """Ranks that the output lists."""
+        return self.num_ranks or len(self.ranks) or None
+
+
+class AllReduce(NamedTuple):
+    """A correct all-reduce."""
+
+    where: str
+    nbytes: int
+    seconds: float
+    ranks: int | None
+    """None where the output does not say."""
+
+
+def all_reduces(text: str, path: str, say: Callable[[str], None]) -> list[AllReduce] | None:
+    """The correct all-reduces of a text; none where it is no such output. ``say`` hears what was left out.
+
+    Raises ``ConfigError`` where there is no correct all-reduce.
+    """
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours
+    runs = next((runs for read in READERS if (runs := [run for run in read(plain) if run.rows])), [])
+    if not runs:
+        return None
+    found: list[AllReduce] = []
+    left_out: Counter[str] = Counter()
+    num_unchecked = 0
+    for run in runs:
+        n, reasons = _reasons(run)
+        left_out.update(filter(None, reasons))
+        kept = [row for row, reason in zip(run.rows, reasons, strict=True) if reason is None]
+        num_unchecked += sum(_UNCHECKED in row.wrong for row in kept)
+        found += [AllReduce(f"{path}, {row.where}", row.nbytes, float(row.us) * 1e-6, n) for row in kept]
+    words = "; ".join(f"{counted(number, 'row')} {reason}" for reason, number in left_out.items())
+    if not found:
+        hint = "run all_reduce_perf among all ranks, built with MPI=1 for several processes, with its check"
+        raise ConfigError("holds no correct all-reduce", path, words, hint)
+    if words:
+        say(f"left out of {path}: {words}")
+    if any(one.ranks is None for one in found):
+        say(f"{path} does not say how many ranks took part: they are taken for all trainers of the experiment")
+    if num_unchecked:
+        say(f"{path}: the benchmark did not check the sums of {counted(num_unchecked, 'row')}")
+    return found
+
+
+def _reasons(run: Run) -> tuple[int | None, list[str | None]]:
+    """Ranks of a run, and why each of its rows is no correct all-reduce; none of one that is.
+
+    Rates of small rows do not tell the collective. Such a row counts as the others of its run do; in a run
+    without a name at least one of these has to tell it.
+    """
+    n = max(run.n or 0, _ranks_by_rates(run.rows) or 0) or None  # who copies output may leave ranks out
+    reasons = [_reason(run, row, n) for row in run.rows]
+    is_mixed = any(reason and reason.startswith(_OTHER) for reason in reasons)
+    told_of = None if is_mixed else n
+    tells = [reason is None and _tells(row, told_of) for row, reason in zip(run.rows, reasons, strict=True)]
+    if not is_mixed and (run.name is not None or any(tells)):
+        return n, reasons
+    small = f"{_OTHER}, or too small to tell"
+    return n, [reason or (None if own else small) for reason, own in zip(reasons, tells, strict=True)]
+
+
+def _reason(run: Run, row: Row, n: int | None) -> str | None:
+    us, has_rates = _number(row.us) or 1.0, row.rates is not None
+    rate = row.nbytes * 1e-3 / us
+    off = rate / us * _half_digit(row.us)
+    is_like = _has_factor(row, *((1.0, 2.0) if n is None else [2 * (n - 1) / n] * 2))
+    alg, _ = row.rates or ("", "")
+    wrong: dict[str, bool] = {
+        f"of {run.name}": run.name not in (None, NAME),
+        f"of {len(run.groups)} groups at once (NCCL_TESTS_SPLIT)": len(run.groups) > 1,
+        "of 0 bytes": not row.nbytes,
+        "without a time of the collective": not row.us,
+        f"{_OTHER}, without redop or with a root": row.redop in ("", "none") or row.root != "-1",
+        "whose sums were wrong": run.failed or any(_number(one) for one in row.wrong),
+        f"{_OTHER}, whose results in place nobody checks": len({one == _UNCHECKED for one in row.wrong}) > 1,
+        "of a collective without a name": run.name is None and not has_rates,
+        "of one rank, which reduces nothing (nccl-tests without MPI)": has_rates and n == 1,
+        "whose algbw is not size / time": has_rates and not _is_within(alg, rate, rate, off),
+        f"{_OTHER}: busbw / algbw is not that of {n or 'any number of'} ranks": has_rates and not is_like,
+    }
+    return next((reason for reason, is_so in wrong.items() if is_so), None)
+
+
+def _tells(row: Row, n: int | None) -> bool:
+    """Whether no other collective has these rates; of two ranks a send-receive has them, unless it is checked."""
+    if row.rates is None:
+        return False
+    if n == 2:
+        return not _has_factor(row, 0.0, 0.99) and _UNCHECKED not in row.wrong
+    return not _has_factor(row, 0.0, 1.0)
+
+
+def _ranks_by_rates(rows: Sequence[Row]) -> int | None:
+    """The n of busbw = 2 (n - 1) / n algbw, by the row that tells it best; none where several numbers fit."""
+    rates = [(_number(row.rates[0]), _number(row.rates[1]), row) for row in rows if row.rates]
+    above = [one for one in rates if not _has_factor(one[2], 0.0, 1.0)] or rates
+    alg, bus, best = max(above, key=lambda one: one[0], default=(0.0, 0.0, None))
+    if best is None or not alg <= bus < 2 * alg:
+        return None
+    n = round(2 * alg / (2 * alg - bus))
+    factors = {other: 2 * (other - 1) / other for other in (n - 1, n, n + 1) if other > 1}
+    fitting = [other for other, factor in factors.items() if _has_factor(best, factor, factor)]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _has_factor(row: Row, low: float, high: float) -> bool:
+    """Whether busbw = factor algbw with such a factor, as far as their digits tell."""
+    alg, bus = row.rates or ("", "")
+    return _is_within(bus, low * _number(alg), high * _number(alg), high * _half_digit(alg))
+
+
+def _is_within(printed: str, low: float, high: float, off: float) -> bool:
+    slack = 1.01 * (off + _half_digit(printed)) + 1e-9 * high
+    return low - slack <= _number(printed) <= high + slack
+
+
+def _number(text: str) -> float:
+    """A number, 0 of what is none."""
+    try:
+        return float(text) if math.isfinite(float(text)) else 0.0
+    except ValueError:
+        return 0.0
+
+
+def _half_digit(text: str) -> float:
+    """Half of the last digit's worth."""
+    try:
+        exponent = Decimal(text).as_tuple().exponent
+    except InvalidOperation:
+        return 0.0
+    return 0.5 * 10.0 ** (exponent if isinstance(exponent, int) else 0)
+
+
+# Readers: each finds the runs of its format in a text, and none in others
+
+
+def _of_nccl_tests(text: str) -> Iterator[Run]:
+    """Printed tables: a header and rows, in front of them what runs, and of each rank a line."""
+    run, columns = Run(), _MODERN
+    for number, line in enumerate(text.splitlines(), 1):
+        kind, match = _recognised(line)
+        if match is None:
+            continue
+        if (kind == "name" or (kind in ("setup", "rank") and run.rows)) or (kind == "setup" and run.ranks):
+            yield run
+            run, columns = Run(), _MODERN
+        if kind in ("name", "concluded"):
+            run.name = _collective(match[1])
+        elif kind == "rank":
+            run.ranks.add(int(match[1]))
+            run.groups.add(int(match[2] or 0))
+        elif kind == "header":
+            columns = match[0].split()
+        elif kind == "end":
+            run.failed |= match[1] == "FAILED" and "error" in columns
+        elif kind == "row":
+            run.rows.append(_row(f"line {number}", match, columns))
+    yield run
+
+
+_TYPES = r"u?int(?:8|32|64)?|u?char|half|float|double|bfloat16|f8\w+|fp8\w*"
+_LINES: dict[str, str] = {
+    "name": r"Collective test starting:\s*(\S+)",
+    "concluded": r"Collective test concluded:\s*(\S+)",
+    "setup": r"\bnThread \d+ nGpus \d+",
+    "rank": r"\bRank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\b",
+    "header": r"\bsize\s+count\s+type\b.*\bbusbw\b.*",
+    "end": r"Out of bounds values\s*:\s*\d+\s+(\w+)",
+    "row": rf"(?<![\w.])(\d+)\s+(\d+)\s+(?:{_TYPES})\s+(\S.*)",
+}
+
+
+def _recognised(line: str) -> tuple[str, re.Match[str] | None]:
+    found = ((kind, match) for kind, pattern in _LINES.items() if (match := re.search(pattern, line)))
+    return next(found, ("", None))
+
+
+def _collective(program: str) -> str:
+    """``all_reduce`` of ``./build/all_reduce_perf_mpi``."""
+    return re.sub(r"_perf.*", "", program.replace("\\", "/").rpartition("/")[2])
+
+
+def _row(where: str, match: re.Match[str], columns: Sequence[str]) -> Row:
+    words = match[3].split()
+    told = [(name.lstrip("#"), word) for name, word in zip(columns[3:], words, strict=False)]
+    values = dict(told)  # the last of a name, which is the one in place, as training reduces its buckets
+    root, us = values.get("root", "-1"), values.get("time", "")
+    is_whole = len(told) == len(columns) - 3 and _number(us) > 0 and root.lstrip("-").isdecimal()
+    return Row(
+        where=where,
+        nbytes=int(match[1]),
+        us=us if is_whole else "",
+        rates=(values.get("algbw", ""), values.get("busbw", "")),
+        redop=values.get("redop", ""),
+        root=root,
+        wrong=tuple(word for name, word in told if name == "wrong" or (word == _UNCHECKED and name == "error")),
+    )
+
+
+def _of_nccl_json(text: str) -> Iterator[Run]:
+    """What ``-J FILE`` writes."""
+    if not text.lstrip().startswith("{"):
+        return
+    try:
+        data = json.loads(text)
+        results, config = data.get("results"), data.get("config", {})
+        if not isinstance(results, list) or not all("redop" in result for result in results):
+            return
+        devices = config.get("devices", [])
+        yield Run(
+            name=_collective(data["args"][0]) if data.get("args") else None,
+            num_ranks=len(devices) * config.get("nthreads", 1) * config.get("ngpus", 1),
+            groups={device.get("group", 0) for device in devices},
+            rows=[_of_result(f"result {number}", result) for number, result in enumerate(results, 1)],
+        )
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        return
+
+
+def _of_result(where: str, result: dict[str, Any]) -> Row:
+    bodies = [body for name in ("out_of_place", "in_place") if (body := result.get(name))]
+    own = bodies[-1] if bodies else {}
+    has_rates = "alg_bw" in own and "bus_bw" in own
+    return Row(
+        where=where,
+        nbytes=int(result["size"]),
+        us=str(own["time"]) if _number(str(own.get("time"))) > 0 else "",
+        rates=(str(own["alg_bw"]), str(own["bus_bw"])) if has_rates else None,
+        redop=result["redop"],
+        root=str(result.get("root", "-1")).strip(),
+        wrong=tuple(_UNCHECKED if (one := body["nwrong"]) is None else str(one) for body in bodies if "nwrong" in body),
+    )
+
+
+_WORD = r"(?:[\d.]+|Pass|Fail)"
+
+
+def _of_osu(text: str) -> Iterator[Run]:
+    """``osu_allreduce`` and its kin: a title, a header, and rows of numbers in microseconds."""
+    run, columns = Run(name="a benchmark without a title"), 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := re.search(r"OSU (?:.* )?(\w+) (?:Latency|Bandwidth)\b.*Test", line):
+            yield run
+            name = match[1].lower()
+            run, columns = Run(name=NAME if name == "allreduce" else name), 0
+        elif match := re.search(r"\bSize\s+Avg Latency\(us\).*", line):
+            columns = len(re.split(r"\s{2,}", match[0].strip()))
+        elif columns and (match := re.search(rf"(?<![\w.])(\d+)((?:\s+{_WORD}){{{columns - 1}}})\s*$", line)):
+            words = match[2].split()
+            wrong = tuple("1" for word in words if word == "Fail")
+            run.rows.append(Row(f"line {number}", int(match[1]), words[0], redop="sum", wrong=wrong))
+    yield run
+
+
+READERS: tuple[Callable[[str], Iterator[Run]], ...] = (_of_nccl_json, _of_nccl_tests, _of_osu)
+"""Formats, in the order in which they are tried."""
