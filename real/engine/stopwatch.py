@@ -121,12 +121,17 @@ class Stopwatch:
     spans: list[TimedSpan] = field(default_factory=list)
     on_stall: Callable[[Mark, Mark], None] | None = None
     """Called with begin and end of each stall."""
-    _current: _Step | None = None
+    _no_step: _Step = field(default_factory=lambda: _Step(0, 0))
+    """In the place of a step before the first one and after ``finish``: what comes there is in no record."""
+    _current: _Step = field(init=False)
     _mark: Mark = 0
     _local: str = "update"
     _closed: deque[_Step] = field(default_factory=deque)
     _stretches: deque[TimedSpan] = field(default_factory=deque)
     _queues: dict[int, Queue] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._current = self._no_step
 
     def begin_step(self, step: int) -> None:
         """The forward of ``step`` starts, and the step before ends."""
@@ -140,26 +145,26 @@ class Stopwatch:
     def finish(self) -> None:
         """The last step ends; waits for the device."""
         self._close(self.clock.mark())
-        self._current = None
+        self._current = self._no_step
         self._read_losses()
         self._resolve(wait=True)
 
     def forward_ends(self) -> None:
         """The model's output is there; where several forwards make a step, all before the last one's end counts as forward."""
-        self._step().last_forward_end = self.clock.mark()
+        self._current.last_forward_end = self.clock.mark()
 
     def now(self) -> Mark | None:
         """A mark, where anything is remembered."""
-        return self.clock.mark() if self.keep else None
+        return self.clock.mark() if self._remembers else None
 
     def started(self, bucket: int, begin: Mark | None) -> None:
         """A bucket was packed and its collective submitted, or what else was to be done as it became ready, since ``begin``."""
-        if self.keep:
-            self._stretches.append(TimedSpan(self._step().step, start_name(bucket), begin, self.now(), is_host=True))
+        if self._remembers:
+            self._stretches.append(TimedSpan(self._current.step, start_name(bucket), begin, self.now(), is_host=True))
 
     def backward_ends(self) -> None:
         """The last gradient is there."""
-        step = self._step()
+        step = self._current
         step.backward_end = self._mark = self.clock.mark()
         step.forward_end = step.last_forward_end
         if step.forward_end is not None:
@@ -168,12 +173,12 @@ class Stopwatch:
 
     def arrives(self) -> None:
         """The rank is ready for what is, so far, the step's last collective."""
-        self._step().arrival = self.clock.mark()
+        self._current.arrival = self.clock.mark()
 
     def stall_begins(self) -> None:
         """A stall starts after the update: what lies between belongs to the update."""
         self.update_ends()
-        step = self._step()
+        step = self._current
         step.arrival = self._mark = step.updates[-1][1]
         self._local = "merge"
 
@@ -191,7 +196,7 @@ class Stopwatch:
     def update_ends(self) -> None:
         """The parameters are those of the next step."""
         now = self.clock.mark()
-        self._step().updates.append((self._mark, now))
+        self._current.updates.append((self._mark, now))
         self._span(self._local, self._mark, now)
 
     @contextmanager
@@ -199,36 +204,34 @@ class Stopwatch:
         """What happens inside stalls the step, wherever in it that is; before any step it stalls none."""
         begin = self.clock.mark()
         yield
-        if self._current is not None:
-            self._stalled(begin, self.clock.mark())
+        self._stalled(begin, self.clock.mark())
 
     def closes_round(self, local_steps: int) -> None:
         """The step ends a round of so many steps."""
-        self._step().local_steps = local_steps
+        self._current.local_steps = local_steps
 
     def sends(self, nbytes: int) -> None:
         """A collective was started that sends so many bytes."""
-        self._step().bytes_sent += nbytes
+        self._current.bytes_sent += nbytes
 
     def loss(self, value: float | torch.Tensor) -> None:
         """The step's loss on this rank; a tensor of one element is copied on its device, and read later. Before any step it is dropped."""
-        if not self.keep or self._current is None:
-            return
-        self._current.loss = value.detach().reshape(()).clone() if isinstance(value, torch.Tensor) else value
+        if self.keep:
+            self._current.loss = value.detach().reshape(()).clone() if isinstance(value, torch.Tensor) else value
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """What happens inside does not count."""
         begin = self.clock.mark()
         yield
-        self._step().pauses.append((begin, self.clock.mark()))
+        self._current.pauses.append((begin, self.clock.mark()))
 
     @contextmanager
     def collective(self, operation: Operation, step: int, kind: str | None = None) -> Iterator[None]:
         """Times one collective, or the part ``kind`` of it; runs on its lane."""
         begin = self.now()
         yield
-        if self.keep:
+        if begin is not None:
             name = f"{kind or operation.kind} {operation.bucket}"
             self._stretches.append(TimedSpan(step, name, begin, self.now(), operation.communicator))
 
@@ -237,28 +240,28 @@ class Stopwatch:
 
         What is returned is to be called as the collective ends, on any thread; none where nothing is remembered.
         """
-        if not self.keep:
+        if not self._remembers:
             return None
         ends = self._queues.setdefault(operation.communicator, Queue(queue_depth)).join()
         return lambda: self.spans.append(TimedSpan(step, f"{operation.kind} {operation.bucket}", *ends(), operation.communicator))
 
     def _stalled(self, begin: Mark, end: Mark) -> None:
-        self._step().stalls.append((begin, end))
+        self._current.stalls.append((begin, end))
         self._span("wait", begin, end)
-        if self.on_stall is not None:
+        if self.on_stall is not None and self._current is not self._no_step:
             self.on_stall(begin, end)
 
-    def _span(self, name: str, begin: Mark, end: Mark) -> None:
-        if self.keep:
-            self._stretches.append(TimedSpan(self._step().step, name, begin, end))
+    @property
+    def _remembers(self) -> bool:
+        return self.keep and self._current is not self._no_step
 
-    def _step(self) -> _Step:
-        assert self._current is not None
-        return self._current
+    def _span(self, name: str, begin: Mark, end: Mark) -> None:
+        if self._remembers:
+            self._stretches.append(TimedSpan(self._current.step, name, begin, end))
 
     def _close(self, now: Mark) -> None:
         step = self._current
-        if self.keep and step is not None and step.forward_end is not None and step.backward_end is not None:
+        if self.keep and step.forward_end is not None and step.backward_end is not None:
             step.end = now
             self._closed.append(step)
 

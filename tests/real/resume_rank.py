@@ -1,7 +1,8 @@
 """One rank of the resume tests.
 
 ``resume_rank.py RANK RANKS STORE OUTPUT train FOLDER`` trains every case twice, to its end without a save
-and with one, below FOLDER. ``... resume FOLDER`` loads every case into another model and goes on to the end.
+and with one, below FOLDER, and once to its save alone, where the model is read. ``... resume FOLDER`` loads every
+case into another model and goes on to the end; and into a third, where the model is read before any step.
 ``... again FOLDER`` loads what other trainers have saved.
 """
 
@@ -98,6 +99,15 @@ class Trainee:
         if isinstance(self.model, problem.Gated):
             self.model.turn = extra["turn"]
 
+    def read(self) -> dict[str, Any]:
+        """What an epoch's end leaves, and then what the trainers agree on."""
+        self.engine.end_epoch()
+        found = {"epoch ended": self.everything()}
+        self.engine.flush()
+        found["synchronized"] = self.everything()
+        self.engine.close()
+        return {f"{self.case.name}/{name}": value for name, value in found.items()}
+
     def end(self) -> dict[str, Any]:
         """The trajectory, ragged at its beginning where an optimizer had no state yet; and what an averaging makes of its end."""
         self.engine.flush(end=True)
@@ -138,6 +148,9 @@ def train(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[
         save(disturbed.engine, meeting, folder / case.name, extra=disturbed.extra)
         disturbed.train(case.saved + 1, STEPS)
         found |= {f"disturbed {name}": value for name, value in disturbed.end().items()}
+        reading = Trainee(case, communicators, 1)
+        reading.train(1, case.saved)
+        found |= reading.read()
     return found
 
 
@@ -154,7 +167,21 @@ def resume(folder: Path, communicators: Communicators, meeting: Meeting) -> dict
         other.history.clear()
         other.train(case.saved + 1, STEPS)
         found |= other.end()
+        found |= _read_at_once(case, folder / case.name, communicators, meeting)
     return found
+
+
+def _read_at_once(case: Case, path: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:
+    """A new process's first calls: load, save elsewhere, load that, and read the model."""
+    fresh = Trainee(case, communicators, 3)
+    fresh.engine.flush()
+    fresh.engine.end_epoch()
+    for source in (path, path.with_name(f"{case.name}, saved again")):
+        extra = load(fresh.engine, meeting, source, predicate=None, resynchronize=False).extra
+        if source == path:
+            save(fresh.engine, meeting, path.with_name(f"{case.name}, saved again"), extra=extra)
+    fresh.take(extra)
+    return fresh.read()
 
 
 def anew(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:

@@ -71,6 +71,14 @@ def test_a_save_does_not_disturb(runs: Callable[[int], Runs], ranks: int, case: 
         _equal(whole, "disturbed ", whole, "", case)
 
 
+@_every(tried=[(ranks, case) for ranks, case in TRIED if not case.measures and not case.skips])
+@pytest.mark.parametrize("moment", ["epoch ended", "synchronized"])
+def test_a_loaded_training_is_read_before_it_goes_on(runs: Callable[[int], Runs], ranks: int, case: Case, moment: str) -> None:
+    """Saving, ending an epoch and synchronizing directly after a load give what they give without the load."""
+    for whole, resumed in zip(runs(ranks).whole, runs(ranks).resumed, strict=True):
+        np.testing.assert_array_equal(resumed[f"{case.name}/{moment}"], whole[f"{case.name}/{moment}"])
+
+
 @_every()
 def test_the_plan_is_the_saved_one(runs: Callable[[int], Runs], ranks: int, case: Case) -> None:
     """Buckets follow the order in which gradients came in the first process, not in the one that resumes."""
