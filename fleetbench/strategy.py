@@ -80,7 +80,7 @@ class Averaging(Config):
     """What trainers that update alone average besides parameters."""
 
     momentum: Literal["local", "reset", "average"] = "local"
-    """What happens to the momentum buffers at an averaging."""
+    """What happens to the momentum buffers (Adam's ``exp_avg``) at an averaging; other state of the optimizer stays."""
     buffers: Literal["local", "average"] = "local"
     """What happens to batch-norm statistics at an averaging."""
     optimizer_state: Literal["local", "average"] = "local"

@@ -17,6 +17,7 @@ from fleetbench.declared import LOSSES, UNFOLLOWED, DeclaredScalars, refuse_unde
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan, Setting, build_plan
+from fleetbench.plan.combination import Combination
 from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.state import State
@@ -102,7 +103,7 @@ def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
         trainers_per_node=cluster.trainers_per_node,
         queue_depth=queue_depth(experiment.run.backend),
         cost=all_reduce_cost(experiment),
-        num_state_slots=len(OPTIMIZER_STATE[experiment.workload.optimizer]),
+        num_state_slots=len(Combination.of(experiment.strategy).slots(OPTIMIZER_STATE[experiment.workload.optimizer])),
         buffers_nbytes=table.buffers_nbytes,
         order=tuple(gradient.name for layer in table.layers for gradient in layer.gradients),
     )

@@ -1,5 +1,6 @@
 """Combination: what a strategy combines. Every question about a strategy that its plan does not answer is asked here."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -9,6 +10,8 @@ from fleetbench.plan.loss_scaling import LossScaler
 from fleetbench.plan.outer import Fragments, Outer
 from fleetbench.strategy import DistributedStrategy
 
+MOMENTA = frozenset({"momentum_buffer", "exp_avg"})
+"""Names of the means of past gradients that optimizers move parameters by; second moments and counts of steps are none."""
 OUTSIDE = 2
 """Steps of a run that lie in none of its whole rounds, the first and the last."""
 
@@ -43,6 +46,8 @@ class Combination:
     averages_state: bool = False
     """With parameters, trainers average the optimizer's state."""
     resets_state: bool = False
+    momentum_alone: bool = False
+    """Of the optimizer's state, momentum alone is averaged or reset."""
     averages_buffers: bool = False
     scaler: LossScaler | None = None
     updates_by_bucket: bool = False
@@ -72,6 +77,7 @@ class Combination:
             keeps_on_host=strategy.localsgd and strategy.localsgd_configs.outer_on_host,
             averages_state=strategy.averages_state,
             resets_state=strategy.averaging.momentum == "reset",
+            momentum_alone=strategy.averaging.momentum != "local" and strategy.averaging.optimizer_state == "local",
             averages_buffers=strategy.averaging.buffers == "average",
             scaler=LossScaler(strategy.amp_configs) if strategy.scales_loss else None,
             updates_by_bucket=not build.enable_backward_optimizer_op_deps,
@@ -84,6 +90,10 @@ class Combination:
     def is_local(self) -> bool:
         """Trainers update alone and average parameters, rather than averaging gradients."""
         return self.cadence is not None
+
+    def slots(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Of the names of an optimizer's state tensors, those that trainers average or reset."""
+        return tuple(name for name in names if name in MOMENTA or not self.momentum_alone)
 
     @property
     def num_copies(self) -> int:

@@ -57,8 +57,13 @@ class OptimizerControl:
         if self._lr_scale != 1 and any("lr" not in group for group in optimizer.param_groups):
             raise ConfigError("has no learning rate to scale", "optimizer", type(optimizer).__name__, "leave lr_scale at 1")
         self.averages_state = combination.averages_state
-        self.slots = state_slots(optimizer) if combination.averages_state or combination.resets_state else ()
+        names = state_slots(optimizer) if combination.averages_state or combination.resets_state else ()
+        self.slots = combination.slots(names)
         """Names of the state tensors that trainers average or reset."""
+        if names and not self.slots and not any(kind.__module__.startswith("torch.optim.") for kind in _kinds(optimizer)):
+            what = "must be averaged or reset, and this optimizer keeps it under an unknown name"
+            hint = 'leave momentum at "local", or average all state: optimizer_state = "average"'
+            raise ConfigError(what, "momentum", f"{type(optimizer).__name__} keeps {', '.join(names)}", hint)
         self._fused = FusedOptimizer(optimizer) if combination.fuses_update else None
 
     @property
@@ -195,6 +200,11 @@ def copy_of(optimizer: Optimizer, groups: list[Group], state: Any) -> Optimizer:
         "_optimizer_step_post_hooks": OrderedDict(),
     }
     return copied
+
+
+def _kinds(optimizer: Optimizer) -> list[type]:
+    """The classes of an optimizer, but for the base of all."""
+    return [kind for kind in type(optimizer).__mro__ if kind not in (Optimizer, object)]
 
 
 def _step(copied: Optimizer) -> None:

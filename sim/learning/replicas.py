@@ -207,8 +207,9 @@ class Replicas:
         self._mean_buffers = {}
 
     def _state(self, names: Sequence[str]) -> Tensors:
-        """The optimizer's tensors of these parameters; fewer before the first update."""
-        slots, state = OPTIMIZER_STATE[self._workload.optimizer], self._optimizer.state
+        """The optimizer's tensors of these parameters that trainers average or reset; fewer before the first update."""
+        slots = self._combination.slots(OPTIMIZER_STATE[self._workload.optimizer])
+        state = self._optimizer.state
         found = [state[self.parameters[name]].get(slot) for name in names for slot in slots]
         return [tensor for tensor in found if tensor is not None]
 

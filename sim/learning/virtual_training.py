@@ -17,6 +17,7 @@ from torch import nn
 from fleetbench.digests import MANIFEST, read_manifest, reading
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan, Setting, build_plan
+from fleetbench.plan.combination import Combination
 from fleetbench.plan.drive import Wanted, events_of, tell
 from fleetbench.plan.events import DataEnd, Event, StepBegin
 from fleetbench.plan.layers import Gradient
@@ -197,7 +198,7 @@ def _plan(experiment: Experiment, model: nn.Module) -> Plan:
     setting = Setting(
         trainers=cluster.trainers,
         trainers_per_node=cluster.trainers_per_node,
-        num_state_slots=len(OPTIMIZER_STATE[workload.optimizer]),
+        num_state_slots=len(Combination.of(experiment.strategy).slots(OPTIMIZER_STATE[workload.optimizer])),
         buffers_nbytes=sum(buffer.nbytes for buffer in model.buffers()),
     )
     return build_plan(experiment.strategy, gradients, setting)

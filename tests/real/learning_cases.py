@@ -57,6 +57,8 @@ _CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "local, torch": (_DIGITS, _local(k_steps=4, begin_step=6, schedule="torch")),
     "local, momentum averaged": (_DIGITS, _local(k_steps=5, momentum="average")),
     "local, momentum reset": (_DIGITS, _local(k_steps=5, momentum="reset")),
+    "local, adam reset": ({**_DIGITS, **_ADAM}, _local(k_steps=4, momentum="reset")),
+    "local, adam's momentum averaged": ({**_DIGITS, **_ADAM}, _local(k_steps=4, momentum="average")),
     "local, adam averaged": ({**_DIGITS, **_ADAM}, _local(k_steps=4, optimizer_state="average")),
     "adaptive, fleet": ({**_DIGITS, **_DECAY}, _adaptive()),
     "adaptive, paper": (_DIGITS, _adaptive(variant="paper")),

@@ -467,23 +467,22 @@ class WrittenOut(Trainer):
             kept.add_(delta)
             parameter.copy_(kept)
         configs = self.case.strategy.get("localsgd_configs", {}) | self.case.strategy.get("adaptive_localsgd_configs", {})
-        if configs.get("momentum") == "average" or configs.get("optimizer_state") == "average":
-            self._average_state()
+        if configs.get("optimizer_state") == "average":
+            self._average_state((*self._momentum, "exp_avg_sq") if "exp_avg" in self._momentum else self._momentum)
+        elif configs.get("momentum") == "average":
+            self._average_state(self._momentum)
         elif configs.get("momentum") == "reset":
-            for tensor in self._state():
-                tensor.zero_()
+            for state in self.optimizer.state.values():
+                for name in self._momentum:
+                    if state.get(name) is not None:
+                        state[name].zero_()
 
-    def _state(self) -> Iterator[torch.Tensor]:
-        for parameter in self._parameters:
-            for name, value in self.optimizer.state.get(parameter, {}).items():
-                if name != "step" and isinstance(value, torch.Tensor):
-                    yield value
+    @property
+    def _momentum(self) -> tuple[str, ...]:
+        return {"adam": ("exp_avg",), "adamw": ("exp_avg",), "sgd": ()}.get(self.case.optimizer, ("momentum_buffer",))
 
-    def _average_state(self) -> None:
+    def _average_state(self, names: tuple[str, ...]) -> None:
         """State that a rank lacks counts as zeros."""
-        names = {"adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}.get(
-            self.case.optimizer, ("momentum_buffer",)
-        )
         for parameter in self._parameters:
             state = self.optimizer.state[parameter] if names else {}
             for name in names:
@@ -493,6 +492,7 @@ class WrittenOut(Trainer):
                     state[name] = mean
                     if name != "momentum_buffer":
                         state.setdefault("step", torch.zeros(()))  # Adam counts each trainer's own
+                        state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
 
     def _end_epoch(self) -> None:
         self._epoch, self._epoch_ended = self._epoch + 1, True
