@@ -301,9 +301,13 @@ class Communicators:
         self._run(partial(dist.all_to_all_single, received, sent), "world", communicator)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replace ``tensor`` by rank 0's."""
-        if self.trainers > 1:
-            self.spread(tensor, "world", 0)
+        """Replace ``tensor`` by rank 0's: its elements in their logical order, of any type and strides, which may differ by rank."""
+        if self.trainers == 1:
+            return
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        self.spread(whole.reshape(-1).view(torch.uint8), "world", 0)  # gloo knows neither complex numbers nor 8-bit floats
+        once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())  # an expanded tensor is written to once
+        tensor[once].copy_(whole[once])
 
     def barrier(self) -> None:
         """Meet all ranks."""

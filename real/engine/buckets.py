@@ -32,6 +32,11 @@ def _put(function: Callable[..., Any], pairs: Iterable[tuple[torch.Tensor, torch
         function(*map(list, zip(*whole, strict=True)))
 
 
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor, without the gaps and overlaps that it may have."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
 def views_of(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of a flat buffer, one a parameter, one after the other, in the parameters' shapes and strides.
 
@@ -39,7 +44,7 @@ def views_of(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[t
     """
     ends = accumulate(parameter.numel() for parameter in parameters)
     return [
-        buffer[end - parameter.numel() : end].as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
+        buffer[end - parameter.numel() : end].as_strided(parameter.shape, dense_strides(parameter))
         for parameter, end in zip(parameters, ends, strict=True)
     ]
 

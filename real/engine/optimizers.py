@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.combination import Combination
-from real.engine.buckets import Storage
+from real.engine.buckets import Storage, dense_strides
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -170,7 +170,12 @@ class FusedOptimizer:
         if any(gradient.layout != torch.strided for gradient in gradients.values()):
             return None  # the plain update knows rows
         kind = type(self._optimizer)
-        have_kernels = all(own.is_floating_point() and kind in _KERNELS.get(own.device.type, ()) for own in gradients)
+        have_kernels = all(
+            own.is_floating_point()
+            and kind in _KERNELS.get(own.device.type, ())
+            and gradient.stride() == dense_strides(own) == own.stride()
+            for own, gradient in gradients.items()
+        )  # which go through memory as it lies
         if isinstance(group.get("weight_decay"), torch.Tensor) or not have_kernels:
             return "foreach"
         state = self._optimizer.state

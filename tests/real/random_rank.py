@@ -6,7 +6,6 @@ by its truths and compares. Each is answered by a line in the pipe ANSWERS.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import sys
@@ -17,14 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from living_fleet import be_rank, leave
 from random_cases import Case
 from random_loops import Loop, Network, Trainer, WrittenOut, autocast, network_of, optimizer_of
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.errors import FleetbenchError
 from fleetbench.strategy import DistributedStrategy
-from real.collective import Collective
-from real.communication.communicators import CollectiveFailed, collective_errors
+from real.communication.communicators import CollectiveFailed
 from real.fleet import Fleet
 
 TIMEOUT_S = 20.0
@@ -39,7 +38,7 @@ class Rank:
         self._fleet = Fleet()
         self._case = Case()
         self._trained: list[torch.Tensor] = []
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+        be_rank(rank, ranks)
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
         """Do what is ordered."""
@@ -48,7 +47,8 @@ class Rank:
                 return self._compare()
             except Exception as error:  # noqa: BLE001  # a truth that cannot be had is a failure of the test, and named
                 return {"end": "raised", "what": f"{type(error).__name__}: {error}"[:300]}
-        self._leave()
+        leave(self._fleet)
+        self._fleet = Fleet()
         self._case = Case.of(order["case"])
         try:
             self._trained = self._under_fleet()
@@ -62,7 +62,6 @@ class Rank:
 
     def _under_fleet(self) -> list[torch.Tensor]:
         case, fleet = self._case, self._fleet
-        Collective._watch_failures = lambda _: collective_errors  # type: ignore[method-assign]  # which end the process; this one goes on to the next case
         network = network_of(case, self.rank, offset=0.1 * self.rank)  # fleet starts all ranks from rank 0's
         optimizer = optimizer_of(case, network)
         fleet.init(DistributedStrategy.from_dict(case.strategy), timeout_s=TIMEOUT_S)
@@ -74,19 +73,6 @@ class Rank:
         trainer.synchronize = fleet.synchronize
         Loop(case, trainer).run()
         return trainer.history
-
-    def _leave(self) -> None:
-        """Give back what a fleet has opened; every rank has left its training."""
-        fleet, self._fleet = self._fleet, Fleet()
-        if (job := fleet._job) is not None:
-            assert isinstance(job, Collective)
-            atexit.unregister(job.leave)
-            if job.engine is not None:
-                job.engine.close()
-            job.communicators.close()
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
 
     def _compare(self) -> dict[str, Any]:
         case = self._case

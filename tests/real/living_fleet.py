@@ -1,0 +1,31 @@
+"""One fleet after the other in a process that lives on, so that many trainings need one start."""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+import torch.distributed as dist
+
+from real.collective import Collective
+from real.communication.communicators import collective_errors
+from real.fleet import Fleet
+
+
+def be_rank(rank: int, ranks: int) -> None:
+    """Set what a launcher sets; a rank that fails lives on, and does not end the others."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+    Collective._watch_failures = lambda _: collective_errors  # type: ignore[method-assign]  # which would end the process
+
+
+def leave(fleet: Fleet) -> None:
+    """Give back what a fleet has opened; every rank has left its training."""
+    if (job := fleet._job) is not None:
+        assert isinstance(job, Collective)
+        atexit.unregister(job.leave)
+        if job.engine is not None:
+            job.engine.close()
+        job.communicators.close()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

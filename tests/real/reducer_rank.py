@@ -1,0 +1,208 @@
+"""One rank of the tests of what DDP's Reducer does: ``reducer_rank.py RANK RANKS STORE OUTPUT`` trains every case of ``CASES``.
+
+Saved, by case: how far it is from its truth (numbers), or how it was refused (text).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from living_fleet import be_rank, leave
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fleetbench.errors import FleetbenchError
+from fleetbench.strategy import DistributedStrategy
+from real.fleet import Fleet
+
+RANKS = 2
+LOCAL = {"localsgd": True, "localsgd_configs": {"k_steps": 2}}
+MERGE = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+FUSED = {"build_strategy": {"fuse_all_optimizer_ops": True}}
+BY_BUCKET = {"build_strategy": {"enable_backward_optimizer_op_deps": False}}
+
+Found = dict[str, float | str]
+
+
+class Layouts(nn.Module):
+    """Parameters and buffers of every kind of strides and numbers; each rank begins with its own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+        randn = partial(torch.randn, generator=generator, dtype=torch.float64)
+        self.gap = nn.Parameter(randn(3, 4)[:, :2])
+        self.turned = nn.Parameter(randn(4, 3).t())
+        self.last = nn.Parameter(randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        self.number = nn.Parameter(randn(()))
+        self.none = nn.Parameter(randn(0, 3))
+        self.every_other = nn.Parameter(randn(6)[::2])
+        whole = torch.randint(0, 9, (4, 6), generator=generator)
+        for name, buffer in {
+            "gaps": randn(4, 6)[:, ::2],
+            "expanded": randn(3).expand(4, 3),
+            "spread": randn(()).expand(2, 5),
+            "windows": randn(8).unfold(0, 3, 1),
+            "short": whole.to(torch.int16)[:, ::2],
+            "mask": whole[:, ::2] > 4,
+            "complex": torch.view_as_complex(randn(3, 2)).conj(),
+            "imaginary": torch.view_as_complex(randn(4, 2)).conj().imag,
+            "eight": randn(5).to(torch.float8_e4m3fn),
+            "unsigned": whole[0].to(torch.uint16),
+            "count": torch.tensor(rank),
+            "empty": randn(0),
+            "by_rank": randn(2, 3, 4, 5).to(memory_format=torch.channels_last if rank else torch.contiguous_format),
+        }.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A number that every parameter is in."""
+        return torch.stack([(x.mean() * parameter).tanh().sum() for parameter in self.parameters()]).sum()
+
+
+def layouts(fleet: Fleet, rank: int, **strategy: Any) -> Found:
+    """All of them are rank 0's after ``distributed_model``; then they train as plain SGD with averages taken by hand."""
+    model = Layouts(rank)
+    first = Layouts(0)
+    truth = [nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype).copy_(parameter)) for parameter in first.parameters()]
+    model = _joined(fleet, model, **strategy)
+    apart = [name for name, own, other in _pairs(model, first) if not torch.equal(_bits(own), _bits(other))]
+    if strategy:
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        plain = torch.optim.SGD(truth, lr=0.1, momentum=0.9)
+    else:
+        optimizer = fleet.distributed_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
+        plain = torch.optim.Adagrad(truth, lr=0.1)
+    for step in range(4):
+        x = torch.full((2,), 1.0 + step + rank, dtype=torch.float64)
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gradients = torch.autograd.grad(torch.stack([(x.mean() * one).tanh().sum() for one in truth]).sum(), truth)
+        for one, gradient in zip(truth, gradients, strict=True):
+            one.grad = gradient if "localsgd" in strategy else _mean(gradient)
+        plain.step()
+        if "localsgd" in strategy and step % 2 == 0:  # after updates 1 and 3
+            for one in truth:
+                one.data.copy_(_mean(one.detach()))
+    off = max(float((own - one).abs().max()) for own, one in zip(model.parameters(), truth, strict=True) if own.numel())
+    return {"apart": ", ".join(apart), "off": off}
+
+
+def own_hooks(fleet: Fleet, rank: int, *, where: str, kind: str, **strategy: Any) -> Found:
+    """A hook of the script's own clips every gradient, slowly: the truth is DDP with the same hooks."""
+    torch.manual_seed(0)
+    network = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(4)))
+    twin = copy.deepcopy(network)
+    ddp = DistributedDataParallel(twin)
+
+    def clip(parameter: torch.Tensor) -> None:
+        time.sleep(0.003)
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    def clipped(gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.003)
+        return gradient.clamp(-0.01, 0.01)
+
+    def register(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if kind == "tensor":
+                parameter.register_hook(clipped)
+            else:
+                parameter.register_post_accumulate_grad_hook(clip)
+
+    register(twin)
+    if where == "before":
+        register(network)
+    model = _joined(fleet, network, **strategy)
+    if where == "after":
+        register(network)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(network.parameters(), lr=0.5))
+    plain = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for step in range(4):
+        x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+        for net, optim in ((model, optimizer), (ddp, plain)):
+            net(x).square().sum().backward()
+            optim.step()
+            optim.zero_grad()
+    return {"off": max(float((one - other).abs().max()) for one, other in zip(network.parameters(), twin.parameters(), strict=True))}
+
+
+def _joined(fleet: Fleet, model: nn.Module, **strategy: Any) -> nn.Module:
+    fleet.init(DistributedStrategy.from_dict({"fuse_grad_size_in_MB": 0.0001, **strategy}), timeout_s=20.0)
+    return fleet.distributed_model(model)
+
+
+def _pairs(model: nn.Module, other: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    for of in (nn.Module.named_parameters, nn.Module.named_buffers):
+        for (name, one), (_, two) in zip(of(model), of(other), strict=True):
+            yield name, one.detach(), two.detach()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).reshape(-1).view(torch.uint8)
+
+
+def _mean(tensor: torch.Tensor) -> torch.Tensor:
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    dist.all_reduce(whole)
+    return whole / RANKS
+
+
+Case = Callable[[Fleet, int], Found]
+CASES: dict[str, Case] = {
+    "layouts": layouts,
+    "layouts, K = 2": partial(layouts, **LOCAL),
+    "layouts, fused": partial(layouts, **FUSED),
+    **{
+        f"{kind} hooks {where}": partial(own_hooks, where=where, kind=kind)
+        for kind in ("tensor", "parameter")
+        for where in ("before", "after")
+    },
+    "parameter hooks after, by bucket": partial(own_hooks, where="after", kind="parameter", **BY_BUCKET),
+}
+
+
+@contextmanager
+def _refused(found: Found) -> Iterator[None]:
+    begin = time.monotonic()
+    try:
+        yield
+    except FleetbenchError as error:
+        found["refused"] = str(error)
+        found["after_s"] = time.monotonic() - begin
+    except Exception as error:  # noqa: BLE001  # the test sees it, and the other cases run
+        found["raised"] = f"{type(error).__name__}: {error}"
+
+
+def main() -> None:
+    """Run the cases."""
+    rank, ranks, store, output = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timedelta(seconds=60))
+    be_rank(int(rank), int(ranks))
+    saved: Found = {}
+    for name, case in CASES.items():
+        fleet, found = Fleet(), Found()
+        with _refused(found):
+            found |= case(fleet, int(rank))
+        leave(fleet)
+        saved |= {f"{name}/{key}": value for key, value in found.items()}
+    np.savez(output, **{key: np.array(value) for key, value in saved.items()})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

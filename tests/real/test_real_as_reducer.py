@@ -1,0 +1,36 @@
+"""What DDP's Reducer does, the engine does, or refuses on every rank, by name and soon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import run_ranks
+from reducer_rank import CASES, RANKS, Found
+
+EXACT = 1e-12
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Found]]:
+    """By case, what each rank found."""
+    ranks = run_ranks(Path(__file__).with_name("reducer_rank.py"), RANKS)
+    cases: dict[str, list[Found]] = {name: [{} for _ in ranks] for name in CASES}
+    for rank, arrays in enumerate(ranks):
+        for key, value in arrays.items():
+            name, _, what = key.rpartition("/")
+            cases[name][rank][what] = value.item()
+    return cases
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name.startswith("layouts")])
+def test_strides_and_types_are_no_matter(found: dict[str, list[Found]], case: str) -> None:
+    """Parameters and buffers with gaps, overlaps, and numbers of every kind begin as rank 0's, and train as averages taken by hand."""
+    assert [rank["apart"] for rank in found[case]] == ["", ""]
+    assert all(rank["off"] < EXACT for rank in found[case])
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "hooks" in name])
+def test_hooks_of_the_script_come_before_the_exchange(found: dict[str, list[Found]], case: str) -> None:
+    """As under DDP, also where they were registered after ``distributed_model``."""
+    assert [rank["off"] for rank in found[case]] == [0.0, 0.0]
