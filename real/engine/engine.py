@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -139,8 +140,9 @@ class Engine:
             model.register_forward_hook(living_hook(lambda _module, _inputs, output: self._forward_ends(output))),
         ]
         hear = self._or_fails(self._gradient_is_there)
-        for name, parameter in self._parameters.items():
-            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(hear, name)))
+        self._nodes = [get_gradient_edge(parameter).node for parameter in self._members]  # which autograd would forget, hooks and all
+        for node, (name, parameter) in zip(self._nodes, self._parameters.items(), strict=True):
+            self._handles.append(node.register_hook(partial(hear, name, parameter)))  # as DDP: after all hooks of the script's own
 
     @property
     def plan(self) -> Plan:
@@ -252,6 +254,7 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._nodes.clear()
         self.communicators.order_lanes()
         self._undo()
         for parameter in self._parameters.values():
@@ -354,7 +357,7 @@ class Engine:
             self._behind = "forward"
             self._begin_again(dropped=self._dropped)
 
-    def _gradient_is_there(self, name: str, parameter: torch.Tensor) -> None:
+    def _gradient_is_there(self, name: str, parameter: torch.Tensor, *_: object) -> None:
         """Autograd has left a gradient; called for every parameter, so what happens in nearly every call comes first."""
         if self._phase != "backward":
             self._backward_begins()
