@@ -5,6 +5,7 @@ every group that this rank is in. They are made in one order on every rank and k
 of the process, because making one is itself a collective. Below are the device of a trainer, and what carries collectives there.
 """
 
+import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -337,15 +338,36 @@ def strategy_digest(strategy: DistributedStrategy) -> str:
     return json_digest(strategy.changes())
 
 
-def agree_on(digest: str, what: str, communicators: Communicators) -> None:
-    """Raise ``ConfigError`` on a rank whose hexadecimal ``digest`` is not rank 0's: its collectives would not match."""
-    own = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=communicators.device)
-    first = own.clone()
-    communicators.broadcast(first)
+def agree_on(lines: Sequence[str], where: str, communicators: Communicators) -> None:
+    """Raise ``ConfigError``, on every rank, where a rank has other ``lines`` than rank 0: their collectives would not match."""
+    text = "\n".join(lines)
+    if communicators.trainers == 1 or len(set(_texts(hashlib.sha256(text.encode()).hexdigest(), communicators))) == 1:
+        return
+    told = [own.split("\n") for own in _texts(text, communicators)]
+    others = [rank for rank, own in enumerate(told) if own != told[0]]
+    pairs = itertools.zip_longest(told[0], told[others[0]], fillvalue="nothing")
+    first, other = next(pair for pair in pairs if pair[0] != pair[1])
+    what = f"differs between rank 0 and {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}"
+    hint = "give every rank the same model and strategy: sort what comes from a set, and take sizes from all of the data"
+    raise ConfigError(what, where, f"{first or 'nothing'} on rank 0, {other or 'nothing'} on rank {others[0]}", hint)
+
+
+def _texts(text: str, communicators: Communicators) -> list[str]:
+    """All ranks' texts, in their order."""
+    data = text.encode()
+    lengths = _gathered(torch.tensor([len(data)]), communicators)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    told = bytes(_gathered(padded, communicators))
+    return [told[rank * len(padded) :][:length].decode() for rank, length in enumerate(lengths)]
+
+
+def _gathered(own: torch.Tensor, communicators: Communicators) -> list[int]:
+    whole = own.repeat(communicators.trainers).to(communicators.device)
+    if own.numel():
+        communicators.all_gather(whole, own.to(communicators.device), "world", 0)
     with host_reads():
-        same = torch.equal(own, first)
-    if not same:
-        raise ConfigError(what, f"rank {communicators.rank}", digest, "give every rank the same model and strategy")
+        return whole.tolist()
 
 
 def require_cuda(trainers: int, backend: str) -> None:

@@ -14,6 +14,7 @@ order of readiness is broadcast, and the plan that all ranks build from it stays
 """
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ from fleetbench.plan.state import State, closed_round
 from fleetbench.plan.training import family
 from fleetbench.strategy import DistributedStrategy
 from real.communication.clocks import clock_of
-from real.communication.communicators import Communicators, agree_on, strategy_digest
+from real.communication.communicators import Communicators, agree_on
 from real.compute.compute import apply_compute
 from real.compute.living import living_hook
 from real.engine.executor import Carried, Executor, started
@@ -96,6 +97,8 @@ class Engine:
         trainers_per_node: int = 1,
         forecast: tuple[Cost, Mapping[str, int]] | None = None,
     ) -> None:
+        changes = strategy.changes().items()
+        agree_on([f"{name} = {json.dumps(value)}" for name, value in changes], "the strategy", communicators)  # by which groups are made
         self.model = model
         self.strategy = strategy
         self.communicators = communicators
@@ -120,7 +123,7 @@ class Engine:
         self._keeps = False
         self._executor: Executor | None = None
         self._next_bucket = 0
-        agree_on(strategy_digest(strategy), "has another strategy than rank 0", communicators)  # whose communicators would be others
+        agree_on(self._planning.lines(), "the model", communicators)
         refuse_misplaced(model, communicators.device)
         self._num_stepping = 0
         self._decider = self._decide(self._planning.registered(), None)
@@ -264,7 +267,7 @@ class Engine:
         """Plan for gradients in this order, and make what the plan needs; ``carried`` takes the place of what the last step has left."""
         plan = self._planning.plan(order)
         self.communicators.require(self.strategy.nccl_comm_num, plan.parts)
-        agree_on(plan.digest, "plans another exchange than rank 0", self.communicators)
+        agree_on([plan.digest], "the plan of exchanges", self.communicators)
         if state is None:  # all ranks start from rank 0's parameters and buffers
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 self.communicators.broadcast(tensor.detach())

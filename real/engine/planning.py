@@ -19,7 +19,7 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.training import sparse_weights
 from real.communication.communicators import Communicators
 from real.communication.lanes import host_reads
-from real.engine.buckets import BufferAverage
+from real.engine.buckets import BufferAverage, dense_strides
 
 _SMALL, _LARGE = 1024, 4 * MIB  # bytes of the all-reduces that are timed
 _REPEATS = 5
@@ -54,10 +54,22 @@ class Planning:
             buffers_nbytes=BufferAverage(model).nbytes,
             order=tuple(parameters),
         )
+        self._model = model
         self._parameters = parameters
         self._strategy = strategy
         self._communicators = communicators
         self._forecast_ready: Mapping[str, int] | None = ready
+
+    def lines(self) -> list[str]:
+        """A line for each parameter and buffer, with all that must be the same on every rank; as must their order."""
+        trained = self._parameters
+        found = []
+        for name, tensor in self._model.named_parameters():
+            strides = f", strides {dense_strides(tensor)}" if name in trained else ""  # which are the buckets'
+            sparse = ", sparse gradients" if name in self.sparse else ""
+            kind = "parameter" if name in trained else "frozen parameter"
+            found.append(f"{kind} {name} {list(tensor.shape)} {tensor.dtype}{strides}{sparse}")
+        return found + [f"buffer {name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in self._model.named_buffers()]
 
     def registered(self) -> list[str]:
         """The order that is taken before one is known."""

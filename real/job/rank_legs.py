@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from fleetbench.config import encode
-from fleetbench.digests import json_digest
 from fleetbench.strategy import DistributedStrategy
 from real.checkpoints.meeting import Meeting
 from real.communication.communicators import Communicators, agree_on, backend_of_world
@@ -138,13 +137,12 @@ def share_state(optimizer: torch.optim.Optimizer, communicators: Communicators) 
     """Let every rank's optimizer have rank 0's state, tensor by tensor, in place.
 
     Numbers that are no tensors on the trainers' device, such as counts of steps, are the same on all
-    ranks anyway. Raises ``ConfigError`` on a rank that holds other state than rank 0.
+    ranks anyway. Raises ``ConfigError`` where a rank holds other state than rank 0.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [sorted(optimizer.state.get(parameter, {}).items()) for parameter in parameters]  # in one order on all ranks
     found = [(f"{number}.{name}", value) for number, state in enumerate(states) for name, value in state if isinstance(value, torch.Tensor)]
-    shapes = [[where, list(tensor.shape), str(tensor.dtype)] for where, tensor in found]
-    agree_on(json_digest(shapes), "holds other optimizer state than rank 0", communicators)
+    agree_on([f"{where} {list(tensor.shape)} {tensor.dtype}" for where, tensor in found], "the optimizer's state", communicators)
     for _, tensor in found:
         if tensor.device.type == communicators.device.type:
             communicators.broadcast(tensor)

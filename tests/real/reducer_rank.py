@@ -139,6 +139,44 @@ def own_hooks(fleet: Fleet, rank: int, *, where: str, kind: str, **strategy: Any
     return {"off": max(float((one - other).abs().max()) for one, other in zip(network.parameters(), twin.parameters(), strict=True))}
 
 
+class Named(nn.Module):
+    """A model that ranks may build differently, as from a set of names or the classes of their own data."""
+
+    def __init__(self, rank: int, kind: str) -> None:
+        super().__init__()
+        names = ("a", "b")[:: -1 if rank else 1]
+        order = {what: names if kind == f"order of {what}" else ("a", "b") for what in ("buffers", "frozen", "parameters")}
+        self.last = nn.Linear(4, 3 + rank if kind == "shape" else 3)
+        for name in order["buffers"]:
+            self.register_buffer(f"buffer_{name}", torch.ones(2 + rank if kind == "shape of a buffer" else 2))
+        for name in order["frozen"]:
+            setattr(self, f"frozen_{name}", nn.Parameter(torch.ones(2), requires_grad=False))
+        for name in order["parameters"]:
+            setattr(self, f"layer_{name}", nn.Linear(4, 4))
+        if kind == "one more" and rank:
+            self.register_buffer("third", torch.ones(3))
+        if kind == "one less" and rank:
+            del self.buffer_b
+        if kind == "type" and rank:
+            self.buffer_b = self.buffer_b.double()
+        if kind == "frozen" and rank:
+            self.last.bias.requires_grad_(False)  # torch's signature
+        if kind == "strides" and rank:
+            self.last.weight.data = self.last.weight.detach().t().contiguous().t()
+
+
+def by_rank(fleet: Fleet, rank: int, *, kind: str) -> Found:
+    """Ranks whose models differ."""
+    _joined(fleet, Named(rank, kind))
+    return {}
+
+
+def other_strategy(fleet: Fleet, rank: int) -> Found:
+    """Ranks whose strategies differ."""
+    _joined(fleet, nn.Linear(3, 3), nccl_comm_num=1 + rank)
+    return {}
+
+
 def _joined(fleet: Fleet, model: nn.Module, **strategy: Any) -> nn.Module:
     fleet.init(DistributedStrategy.from_dict({"fuse_grad_size_in_MB": 0.0001, **strategy}), timeout_s=20.0)
     return fleet.distributed_model(model)
@@ -160,6 +198,19 @@ def _mean(tensor: torch.Tensor) -> torch.Tensor:
     return whole / RANKS
 
 
+BY_RANK = {
+    "order of buffers": "buffer buffer_a [2] torch.float32 on rank 0, buffer buffer_b [2]",
+    "order of frozen": "frozen parameter frozen_a [2] torch.float32 on rank 0, frozen parameter frozen_b [2]",
+    "order of parameters": "parameter layer_a.weight [4, 4] torch.float32, strides (4, 1) on rank 0, parameter layer_b.weight",
+    "shape": "parameter last.weight [3, 4] torch.float32, strides (4, 1) on rank 0, parameter last.weight [4, 4]",
+    "shape of a buffer": "buffer buffer_a [2] torch.float32 on rank 0, buffer buffer_a [3]",
+    "one more": "nothing on rank 0, buffer third [3] torch.float32 on rank 1",
+    "one less": "buffer buffer_b [2] torch.float32 on rank 0, nothing on rank 1",
+    "type": "buffer buffer_b [2] torch.float32 on rank 0, buffer buffer_b [2] torch.float64 on rank 1",
+    "frozen": "parameter last.bias [3] torch.float32, strides (1,) on rank 0, frozen parameter last.bias",
+    "strides": "strides (4, 1) on rank 0, parameter last.weight [3, 4] torch.float32, strides (1, 3)",
+}
+"""How models differ by rank, and what is said of them."""
 Case = Callable[[Fleet, int], Found]
 CASES: dict[str, Case] = {
     "layouts": layouts,
@@ -170,6 +221,8 @@ CASES: dict[str, Case] = {
         for kind in ("tensor", "parameter")
         for where in ("before", "after")
     },
+    **{f"by rank: {kind}": partial(by_rank, kind=kind) for kind in BY_RANK},
+    "another strategy": other_strategy,
     "parameter hooks after, by bucket": partial(own_hooks, where="after", kind="parameter", **BY_BUCKET),
 }
 

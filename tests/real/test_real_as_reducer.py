@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from processes import run_ranks
-from reducer_rank import CASES, RANKS, Found
+from reducer_rank import BY_RANK, CASES, RANKS, Found
 
 EXACT = 1e-12
+SOON_S = 10.0
+"""Half the timeout of a collective."""
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +36,18 @@ def test_strides_and_types_are_no_matter(found: dict[str, list[Found]], case: st
 def test_hooks_of_the_script_come_before_the_exchange(found: dict[str, list[Found]], case: str) -> None:
     """As under DDP, also where they were registered after ``distributed_model``."""
     assert [rank["off"] for rank in found[case]] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", BY_RANK)
+def test_models_that_differ_by_rank_are_refused(found: dict[str, list[Found]], kind: str) -> None:
+    """Every rank names the first difference and who has it, at once."""
+    for rank in found[f"by rank: {kind}"]:
+        assert str(rank["refused"]).startswith("the model: differs between rank 0 and rank 1 (got ")
+        assert BY_RANK[kind] in str(rank["refused"])
+        assert rank["after_s"] < SOON_S
+
+
+def test_strategies_that_differ_by_rank_are_refused(found: dict[str, list[Found]]) -> None:
+    """By the field."""
+    for rank in found["another strategy"]:
+        assert str(rank["refused"]).startswith("the strategy: differs between rank 0 and rank 1 (got nothing on rank 0, nccl_comm_num = 2")

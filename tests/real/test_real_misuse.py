@@ -19,7 +19,7 @@ from real.engine.engine import Engine
 
 
 class Stranger(ZeroTrainer):
-    """This process is rank 1; rank 0 broadcasts the same as ours ``alike`` times, and then zeros: what is not ours."""
+    """This process is rank 1; rank 0 has gathered the same as ours ``alike`` times, and then zeros: what is not ours."""
 
     rank = 1
 
@@ -27,12 +27,13 @@ class Stranger(ZeroTrainer):
         super().__init__()
         self._alike = alike
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """What rank 0 sends."""
-        if self._alike == 0:
-            tensor.zero_()
-        else:
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: str, communicator: int) -> None:
+        """What all ranks have."""
+        super().all_gather(whole, own, group, communicator)
+        if own.dtype == torch.uint8 and len(own) == 64:  # a digest
             self._alike -= 1
+        if self._alike < 0:
+            whole[: len(own)] = ord("0") if own.dtype == torch.uint8 else own
 
 
 MERGE = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
@@ -195,12 +196,12 @@ def test_meeting_in_the_middle_of_a_step_is_refused(others: ZeroTrainer) -> None
     engine.close()
 
 
-@pytest.mark.parametrize(("alike", "what"), [(0, "has another strategy than rank 0"), (1, "plans another exchange than rank 0")])
-def test_a_rank_with_another_strategy_or_model_is_refused(alike: int, what: str) -> None:
-    """What is not rank 0's would mix up communicators or tensors: the rank says so before there is any of them."""
+@pytest.mark.parametrize(("alike", "where"), [(0, "the strategy"), (1, "the model"), (2, "the plan of exchanges")])
+def test_a_rank_with_another_strategy_or_model_is_refused(alike: int, where: str) -> None:
+    """What is not rank 0's would mix up communicators or tensors: every rank says so before there is any of them."""
     stranger = Stranger(alike)
-    with pytest.raises(ConfigError, match=f"rank 1: {what}"):
-        engine_of(six_layers(), stranger)
+    with pytest.raises(ConfigError, match=rf"{where}: differs between rank 0 and rank 1 \(got 0+ on rank 0, "):
+        engine_of(six_layers(), stranger, nccl_comm_num=2)
     assert not stranger.flights
     stranger.close()
 
