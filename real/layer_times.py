@@ -225,9 +225,9 @@ class Alone(Communicators):
         """Nobody is there to be met."""
 
     @property
-    def statistics(self) -> dist.ProcessGroup:
+    def beside(self) -> dist.ProcessGroup:
         """See ``Communicators``."""
-        return self._others.statistics
+        return self._others.beside
 
 
 class ProfileLeg:

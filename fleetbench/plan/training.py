@@ -71,6 +71,10 @@ class CollectiveTraining:
             case _:
                 return state, ()
 
+    def closes(self, state: State) -> bool:
+        """Whether the step under way ends an update, so that gradients are exchanged in its backward, if they are at all."""
+        return self._kind(state).closes
+
     def whole_step(self, state: State) -> tuple[State, StepOperations | None]:
         """The next step at a stroke: equal to folding ``on`` over its events. None, and the same state, where it observes a scalar.
 

@@ -115,8 +115,8 @@ def _canary_error(what: str, where: str, together: Sequence[Way], device: torch.
 _CPU = torch.device("cpu")
 Errors = Callable[[], AbstractContextManager[None]]
 """Turns what breaks a collective inside into a ``CollectiveFailed``."""
-_STATISTICS = -1
-"""The communicator of synchronised batch norm: its collectives are the compute's own, in the order of the caller's stream."""
+_BESIDE = -1
+"""The communicator whose collectives are the compute's own, in the order of the caller's stream."""
 _OPERATORS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
@@ -223,14 +223,14 @@ class Communicators:
         """
         trusted = self._backend == "gloo" and self.device.type == "cpu"
         if self.trainers > 1 and (together > self._proved or (not trusted and len(self._made) > self._num_tried)):
-            ways = {way: communicator for communicator in (*range(len(self._lanes)), _STATISTICS) for way in self._ways(communicator)}
+            ways = {way: communicator for communicator in (*range(len(self._lanes)), _BESIDE) for way in self._ways(communicator)}
             canary([*ways], [way for way, communicator in ways.items() if communicator < together], self.device)
             self._proved, self._num_tried = max(together, self._proved), len(self._made)
 
     def _ways(self, communicator: int) -> list[Way]:
         """The process groups that a communicator has on this rank."""
-        lane = InlineLane() if communicator == _STATISTICS else self.lane(communicator)
-        where = "synchronised batch norm" if communicator == _STATISTICS else f"communicator {communicator}"
+        lane = InlineLane() if communicator == _BESIDE else self.lane(communicator)
+        where = "what is exchanged beside buckets" if communicator == _BESIDE else f"communicator {communicator}"
         ways = []
         for number, (name, parts) in enumerate(self._parts.items(), start=communicator):
             part = part_of(parts, self.rank)
@@ -260,12 +260,20 @@ class Communicators:
             lane.submit(lambda: None, ()).wait()
 
     @property
-    def statistics(self) -> dist.ProcessGroup:
-        """The group of synchronised batch norm, whose layers meet while buckets travel; every rank asks for it at the same place."""
+    def world(self) -> dist.ProcessGroup:
+        """The group of communicator 0."""
+        return self._group("world", 0)
+
+    @property
+    def beside(self) -> dist.ProcessGroup:
+        """The group of what trainers exchange while buckets travel: synchronised batch norm, and what the Reducer asks by itself.
+
+        Every rank asks for it at the same place.
+        """
         world = self._parts["world"]
-        if (world, _STATISTICS) not in self._made:
-            self._made[world, _STATISTICS] = self._make(world, "statistics")
-        return self._group("world", _STATISTICS)
+        if (world, _BESIDE) not in self._made:
+            self._made[world, _BESIDE] = self._make(world, "beside")
+        return self._group("world", _BESIDE)
 
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str = "world", communicator: int = 0) -> None:
         """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``, bit-identical on each of its ranks."""

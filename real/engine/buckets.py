@@ -50,11 +50,10 @@ def views_of(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[t
 
 
 class GradientBucket:
-    """A flat buffer of gradients, with a view for each of a bucket's parameters.
+    """A flat buffer of gradients.
 
-    A step's gradient is where autograd put it, until ``pack`` moves it into the buffer and lets
-    ``.grad`` be the view. Where steps share an update, ``accumulate`` adds it to a sum beside the
-    buffer, and ``release`` makes the sum the gradient, in the buffer.
+    Where gradients are exchanged in the backward, the Reducer keeps them there (``place``). Where steps share an update,
+    ``accumulate`` adds a step's gradients to a sum beside the buffer, and ``release`` makes the sum the gradient, in the buffer.
     """
 
     def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter]) -> None:
@@ -63,22 +62,29 @@ class GradientBucket:
         self.merged = 0
         """Steps in the sum."""
         self._numel = bucket.numel
+        self._buffer: torch.Tensor | None = None
 
-    @cached_property
+    @property
     def buffer(self) -> torch.Tensor:
-        """Made at first use: where a plan replaces another, that one's gradients are still there until the loop clears them."""
-        first = self.parameters[0]
-        return torch.zeros(self._numel, dtype=first.dtype, device=first.device)
+        """The Reducer's, once it has come; made at first use, where an update comes before or nothing is exchanged in a backward."""
+        if self._buffer is None:
+            first = self.parameters[0]
+            self._buffer = torch.zeros(self._numel, dtype=first.dtype, device=first.device)
+        return self._buffer
+
+    def place(self, buffer: torch.Tensor) -> bool:
+        """Gradients lie here; whether they lay elsewhere before."""
+        if self._buffer is not None and self._buffer.data_ptr() == buffer.data_ptr():
+            return False
+        self._buffer = buffer
+        return True
 
     @property
     def values(self) -> torch.Tensor:
-        """The gradients' numbers, after ``pack``."""
-        return self.buffer
-
-    @cached_property
-    def views(self) -> list[torch.Tensor]:
-        """Each parameter's part of the buffer."""
-        return views_of(self.buffer, self.parameters)
+        """The gradients' numbers, after the bucket became ready."""
+        if self._buffer is None:
+            return torch.cat([gradient.reshape(-1) for parameter in self.parameters if (gradient := parameter.grad) is not None])
+        return self._buffer
 
     @cached_property
     def _sum(self) -> torch.Tensor:
@@ -87,16 +93,6 @@ class GradientBucket:
     @cached_property
     def _sum_views(self) -> list[torch.Tensor]:
         return views_of(self._sum, self.parameters)
-
-    @torch.no_grad()
-    def pack(self) -> None:
-        """Let the gradients live in the buffer; a parameter that has none gets zeros."""
-        strange = [(view, parameter) for view, parameter in zip(self.views, self.parameters, strict=True) if parameter.grad is not view]
-        _put(copy_all, [(view, parameter.grad) for view, parameter in strange])
-        for view, parameter in strange:
-            if parameter.grad is None:
-                view.zero_()
-            parameter.grad = view
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -112,7 +108,7 @@ class GradientBucket:
         """Make the sum over ``divisor`` the gradient, and begin a new sum."""
         assert self.merged, "there is a sum"
         torch.div(self._sum, divisor, out=self.buffer)
-        for view, parameter in zip(self.views, self.parameters, strict=True):
+        for view, parameter in zip(views_of(self.buffer, self.parameters), self.parameters, strict=True):
             parameter.grad = view
         self.merged = 0
 
@@ -332,6 +328,12 @@ class Storage:
         """The gradients that are being summed up for an update, by parameter; empty between updates."""
         summed = ((bucket, gradients) for bucket, gradients in zip(self._plan.buckets, self.gradients, strict=False) if gradients.sums)
         return {name: total for bucket, gradients in summed for name, total in zip(bucket.gradients, gradients.sums, strict=True)}
+
+    def place(self, bucket: int, buffer: torch.Tensor) -> None:
+        """A bucket's gradients lie in this buffer."""
+        gradients = self.gradients[bucket]
+        if isinstance(gradients, GradientBucket) and gradients.place(buffer):
+            self._transfers.pop(("gradient", bucket), None)
 
     def transfer(self, payload: str, bucket: int) -> Transfer:
         """What the bucket's chain of operations carries."""

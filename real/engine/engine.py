@@ -1,7 +1,8 @@
 """Engine: executes a strategy's operations on a model and an optimizer, through their hooks.
 
-The engine decides nothing: it finds out when a bucket is ready, tells the strategy what happened,
-and runs what the strategy answers. A step's life: ``idle`` -> ``forward`` (the model's forward
+The engine decides nothing: torch's Reducer finds out when a bucket is ready (``real.engine.reducer``), the engine tells the strategy what
+happened, and runs what the strategy answers. Where nothing is exchanged in a backward, because trainers update alone or
+there is one, there is no Reducer. A step's life: ``idle`` -> ``forward`` (the model's forward
 begins it) -> ``backward`` (buckets become ready; at the end of the backward the gradients'
 collectives are waited for, so that ``.grad`` holds averages when ``backward()`` returns) ->
 ``update`` (the optimizer's step, and after it the operations that wait for it) -> ``idle``.
@@ -9,8 +10,8 @@ A backward inside ``no_sync`` only leaves its gradients in ``.grad``: ``forward`
 ``forward``. Another backward before the update takes the strategy back to the step's begin, and the
 step's exchange is done again.
 
-The first update's plan takes the gradients in reverse registration order; then rank 0's observed
-order of readiness is broadcast, and the plan that all ranks build from it stays.
+The first update's plan takes the gradients in reverse registration order; hooks note in which order they become ready; then rank 0's
+is broadcast, and the plan that all ranks build from it stays.
 """
 
 import dataclasses
@@ -24,8 +25,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -46,6 +48,7 @@ from real.compute.living import living_hook
 from real.engine.executor import Carried, Executor, started
 from real.engine.optimizers import refuse_arguments
 from real.engine.planning import Planning
+from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
     refuse_again,
     refuse_in_step,
@@ -53,7 +56,6 @@ from real.engine.refusals import (
     refuse_moved,
     refuse_scaler,
     refuse_sparse,
-    refuse_stray,
     refuse_unfinished,
     refuse_unused,
     refuse_update,
@@ -118,10 +120,18 @@ class Engine:
         self._initial: State | None = None
         self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast)
         self._phase = "idle"
-        self._seen: set[str] = set()
-        self._reached: set[str] = set()
+        self._nodes = nodes_of(self._members)
+        self._outputs: list[torch.Tensor] = []
+        """Of the model, for the search for unused parameters."""
+        self._comes: bool = False
+        """The backward under way leaves gradients, and is no ``torch.autograd.grad``."""
+        self._unused: list[str] = []
+        """Parameters that the backward under way has left without a gradient, where those are looked for."""
+        self._hidden: RemovableHandle | None = None
+        """Hears of a backward's first gradient, where the model's outputs are not found."""
         self._keeps = False
         self._executor: Executor | None = None
+        self._reducer: PlannedReducer | None = None
         self._next_bucket = 0
         agree_on(self._planning.lines(), "the model", communicators)
         refuse_misplaced(model, communicators.device)
@@ -132,7 +142,7 @@ class Engine:
             model,
             strategy,
             device=self._device,
-            group=communicators.statistics if strategy.sync_batch_norm else None,
+            group=communicators.beside if strategy.sync_batch_norm else None,
             errors=communicators.errors,
             scale=lambda: self.loss_scale,
         )
@@ -142,10 +152,10 @@ class Engine:
             model.register_forward_pre_hook(living_hook(lambda *_: self._forward_begins())),
             model.register_forward_hook(living_hook(lambda _module, _inputs, output: self._forward_ends(output))),
         ]
-        hear = self._or_fails(self._gradient_is_there)
-        self._nodes = [get_gradient_edge(parameter).node for parameter in self._members]  # which autograd would forget, hooks and all
-        for node, (name, parameter) in zip(self._nodes, self._parameters.items(), strict=True):
-            self._handles.append(node.register_hook(partial(hear, name, parameter)))  # as DDP: after all hooks of the script's own
+        self._measuring = [
+            parameter.register_post_accumulate_grad_hook(partial(self._or_fails(self._is_final), name))
+            for name, parameter in self._parameters.items()
+        ]
 
     @property
     def plan(self) -> Plan:
@@ -254,10 +264,11 @@ class Engine:
 
     def close(self) -> None:
         """Remove every hook, and leave model and optimizer with storage of their own."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._measuring):
             handle.remove()
         self._handles.clear()
-        self._nodes.clear()
+        if self._reducer is not None:
+            self._reducer.remove()
         self.communicators.order_lanes()
         self._undo()
         for parameter in self._parameters.values():
@@ -271,8 +282,20 @@ class Engine:
         if state is None:  # all ranks start from rank 0's parameters and buffers
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 self.communicators.broadcast(tensor.detach())
-        self._bucket_of = {name: bucket.id for bucket in plan.buckets for name in bucket.gradients}
         strategy = family(self.strategy, plan)
+        if self._reducer is not None:
+            self._reducer.remove()
+        self._reducer = None  # and its buffers, before there are new ones
+        if self.communicators.trainers > 1 and not strategy.combination.is_local:
+            self._reducer = PlannedReducer(
+                self.model,
+                self._parameters,
+                plan.buckets,
+                self._planning.sparse,
+                group=self.communicators.beside if strategy.combination.finds_unused else self.communicators.world,
+                finds_unused=strategy.combination.finds_unused,
+                on_bucket=self._or_fails(self._bucket_comes),
+            )
         optimizer = None
         if self._executor is not None:
             carried, optimizer = carried or self._executor.carried(), self._executor.optimizer
@@ -303,86 +326,103 @@ class Engine:
             return
         if self._phase == "kept":
             self._phase = "forward"
-        if self._phase != "idle":
-            return
+        if self._phase == "idle":
+            self._begin_step()
+
+    def _begin_step(self) -> None:
         refuse_moved(self._members[0], self._dtype, self._device)
         self._phase = "forward"
         self.step += 1
-        self._reached.clear()
         self._next_bucket = self._num_stepping = 0
+        self._outputs.clear()
         self.stopwatch.begin_step(self.step)
         self._before = self._decider.mark()
         self.executor.begin_step(self.step, started(self._tell(StepBegin(self.step))))
         if self.on_step is not None:
             self.on_step(self.step)
 
-    def _forward_ends(self, output: Any) -> None:
-        if self._phase not in ("forward", "kept", "update") or not torch.is_grad_enabled():
-            return
-        if self.model.training:
+    def _forward_ends(self, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        if self.model.training and self._phase in ("forward", "kept", "update"):
             self.stopwatch.forward_ends()
-        for tensor in _tensors_of(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _gradient: self._backward_begins())
+        reducer = self._reducer if self.executor.combination.finds_unused else None
+        if reducer is not None and not self._keeps:
+            output = reducer._post_forward(output)  # type: ignore[no-untyped-call]  # noqa: SLF001  # which lets a part that no loss uses get its zeros
+        outputs = [tensor for tensor in _tensors_of(output) if tensor.requires_grad]
+        for tensor in outputs:
+            tensor.register_hook(lambda _gradient: self._backward_begins())
+        if reducer is not None:
+            if self._phase == "update":  # the last backward was of others
+                self._outputs.clear()
+            self._outputs += outputs
+        if not outputs and self.model.training and self._hidden is None:  # an object hides them
+            self._hidden = register_multi_grad_hook(self._members, lambda _gradient: self._backward_begins(), mode="any")
+        return output
 
     def _backward_begins(self) -> None:
-        if self._phase not in ("forward", "kept", "update"):
+        if self._phase == "backward":
             return
+        if self._hidden is not None:
+            self._hidden.remove()
+            self._hidden = None
+        if self._phase == "idle":  # a forward in evaluation mode
+            self._begin_step()
         if self._keeps:
             if self._phase == "update":
                 self._begin_again(dropped=False)
             self._phase = "kept"
+            self._outputs.clear()
             return
         self._behind, self._phase = self._phase, "backward"
         what = self.executor.combination
-        self._dropped = self._behind == "update" and (what.is_local or what.finds_unused) and _is_cleared(self._members)
-        if what.updates_by_bucket:
-            self._comes()  # before autograd finds that the parameters it has saved were updated
-        self._seen.clear()
-        self._num_missing = [len(bucket.gradients) for bucket in self.plan.buckets]
+        self._dropped = self._behind == "update" and what.is_local and _is_cleared(self._members)
         self._backward_begin_ns = time.monotonic_ns()
         self.executor.begin_backward()
-        Variable._execution_engine.queue_callback(self._or_fails(self._backward_ends))  # noqa: SLF001  # as DDP learns of the backward's end
+        self._comes = False
+        self._unused.clear()
+        if leaves_gradients(self._nodes):
+            self._backward_comes()
+        self._versions = [] if self._comes else _versions(self._members)
+        if self._reducer is not None and self._decider.strategy.closes(self._decider.state):
+            self._reducer.expect(self._outputs)
+        end = self._or_fails(self._backward_ends)
+        queue_callback = Variable._execution_engine.queue_callback  # noqa: SLF001  # as DDP learns of the backward's end
+        queue_callback(lambda: queue_callback(end))  # after the Reducer's own, which it queues in the backward
+
+    def _backward_comes(self) -> None:
+        """The backward under way leaves gradients."""
+        self._comes = True
+        if self._behind == "update":
+            self._behind = "forward"
+            self._begin_again(dropped=self._dropped)
 
     def _begin_again(self, *, dropped: bool) -> None:
         """A backward comes before the last one's update: what lies in ``.grad`` is exchanged again, and nothing was decided before."""
         refuse_again(self.executor.combination, is_attached=self.executor.optimizer is not None, dropped=dropped)
-        if dropped:
-            self._reached.clear()  # what a loss reached whose gradients were thrown away is unused all the same
         self._decider.rewind(self._before)
         self._next_bucket = 0
         started(self._tell(StepBegin(self.step)))
         self.executor.begin_again()
 
-    def _comes(self) -> None:
-        """The backward under way is one, and not a ``torch.autograd.grad``: it has left a gradient."""
-        if self._behind == "update":
-            self._behind = "forward"
-            self._begin_again(dropped=self._dropped)
-
-    def _gradient_is_there(self, name: str, parameter: torch.Tensor, *_: object) -> None:
-        """Autograd has left a gradient; called for every parameter, so what happens in nearly every call comes first."""
-        if self._phase != "backward":
-            self._backward_begins()
-        if self._phase not in ("backward", "kept") or (name in self._seen and self._phase == "backward"):
-            refuse_stray(name, self.model)
-        gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse != (name in self._planning.sparse):
-            refuse_unknown_sparse(name, gradient, self._planning.sparse)
-        if self._phase == "kept":
-            self._reached.add(name)
-            return
-        self._comes()  # before the name is noted: where a step begins again, what was reached is forgotten
-        self._reached.add(name)
-        self._seen.add(name)
-        if self._initial is None:
+    def _is_final(self, name: str, parameter: torch.Tensor) -> None:
+        """A gradient is there, in a backward before the plan is settled."""
+        refuse_unknown_sparse(name, parameter.grad, self._planning.sparse)
+        if self._phase == "backward":
             self._planning.order[name] = time.monotonic_ns() - self._backward_begin_ns
-        self._num_missing[self._bucket_of[name]] -= 1
-        while self._next_bucket < len(self._num_missing) and self._num_missing[self._next_bucket] == 0:
-            self._start_bucket()
+
+    def _bucket_comes(self, bucket: GradBucket) -> None:
+        """The Reducer has all gradients of the next bucket."""
+        if not self._comes:
+            self._backward_comes()
+        assert bucket.index() == self._next_bucket, "buckets become ready in the plan's order"
+        self.executor.storage.place(bucket.index(), bucket.buffer())
+        self._start_bucket()
 
     def _start_bucket(self) -> None:
         bucket, begin = self._next_bucket, self.stopwatch.now()
+        if self.executor.combination.finds_unused:
+            self._unused += [name for name in self.plan.buckets[bucket].gradients if self._parameters[name].grad is None]
         operations = started(self._tell(BucketReady(bucket)))
         self._next_bucket += 1
         self.executor.start(operations)
@@ -390,21 +430,28 @@ class Engine:
             self.stopwatch.started(bucket, begin)
 
     def _backward_ends(self) -> None:
-        if not self._seen:  # it has left no gradient
-            self._phase = self._behind
-            return
-        self._comes()
+        if not self._comes:
+            if _versions(self._members) == self._versions:  # it has left no gradient
+                self._phase = self._behind
+                return
+            self._backward_comes()
         if self.on_compute_end is not None:
             self.on_compute_end()
         self.stopwatch.backward_ends()
-        unused = tuple(sorted(self._parameters.keys() - self._reached))
-        if unused and not self.executor.combination.finds_unused:
-            refuse_unused(unused, len(self._parameters))
+        if self._reducer is not None:
+            self._refuse_missing(self._reducer)
         while self._next_bucket < len(self.plan.buckets):
             self._start_bucket()
+        unused = tuple(sorted(self._unused))
         requests = self._tell(BackwardEnd(unused=unused))
         self._phase = "update"
         self.executor.end_backward(requests, unused, self.loss_scale)
+
+    def _refuse_missing(self, reducer: PlannedReducer) -> None:
+        """Refuse a backward that has not left a gradient for every parameter, where the Reducer waits for it."""
+        if (missing := reducer.missing) is not None:
+            names = [name for bucket in self.plan.buckets for name in bucket.gradients]
+            refuse_unused(sorted(names[index] for index in missing), len(names))
 
     def _update_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         if self._num_stepping == 0:
@@ -413,6 +460,7 @@ class Engine:
             refuse_scaler(self.executor.combination)
         self._num_stepping += 1
         if self._phase == "update" and self._num_stepping == 1:  # a subclass's step calls that of its base, hooks and all
+            self._outputs.clear()
             self.stopwatch.update_begins()
             self.executor.begin_update()
 
@@ -458,6 +506,8 @@ class Engine:
     def _stay(self, state: State, carried: Carried | None = None) -> None:
         """Plan by the order of readiness that is known, and keep that plan."""
         self._initial = state
+        while self._measuring:
+            self._measuring.pop().remove()
         self._decider = self._decide(list(self._planning.order), state, carried)
 
 
@@ -480,6 +530,11 @@ def _is_dropped(what: Combination, gradients_of: Sequence[nn.Parameter]) -> bool
     if not what.leaves_averages:
         return False
     return _is_cleared(gradients_of) or not all(values.isfinite().all() for values in _values(gradients_of))
+
+
+def _versions(gradients_of: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    """Which gradients there are, and how often each was written to."""
+    return [(id(gradient), gradient._version) for own in gradients_of if (gradient := own.grad) is not None]  # noqa: SLF001  # torch documents it
 
 
 def _is_cleared(gradients_of: Sequence[nn.Parameter]) -> bool:

@@ -127,6 +127,11 @@ class Executor:
         return (self._communicators.trainers > 1 or self._steps_outside) and not all(delta.is_at_rest for delta in self.storage.deltas)
 
     @property
+    def _merges_unused(self) -> bool:
+        """Whether a parameter's use is looked for in several steps; in that of one backward it is by the Reducer."""
+        return self.combination.finds_unused and self.combination.merges
+
+    @property
     def _steps_outside(self) -> bool:
         """Whether what trainers agree on is more than the average of their parameters."""
         return self.combination.outer is not None or self.combination.fragments is not None
@@ -186,7 +191,7 @@ class Executor:
 
     def begin_backward(self) -> None:
         """A backward begins whose gradients are exchanged: note which parameters have none yet."""
-        if self.combination.finds_unused:
+        if self._merges_unused:
             self._absent = {name for name, parameter in self._parameters.items() if parameter.grad is None}
 
     def release_statistics(self) -> None:
@@ -204,7 +209,8 @@ class Executor:
         """Leave averages in ``.grad``, unscaled, and know what the update will be; ``requests`` are those of the backward's end."""
         operations = started(requests)
         self.release_statistics()
-        self._used |= self._parameters.keys() - set(unused)
+        if self._merges_unused:
+            self._used |= self._parameters.keys() - set(unused)
         closes = not any(operation.kind == "skip" for operation in operations)
         scales = self.combination.scales
         if scales and self.combination.is_local:
@@ -343,8 +349,6 @@ class Executor:
             raise AssertionError(f"nothing executes {kind}")
 
     def _update_bucket(self, operation: Operation, bucket: int) -> None:
-        if not operation.after:
-            self.storage.gradients[bucket].pack()
         gradients, optimizer = self.storage.gradients[bucket], self._controlled().optimizer
 
         def run() -> None:
@@ -357,6 +361,9 @@ class Executor:
 
     def _collect(self, operation: Operation) -> None:
         tickets = self._flying if operation.payload == "delta" else self._tickets
+        if operation.payload == "unused" and not self.combination.merges:
+            tickets[operation.id] = Joined(self._after(operation))  # the Reducer's own
+            return
         if not self._communicators.part(operation.group):
             tickets[operation.id] = Joined(self._after(operation))  # as far as this rank knows
             return
@@ -392,8 +399,6 @@ class Executor:
                 self.storage.deltas[bucket].pack()
             elif payload == "state":
                 self._controlled().pack_state(bucket, transfer.buffer)
-            elif not self.combination.merges:
-                self.storage.gradients[bucket].pack()
         return transfer
 
     def _after(self, operation: Operation) -> list[Ticket]:
@@ -486,9 +491,9 @@ class Executor:
 
         One that has a gradient of before, of zeros say, keeps that, as under DistributedDataParallel.
         """
-        used, self._used = self._used, set()
-        if not self.combination.finds_unused:
+        if not self._merges_unused:
             return
+        used, self._used = self._used, set()
         flags = [name in used for name in self._parameters]
         if "unused" in self._scalars:
             with host_reads():

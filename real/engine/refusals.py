@@ -98,11 +98,6 @@ def refuse_unfinished(phase: str, rank: int) -> None:
         raise ConfigError("the last backward did not come to its end", f"rank {rank}", hint=hint)
 
 
-def refuse_stray(name: str, model: nn.Module) -> NoReturn:
-    """Raise ``ConfigError`` for a gradient that comes where none is expected."""
-    raise ConfigError("got a gradient outside its step, or twice in one backward", f"parameter {name}", hint=_way_out(model))
-
-
 def refuse_unused(unused: Sequence[str], num_parameters: int) -> NoReturn:
     """Raise ``ConfigError`` for parameters that the loss did not reach."""
     what = "got no gradient in this step"

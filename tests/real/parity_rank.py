@@ -95,7 +95,9 @@ def train(case: Case, dtype: str, communicators: Communicators) -> dict[str, Any
             loss = cross_entropy(trained(inputs), labels)
             if engine is not None:
                 engine.report(loss)
-            loss.backward()
+            finds_unused = case.strategy is not None and case.strategy.get("find_unused_parameters")
+            with allowed() if finds_unused else nullcontext():  # the Reducer looks at its map of used parameters, which lies on the host
+                loss.backward()
             if step == 1 and case.model == "plain":
                 with allowed():
                     found["gradient"] = torch.cat([p.grad.reshape(-1) for p in network.parameters() if p.grad is not None]).numpy()

@@ -122,8 +122,8 @@ def test_batch_norm_meets_on_a_group_of_its_own(made: list[dict[str, Any]], sums
     """On NCCL too, where it is tried alone, and then beside the bucket that may be in flight."""
     communicators = communicators_of("nccl")
     communicators.require(1)
-    group = communicators.statistics
-    assert group is communicators.statistics
+    group = communicators.beside
+    assert group is communicators.beside
     assert group is not communicators._group("world", 0)
     assert [one["group_desc"] for one in made] == ["world-0", "statistics"]
     communicators.prove(1)

@@ -122,16 +122,19 @@ def test_an_update_from_this_rank_s_gradients_alone_is_refused(others: ZeroTrain
 
 @pytest.mark.parametrize("fields", [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 4}}])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_training_in_evaluation_mode_is_refused(others: ZeroTrainer, fields: dict[str, object], steps: int) -> None:
-    """A model left in evaluation mode begins no step: its update would be nobody's, and the error says what to call."""
-    engine, optimizer = engine_of(six_layers(), others, **fields)
-    train(engine, optimizer, steps)
-    engine.model.eval()
-    with pytest.raises(ConfigError) as caught:
-        train(engine, optimizer, 1)
-    assert caught.value.hint is not None
-    assert "model.train()" in caught.value.hint
-    engine.close()
+def test_training_in_evaluation_mode_counts_as_training(others: ZeroTrainer, fields: dict[str, object], steps: int) -> None:
+    """Fine-tuning with dropout off is training: as many steps and the same parameters as in training mode."""
+    found = []
+    for trains in (True, False):
+        torch.manual_seed(0)
+        engine, optimizer = engine_of(six_layers(), others, **fields)
+        train(engine, optimizer, steps)
+        engine.model.train(trains)
+        train(engine, optimizer, 2)
+        assert engine.step == steps + 2
+        found.append([parameter.detach().clone() for parameter in engine.model.parameters()])
+        engine.close()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("fields", [{}, {"localsgd": True}, MERGE])

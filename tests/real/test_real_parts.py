@@ -24,15 +24,19 @@ from real.engine.stopwatch import Queue
 from real.job.results import _to_target, collect
 
 
-def test_packed_gradients_are_the_buffer() -> None:
-    """Packed gradients lie end to end, ``.grad`` is the buffer, and a parameter without one has zeros."""
+def test_released_sums_are_the_buffer() -> None:
+    """A sum lies end to end in the buffer it was placed in, ``.grad`` is a view of it, and a parameter that never had one has zeros."""
     parameters = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.arange(6.0).view(2, 3), torch.arange(6.0, 10.0)
     bucket = GradientBucket(Bucket(id=0, gradients=("a", "b", "c"), numel=11, dtype="float32"), parameters)
     bucket.buffer.fill_(7.0)
-    bucket.pack()
-    assert torch.equal(bucket.buffer, torch.tensor([*range(10), 0.0]))
-    bucket.buffer.mul_(2)
+    placed = torch.full((11,), 7.0)
+    assert bucket.place(placed)
+    assert not bucket.place(placed)
+    bucket.accumulate()
+    bucket.release(1)
+    assert torch.equal(placed, torch.tensor([*range(10), 0.0]))
+    placed.mul_(2)
     assert parameters[1].grad is not None
     assert torch.equal(parameters[1].grad, 2 * torch.arange(6.0, 10.0))
 

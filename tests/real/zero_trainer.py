@@ -6,9 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from fleetbench.strategy import DistributedStrategy
 from real.communication.communicators import collective_errors
@@ -43,6 +46,19 @@ class ZeroTrainer:
         while len(self._lanes) < number:
             self._lanes.append(ThreadLane(f"lane-{len(self._lanes)}"))
             self._carriers.append(ThreadPoolExecutor(max_workers=self.queue_depth))
+
+    @property
+    def beside(self) -> dist.ProcessGroup:
+        """See ``Communicators``."""
+        return self.world
+
+    @cached_property
+    def world(self) -> dist.ProcessGroup:
+        """This process's own: DistributedDataParallel wants one, and exchanges flags of unused parameters in it."""
+        group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        group._register_backend(self.device, dist.ProcessGroup.BackendType.CUSTOM, FakeProcessGroup._create_internal(0, 1))
+        return group
 
     def lane(self, communicator: int) -> Lane:
         """See ``Communicators``."""

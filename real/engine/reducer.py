@@ -1,0 +1,109 @@
+"""PlannedReducer: DistributedDataParallel over a model in place, whose buckets are those of a plan.
+
+torch's own Reducer finds out when a bucket's gradients are there, keeps ``.grad`` in the buckets' flat buffers, handles sparse gradients,
+strides, hooks of the script's own and unused parameters. What a bucket does then is a communication hook's business.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket, Logger, Reducer
+from torch.nn.parallel import DistributedDataParallel
+
+from fleetbench.plan.fusion import Bucket
+
+
+class _Laid(Reducer):
+    """A Reducer that keeps the buckets it was made with: a plan has chosen them."""
+
+    def _rebuild_buckets(self) -> bool:
+        self._check_reducer_finalized()
+        return False
+
+
+class PlannedReducer(DistributedDataParallel):
+    """Beside the model, not around it: ``state_dict`` keys stay. ``remove`` takes its hooks off the parameters.
+
+    ``on_bucket`` hears of each bucket, in the plan's order on every rank, on the thread of the backward; the bucket's buffer stays the
+    same from step to step. Nothing is exchanged or divided here but the flags of unused parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        buckets: Sequence[Bucket],
+        sparse: Collection[str],
+        *,
+        group: dist.ProcessGroup,
+        finds_unused: bool,
+        on_bucket: Callable[[GradBucket], None],
+    ) -> None:
+        self.__dict__["_laid_out"] = buckets, parameters, sparse  # which the base class asks for before modules may be set
+        super().__init__(model, process_group=group, init_sync=False, gradient_as_bucket_view=True, find_unused_parameters=finds_unused)
+        self.broadcast_buffers = False
+
+        def hear(_state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            on_bucket(bucket)
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())  # whoever asked for the exchange waits for it
+            return done
+
+        self.register_comm_hook(None, hear)
+
+    def expect(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The backward under way is exchanged; ``outputs``: of the model, since the last one."""
+        self.reducer.prepare_for_backward(list(outputs) if self.find_unused_parameters else [])
+
+    @property
+    def missing(self) -> list[int] | None:
+        """Parameters that the last backward did not reach, numbered in the order of the buckets; none where it was whole."""
+        try:
+            self.reducer._check_reducer_finalized()  # noqa: SLF001  # the next forward of a DDP asks the same
+        except RuntimeError as error:
+            listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            return [] if listed is None else [int(index) for index in listed[1].split()]
+        return None
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        self.reducer._remove_autograd_hooks()  # noqa: SLF001  # torch has no public name for it
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]  # torch's
+        buckets, parameters, sparse = self.__dict__["_laid_out"]
+        names = [name for bucket in buckets for name in bucket.gradients]
+        return [parameters[name] for name in names], [name in sparse for name in names]
+
+    def _ddp_init_helper(self, parameters: list[torch.Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool) -> None:
+        """As the base class's, but for who chooses the buckets."""
+        buckets = self.__dict__["_laid_out"][0]
+        number, indices, limits = 0, [], []
+        for bucket in buckets:
+            indices.append([*range(number, number + len(bucket.gradients))])
+            limits.append(sum(parameters[index].nbytes for index in indices[-1]))
+            number += len(bucket.gradients)
+        self.reducer = _Laid(
+            parameters, indices, limits, self.process_group, sparse, max(limits), self.find_unused_parameters,
+            self.gradient_as_bucket_view, names,
+        )  # fmt: skip
+        self.logger = Logger(self.reducer)
+        self.reducer.set_logger(self.logger)
+        self.logger.set_construction_data_and_log(type(self.module).__name__, [], -1, False, False, static_graph)
+
+
+def nodes_of(parameters: Collection[nn.Parameter]) -> list[Any]:
+    """What leaves each parameter's gradient in a backward; alive as long as the list is."""
+    return [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
+
+
+def leaves_gradients(nodes: Collection[Any]) -> bool:
+    """Whether the backward under way leaves a gradient by any of these nodes; a ``torch.autograd.grad`` leaves none."""
+    try:
+        return any(map(torch._C._will_engine_execute_node, nodes))  # noqa: SLF001  # as register_multi_grad_hook asks
+    except RuntimeError:  # of a parameter whose gradient is returned
+        return False
