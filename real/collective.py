@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import socket
 import sys
@@ -25,13 +24,22 @@ from fleetbench.recommended import folder_of, key_of, text_of
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 from real.checkpoints.meeting import Meeting
-from real.communication.communicators import Communicators, Errors, backend_of_world, collective_errors, device_of
+from real.communication.communicators import (
+    Communicators,
+    Errors,
+    backend_of_world,
+    collective_errors,
+    device_of,
+    nccl_device,
+    texts_of_store,
+)
 from real.compute.living import NotCopied
 from real.engine.engine import Engine
 from real.processes.diagnosis import NOTE
+from real.processes.exits import at_exit, keep_in_forks
 from real.processes.failures import Failures
-from real.processes.joining import join
-from real.processes.roles import JOINED, TUNING, launcher_of, role_of
+from real.processes.joining import join, renew_store
+from real.processes.roles import JOINED, TUNING, launcher_of, role_among, role_of
 
 if TYPE_CHECKING:
     from real.checkpoints.saving import Loaded
@@ -73,12 +81,21 @@ class Collective:
         self._meeting: Meeting | None = None
         arrive(self.role.rank)
         timeout = timedelta(seconds=timeout_s)
-        if not dist.is_initialized():
+        has_group = dist.is_initialized()
+        if has_group:
+            renew_store(timeout)
+        else:
             join(self.role, timedelta(seconds=startup_timeout_s or timeout_s), backend)
-            atexit.register(_part)
+            at_exit(_part)
         self._backend = backend_of_world()
-        found = device_of(device or ("cuda" if self._backend == "nccl" else "cpu"), self.role.local_rank)
-        atexit.register(self.leave)
+        if (self.role.rank, self.role.trainers) != (dist.get_rank(), dist.get_world_size()):
+            self.role = role_among(texts_of_store("host", socket.gethostname()), dist.get_rank())
+        if self._backend == "nccl":
+            found = nccl_device(self.role.local_rank, is_set=has_group)
+        else:
+            found = device_of(device or "cpu", self.role.local_rank)
+        at_exit(self.leave)
+        keep_in_forks(self, dist.distributed_c10d._world.pg_map)  # noqa: SLF001  # torch has no other name
         self.communicators = Communicators(self._backend, timeout, found, errors=self._watch_failures())
         self.communicators.barrier()
         self.meeting = self._meeting = Meeting(timeout, self._failures)

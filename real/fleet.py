@@ -23,7 +23,7 @@ With parameter servers (``mode = "ps"``) every process of the job runs the same 
 
 from __future__ import annotations
 
-import atexit
+import multiprocessing
 import os
 import sys
 import warnings
@@ -42,6 +42,7 @@ from fleetbench.overview import overview
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
 from real.collective import Collective, arrive
+from real.processes.exits import at_exit
 from real.processes.roles import TUNING, role_of
 from real.training_log import TrainingLog
 
@@ -71,6 +72,10 @@ class Fleet:
         """
         if self._job is not None:
             raise ConfigError("this process has its role already", "fleet.init", hint="call it once")
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing's own question
+            what = "a process that a trainer has started, such as a DataLoader's worker, runs the whole script again"
+            hint = 'put what trains below `if __name__ == "__main__":`, or start workers by fork'
+            raise ConfigError(what, "fleet.init", hint=hint)
         strategy = DistributedStrategy() if strategy is None else strategy
         if not isinstance(strategy, DistributedStrategy):
             hint = "DistributedStrategy(localsgd=True), DistributedStrategy.from_dict({...}) or DistributedStrategy.load(FILE)"
@@ -255,7 +260,7 @@ def _served(strategy: DistributedStrategy, timeout_s: float) -> Served:
     from real.servers.served import Served  # which training without servers need not pay for
 
     served = Served(role, strategy, timeout_s)
-    atexit.register(served.leave)
+    at_exit(served.leave)
     return served
 
 

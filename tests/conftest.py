@@ -47,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="tests-of-fleetbench-")
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would all that it starts
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as a lone trainer sets it
     os.environ.setdefault("FLEETBENCH_BUSY", "accept")  # tests run side by side; those of busy machines set it otherwise
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 

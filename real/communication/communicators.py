@@ -7,6 +7,7 @@ of the process, because making one is itself a collective. Below are the device 
 
 import hashlib
 import itertools
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -397,6 +398,35 @@ def device_of(name: str, local_rank: int = 0) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def nccl_device(local_rank: int, *, is_set: bool) -> torch.device:
+    """The GPU of this rank: by ``local_rank``, or, where ``is_set``, the one that the script has set, unless two ranks have it.
+
+    Every rank calls it at the same place. Raises ``EnvironmentLacks`` where two ranks have one GPU.
+    """
+    require_cuda(1, "nccl")
+    ways = {"set": torch.cuda.current_device()} if is_set else {}
+    ways["placed"] = local_rank % torch.cuda.device_count()
+    for name, number in ways.items():
+        own = f"{socket.gethostname()}, GPU {torch.cuda.get_device_properties(number).uuid}"
+        gpus = texts_of_store(f"gpu-{name}", own)
+        if len(set(gpus)) == len(gpus):
+            torch.cuda.set_device(number)
+            return torch.device("cuda", number)
+    shared = next(gpu for gpu in gpus if gpus.count(gpu) > 1)
+    ranks = ", ".join(str(rank) for rank, gpu in enumerate(gpus) if gpu == shared)
+    hint = "start one trainer per GPU, or call torch.cuda.set_device(LOCAL_RANK) on each rank before fleet.init"
+    what = f"ranks {ranks} are on one GPU, and NCCL needs a GPU for each"
+    raise EnvironmentLacks(what, "fleet.init", shared, hint)
+
+
+def texts_of_store(name: str, text: str) -> list[str]:
+    """All ranks' texts in the order of ranks, through their store: before there is a device for collectives."""
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no other name for it
+    keys = [f"fleetbench/{name}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], text)
+    return [found.decode() for found in store.multi_get(keys)]
 
 
 def backend_of_world() -> str:

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from real.job.folder import BeatWriter, RankSide
-from real.processes.failures import end_now, on_uncaught, rank_error
+from real.processes.exits import end_now, on_uncaught
+from real.processes.failures import rank_error
 from real.processes.place import Place
 
 GRACE_S = 30.0

@@ -9,7 +9,6 @@ How a leg runs is said in ``real.leg_steps``.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import sys
 import time
@@ -37,6 +36,7 @@ from real.job.folder import BeatWriter, RankSide
 from real.layer_times import ProfileLeg
 from real.leg import Leg
 from real.leg_steps import Beat, LegEngine, Trained, begin_leg, keeping_gradients
+from real.processes.exits import at_exit
 from real.processes.place import Place
 
 
@@ -185,7 +185,7 @@ class RankLegs:
         folder = RankSide.of_environment()
         steps = cls(folder, meeting.rank, meeting)
         folder.join(meeting.rank, meeting.trainers, Place.here().host)
-        atexit.register(steps.exits)
+        at_exit(steps.exits)
         return steps
 
     def begin(self, switch: EngineSwitch) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import threading
 import time
@@ -22,13 +21,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from real.processes.diagnosis import Failure, RankError
+from real.processes.exits import end_now, on_uncaught
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # missing from __all__ only
@@ -86,27 +85,6 @@ def leave_without_success(grace_s: float = GRACE_S) -> None:
     abort.start()
     abort.join(grace_s)
     end_now(WorkerFailed.exit_code)
-
-
-def end_now(code: int) -> NoReturn:
-    """End the process, whatever else it does, once what it has said is written."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # a full disk; a stream that was closed
-            stream.flush()
-    os._exit(code)
-
-
-def on_uncaught(tell: Callable[[BaseException], None]) -> None:
-    """From now on ``tell`` hears of the exception that ends this process, once it is printed."""
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        try:
-            before(kind, error, traceback)
-        finally:
-            tell(error)
-
-    sys.excepthook = hook
 
 
 class Failures:

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 
 from fleetbench.children import bound, end_with_parent, name_process
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from real.processes.exits import at_exit, end_now
 from real.processes.place import process_state
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "real.fleet", "real.emulated.emulated_training")
@@ -169,7 +170,7 @@ def fork_server(environment: Mapping[str, str]) -> ForkServer:
             last.close()
     if not shared:
         shared.append(ForkServer(environment))
-        atexit.register(shared[0].close)
+        at_exit(shared[0].close)
     return shared[0]
 
 
@@ -241,8 +242,6 @@ def _fork(wanted: Mapping[str, Any], output: int, connections: Sequence[socket.s
 
 def _become(arguments: Sequence[str]) -> NoReturn:
     """Go on as ``python ARGUMENTS``, in a process that was forked for it."""
-    from real.processes.failures import end_now  # which brings torch: the process that asks for forks does without it
-
     code = 1
     try:
         if arguments[0] == "-m":

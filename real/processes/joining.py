@@ -3,21 +3,30 @@
 The launchers ask about interfaces too, and need no torch for that.
 """
 
+from __future__ import annotations
+
 import ipaddress
 import os
+import secrets
 import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import psutil
 
-from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from real.processes.roles import ENVIRONMENT, Role, require_address
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # missing from __all__ only
 
 GLOO = "GLOO_SOCKET_IFNAME"
 _RETRY_S = 1.0
+_POLL_S = 0.02
+_LOOPBACK = ("127.0.0.1", 1)
 
 
 def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
@@ -42,13 +51,55 @@ def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=role.rank, world_size=role.trainers, timeout=timeout)
         return
-    if role.rendezvous is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]  # missing from __all__ only
-        return
-    address = _address(role)
-    if address is not None:
-        take_interface(*address, patience_s=timeout.total_seconds())
-    dist.init_process_group(backend, init_method=role.rendezvous, rank=role.rank, world_size=role.trainers, timeout=timeout)
+    take_interface(*(_address(role) or _LOOPBACK), patience_s=timeout.total_seconds())
+    store = dist.HashStore()  # type: ignore[attr-defined]  # missing from __all__ only
+    if role.rendezvous is not None:
+        met, _, _ = next(dist.rendezvous(role.rendezvous, role.rank, role.trainers, timeout=timeout))
+        store = own_part(met, role.rank, role.trainers, timeout)
+    dist.init_process_group(backend, store=store, rank=role.rank, world_size=role.trainers, timeout=timeout)
+
+
+def renew_store(timeout: timedelta) -> None:
+    """Let the process group that a script has made use this attempt's part of its store; see ``own_part``."""
+    import torch.distributed as dist
+
+    world = dist.distributed_c10d._world  # noqa: SLF001  # torch has no public name for the store of a group
+    group = dist.distributed_c10d._get_default_group()  # noqa: SLF001  # as above
+    backend, store = world.pg_map[group]
+    world.pg_map[group] = backend, own_part(store, dist.get_rank(), dist.get_world_size(), timeout)
+
+
+def own_part(store: Store, rank: int, trainers: int, timeout: timedelta) -> Store:
+    """The part of ``store`` that belongs to this attempt; all ranks call it at the same place.
+
+    torchrun's store outlives workers that torchrun starts again, and so do the addresses and failures that they
+    have written. Its count of restarts may differ between nodes. Raises ``WorkerFailed`` for a rank that does not come.
+    """
+    import torch.distributed as dist
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or trainers == 1:
+        return store
+    own = secrets.token_hex(8)
+    missing = set(range(1, trainers)) if rank == 0 else {0}
+    deadline = time.monotonic() + timeout.total_seconds()
+    if rank:
+        store.set(f"fleetbench/asks/{rank}", own)  # which takes the place of an earlier attempt's question
+    while missing:
+        if time.monotonic() > deadline:
+            what = f"did not join within {timeout.total_seconds():g} s"
+            raise WorkerFailed(what, f"rank {min(missing)}", hint="its output says more")
+        if rank:
+            if store.check([f"fleetbench/{own}"]):
+                own = store.get(f"fleetbench/{own}").decode()
+                store.set(f"fleetbench/{own}/{rank}", "")
+                missing = set()
+        else:
+            for other in missing:
+                if store.check([f"fleetbench/asks/{other}"]):
+                    store.set(f"fleetbench/{store.get(f'fleetbench/asks/{other}').decode()}", own)
+            missing = {other for other in missing if not store.check([f"fleetbench/{own}/{other}"])}
+        time.sleep(_POLL_S)
+    return dist.PrefixStore(own, store)  # type: ignore[attr-defined]  # missing from __all__ only
 
 
 def _address(role: Role) -> tuple[str, int] | None:

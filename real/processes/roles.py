@@ -79,6 +79,17 @@ def role_of(environment: Mapping[str, str]) -> Role:
     return Role()
 
 
+def role_among(hosts: Sequence[str], rank: int) -> Role:
+    """The role of a rank whose script has made the process group by itself; ``hosts`` has every rank's."""
+    return Role(
+        rank=rank,
+        trainers=len(hosts),
+        local_rank=hosts[:rank].count(hosts[rank]),
+        trainers_per_node=_per_node(hosts),
+        rendezvous="the script's own",
+    )
+
+
 def launcher_of(role: Role, environment: Mapping[str, str]) -> str:
     """What started the process, by its name: ``fleetbench launch`` gives the variables of others."""
     return "fleetbench launch" if JOINED in environment or STARTUP in environment else role.launcher

@@ -116,15 +116,16 @@ def _signal(pid: int, how: signal.Signals) -> None:
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """A clean-up that neither a second Ctrl-C nor a batch system's SIGTERM breaks off; it must be bounded in time.
+def uninterrupted(*signals: signal.Signals) -> Iterator[None]:
+    """A clean-up, bounded in time, that none of ``signals`` breaks off: by default a second Ctrl-C, SIGTERM and SIGHUP.
 
     A thread other than the main one hears no signal anyway.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {which: signal.signal(which, signal.SIG_IGN) for which in (signal.SIGINT, signal.SIGTERM)}
+    ignored = signals or (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {which: signal.signal(which, signal.SIG_IGN) for which in ignored}
     try:
         yield
     finally:

@@ -1,0 +1,65 @@
+"""Exits: what a process does at its end, and what it does at once. A fork does nothing of its parent's."""
+
+import atexit
+import ctypes
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import util
+from types import TracebackType
+from typing import NoReturn
+
+
+def at_exit(run: Callable[[], object]) -> None:
+    """Call ``run`` at the exit of this process, and not at that of a fork: threads, connections and peers are not the fork's.
+
+    A process of ``multiprocessing`` ends without the interpreter's hooks, and what ended it is known only before that.
+    """
+    owner = os.getpid()
+
+    def leave() -> None:
+        ended_by = sys.exc_info()[1]
+        if isinstance(ended_by, SystemExit) and ended_by.code:  # torch.multiprocessing.spawn exits so after an error
+            ended_by = ended_by.__context__
+        if isinstance(ended_by, Exception):
+            sys.last_value = ended_by
+        run()
+
+    if multiprocessing.parent_process() is None:
+        atexit.register(lambda: run() if os.getpid() == owner else None)
+    else:
+        util.Finalize(None, leave, exitpriority=0)
+
+
+def keep_in_forks(*held: object) -> None:
+    """Let forks of this process end without destroying what it holds: process groups and stores wait for threads that a fork lacks."""
+
+    def keep() -> None:
+        for each in held:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+    os.register_at_fork(after_in_child=keep)
+
+
+def on_uncaught(tell: Callable[[BaseException], None]) -> None:
+    """From now on ``tell`` hears of the exception that ends this process, once it is printed; not of one that ends a fork."""
+    before, owner = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        try:
+            before(kind, error, traceback)
+        finally:
+            if os.getpid() == owner:
+                tell(error)
+
+    sys.excepthook = hook
+
+
+def end_now(code: int) -> NoReturn:
+    """End the process, whatever else it does, once what it has said is written."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a full disk; a stream that was closed
+            stream.flush()
+    os._exit(code)
