@@ -67,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(refused)
     try:
         refuse_strangers()
-        with _sigterm_interrupts():
+        with _signals_interrupt():
             code: int = arguments.run(arguments)
     except KeyboardInterrupt:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):  # the reader, or the terminal, has gone
             say(f"interrupted: {arguments.interrupted}")
         return Interrupted.exit_code
     except FleetbenchError as error:
@@ -100,8 +100,11 @@ def _failed(error: FleetbenchError) -> int:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM, which batch systems send before they kill, ends a command as Ctrl-C does: workers end, temporary folders go."""
+def _signals_interrupt() -> Iterator[None]:
+    """Batch systems' SIGTERM and a closed terminal's SIGHUP end a command as Ctrl-C does: workers end, temporary folders go.
+
+    What the caller ignores, as nohup does SIGHUP, stays ignored.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -109,11 +112,13 @@ def _sigterm_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # Python lets only the main thread set handlers
         yield
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    heard = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+    before = {each: signal.signal(each, interrupt) for each in heard}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 if __name__ == "__main__":

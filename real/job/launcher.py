@@ -4,16 +4,19 @@ A launcher starts its processes, follows them and ends them. Jobs with parameter
 several nodes are started by torchrun, srun or an operator.
 """
 
+import fcntl
+import itertools
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
-from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.job.folder import RankSide
 from real.processes.diagnosis import STOPPED, Failure, first_to_blame, how_it_ended, read_note
 from real.processes.place import temporary_folder
@@ -22,6 +25,8 @@ from real.processes.started import QUIET, Started, end, meeting_variables, start
 from real.servers.hosts import Placement
 
 Echo = Callable[[bytes], object]
+GRACE_S = 120.0
+"""Seconds for trainers that are told to end to do so: they may save first. A printed Slurm job asks for as many."""
 POLL_S = 0.05
 _OF_THE_USER = ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")
 
@@ -36,20 +41,68 @@ def follow(
     """Until the job is over here, as ``is_over`` says after every ``turn``. ``echo`` gets the output of rank 0, where it runs here.
 
     ``see_end`` hears the exit code of each process of this machine, once: it notes it there, or starts the process again.
+    Interrupted, it lets the trainers end first.
     """
     with ExitStack() as stack:
         logs = [stack.enter_context(process.log.open("rb")) for process in processes if process.name == "rank 0"]
-        has_ended = False
-        while not has_ended:
-            turn()
-            for process in processes:
-                if process.code is None and (code := process.popen.poll()) is not None:
-                    see_end(process, code)
-            has_ended = is_over()
-            for log in logs:
-                if text := log.read():
-                    echo(text)
-            time.sleep(POLL_S)
+
+        def look(see_end: Callable[[Started, int], None], is_over: Callable[[], bool]) -> None:
+            has_ended = False
+            while not has_ended:
+                turn()
+                for process in processes:
+                    if process.code is None and (code := process.popen.poll()) is not None:
+                        see_end(process, code)
+                has_ended = is_over()
+                for log in logs:
+                    if text := log.read():
+                        echo(text)
+                time.sleep(POLL_S)
+
+        try:
+            look(see_end, is_over)
+        except KeyboardInterrupt:
+            echo = _unheard(echo)
+            with uninterrupted(signal.SIGTERM, signal.SIGHUP):  # a second Ctrl-C ends all at once
+                _let_end(processes, look)
+            raise
+
+
+def _unheard(echo: Echo) -> Echo:
+    """An ``echo`` that goes on where nobody listens: the terminal may be gone."""
+
+    def hear(text: bytes) -> None:
+        with suppress(OSError, FleetbenchError):
+            echo(text)
+
+    return hear
+
+
+def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started, int], None], Callable[[], bool]], None]) -> None:
+    """Tell the trainers to end, and ``look`` until they have, and servers after them, or until their time is over.
+
+    A trainer is told alone, and what it has started once it has ended: workers that load its data must not go before it.
+    """
+    trainers = [process for process in processes if process.kind == "trainer"]
+    told = [process for process in trainers if process.code is None]
+    deadline = time.monotonic() + GRACE_S
+
+    def note(process: Started, code: int) -> None:
+        process.code = code
+
+    def is_over() -> bool:
+        living = [process for process in processes if process.code is None and not process.is_stopped]
+        waits = living if all(process.code == 0 for process in trainers) else [process for process in living if process.kind == "trainer"]
+        return not waits or time.monotonic() > deadline
+
+    for process in told:
+        with suppress(ProcessLookupError):
+            os.kill(process.popen.pid, signal.SIGTERM)
+    if trainers:  # servers of a host without trainers wait for nobody
+        look(note, is_over)
+    for process in told:
+        with suppress(ProcessLookupError):
+            os.killpg(process.popen.pid, signal.SIGTERM)
 
 
 def _note_end(rank: Started, code: int) -> None:
@@ -83,12 +136,12 @@ def launch_script(nproc: int, script: Sequence[str], *, log_dir: Path, echo: Ech
     naming the rank that failed first.
     """
     ranks: list[Started] = []
-    prepare_logs(log_dir, Placement(endpoints=(), workers=("",) * nproc, own=frozenset([""])))
-    with temporary_folder() as folder:
+    here = Placement(endpoints=(), workers=("",) * nproc, own=frozenset([""]))
+    with logs_in(log_dir, here) as logs, temporary_folder() as folder:
         common = {**os.environ, **_own(QUIET), **meeting_variables(folder), JOINED: str(folder / "joined")}
         try:
             for rank in range(nproc):
-                variables, log = {**common, **torchrun_variables(rank, nproc)}, log_dir / f"workerlog.{rank}"
+                variables, log = {**common, **torchrun_variables(rank, nproc)}, logs / f"workerlog.{rank}"
                 ranks.append(start("trainer", rank, [sys.executable, "-u", *script], variables, log))
             follow(ranks, echo, _note_end, lambda: any(rank.code for rank in ranks) or all(rank.code == 0 for rank in ranks))
         finally:
@@ -96,8 +149,8 @@ def launch_script(nproc: int, script: Sequence[str], *, log_dir: Path, echo: Ech
                 stopped = {rank.rank for rank in ranks if rank.is_stopped}
                 end(ranks)
         codes = {rank.rank: rank.code for rank in ranks if rank.code is not None}
-        if (error := judge(codes, stopped, log_dir, read_note(folder))) is not None:
-            raise _shown(error, log_dir, echo)
+        if (error := judge(codes, stopped, logs, read_note(folder))) is not None:
+            raise _shown(error, logs, echo)
         return (folder / "joined").exists()
 
 
@@ -106,19 +159,45 @@ def _own(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in _OF_THE_USER or name not in os.environ}
 
 
-def prepare_logs(log_dir: Path, placement: Placement) -> None:
-    """Make the folder, and remove an earlier launch's logs, where other hosts may see the same disk those of this one's processes alone.
+@contextmanager
+def logs_in(log_dir: Path, placement: Placement) -> Iterator[Path]:
+    """The folder for a launch's logs: ``log_dir``, or, while another launch writes there, ``log_dir/2`` and so on.
 
+    Logs of an earlier launch are removed; where other hosts may see the same disk, those of this host's processes alone.
     Raises ``EnvironmentLacks`` where there can be no folder.
     """
+    own = [f"workerlog.{rank}" for rank in placement.own_trainers]
+    own += [f"serverlog.{number}" for number in placement.own_servers]
+    with ExitStack() as stack:
+        for number in itertools.count(1):
+            folder = log_dir / str(number) if number > 1 else log_dir
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                first = stack.enter_context((folder / own[0]).open("ab"))
+            except OSError as error:
+                what = f"logs cannot be written: {error.strerror}"
+                raise EnvironmentLacks(what, "--log-dir", str(folder), "name another folder") from error
+            if _lock(first):
+                break
+        for old in (*folder.glob("serverlog.*"), *folder.glob("workerlog.*")):
+            if old.name != own[0] and (old.name in own or not placement.is_spread):
+                old.unlink(missing_ok=True)
+        first.truncate(0)
+        if folder != log_dir:
+            note = f"note: another launch writes its logs to {log_dir}: those of this one are in {folder}"
+            print(note, file=sys.stderr, flush=True)  # noqa: T201  # the launcher's word
+        yield folder
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Whether no other launch holds the file; this one does until it closes it."""
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EnvironmentLacks(f"logs cannot be written: {error.strerror}", "--log-dir", str(log_dir), "name another folder") from error
-    own = {f"serverlog.{number}" for number in placement.own_servers} | {f"workerlog.{rank}" for rank in placement.own_trainers}
-    for old in (*log_dir.glob("serverlog.*"), *log_dir.glob("workerlog.*")):
-        if not placement.is_spread or old.name in own:
-            old.unlink(missing_ok=True)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _shown(error: WorkerFailed, log_dir: Path, echo: Echo) -> WorkerFailed:

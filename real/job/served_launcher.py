@@ -11,10 +11,11 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from fleetbench.errors import FleetbenchError, WorkerFailed
-from real.job.launcher import POLL_S, Echo, follow, prepare_logs
+from real.job.launcher import POLL_S, Echo, follow, logs_in
 from real.processes.diagnosis import STOPPED, how_it_ended
 from real.processes.joining import GLOO
 from real.processes.place import temporary_folder
@@ -55,18 +56,17 @@ def launch_placed(
     """
     token = token_of(os.environ) if placement.is_spread else new_token()
     require_addresses(placement)
-    prepare_logs(log_dir, placement)
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ and not (placement.is_spread and name == GLOO)}
     inherited = {name: value for name, value in os.environ.items() if name not in _OTHER_ROLES}
     common = {**inherited, **quiet, TOKEN: token, STARTUP: str(startup_timeout_s)}
     common |= {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(placement.endpoints), "PADDLE_TRAINERS_NUM": str(len(placement.workers))}
     elsewhere = [endpoint for endpoint in placement.endpoints if host_of(endpoint) not in placement.own]
-    messenger = Messenger(elsewhere, token, encrypted=encrypts(common, placement.endpoints))
-    with temporary_folder() as folder:
+    with logs_in(log_dir, placement) as logs, temporary_folder() as folder:
+        messenger = Messenger(elsewhere, token, encrypted=encrypts(common, placement.endpoints))
         path = folder / "board"
         job = ServedJob(placement, Board(path), messenger, restarts)
         try:
-            job.run([sys.executable, "-u", *script], {**common, BOARD: str(path)}, log_dir, echo)
+            job.run([sys.executable, "-u", *script], {**common, BOARD: str(path)}, logs, echo)
             for sentence in job.judge():
                 _say(sentence)
         finally:
@@ -249,4 +249,5 @@ class ServedJob:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201  # the launcher's word
+    with suppress(OSError):  # the terminal may be gone
+        print(text, file=sys.stderr, flush=True)  # noqa: T201  # the launcher's word

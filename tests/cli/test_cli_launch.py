@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,20 @@ def test_ctrl_c_is_exit_code_130(command: Callable, launches: _Launches, script:
     launches.failure = KeyboardInterrupt()
     ended = command("launch", "--nproc", "2", script)
     assert (ended.code, ended.err) == (130, "interrupted: all trainers were stopped\n")
+
+
+@pytest.mark.parametrize(("before", "code"), [(signal.SIG_DFL, 130), (signal.SIG_IGN, 0)], ids=["a closed terminal", "nohup"])
+def test_a_closed_terminal_ends_what_does_not_ignore_it(
+    before: signal.Handlers, code: int, command: Callable, monkeypatch: pytest.MonkeyPatch, script: Path
+) -> None:
+    """As Ctrl-C does; what was started by nohup goes on."""
+    was = signal.signal(signal.SIGHUP, before)
+    try:
+        monkeypatch.setattr(launcher, "launch_script", lambda *_, **__: os.kill(os.getpid(), signal.SIGHUP) or True)
+        assert command("launch", "--nproc", "1", script).code == code
+        assert signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, was)
 
 
 def test_a_script_that_is_missing_starts_nothing(command: Callable, launches: _Launches, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from server_desk import Clock
 
 from fleetbench.errors import ConfigError, WorkerFailed
-from real.job.launcher import prepare_logs
+from real.job.launcher import logs_in
 from real.job.served_launcher import launch_placed
 from real.processes.roles import role_of
 from real.servers.board import Entry
@@ -434,10 +434,13 @@ sys.exit(1)
 def test_a_host_removes_its_own_logs_alone(tmp_path: Path) -> None:
     """On a shared disk others write theirs."""
     for name in ("serverlog.0", "serverlog.1", "serverlog.5", "workerlog.0", "workerlog.1", "workerlog.9"):
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text("old")
     placement = spread(endpoints=("127.0.0.1:1", "10.0.0.9:1"), workers=("10.0.0.9", "127.0.0.1"))
-    prepare_logs(tmp_path, placement)
-    assert {path.name for path in tmp_path.iterdir()} == {"serverlog.1", "serverlog.5", "workerlog.0", "workerlog.9"}
+    with logs_in(tmp_path, placement) as folder:
+        kept = {path.name for path in tmp_path.iterdir() if path.read_text() == "old"}
+    assert folder == tmp_path
+    assert kept == {"serverlog.1", "serverlog.5", "workerlog.0", "workerlog.9"}
+    assert not (tmp_path / "serverlog.0").exists()
 
 
 def test_trainers_of_servers_need_not_find_each_other() -> None:
