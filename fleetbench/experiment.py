@@ -206,8 +206,8 @@ class Experiment(Config):
     def _validate(self) -> None:
         _check_schema(self.schema)
         letters = self.name.replace("-", "").replace("_", "").replace(".", "")
-        if not letters.isalnum() or self.name.startswith(".") or len(self.name.encode()) > LONGEST_NAME:
-            what = f"names a folder: letters, digits, '-', '_' and '.', at most {LONGEST_NAME} bytes"
+        if not letters.isalnum() or self.name.startswith((".", "-")) or len(self.name.encode()) > LONGEST_NAME:
+            what = f"names a folder: letters, digits, '-', '_' and '.', not '-' or '.' first, at most {LONGEST_NAME} bytes"
             raise ConfigError(what, "name", repr(self.name), 'for example name = "quickstart"')
         inner, trainers = self.strategy.hierarchical_inner_ranks, self.cluster.trainers
         if self.strategy.use_hierarchical_allreduce and (self.cluster.nodes == 1 or inner == trainers):

@@ -336,6 +336,59 @@ def test_kubernetes_leaves_what_the_user_wrote(command: Callable, tools: dict[st
         assert [word for word in done.stdout.split("\0") if "$" in word] == list(arguments)
 
 
+HOSTILE = (
+    "a\ntouch PWNED\n#",
+    "\r\ttouch PWNED",
+    "'; touch PWNED #",
+    '"$(touch PWNED)`touch PWNED`"',
+    "\n            - touch PWNED\n  args: [x]",
+    "a\x1b[31m\x07\x7f",
+    "\u2028touch PWNED\u0085touch PWNED",
+    "#SBATCH --account=x",
+    "{{ 7 * 7 }} {% raw %} ${#HOME} $$ $(HOME) %j",
+    "é not ASCII, \\x41, \\",
+    os.fsdecode(b"no UTF-8 \xff\xe9"),
+    "",
+    "-rf",
+)
+"""Arguments that a shell, YAML, Slurm or a template would take for more than text."""
+
+
+@pytest.mark.parametrize("form", ["slurm", "torchrun", "kubernetes", "servers"])
+def test_no_argument_is_executed(form: str, command: Callable, tmp_path: Path) -> None:
+    """A shell hands each on as it is, in every mode; comments and options are those of a job without arguments."""
+    harmless, hostile = tmp_path / "e.toml", tmp_path / "e'\ntouch PWNED\n#\u2028.toml"
+    for path in (harmless, hostile):
+        path.write_text(SERVED.format(nodes=1, placement="own") if form == "servers" else 'name = "served"\n')
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    programs = dict.fromkeys(("srun", "torchrun", "fleetbench"), """printf '%s\\0' "$@" """)
+    for name, text in (programs | {"scontrol": "printf '%s\\n' a b c", "python": "echo token"}).items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    form = "slurm" if form == "servers" else form
+    (plain, text) = (
+        command("launch", "--print", form, path, "--", "train.py", *words).out for path, words in ((harmless, ()), (hostile, HOSTILE))
+    )
+    assert text.isascii()
+    notes = [[line for line in each.splitlines() if line.lstrip().startswith("#")] for each in (plain, text)]
+    assert notes[0] == notes[1]
+    modes: tuple[str, ...] = () if "scontrol" in text else ("train", "inside", "tune")
+    if form == "kubernetes":
+        (container,) = _manifest(text)[1]["spec"]["template"]["spec"]["containers"]
+        words = [_expanded(word, {"HOME": "/"}) for word in container["command"]]
+        modes = ("train", "inside")
+    else:
+        words = ["bash", str(_lint(text, tmp_path))]
+    place = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "list", "JOB_COMPLETION_INDEX": "0"}
+    for mode in modes or ("",):
+        done = subprocess.run([*words, mode] if mode else words, env={**os.environ, **place}, cwd=tmp_path, capture_output=True, check=True)
+        given = [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]]
+        assert given[-len(HOSTILE) :] == list(HOSTILE)
+        assert (str(hostile) in given) == (mode in ("inside", "tune"))
+        assert not list(tmp_path.rglob("PWNED"))
+
+
 @pytest.mark.parametrize("name", ["x" * 80, "9lives", "A__b..c"])
 def test_names_are_made_fit_for_kubernetes(name: str, command: Callable, tmp_path: Path) -> None:
     """Small letters, digits and hyphens, a letter first, and short enough for a pod's number after it (RFC 1035)."""

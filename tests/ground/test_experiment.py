@@ -251,6 +251,7 @@ def test_layers_beyond_what_64_bits_count_are_refused(entry: dict[str, Any], mes
         ({"tune": {"lr_scale": [1, 0]}}, "above 0"),
         ({"name": "a/b"}, "names a folder"),
         ({"name": ".."}, "names a folder"),
+        ({"name": "-rf"}, "names a folder"),
         ({"name": ""}, "names a folder"),
     ],
     ids=str,

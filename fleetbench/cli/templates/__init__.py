@@ -7,6 +7,7 @@ script of an experiment with parameter servers, which trains alone.
 """
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["sh"] = shlex.quote
+    environment.filters["sh"] = _quoted
     environment.filters["text"] = json.dumps  # a JSON string is one of YAML's
     # in commands and values Kubernetes puts variables for ``$(NAME)``, and one ``$`` for two: its API reference, Container v1 core, EnvVar
     environment.filters["pod"] = lambda text: re.sub(r"\$(?=[$(])", "$$", text)
@@ -70,11 +71,23 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
         cores_per_trainer=cores and max(1, cores // cluster.trainers_per_node),
         gpus=cluster.trainers_per_node if run.device == "cuda" else 0,
         startup_s=max(1, run.startup_timeout // 10**9),
-        command=shlex.join([*python, *program] if is_python else program),
-        torchrun_arguments=shlex.join(program if is_python else ["--no-python", *program]),
-        script=shlex.join(script),
+        command=_joined([*python, *program] if is_python else program),
+        torchrun_arguments=_joined(program if is_python else ["--no-python", *program]),
+        script=_joined(script),
         own=not script,
     )
+
+
+def _joined(words: Sequence[str]) -> str:
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    """A word for bash, in ASCII and on one line: a line break inside it would end a line of YAML."""
+    if word.isascii() and word.isprintable():
+        return shlex.quote(word)
+    plain = (chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in os.fsencode(word))
+    return f"$'{''.join(plain)}'"
 
 
 def _refuse_served(form: str, path: Path, script: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 #!/bin/bash
 # {{ experiment.name }}: {{ cluster.trainers | counted("trainer") }}, {{ cluster.trainers_per_node }} on each of {{ cluster.nodes | counted("node") }}.
-# Written by fleetbench {{ version }}: fleetbench launch --print slurm {{ path | sh }}{{ " -- " ~ script if script }}
+# Written by fleetbench {{ version }}: fleetbench launch --print slurm
 #
 #   sbatch JOB.sh            train
 #   sbatch JOB.sh tune       tune, the driver outside: this script runs it, and it starts the workers in steps of their own

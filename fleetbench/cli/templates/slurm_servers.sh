@@ -1,7 +1,7 @@
 #!/bin/bash
 # {{ experiment.name }}: {{ cluster.trainers | counted("trainer") }}, {{ cluster.trainers_per_node }} on each of {{ cluster.nodes | counted("node") }}.
 # {{ cluster.servers | counted("parameter server") }}: {{ "each on a node of its own, behind these" if own_hosts else "on these nodes, one on each of the first" }}.
-# Written by fleetbench {{ version }}: fleetbench launch --print slurm {{ path | sh }} -- {{ script }}
+# Written by fleetbench {{ version }}: fleetbench launch --print slurm
 #
 #   sbatch JOB.sh            train
 #

@@ -1,6 +1,6 @@
 #!/bin/bash
 # {{ experiment.name }}: {{ cluster.trainers | counted("trainer") }}, {{ cluster.trainers_per_node }} on each of {{ cluster.nodes | counted("node") }}.
-# Written by fleetbench {{ version }}: fleetbench launch --print torchrun {{ path | sh }}{{ " -- " ~ script if script }}
+# Written by fleetbench {{ version }}: fleetbench launch --print torchrun
 #
 {% if cluster.nodes > 1 %}
 # On every node, with NODE_RANK 0 to {{ cluster.nodes - 1 }} and an address of node 0 that every node reaches:
