@@ -49,8 +49,10 @@ class PlannedReducer(DistributedDataParallel):
 
         def hear(_state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             on_bucket(bucket)
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            done.set_result(bucket.buffer())  # whoever asked for the exchange waits for it
+            buffer = bucket.buffer()
+            devices = [] if buffer.device.type == "cpu" else [buffer.device]  # a future takes results of devices that it knows
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+            done.set_result(buffer)  # what asked for the exchange waits for it
             return done
 
         self.register_comm_hook(None, hear)
