@@ -154,7 +154,8 @@ class Collective:
         """Let its steps be the strategy's updates."""
         engine = self._trained("fleet.distributed_optimizer")
         if self._has_optimizer:
-            raise ConfigError("this process has its optimizer already", "fleet.distributed_optimizer", hint="one optimizer a process")
+            hint = "put all parameters into the groups of one optimizer, later ones by optimizer.add_param_group(...)"
+            raise ConfigError("this process has its optimizer already", "fleet.distributed_optimizer", type(optimizer).__name__, hint)
         if self._strategy.needs_linear_optimizer and not isinstance(optimizer, torch.optim.SGD):
             what = "averaging parameters after every update (k_steps = 1) is not a step of averages for this optimizer"
             hint = 'use torch.optim.SGD, raise k_steps, or set optimizer_state = "average"'

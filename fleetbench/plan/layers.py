@@ -33,7 +33,7 @@ class Gradient(Config):
 
     def _validate(self) -> None:
         if self.dtype not in DTYPE_BYTES:
-            raise ConfigError("not a gradient's type", "dtype", repr(self.dtype), f"one of {', '.join(DTYPE_BYTES)}")
+            raise ConfigError("is not a gradient's type", f"dtype of {self.name}", repr(self.dtype), f"one of {', '.join(DTYPE_BYTES)}")
         if self.numel < 0 or self.ready < 0:
             raise ConfigError(
                 "cannot be negative", self.name, f"numel {self.numel}, ready {self.ready} ns", "take the profile again, or mend its file"

@@ -28,6 +28,8 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -46,19 +48,27 @@ from real.communication.communicators import Communicators, agree_on
 from real.compute.compute import apply_compute
 from real.compute.living import living_hook
 from real.engine.executor import Carried, Executor, started
+from real.engine.forward_writes import ForwardWrites
 from real.engine.optimizers import refuse_arguments
 from real.engine.planning import Planning
 from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
     refuse_again,
     refuse_in_step,
+    refuse_max_norm,
     refuse_misplaced,
     refuse_moved,
+    refuse_optimizer,
+    refuse_other_optimizer,
     refuse_scaler,
     refuse_sparse,
     refuse_unfinished,
+    refuse_unfrozen,
     refuse_unused,
     refuse_update,
+    refuse_wrapper_around,
+    refuse_wrappers,
+    watch_wrappers,
 )
 from real.engine.sparse import refuse_unknown_sparse
 from real.engine.stopwatch import Stopwatch
@@ -99,6 +109,8 @@ class Engine:
         trainers_per_node: int = 1,
         forecast: tuple[Cost, Mapping[str, int]] | None = None,
     ) -> None:
+        refuse_wrappers(model)
+        refuse_max_norm(model, "each rank those that its batch reads", "leave max_norm out, or clip the weight after optimizer.step()")
         changes = strategy.changes().items()
         agree_on([f"{name} = {json.dumps(value)}" for name, value in changes], "the strategy", communicators)  # by which groups are made
         self.model = model
@@ -106,6 +118,7 @@ class Engine:
         self.communicators = communicators
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._members = list(self._parameters.values())
+        self._frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
         self._device = self._members[0].device
         self._dtype = self._members[0].dtype
         self.stopwatch = Stopwatch(communicators.rank, keep_times, clock_of(self._device), strategy.fetch_every_n_steps)
@@ -119,6 +132,7 @@ class Engine:
         self._record = record
         self._initial: State | None = None
         self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast)
+        self._writes = ForwardWrites(model, self._parameters, communicators)
         self._phase = "idle"
         self._nodes = nodes_of(self._members)
         self._outputs: list[torch.Tensor] = []
@@ -135,7 +149,9 @@ class Engine:
         self._next_bucket = 0
         agree_on(self._planning.lines(), "the model", communicators)
         refuse_misplaced(model, communicators.device)
-        self._num_stepping = 0
+        self._num_stepping = self._num_steps = 0
+        self._others: dict[int, int] = {}
+        """Optimizers that step and are not fleet's, with how often that had stepped before."""
         self._decider = self._decide(self._planning.registered(), None)
         self._before = self._decider.mark()
         self._undo = apply_compute(
@@ -151,6 +167,9 @@ class Engine:
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(living_hook(lambda *_: self._forward_begins())),
             model.register_forward_hook(living_hook(lambda _module, _inputs, output: self._forward_ends(output))),
+            watch_wrappers(self._members),
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self._other_begins(optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._other_ends(optimizer)),
         ]
         self._measuring = [
             parameter.register_post_accumulate_grad_hook(partial(self._or_fails(self._is_final), name))
@@ -181,6 +200,8 @@ class Engine:
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let ``optimizer.step()`` be the update. Raises ``ConfigError`` for one that the strategy cannot control."""
+        refuse_wrappers(self.model)
+        refuse_optimizer(optimizer, self.executor.combination)
         self._handles.append(optimizer.register_step_pre_hook(lambda _optimizer, arguments, named: self._update_begins(arguments, named)))
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._or_fails(self._update_ends)()))
         slots = self.executor.attach(optimizer)
@@ -331,12 +352,18 @@ class Engine:
 
     def _begin_step(self) -> None:
         refuse_moved(self._members[0], self._dtype, self._device)
+        refuse_unfrozen(self._frozen)
+        refuse_wrapper_around(self._members, DistributedDataParallel._active_ddp_module)  # noqa: SLF001  # one whose forward is running
         self._phase = "forward"
         self.step += 1
         self._next_bucket = self._num_stepping = 0
         self._outputs.clear()
         self.stopwatch.begin_step(self.step)
         self._before = self._decider.mark()
+        if self.num_updates.bit_count() <= 1:  # now and then
+            refuse_wrappers(self.model)
+        if not self.executor.combination.is_local and not self._decider.state.merged:
+            self._writes.begin(self.num_updates)
         self.executor.begin_step(self.step, started(self._tell(StepBegin(self.step))))
         if self.on_step is not None:
             self.on_step(self.step)
@@ -346,6 +373,7 @@ class Engine:
             return None
         if self.model.training and self._phase in ("forward", "kept", "update"):
             self.stopwatch.forward_ends()
+            self._writes.forward_ends()
         reducer = self._reducer if self.executor.combination.finds_unused else None
         if reducer is not None and not self._keeps:
             output = reducer._post_forward(output)  # type: ignore[no-untyped-call]  # noqa: SLF001  # which lets a part that no loss uses get its zeros
@@ -446,12 +474,13 @@ class Engine:
         requests = self._tell(BackwardEnd(unused=unused))
         self._phase = "update"
         self.executor.end_backward(requests, unused, self.loss_scale)
+        self._writes.compare()
 
     def _refuse_missing(self, reducer: PlannedReducer) -> None:
         """Refuse a backward that has not left a gradient for every parameter, where the Reducer waits for it."""
         if (missing := reducer.missing) is not None:
             names = [name for bucket in self.plan.buckets for name in bucket.gradients]
-            refuse_unused(sorted(names[index] for index in missing), len(names))
+            refuse_unused(sorted(names[index] for index in missing), self._parameters)
 
     def _update_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         if self._num_stepping == 0:
@@ -459,10 +488,22 @@ class Engine:
             refuse_update(self._phase, self._members, self.model)
             refuse_scaler(self.executor.combination)
         self._num_stepping += 1
+        self._num_steps += 1
         if self._phase == "update" and self._num_stepping == 1:  # a subclass's step calls that of its base, hooks and all
             self._outputs.clear()
             self.stopwatch.update_begins()
             self.executor.begin_update()
+
+    def _other_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is not self.executor.optimizer and self._num_stepping == 0:
+            self._others.setdefault(id(optimizer), self._num_steps)
+
+    def _other_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that was not given to fleet has stepped; one that wraps fleet's is none."""
+        if self._others.pop(id(optimizer), None) == self._num_steps:
+            what = self.executor.combination
+            is_averaged = self._phase not in ("kept", "backward") and not (what.is_local or what.merges or what.scales)
+            refuse_other_optimizer(optimizer, self._parameters, self.model, is_averaged=is_averaged)
 
     def _update_ends(self) -> None:
         self._num_stepping = max(0, self._num_stepping - 1)

@@ -95,8 +95,16 @@ class OptimizerControl:
         self.end(updates=True)
 
     def state(self, bucket: int) -> list[torch.Tensor]:
-        """The averaged state of a bucket's parameters, one tensor a slot and parameter."""
-        return [tensor for parameter in self._storage.parameters[bucket] for tensor in state_tensors(self.optimizer, parameter, self.slots)]
+        """The averaged state of a bucket's parameters, one tensor a slot and parameter; zeros for what the optimizer does not hold."""
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        found = []
+        for parameter in self._storage.parameters[bucket]:
+            found += (
+                state_tensors(self.optimizer, parameter, self.slots)
+                if id(parameter) in held
+                else [torch.zeros_like(parameter) for _ in self.slots]
+            )
+        return found
 
     @torch.no_grad()
     def pack_state(self, bucket: int, buffer: torch.Tensor) -> None:

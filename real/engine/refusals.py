@@ -1,15 +1,104 @@
 """Refusals: what a training loop does that no strategy can make right, named at the line that does it."""
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.combination import Combination
+from real.engine.reducer import PlannedReducer
+
+WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DDP"})
+"""Classes of torch that exchange gradients or shard parameters by themselves; the last is the one of ``replicate``."""
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Raise ``ConfigError`` for a model that is, or has in it, a wrapper of torch's: both would exchange gradients at the same time."""
+    for name, module in model.named_modules():
+        if kind := _torch_class(module, WRAPPERS):
+            _refuse_wrapper(kind, f"module {name}" if name else "the model")
+    for name, parameter in model.named_parameters():
+        if _torch_class(parameter, {"DTensor"}):
+            _refuse_wrapper("DTensor", f"parameter {name}")
+
+
+def refuse_wrapper_around(parameters: Collection[nn.Parameter], wrapper: nn.Module | None, module: nn.Module | None = None) -> None:
+    """Raise ``ConfigError`` for one of torch's wrappers that holds one of the parameters, of its own or in ``module``."""
+    if wrapper is None or isinstance(wrapper, PlannedReducer) or not (kind := _torch_class(wrapper, WRAPPERS)):
+        return
+    known = set(map(id, parameters))
+    if any(id(parameter) in known for held in (wrapper, module) if held is not None for parameter in held.parameters()):
+        _refuse_wrapper(kind, f"{kind}(...) around the model")
+
+
+def watch_wrappers(parameters: Collection[nn.Parameter]) -> RemovableHandle:
+    """Refuse a wrapper of these parameters where it is made, whoever makes it, until the handle is removed."""
+    return register_module_module_registration_hook(lambda wrapper, _, module: refuse_wrapper_around(parameters, wrapper, module))
+
+
+def _torch_class(value: object, names: Collection[str]) -> str | None:
+    found = (kind.__name__ for kind in type(value).__mro__ if kind.__module__.startswith("torch."))
+    return next((name for name in found if name in names), None)
+
+
+def _refuse_wrapper(kind: str, where: str) -> NoReturn:
+    what = "exchanges gradients or shards parameters by itself, and together with fleet's exchange gradients are wrong"
+    hint = (
+        "give fleet.distributed_model the plain module (`ddp.module`), and call that one in the loop; "
+        "Hugging Face's Trainer and Accelerate wrap the model by themselves: write the loop without them"
+    )
+    raise ConfigError(what, where, kind, hint)
+
+
+def refuse_optimizer(optimizer: object, what: Combination) -> None:
+    """Raise ``ConfigError`` for what is no optimizer whose steps can be heard, and for one that exchanges what the strategy exchanges."""
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        why = "is no torch.optim.Optimizer, or does not call Optimizer.__init__: its steps are not heard"
+        hint = "give fleet.distributed_optimizer the optimizer inside, and go on stepping the wrapper"
+        if _torch_class(optimizer, {"PostLocalSGDOptimizer"}):
+            hint = 'use the optimizer inside alone, and let the strategy average parameters: localsgd with schedule = "torch"'
+        raise ConfigError(why, "the optimizer", kind, hint)
+    if not what.leaves_averages and _torch_class(optimizer, {"ZeroRedundancyOptimizer"}):
+        why = "shares out its updates by itself, and that needs gradients that are averaged in every step"
+        hint = "use a plain optimizer, or leave local steps, gradient merge, amp in FP16 and updates by bucket out of the strategy"
+        raise ConfigError(why, "the optimizer", kind, hint)
+
+
+def refuse_other_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], model: nn.Module, *, is_averaged: bool
+) -> None:
+    """Raise ``ConfigError`` where an optimizer that fleet was not given has stepped parameters that then differ by rank.
+
+    ``is_averaged``: the gradients of ``parameters``, which fleet exchanges, are the same on all ranks now.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None}
+    strange = [name for name, own in model.named_parameters() if id(own) in held and name not in parameters]
+    why = "has stepped parameters that came, or were unfrozen, after fleet.distributed_model: nobody averages their gradients"
+    hint = "put all that is ever trained into the model, with requires_grad = True, before fleet.distributed_model"
+    if not strange and not is_averaged:
+        strange = [name for name, own in parameters.items() if id(own) in held]
+        why = "has stepped parameters of the model, and was not given to fleet: ranks would end with different models"
+        hint = (
+            "put all parameters into the groups of one optimizer, and give that to fleet.distributed_optimizer; without local steps, "
+            "gradient merge and amp in FP16, several optimizers may step after loss.backward(), as under DDP"
+        )
+    if strange:
+        where = f"optimizer {type(optimizer).__name__}"
+        raise ConfigError(why, where, f"{len(strange)}: {', '.join(strange[:5])}", hint)
+
+
+def refuse_max_norm(model: nn.Module, why: str, hint: str) -> None:
+    """Raise ``ConfigError`` for a trained embedding whose forward shortens the rows that it reads: each rank others."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and module.weight.requires_grad:
+            raise ConfigError(f"shortens its rows, {why}", f"embedding {name}", f"max_norm={module.max_norm:g}", hint)
 
 
 def refuse_misplaced(model: nn.Module, device: torch.device) -> None:
@@ -98,11 +187,28 @@ def refuse_unfinished(phase: str, rank: int) -> None:
         raise ConfigError("the last backward did not come to its end", f"rank {rank}", hint=hint)
 
 
-def refuse_unused(unused: Sequence[str], num_parameters: int) -> NoReturn:
-    """Raise ``ConfigError`` for parameters that the loss did not reach."""
+def refuse_unused(unused: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> NoReturn:
+    """Raise ``ConfigError`` for parameters that the loss did not reach, or that were frozen."""
+    frozen = [name for name in unused if not parameters[name].requires_grad]
     what = "got no gradient in this step"
-    hint = "let the loss reach every parameter, set requires_grad = False on those, or strategy.find_unused_parameters = true"
-    raise ConfigError(what, f"parameters {', '.join(unused[:5])}", f"none for {len(unused)} of {num_parameters}", hint)
+    hint = "let the loss reach every parameter, set requires_grad = False on those before fleet.distributed_model"
+    if frozen:
+        what = "was frozen (requires_grad = False) after fleet.distributed_model, and gets no gradient any more"
+        hint = "freeze before fleet.distributed_model"
+    shown = ", ".join((frozen or unused)[:5])
+    hint += ", or set strategy.find_unused_parameters = true"
+    raise ConfigError(what, f"parameters {shown}", f"{len(frozen or unused)} of {len(parameters)}", hint)
+
+
+def refuse_unfrozen(frozen: Mapping[str, nn.Parameter]) -> None:
+    """Raise ``ConfigError`` where one of the parameters that were frozen when the model was distributed is trained now."""
+    if unfrozen := [name for name, parameter in frozen.items() if parameter.requires_grad]:
+        what = "requires gradients (requires_grad = True) since fleet.distributed_model, and nobody averages them"
+        hint = (
+            "let all that is ever trained require gradients before fleet.distributed_model, and leave it out of the optimizer "
+            "until optimizer.add_param_group(...)"
+        )
+        raise ConfigError(what, f"parameters {', '.join(unfrozen[:5])}", f"{len(unfrozen)} of {len(frozen)} frozen ones", hint)
 
 
 def refuse_update(phase: str, members: Sequence[nn.Parameter], model: nn.Module) -> None:

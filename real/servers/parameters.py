@@ -180,13 +180,6 @@ class Parameters:
                 hint = "call model.to(...), load_state_dict(..., assign=True) and their like before fleet.distributed_model"
                 raise ConfigError(what, f"parameter {name}", hint=hint)
 
-    def refuse_max_norm(self) -> None:
-        """Raise ``ConfigError`` for an embedding whose forward shortens its rows: servers, who make the updates, do not know of it."""
-        for name, module in self._model.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and module.weight.requires_grad:
-                hint = "leave max_norm out, or train with GeoSGD (a_sync_configs.k_steps above 0), where trainers make the updates"
-                raise ConfigError("shortens its rows, as servers do not", f"embedding {name}", f"max_norm={module.max_norm:g}", hint)
-
     def table_of(self, module: nn.Embedding | nn.EmbeddingBag) -> int:
         """Number of the table that a module reads."""
         return next(number for number, parameter in enumerate(self.layout.tables.values()) if parameter is module.weight)

@@ -34,6 +34,7 @@ from fleetbench.workloads.server_updates import ROW, GeoCopy, Told, shard_rows
 from real.compute.compute import apply_device_settings
 from real.compute.living import living_hook
 from real.engine.optimizers import hide, refuse_arguments, scale_rates
+from real.engine.refusals import refuse_max_norm
 from real.engine.stopwatch import Stopwatch
 from real.servers.links import Answer, Links, TrainerOptions
 from real.servers.parameters import Parameters, Spec, fixed_options, join, meet, options_of, rate_of, read_values, refuse_changes
@@ -109,7 +110,8 @@ class ServedTraining:
             has_dense=bool(self.parameters.dense_names),
         )
         if rules.mode != "geo_sgd":
-            self.parameters.refuse_max_norm()
+            hint = "leave max_norm out, or train with GeoSGD (a_sync_configs.k_steps above 0), where trainers make the updates"
+            refuse_max_norm(self.model, "as servers do not", hint)
         self._optimizer, self._fixed = optimizer, fixed_options(optimizer)
         self._spec = self.parameters.spec(rules, name, options)
         self._handles = [self.model.register_forward_pre_hook(living_hook(self._before_forward))]

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from living_fleet import be_rank, leave
+from reducer_scripts import REFUSED, TRAINED, Script, Way
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -177,6 +178,16 @@ def other_strategy(fleet: Fleet, rank: int) -> Found:
     return {}
 
 
+def script(fleet: Fleet, rank: int, *, run: Script, truth: bool, **strategy: Any) -> Found:
+    """A script under fleet; ``off`` from plain DDP where that is the ``truth``, else ranks from each other, once they have met."""
+    network = run(Way(rank, lambda model: _joined(fleet, model, **strategy), fleet.distributed_optimizer))
+    if truth:
+        other = run(Way(rank, partial(DistributedDataParallel, find_unused_parameters=bool(strategy)), lambda optimizer: optimizer))
+        return {"off": max(float((one - two).abs().max()) for one, two in zip(network.parameters(), other.parameters(), strict=True))}
+    fleet.synchronize()
+    return {"off": max(float((parameter - _mean(parameter.detach())).abs().max()) for parameter in network.parameters())}
+
+
 def _joined(fleet: Fleet, model: nn.Module, **strategy: Any) -> nn.Module:
     fleet.init(DistributedStrategy.from_dict({"fuse_grad_size_in_MB": 0.0001, **strategy}), timeout_s=20.0)
     return fleet.distributed_model(model)
@@ -223,6 +234,8 @@ CASES: dict[str, Case] = {
     },
     **{f"by rank: {kind}": partial(by_rank, kind=kind) for kind in BY_RANK},
     "another strategy": other_strategy,
+    **{f"refused: {name}": partial(script, run=run, truth=False, **fields) for name, (run, fields, _) in REFUSED.items()},
+    **{f"trained: {name}": partial(script, run=run, truth=truth, **fields) for name, (run, fields, truth) in TRAINED.items()},
     "parameter hooks after, by bucket": partial(own_hooks, where="after", kind="parameter", **BY_BUCKET),
 }
 

@@ -164,7 +164,7 @@ def test_a_layer_unfrozen_later_is_refused(others: ZeroTrainer) -> None:
     engine, optimizer = engine_of(model, others)
     train(engine, optimizer, 2)
     model[0].requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"2, the first of shape \[8, 8\]"):
+    with pytest.raises(ConfigError, match=r"parameters 0.weight, 0.bias: requires gradients"):
         train(engine, optimizer, 1)
     engine.close()
 
