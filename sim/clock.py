@@ -3,6 +3,7 @@
 from fractions import Fraction
 
 import simpy
+from simpy.events import EventPriority
 
 LATEST_NS = 2**60
 """The last moment of a run. Engines add, compare and subtract a few times in 64 bits, so they leave three bits free."""
@@ -21,6 +22,17 @@ class Clock(simpy.Environment):
     def until(self, time_ns: int) -> simpy.Timeout:
         """An event at ``time_ns``. Raises ``ValueError`` for a time that has passed."""
         return self.timeout(time_ns - self.now)
+
+    def at_last(self) -> simpy.Event:
+        """An event of this moment, after all others of this moment."""
+        event = simpy.Event(self)
+        event._ok, event._value = True, None  # noqa: SLF001  # as ``succeed``, which schedules it among the others
+        self.schedule(event, priority=_LAST)
+        return event
+
+
+_LAST = EventPriority(2)
+"""After SimPy's urgent and normal events."""
 
 
 def half_up(duration_ns: Fraction) -> int:

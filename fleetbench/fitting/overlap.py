@@ -5,9 +5,10 @@ a bucket's all-reduce holds it up; all-reduces go one after the other. While one
 compute takes ``1 + compute`` times as long; while the backward goes on, an all-reduce takes
 ``1 + collective`` times as long.
 
-And what two collectives at once do to each other, from how long the members of queues took: each spends its latency first and then
-its transfer. While both are in their latency, each goes at ``latency`` / 2 of its pace alone; while both transfer, at ``transfer`` / 2.
-So 1 is what a link does that two share, and 2 is two that know nothing of each other.
+And what two collectives at once do to each other, from how long the members of queues took: each is so many messages, each with its
+part of the latency after it, and the link carries messages in the order in which they come. While two are in flight, a latency takes
+2 / ``latency`` times as long, and the link is busy 1 / ``transfer`` times as long with a message. So a ``transfer`` of 1 is a link that
+two share, and 2 of both are two alike that know nothing of each other.
 
 The simulator integrates the same rules.
 """
@@ -15,6 +16,7 @@ The simulator integrates the same rules.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate
 
 import numpy as np
@@ -131,7 +133,6 @@ def fit_slowdowns(exchange: Exchange, measured: Overlapped) -> Slowdowns:
 
 
 LEAST_TOGETHER, _MOST_TOGETHER = 0.02, 2.0
-_END_TOGETHER = 1e-12
 _STARTS_TOGETHER = ((1.0, 1.0), (1.9, 1.0), (0.5, 0.5), (1.9, 1.9))
 _RIDGE_TOGETHER = 1e-3
 """So little speaks for a link that is shared, and latencies that are not, where the times do not tell."""
@@ -145,43 +146,46 @@ class Together:
     transfer: float
 
 
-def durations(queues: Sequence[Sequence[float]], alpha_s: float, together: Together, depth: int = 1) -> list[list[float]]:
-    """How long each member of one or two queues takes, given its transfer's seconds alone.
+def durations(
+    queues: Sequence[Sequence[float]], alpha_s: float, together: Together, depth: int = 1, messages: int = 2
+) -> list[list[float]]:
+    """How long each member of one or two queues takes, of so many messages, given its transfer's seconds alone.
 
     A queue's members start in order, and ``depth`` of them are under way at once; no more than two over all queues.
     """
     assert len(queues) * depth <= 2  # what was measured
-    took = [[0.0] * len(queue) for queue in queues]
-    number = [0] * len(queues)
-    under_way: list[tuple[int, int, float, list[float]]] = []  # queue, place, beginning, and what is left: transfer, before it latency
-    now = 0.0
-    while True:
-        for lane, queue in enumerate(queues):
-            while number[lane] < len(queue) and sum(member[0] == lane for member in under_way) < depth:
-                under_way.append((lane, number[lane], now, [queue[number[lane]], alpha_s]))
-                number[lane] += 1
-        if not under_way:
-            return took
-        stages = [len(left) for *_, left in under_way]
-        shared = together.latency if stages[0] == 2 else together.transfer
-        speed = min(1.0, shared / 2) if len(stages) > 1 and stages[0] == stages[1] else 1.0
-        lasts = min(left[-1] for *_, left in under_way) / speed
-        now += lasts
-        for member in tuple(under_way):
-            lane, index, began_s, left = member
-            left[-1] -= lasts * speed
-            if left[-1] <= _END_TOGETHER:
-                left.pop()
-            if not left:
-                took[lane][index] = now - began_s
-                under_way.remove(member)
+    took, started = ([[0.0] * len(queue) for queue in queues] for _ in range(2))
+    under_way = [min(depth, len(queue)) for queue in queues]
+    due = [(0.0, lane, index, 0) for lane, number in enumerate(under_way) for index in range(number)]
+    """When the next message of each sets out, or its last one has come, and how many have been sent."""
+    free = 0.0
+    while due:
+        now, lane, index, sent = heappop(due)
+        if sent < messages:
+            message_s, latency_s, is_alone = queues[lane][index] / messages, alpha_s / messages, not due
+            free = max(free, now) + (message_s if is_alone else message_s / together.transfer)
+            left = max(free, now + message_s)
+            heappush(due, (left + (latency_s if is_alone else latency_s * 2.0 / together.latency), lane, index, sent + 1))
+            continue
+        took[lane][index] = now - started[lane][index]
+        if under_way[lane] < len(queues[lane]):
+            started[lane][under_way[lane]] = now
+            heappush(due, (now, lane, under_way[lane], 0))
+            under_way[lane] += 1
+    return took
 
 
-def fit_together(queues: Sequence[Sequence[float]], alpha_s: float, took_s: Sequence[Sequence[float | None]], depth: int = 1) -> Together:
+def fit_together(
+    queues: Sequence[Sequence[float]],
+    alpha_s: float,
+    took_s: Sequence[Sequence[float | None]],
+    depth: int = 1,
+    messages: int = 2,
+) -> Together:
     """The two numbers under which the members take these times, relative errors squared; none: not known. See ``durations``."""
 
     def residuals(numbers: Sequence[float]) -> list[float]:
-        model = durations(queues, alpha_s, Together(latency=numbers[0], transfer=numbers[1]), depth)
+        model = durations(queues, alpha_s, Together(latency=numbers[0], transfer=numbers[1]), depth, messages)
         errors = [
             model[lane][index] / known - 1.0
             for lane in range(len(queues))

@@ -222,7 +222,7 @@ def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
         return ()
     queues = [[hockney.line.slope * bucket.nbytes for bucket in lane] for lane in lanes.values()]
     took_s = [[times.get(bucket.id) for bucket in lane] for lane in lanes.values()]
-    together = fit_together(queues, hockney.line.intercept, took_s, depth)
+    together = fit_together(queues, hockney.line.intercept, took_s, depth, 2 * (two.experiment.cluster.trainers - 1))
     latency, bandwidth = alone.latency * 2 / together.latency, alone.bandwidth * together.transfer / 2
     return (
         Link(

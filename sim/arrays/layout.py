@@ -9,9 +9,9 @@ import numpy.typing as npt
 from fleetbench.plan.build import Plan
 from fleetbench.plan.groups import Parts
 from fleetbench.plan.operations import Operation, wire_bytes
+from sim.arrays.event_loop import Meetings
 from sim.clock import half_up
 from sim.network.routes import Routes
-from sim.network.sharing import fair_speeds
 from sim.network.work import Route
 
 Times = npt.NDArray[np.int64]
@@ -101,29 +101,20 @@ class Layout:
         return [self.routes.of(operation, part) for part in self.groups[operation.group].parts]
 
     def takes_ns(self, operation: Operation) -> Times:
-        """What a collective takes in each part: shape ``(1, num_parts)``, or ``(1, 1)`` where all take the same.
+        """What a collective takes in each part: shape ``(1, num_parts)``, or ``(1, 1)`` where there is one.
 
-        It is alone on its links but for its other parts, which start and end with it; see ``together_ns``.
+        It is alone on its links but for its other parts, which start with it.
         """
         key = (operation.group, operation.kind, operation.payload == "rows", operation.nbytes)
         if key not in self._taken:
             ways = self.ways(operation)
-            taken = np.asarray([[alone_ns(route) for route in ways]])
-            if share_ports(ways) and (together_ns := self.together_ns(operation)) is not None:
-                taken[:] = together_ns
-            self._taken[key] = taken[:, :1] if len(self.groups[operation.group].parts) == 1 else taken
+            self._taken[key] = np.asarray([self._together_ns(ways) if share_ports(ways) else [alone_ns(route) for route in ways]])
         return self._taken[key]
 
-    def together_ns(self, operation: Operation) -> int | None:
-        """What a collective takes in all of its parts, which start together and may share ports; none where they end apart."""
-        links, ways = self.routes.links, self.ways(operation)
-        flows, capacity = {index: way.flow for index, way in enumerate(ways)}, links.capacity
-        speeds = fair_speeds({index: way.ports for index, way in enumerate(ways)}, capacity, flows)
-        costs = {(way.cost.latency_ns, way.cost.transfer_ns / speeds[index]) for index, way in enumerate(ways)}
-        if len(costs) > 1 or links.in_flight or any(half_up(way.cost.transfer_ns) == 0 for way in ways):
-            return None
-        ((latency_ns, transfer_ns),) = costs
-        return latency_ns + half_up(transfer_ns)
+    def _together_ns(self, routes: Sequence[Route]) -> list[int]:
+        """What collectives take that start together on idle links."""
+        queues = [[meeting] for meeting in range(len(routes))]
+        return Meetings(routes, queues, self.routes.links).carry([0] * len(routes))[1]
 
     def bytes_sent(self, operation: Operation) -> list[int]:
         """Bytes that each rank sends, or of all ranks where they send the same."""

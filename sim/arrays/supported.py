@@ -61,7 +61,7 @@ def shares(layout: Layout, programs: Sequence[Program]) -> bool:
     for group, operations in of_group.items():
         if _meets_itself(layout, operations.values()):
             lines = [(program.instructions, join) for program in programs for join in program.joins if join.operation.group == group]
-            if not all(layout.together_ns(join.operation) is not None and _starts_together(layout, own, join) for own, join in lines):
+            if layout.routes.links.in_flight or not all(_starts_together(layout, own, join) for own, join in lines):
                 return True
     return False
 

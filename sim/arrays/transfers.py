@@ -7,7 +7,6 @@ while one of its ranks computes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fleetbench.plan.operations import Operation
-from sim.arrays.layout import LATER, Layout, Times
+from sim.arrays.layout import LATER, Layout, Times, alone_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +87,7 @@ class Transfers:
         if self._compute_end is None:
             return start + self._layout.takes_ns(operation)
         until = self._layout.groups[operation.group].latest(self._compute_end)
-        costs = [route.cost for route in self._layout.ways(operation)]
-        latency = _paced(start, [Fraction(cost.latency_ns) for cost in costs], until, self._pace)
-        return _paced(latency, [cost.transfer_ns for cost in costs], until, self._pace)
+        return _paced(start, [alone_ns(route) for route in self._layout.ways(operation)], until, self._pace)
 
 
 def as_seen(layout: Layout, flight: Flight, group: str) -> Times:
@@ -99,13 +96,11 @@ def as_seen(layout: Layout, flight: Flight, group: str) -> Times:
     return flight.end if of == group else layout.crossing(of, group).latest(flight.end)
 
 
-def _paced(start: Times, alone_ns: list[Fraction], until: Times, pace: Fraction) -> Times:
-    """When work ends in each part, at ``pace`` until its ranks have computed, then at full pace; rounded as in ``sim.network.sharing``."""
-    unit = math.lcm(pace.denominator, *(work.denominator for work in alone_ns))
-    slow = int(unit * pace)
-    units = [int(unit * work) for work in alone_ns]
-    exact: Any = np.int64 if 4 * max(units) + 4 * unit < LATER else object
-    work = np.asarray([units], dtype=exact)
+def _paced(start: Times, alone: list[int], until: Times, pace: Fraction) -> Times:
+    """When work ends in each part, at ``pace`` until its ranks have computed, then at full pace, rounded once."""
+    slow, unit = pace.numerator, pace.denominator
+    exact: Any = np.int64 if 4 * max(alone) * unit + 4 * unit < LATER else object
+    work = np.asarray([alone], dtype=exact) * unit
     slow_end = start + (2 * work + slow) // (2 * slow)
     changed = np.clip(until, start, slow_end)
     left = np.maximum((2 * (work - (changed - start) * slow) + unit) // (2 * unit), 0)

@@ -22,14 +22,18 @@ from fractions import Fraction
 from fleetbench.plan.longest_chain import Pace
 from fleetbench.plan.operations import Collective
 from fleetbench.quantities import MIB
+from sim.clock import half_up
 from sim.network.algorithms import Ranks, ring, tree
 from sim.network.links import Links
+from sim.network.turns import Turn, Window, taken_in_turns
 from sim.network.work import Cost, Route, Work
 
 QUEUE_NS = 1_171_875
 """So much of its own data a connection leaves in a device's queue: 1 / 1024 s at 1.2 times its rate (linux/net/ipv4/tcp_output.c,
 ``tcp_small_queue_check``; the rate is ``net.ipv4.tcp_pacing_ca_ratio``). In slow start, and where two packets are longer, it is up
 to twice as much; queues that let other connections pass have less."""
+MOST_RANKS, MOST_SENDS = 16, 256
+"""Ranks, and segments that each sends in a phase, beyond which a segment has no turn of its own beside other collectives."""
 
 
 def num_segments(nbytes: int, ranks: int) -> int:
@@ -50,8 +54,19 @@ class SegmentedRing:
     def route(self, nbytes: int) -> Route:
         """What an all-reduce of ``nbytes`` takes. Each hop has its two segments in flight, so that the slowest hop decides."""
         plain = self._ring.route(nbytes)
-        longest = max((self._cost(hop, nbytes) for hop in self._ring.hops), key=lambda cost: cost.latency_ns + cost.transfer_ns)
-        return Route(longest, plain.ports, plain.flow)
+        hops = [(self._cost(hop, nbytes), hop) for hop in self._ring.hops]
+        cost, hop = max(hops, key=lambda found: found[0].latency_ns + found[0].transfer_ns)
+        segments, transfer_ns = num_segments(nbytes, self._size), half_up(cost.transfer_ns)
+        sends = segments * (self._size - 1) // self._size
+        wire_ns = transfer_ns // (2 * sends)
+        window = Window(hop.latency_ns, int(nbytes * self._host_ns_per_byte / segments), self._queue_ns)
+        left_ns, done_ns = _phase(sends, wire_ns, window)
+        last_ns = cost.latency_ns + transfer_ns - done_ns - left_ns
+        if not wire_ns or last_ns < 0 or self._size > MOST_RANKS or sends > MOST_SENDS:
+            return Route(cost, plain.ports, plain.loads, taken_in_turns(cost.latency_ns, transfer_ns, 2 * sends))
+        others = [Turn(wire_ns, wire_ns, 0)] * (sends - 1)
+        between, last = (Turn(wire_ns, wire_ns, then_ns) for then_ns in (done_ns - left_ns + hop.latency_ns, last_ns))
+        return Route(cost, plain.ports, plain.loads, (*others, between, *others, last), hop.latency_ns, window)
 
     def _cost(self, hop: Pace, nbytes: int) -> Cost:
         segments = num_segments(nbytes, self._size)
@@ -59,24 +74,20 @@ class SegmentedRing:
         wire_ns = nbytes * self._size * hop.ns_per_byte / segments  # a hop's pace is of a P-th of the bytes
         host_ns = nbytes * self._host_ns_per_byte / segments
         unit = math.lcm(wire_ns.denominator, Fraction(host_ns).denominator)  # whole numbers are many times faster
-        times = (round(unit * ns) for ns in (wire_ns, host_ns, hop.latency_ns, self._queue_ns))
-        phase_ns = Fraction(_phase(sends, *times), unit)
+        wire, host, latency, queue = (round(unit * ns) for ns in (wire_ns, host_ns, hop.latency_ns, self._queue_ns))
+        phase_ns = Fraction(_phase(sends, wire, Window(latency, host, queue))[1], unit)
         latency_ns = int(2 * (phase_ns - sends * wire_ns))
         return Cost(latency_ns, 2 * phase_ns - latency_ns)
 
 
-def _phase(sends: int, wire: int, host: int, latency: int, queue: int) -> int:
-    """When the last of so many segments is done with, where all ranks begin at 0; times are of one unit.
-
-    ``queue`` is the most that may lie before a message in its host's device.
-    """
-    told, left, done = [latency, latency], [latency + wire, latency + 2 * wire], 0
-    for segment in range(sends):
-        done = max(done, left[segment] + latency) + host
-        on_its_way = left[segment + 1] - done if told[segment + 1] <= done else 0
-        told.append(done + min(max(on_its_way, 0), queue) + latency)
-        left.append(max(left[segment + 1], told[segment + 2]) + wire)
-    return done
+def _phase(sends: int, wire: int, window: Window) -> tuple[int, int]:
+    """When the last of so many segments has left, and is done with, where all ranks begin at 0; times are of one unit."""
+    arrives, left, done = window.latency_ns, 0, 0
+    for _ in range(sends):
+        left = arrives + wire
+        told, done = window.next(arrives, left, done)
+        arrives = max(left, told)
+    return left, done
 
 
 def gloo(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work | SegmentedRing:

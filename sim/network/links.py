@@ -22,8 +22,6 @@ from fleetbench.profile import Communication, communication_of, links_for
 Port = tuple[str, int, str]
 """One direction of a link: ``intra`` and a rank, ``inter`` and an interface (of one a node: the node), or ``rack`` and a rack;
 then ``out`` or ``in``, seen from the rank, node or rack. ``connection``, the sending rank, and to whom by which communicator."""
-LATENCY = " latency"
-"""After a port's name: the port as collectives pass it in their latency, when they need nothing of what it carries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,22 +145,15 @@ class Links:
             )
         return points
 
-    def capacity(self, port: Port, num_transfers: int) -> Fraction:
-        """What a port carries when so many transfers use it, as a multiple of what one alone gets.
-
-        A link carries 1, its latency all at once, where nothing else was measured.
-        """
-        name = port[0].removesuffix(LATENCY)
-        is_latency = name != port[0]
+    def slower(self, port: Port, collectives: int) -> tuple[float, float]:
+        """How many times as long a port is busy with bytes, and latencies take, when so many collectives in flight pass it."""
         measured_name = "inter" if self.measured is not None and self.measured.between == "nodes" else "intra"
-        if num_transfers < 2 or self.measured is None or not self.in_flight or name != measured_name:
-            return Fraction(num_transfers if is_latency else 1)
-        alone = self.measured.link
-        known = min(num_transfers, len(self.in_flight) + 1)
+        if collectives < 2 or self.measured is None or not self.in_flight or port[0] != measured_name:
+            return 1.0, 1.0
+        alone, known = self.measured.link, min(collectives, len(self.in_flight) + 1)
         seen = self.in_flight[known - 2]
-        if is_latency:
-            return Fraction(num_transfers) if seen.latency == 0 else known * Fraction(alone.latency, seen.latency)
-        return known * Fraction(seen.bandwidth, alone.bandwidth)
+        latency = collectives / known * seen.latency / alone.latency if seen.latency and alone.latency else 1.0
+        return alone.bandwidth / (known * seen.bandwidth), latency
 
     def _connection(self, sender: int, receiver: int, ends: Sequence[Link]) -> tuple[Port, int] | None:
         limits = [link.flow_limit for link in ends if link.flow_limit is not None]

@@ -18,8 +18,10 @@ from fractions import Fraction
 from typing import Literal
 
 from fleetbench.plan.operations import Collective
+from sim.clock import half_up
 from sim.network.algorithms import Ranks
 from sim.network.links import Links, Port
+from sim.network.turns import taken_in_turns
 from sim.network.work import Cost, Route, Work
 
 Protocol = Literal["LL", "LL128", "Simple"]
@@ -124,7 +126,9 @@ class Nccl:
         choice, total = self.choice(nbytes), self._scale * nbytes
         passes = 2 if choice.method == "tree" else Fraction(self._steps, self._size)
         on_wire = total * passes * WIRE[choice.protocol]
-        return self._work.routed(Cost(choice.latency_ns, total / choice.gbps), on_wire)
+        cost = Cost(choice.latency_ns, total / choice.gbps)
+        messages = self._steps if choice.method == "ring" else 0
+        return self._work.routed(cost, on_wire, taken_in_turns(cost.latency_ns, half_up(cost.transfer_ns), messages))
 
     def _ring(self, protocol: Protocol, nbytes: int) -> Choice:
         generation, scale = self._generation, min(self._nodes, 3) - 1

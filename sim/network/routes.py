@@ -8,10 +8,12 @@ from fractions import Fraction
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.operations import COLLECTIVES, Collective, Operation
+from sim.clock import half_up
 from sim.network.algorithms import ALGORITHMS, Ranks, ring
 from sim.network.gloo import SegmentedRing, gloo
 from sim.network.links import Links
 from sim.network.nccl import GENERATIONS, Nccl
+from sim.network.turns import taken_in_turns
 from sim.network.work import Cost, Route, Work
 
 
@@ -27,13 +29,15 @@ class MeasuredAllReduce:
         self._points = sorted({point.nbytes: point.took for point in points}.items())
         self._half = max(bisect_right(self._points, self._points[-1][0] // 2, key=lambda point: point[0]) - 1, 0)
         self._ring = ring("all_reduce", ranks, links)
+        self._messages = 2 * (len(ranks) - 1)
         self._latency_ns = self._ring.route(0).cost.latency_ns
 
     def route(self, nbytes: int) -> Route:
         """What an all-reduce of ``nbytes`` takes; of it, what a ring's messages take before any byte is latency."""
         took_ns = self.took_ns(nbytes)
         latency_ns = min(self._latency_ns, int(took_ns))
-        return self._ring.routed(Cost(latency_ns, took_ns - latency_ns), nbytes)
+        turns = taken_in_turns(latency_ns, half_up(took_ns - latency_ns), self._messages)
+        return self._ring.routed(Cost(latency_ns, took_ns - latency_ns), nbytes, turns)
 
     def took_ns(self, nbytes: int) -> Fraction:
         """The time of ``nbytes``."""
@@ -77,8 +81,9 @@ class Routes:
                 self._ways[key[:4]] = way(kind, ranks, links, rows=rows)  # type: ignore[arg-type]  # a collective's kind
             found = self._ways[key[:4]].route(operation.nbytes)
             if quantises:
-                latency_ns = found.cost.latency_ns + round(self._quantise_ns * operation.nbytes)
-                found = dataclasses.replace(found, cost=Cost(latency_ns, found.cost.transfer_ns))
+                more_ns = round(self._quantise_ns * operation.nbytes)
+                cost = Cost(found.cost.latency_ns + more_ns, found.cost.transfer_ns)
+                found = dataclasses.replace(found, cost=cost, first_ns=found.first_ns + more_ns)
             self._known[key] = found
         return self._known[key]
 

@@ -9,7 +9,9 @@ from fractions import Fraction
 from itertools import starmap
 
 from fleetbench.plan.longest_chain import Message, Pace, around_ring, envelope, is_chain, through_rounds
+from sim.clock import half_up
 from sim.network.links import Hop, Links, Port
+from sim.network.turns import Turn, Window, taken_in_turns
 
 BITS_NS = 8 * 10**9
 """Nanoseconds that a byte takes at 1 bit/s."""
@@ -30,18 +32,6 @@ class Cost:
     transfer_ns: Fraction
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Flow:
-    """What a transfer that has its ports for itself brings through them; one object for all transfers of a kind."""
-
-    loads: tuple[Fraction, ...]
-    """Of each of its ports, the part it takes, at most 1."""
-    bits_per_s: Fraction
-    """Through the port where that is most."""
-    fills: bool
-    """It takes all of each."""
-
-
 @dataclass(frozen=True, slots=True)
 class Route:
     """One collective on the cluster's links: what it takes alone, and what of them."""
@@ -49,7 +39,13 @@ class Route:
     cost: Cost
     ports: tuple[Port, ...]
     """The ports that it keeps busy, each once."""
-    flow: Flow
+    loads: tuple[Fraction, ...]
+    """Of each of its ports, the part of its transfer that it is busy, at most 1; one object for all collectives of a kind."""
+    turns: tuple[Turn, ...]
+    """How it takes its ports. With ``first_ns`` they end after the cost, where nothing is in the way."""
+    first_ns: int = 0
+    """From its start to the arrival of the first turn."""
+    window: Window | None = None
 
 
 class Work:
@@ -62,22 +58,23 @@ class Work:
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._phases: list[tuple[Pace, ...]] = []
+        self._phases: list[tuple[tuple[Pace, ...], int]] = []
+        """Each with its number of messages one after the other; 0: they are all under way at once."""
         self.hops: tuple[Pace, ...] = ()
         """Of a ring: how its messages go, each way once."""
         self._traffic: dict[Port, int] = {}
         """Of the collective's bytes, what passes each port, in units of 1 / ``_unit``."""
         self._unit = 1
         self._rates: dict[Port, int | Fraction] = {}
-        self._flows: dict[Fraction | None, tuple[tuple[Port, ...], Flow]] = {}
+        self._loads: dict[Fraction | None, tuple[tuple[Port, ...], tuple[Fraction, ...]]] = {}
 
     def rounds(self, rounds: Iterable[Round]) -> Work:
         """Add rounds of messages, in which each rank waits for its own messages only."""
         paced = [self._paced(share, pairs) for share, pairs in rounds if pairs]
         if all(len({pace for _, _, pace in messages}) == 1 for messages in paced) and is_chain(paced):
-            self._phases += [(messages[0][2],) for messages in paced]
+            self._phases += [((messages[0][2],), 1) for messages in paced]
         else:
-            self._phases.append(envelope(through_rounds(paced)))
+            self._phases.append((envelope(through_rounds(paced)), len(paced)))
         return self
 
     def around(self, steps: int, share: Fraction, ring: Sequence[Pair]) -> Work:
@@ -87,17 +84,15 @@ class Work:
         """
         hops = [pace for _, _, pace in self._paced(share, ring, times=steps)]
         self.hops = tuple(dict.fromkeys(hops))
-        if len(self.hops) == 1:
-            self._phases.append((Pace(steps * hops[0].latency_ns, steps * hops[0].ns_per_byte),))
-        else:
-            self._phases.append(envelope(around_ring(steps, hops)))
+        alike = (Pace(steps * hops[0].latency_ns, steps * hops[0].ns_per_byte),)
+        self._phases.append((alike if len(self.hops) == 1 else envelope(around_ring(steps, hops)), steps))
         return self
 
     def pipeline(self, latency_ns: int, share: Fraction, pairs: Sequence[Pair]) -> Work:
         """Add messages in chunks so small that all are under way at once, after so much latency."""
         hops = [self._links.hop(sender, receiver) for sender, receiver in pairs]
         uses = self._uses(hops)
-        self._phases.append((Pace(latency_ns, share * max(starmap(_busy, set(uses.values())))),))
+        self._phases.append(((Pace(latency_ns, share * max(starmap(_busy, set(uses.values())))),), 0))
         self._add({port: count for port, (count, _) in uses.items()}, share)
         return self
 
@@ -115,30 +110,23 @@ class Work:
     def route(self, nbytes: int) -> Route:
         """What a collective of ``nbytes`` takes."""
         latency_ns, transfer_ns = 0, Fraction(0)
-        for paces in self._phases:
+        turns: list[Turn] = []
+        for paces, messages in self._phases:
             longest = max(paces, key=lambda pace: pace.at(1, nbytes))
             latency_ns += longest.latency_ns
-            transfer_ns += nbytes * longest.ns_per_byte
-        return self.routed(Cost(latency_ns, transfer_ns), nbytes)
+            before_ns, transfer_ns = half_up(transfer_ns), transfer_ns + nbytes * longest.ns_per_byte
+            turns += taken_in_turns(longest.latency_ns, half_up(transfer_ns) - before_ns, messages)
+        return self.routed(Cost(latency_ns, transfer_ns), nbytes, turns)
 
-    def routed(self, cost: Cost, nbytes: int | Fraction) -> Route:
-        """The same traffic, of ``nbytes``, where it takes ``cost``."""
+    def routed(self, cost: Cost, nbytes: int | Fraction, turns: Iterable[Turn]) -> Route:
+        """The same traffic, of ``nbytes``, where it takes ``cost``, in such turns."""
         scale = nbytes * BITS_NS / cost.transfer_ns if cost.transfer_ns else None
-        if scale not in self._flows:
-            self._flows[scale] = self._flow(scale)
-        ports, flow = self._flows[scale]
-        return Route(cost, ports, flow)
-
-    def _flow(self, scale: Fraction | None) -> tuple[tuple[Port, ...], Flow]:
-        """The ports, and what a transfer takes of them that brings ``scale`` bit/s through one that carries all its bytes once."""
-        kinds = self._kinds()
-        if scale is None:
-            bits_per_s, loads = Fraction(max(self._rates.values(), default=1)), dict.fromkeys(kinds.values(), Fraction(1))
-        else:
-            brought = {kind: scale * kind[0] / self._unit for kind in set(kinds.values())}
-            bits_per_s = max(brought.values(), default=Fraction(0))
-            loads = {kind: min(Fraction(1), bits / kind[1]) for kind, bits in brought.items()}
-        return tuple(kinds), Flow(tuple([loads[kind] for kind in kinds.values()]), bits_per_s, all(load == 1 for load in loads.values()))
+        if scale not in self._loads:
+            kinds = self._kinds()
+            whole = {kind: Fraction(self._unit) * kind[1] for kind in set(kinds.values())}
+            of_kind = {kind: min(Fraction(1), (scale or whole[kind]) * kind[0] / whole[kind]) for kind in whole}
+            self._loads[scale] = (tuple(kinds), tuple([of_kind[kind] for kind in kinds.values()]))
+        return Route(cost, *self._loads[scale], tuple(turns))
 
     def _kinds(self) -> dict[Port, Kind]:
         return {port: (traffic, self._rates[port]) for port, traffic in self._traffic.items()}

@@ -1,24 +1,26 @@
 """Network: where trainers meet in collectives, and what carries these over the cluster's links, alone and beside others.
 
-A collective spends its latency first and then its transfer, at the share of its ports that other
-transfers leave it; both slower where its ranks' compute slows it. Latencies share nothing, unless
-several in flight were measured to. Collectives inside two nodes share nothing; those that cross nodes
+A collective takes its ports in turns, first come, first served (``sim.network.turns``); it is slower where its ranks' compute slows
+it, and where several in flight were measured to be. Collectives inside two nodes share nothing; those that cross nodes
 share the nodes' interfaces, and those that cross racks their uplinks.
 """
 
+from __future__ import annotations
+
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
 
 from simpy import Event
 
 from fleetbench.plan.operations import Operation
-from sim.clock import Clock
-from sim.network.links import LATENCY, Links
+from sim.clock import Clock, half_up
+from sim.network.links import Links, Port
 from sim.network.routes import Routes
-from sim.network.sharing import SharedPorts
+from sim.network.turns import Turn, busy_on, scaled
+from sim.network.work import Route
 
 Changed = Callable[[Fraction], None]
 Tell = Callable[[Operation, tuple[int, ...], int, int], None]
@@ -76,6 +78,42 @@ class Computing:
                 changed(now)
 
 
+class OwnTime:
+    """How far a collective would be by now with no other beside it: time passes at the pace that its ranks' compute leaves it.
+
+    It is integrated exactly, and the time of each mark that is reached is rounded once.
+    """
+
+    def __init__(self, clock: Clock, pace: Fraction) -> None:
+        self._clock = clock
+        self.pace = pace
+        self._since_ns, self._passed_ns = clock.now, Fraction(0)
+        self._changed: Event | None = None
+        self._due_ns: int | None = None
+
+    @property
+    def now(self) -> Fraction:
+        """What has passed since its start."""
+        return self._passed_ns + (self._clock.now - self._since_ns) * self.pace
+
+    def change(self, pace: Fraction) -> None:
+        """From now on, it goes at another pace."""
+        self._since_ns, self._passed_ns, self.pace = self._clock.now, self.now, pace
+        if self._changed is not None and self._due_ns != self._clock.now:  # what is due now is reached, in whatever order things happen
+            self._changed.succeed()
+            self._changed = None
+
+    def reach(self, mark_ns: Fraction | int) -> Generator[Event, object, None]:
+        """Wait for a mark."""
+        while (left_ns := half_up((mark_ns - self.now) / self.pace)) > 0:
+            self._due_ns, self._changed = self._clock.now + left_ns, self._clock.event()
+            reached = self._clock.timeout(left_ns)
+            yield reached | self._changed
+            if reached.processed:
+                self._changed = None
+                return
+
+
 class Network:
     """The cluster's links, as collectives see them, and the ranks' compute beside them."""
 
@@ -83,24 +121,66 @@ class Network:
         self._clock = clock
         self._links = links
         self._computing = computing or Computing()
-        self._ports = SharedPorts(clock, links.capacity)
         self._routes = Routes(links)
+        self._free_ns: dict[Port, int] = {}
+        """When each port has carried what has arrived."""
+        self._in_flight = Counter[Port]()
+        self._arrived: list[tuple[tuple[int, int], Event]] = []
 
     def carry(self, operation: Operation, ranks: tuple[int, ...]) -> Generator[Event, object, None]:
         """Carry out a collective among ``ranks``."""
         route = self._routes.of(operation, ranks)
-        cost, ports = route.cost, route.ports
-        if not self._computing.slows and not self._links.in_flight:
-            yield self._clock.timeout(cost.latency_ns)
-            yield self._ports.start(ports, cost.transfer_ns, flow=route.flow).end
-            return
-        latency = tuple((name + LATENCY, number, way) for name, number, way in ports)
-        parts = ((latency, Fraction(cost.latency_ns), None), (ports, cost.transfer_ns, route.flow))
-        for passes, takes_ns, flow in parts:
-            if takes_ns:  # at the pace that its ranks' compute leaves it
-                transfer = self._ports.start(passes, takes_ns, self._computing.pace(ranks), flow)
-                with self._computing.watching(ranks, partial(self._ports.repace, transfer)):
-                    yield transfer.end
+        own = OwnTime(self._clock, self._computing.pace(ranks))
+        with self._computing.watching(ranks, own.change):
+            yield from own.reach(route.first_ns)
+            self._in_flight.update(route.ports)
+            yield from self._turns(route, own, (operation.id, ranks[0]))
+            self._in_flight.subtract(route.ports)
+
+    def _turns(self, route: Route, own: OwnTime, place: tuple[int, int]) -> Generator[Event, object, None]:
+        arrives, done = Fraction(route.first_ns), Fraction(0)
+        """When the next turn arrives, and a receiver is done with the message before; see ``Window``."""
+        for turn in route.turns:
+            yield from own.reach(arrives)
+            yield self._next_of(place)
+            free_ns, latencies = self._take(route, turn)
+            left = arrives + turn.own_ns
+            yield from own.reach(left)
+            if free_ns > self._clock.now:
+                yield self._clock.until(free_ns)
+                left = own.now
+            after = left + scaled(turn.then_ns, latencies)
+            if route.window is None:
+                arrives = after
+            else:
+                told, done = route.window.next(arrives, left, done)
+                arrives = max(after, told)
+        yield from own.reach(after)
+
+    def _next_of(self, place: tuple[int, int]) -> Event:
+        """The turn of a collective among those that arrive at this moment: by place, after all else that happens at this moment."""
+        self._arrived.append((place, self._clock.event()))
+        if len(self._arrived) == 1:
+            self._clock.at_last().callbacks.append(self._serve)
+        return self._arrived[-1][1]
+
+    def _serve(self, _event: Event) -> None:
+        arrived, self._arrived = sorted(self._arrived, key=lambda arrival: arrival[0]), []
+        for _, served in arrived:
+            served.succeed()
+
+    def _take(self, route: Route, turn: Turn) -> tuple[int, float]:
+        """Take the ports: when all have carried it, if that is later than alone, and how many times as long latencies take."""
+        now_ns, latest_ns, latencies = self._clock.now, 0, 1.0
+        for port, load in zip(route.ports, route.loads, strict=True):
+            slower, own = self._links.slower(port, self._in_flight[port])
+            busy_ns = scaled(busy_on(turn, load), slower)
+            begins_ns = max(self._free_ns.get(port, 0), now_ns)
+            self._free_ns[port] = begins_ns + busy_ns
+            if begins_ns > now_ns or slower > 1.0:
+                latest_ns = max(latest_ns, begins_ns + busy_ns)
+            latencies = max(latencies, own)
+        return latest_ns, latencies
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Two in flight: queues worked out by hand, and the two numbers found again."""
+"""Two in flight: queues of two messages each worked out by hand, and the two numbers found again."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fleetbench.fitting.overlap import Together, durations, fit_together
 @pytest.mark.parametrize(
     ("queues", "alpha_s", "latency", "transfer", "expected"),
     [
-        ([[4.0], [4.0]], 0.0, 2.0, 1.0, [[8.0], [8.0]]),  # a link that both share
+        ([[4.0], [4.0]], 0.0, 2.0, 1.0, [[6.0], [8.0]]),  # a link that both share, until 2, 4, 6 and 8
         ([[4.0], [4.0]], 0.0, 2.0, 2.0, [[4.0], [4.0]]),
-        ([[4.0], [2.0]], 0.0, 2.0, 1.0, [[6.0], [4.0]]),  # both until 4, then one alone
+        ([[4.0], [2.0]], 0.0, 2.0, 1.0, [[5.0], [6.0]]),  # until 2, 3, 5 and 6
         ([[4.0], []], 1.0, 1.0, 1.0, [[5.0], []]),
-        ([[1.0], [4.0]], 1.0, 2.0, 1.0, [[3.0], [6.0]]),  # latencies together, 1 each until 3, and 3 alone
-        ([[1.0], [1.0]], 1.0, 1.0, 2.0, [[3.0], [3.0]]),  # latencies share, transfers do not
-        ([[1.0, 1.0], [4.0]], 1.0, 2.0, 1.0, [[3.0, 3.0], [7.0]]),  # beside a latency, a transfer has the link to itself
+        ([[1.0], [4.0]], 1.0, 2.0, 1.0, [[3.5], [5.5]]),  # until 0.5, 2.5, 3 and 5, and half a second of latency after each
+        ([[1.0], [1.0]], 1.0, 1.0, 2.0, [[3.0], [3.0]]),  # latencies share, messages do not
+        ([[1.0, 1.0], [4.0]], 1.0, 2.0, 1.0, [[3.5, 3.5], [5.5]]),  # the third, from 3.5 on, until 5.5 and 6.5
     ],
 )
 def test_queues_by_hand(queues: list[list[float]], alpha_s: float, latency: float, transfer: float, expected: list[list[float]]) -> None:
@@ -28,11 +28,11 @@ def test_queues_by_hand(queues: list[list[float]], alpha_s: float, latency: floa
 @pytest.mark.parametrize(
     ("queue", "alpha_s", "latency", "transfer", "expected"),
     [
-        ([4.0, 4.0], 0.0, 2.0, 1.0, [8.0, 8.0]),
+        ([4.0, 4.0], 0.0, 2.0, 1.0, [6.0, 8.0]),
         ([4.0], 1.0, 2.0, 1.0, [5.0]),
-        ([1.0, 3.0, 2.0], 0.0, 2.0, 1.0, [2.0, 6.0, 4.0]),  # the third begins with the first end, at 2, and shares until 6
-        ([1.0, 4.0, 1.0], 1.0, 2.0, 1.0, [3.0, 7.0, 3.0]),  # as two queues of which one has two members
-        ([2.0, 1.0, 1.0], 0.0, 2.0, 2.0, [2.0, 1.0, 1.0]),  # two links: the third follows the second
+        ([1.0, 3.0, 2.0], 0.0, 2.0, 1.0, [2.5, 4.0, 3.5]),  # until 0.5, 2, 2.5 and 4; the third from 2.5 on, until 5 and 6
+        ([1.0, 4.0, 1.0], 1.0, 2.0, 1.0, [3.5, 5.5, 3.5]),  # as two queues of which one has two members
+        ([2.0, 2.0, 2.0], 0.0, 2.0, 2.0, [2.0, 2.0, 2.0]),  # a link that carries two
     ],
 )
 def test_one_queue_of_which_two_are_under_way(

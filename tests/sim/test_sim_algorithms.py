@@ -195,7 +195,7 @@ def test_every_all_reduce_sends_the_same_in_all(name: str, ranks: int, nbytes: i
     So the bytes that a run counts, in the mean over ranks, are those of any of them.
     """
     found = route(name, "all_reduce", ranks, nbytes, 0)
-    sent = sum(load * found.cost.transfer_ns for port, load in zip(found.ports, found.flow.loads, strict=True) if port[2] == "out")
+    sent = sum(load * found.cost.transfer_ns for port, load in zip(found.ports, found.loads, strict=True) if port[2] == "out")
     assert sent == 2 * (ranks - 1) * nbytes
 
 
@@ -353,7 +353,7 @@ def test_ranks_of_a_node_share_its_interface_in_a_round() -> None:
     links = Links(trainers_per_node=2, intra=link(8), inter=link(0.8))
     found = ALGORITHMS["halving_doubling"]("all_reduce", range(4), links).route(1_000)
     assert found.cost.transfer_ns == 2 * (500 + 2 * 250 * 10)
-    loads = dict(zip(found.ports, found.flow.loads, strict=True))
+    loads = dict(zip(found.ports, found.loads, strict=True))
     assert loads["inter", 0, "out"] == Fraction(2 * 5_000, 11_000)
     assert loads["intra", 3, "in"] == Fraction(2 * 500, 11_000)
 
@@ -362,4 +362,4 @@ def test_bruck_loads_every_rank_alike() -> None:
     """Seven ranks gather 700 bytes in rounds of 100, 200 and the missing 300: 600 ns, and every port is busy throughout."""
     found = route("halving_doubling", "all_gather", 7, 700, 5)
     assert (found.cost.latency_ns, found.cost.transfer_ns) == (15, 600)
-    assert set(found.flow.loads) == {Fraction(1)}
+    assert set(found.loads) == {Fraction(1)}

@@ -173,16 +173,15 @@ def test_starting_a_collective_takes_host_time_from_compute() -> None:
 def test_communicators_share_the_bandwidth() -> None:
     """Two in flight, T = 20 + S alone.
 
-    b starts at 800, its transfer of 2000 ns at 820. a starts at 1000, its transfer of 1000 ns at
-    1020, where b has 1800 to go. At half the bandwidth each, a ends at 1020 + 2000 = 3020; b then
-    has 800 to go alone and ends at 3820: the link was busy from 820 to 3820, for 3000 bytes.
+    b starts at 800, its first message of 1000 ns is on the wire until 1800 and back at 1810. a is ready at 1000 and
+    has the wire from 1800 to 2300, b until 3300, and a until 3800: the link was busy throughout, for 3000 bytes.
     """
     several = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
     result = simulate(layered(A_AND_B, inter=link(8, 10), strategy=several))
     spans = {(span.stream, span.name): (span.start_ns, span.start_ns + span.duration_ns) for span in result.spans if span.rank == 0}
-    assert spans["communication 0", "all_reduce 0"] == (800, 3820)
-    assert spans["communication 1", "all_reduce 1"] == (1000, 3020)
-    assert in_ns(result, "exposed_comm_s") == [2820, 2820]
+    assert spans["communication 0", "all_reduce 0"] == (800, 3310)
+    assert spans["communication 1", "all_reduce 1"] == (1000, 3810)
+    assert in_ns(result, "exposed_comm_s") == [2810, 2810]
 
 
 def test_synchronised_communicators_do_not_overlap() -> None:
@@ -194,12 +193,10 @@ def test_synchronised_communicators_do_not_overlap() -> None:
 @pytest.mark.parametrize(
     ("backend", "expected"),
     [
-        # Bucket 0 is alone for 100 ns, then has half: 900 left at 400, and ends at 2200. Bucket 1 then has 100 left, and
-        # bucket 2 starts: 1 ends at 2400, 2 has 900 left and ends at 3300.
-        ("nccl", [(300, 2_200), (400, 2_400), (2_200, 3_300)]),
-        # All three from 500 on, where bucket 0 has 850 left and bucket 1 950: at a third each 0 ends at 3050. 1 then has
-        # 100 left and 2 has 150: 1 ends at 3250, 2 with 50 left at 3300.
-        ("gloo", [(300, 3_050), (400, 3_250), (500, 3_300)]),
+        # Messages of 500 ns, in turn: 0, 1, 0 until 1800. Bucket 2 starts there, behind 1, which is back since 1300.
+        ("nccl", [(300, 1_800), (400, 2_300), (1_800, 3_300)]),
+        # 0, 1, 2, 0, 1, 2.
+        ("gloo", [(300, 2_300), (400, 2_800), (500, 3_300)]),
     ],
 )
 def test_communicators_carry_as_many_as_they_can(backend: Literal["gloo", "nccl"], expected: list[tuple[int, int]]) -> None:

@@ -24,8 +24,6 @@ from fleetbench.errors import ConfigError
 from fleetbench.quantities import Nanoseconds
 from fleetbench.stragglers import Jitter, SlowRank
 from fleetbench.workload import HostWork
-from sim.arrays.layout import Times
-from sim.arrays.shared_links import Wires, rounded_quotient
 from sim.run import simulate
 
 
@@ -120,54 +118,6 @@ def test_several_communicators_within_a_hierarchy(data: st.DataObject) -> None:
     options |= {"intra": link(pick(80, 11), pick(0, 10)), "inter": link(pick(8.0, 7.3), pick(0, 100)), "nics_per_node": pick(1, 2)}
     experiment = layered(layers, strategy=strategy, stragglers=(Jitter(mean=0.5),), seed=draw(st.integers(0, 9)), **options)
     assert agree(Case(experiment=experiment)) == "vector"
-
-
-@pytest.mark.parametrize(
-    ("gbits", "kinds"),
-    [
-        ((7.3, 8.0), "64 to 64"),
-        ((7.30123, 8.10157), "64 to 64"),
-        ((4.30123457, 8.10157651), "64 to any"),
-        ((7.301234567, 8.101576543), "any to any"),
-    ],
-)
-def test_what_is_left_of_transfers_may_have_more_than_64_bits(
-    gbits: tuple[float, float], kinds: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rates without common factors make units of progress small, and transfers of milliseconds long: each end is the reference's."""
-    seen: list[tuple[str, str, int]] = []
-    carry = Wires.carry
-
-    def noted(wires: Wires, ready: Times) -> tuple[Times, Times]:
-        before, found = wires.exact, carry(wires, ready)
-        seen.append(("64" if before is np.int64 else "any", "64" if wires.exact is np.int64 else "any", int(wires._whole_work.max())))
-        return found
-
-    monkeypatch.setattr(Wires, "carry", noted)
-    strategy: dict[str, Any] = {"use_hierarchical_allreduce": True, "nccl_comm_num": 3, "sync_nccl_allreduce": False}
-    intra, inter = (link(each, 10) for each in gbits)
-    layers = [(3_000_001, 90_000, 70_000), (5_000_003, 80_000, 60_000), (7_000_001, 50_000, 90_000), (6_000_007, 20_000, 30_000)]
-    options: dict[str, Any] = {"nodes": 3, "trainers_per_node": 2, "steps": 3, "stragglers": (Jitter(mean=0.5),)}
-    experiment = layered(layers, strategy=strategy | {"fuse_all_reduce_ops": False}, intra=intra, inter=inter, **options)
-    assert agree(Case(experiment=experiment)) == "vector"
-    assert kinds in {f"{before} to {after}" for before, after, _ in seen}
-    assert max(work for _, _, work in seen) > 2**63 or gbits == (7.3, 8.0)
-
-
-NUMBERS = st.integers(1, 2**60 - 1)
-
-
-@given(old=NUMBERS, new=NUMBERS, to_go=st.integers(0, 2**44 - 1), off=st.floats(-0.5, 0.5))
-def test_a_quotient_of_lower_bits_is_pythons(old: int, new: int, to_go: int, off: float) -> None:
-    """What is left of a transfer at an old rate, its end rounded by up to half a nanosecond, at a new one: in 64 bits, as in integers."""
-    left = to_go * old + int(off * old)
-    if abs(left) // new >= 2**45:
-        new = max(new, abs(left) // 2**44)
-    lower = np.asarray([left & (2**64 - 1)], dtype=np.uint64).view(np.int64)
-    found = rounded_quotient(lower, np.asarray([new]), np.asarray([float(to_go) * float(old)]))
-    assert found.tolist() == [(2 * left + new) // (2 * new)]
-    of_any_size = rounded_quotient(np.asarray([left], dtype=object), np.asarray([new], dtype=object), None)
-    assert of_any_size.tolist() == found.tolist()
 
 
 @pytest.mark.parametrize("host_ns", [0, 3000])

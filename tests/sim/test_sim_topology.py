@@ -14,9 +14,9 @@ from sim_cases import carried_ns, in_ns, layered, link
 from fleetbench.cluster import NodeOverride, Racks
 from fleetbench.result import RunResult
 from fleetbench.stragglers import SlowRank
+from sim.arrays.event_loop import Meetings
 from sim.network.algorithms import ring
 from sim.network.links import Links
-from sim.network.sharing import fair_speeds
 from sim.run import simulate
 
 ONE = [(300, 100, 200)]
@@ -31,9 +31,9 @@ def run(layers: Any = ONE, **options: Any) -> RunResult:
     return simulate(layered(layers, **options))
 
 
-@pytest.mark.parametrize(("nics", "took"), [(1, [12_200] * 3), (2, [8_200, 4_200, 8_200]), (3, [4_200] * 3), (4, [4_200] * 3)])
+@pytest.mark.parametrize(("nics", "took"), [(1, [8_100, 10_100, 12_100]), (2, [6_100, 4_200, 8_100]), (3, [4_200] * 3), (4, [4_200] * 3)])
 def test_rails_carry_the_rings_of_their_local_ranks(nics: int, took: list[int]) -> None:
-    """Three rings of 400 bytes between 2 nodes at 10 ns a byte: a third each on one interface; of two, local ranks 0 and 2 share one."""
+    """Three rings between 2 nodes, two messages of 2000 ns each, take turns on one interface; of two interfaces, 0 and 2 share one."""
     cluster = {"nodes": 2, "trainers_per_node": 3, "intra": link(8, 10), "inter": link(0.8, 100), "nics_per_node": nics}
     result = run(strategy=SCATTER, **cluster)
     for rank in range(6):
@@ -57,9 +57,9 @@ def test_a_ring_over_racks_has_the_uplink_at_most(oversubscription: float, slowe
 
 
 def test_rings_share_uplinks_even_where_they_share_no_interface() -> None:
-    """Two racks of two nodes with a trainer each, oversubscribed twice: the uplink carries one ring; rings 0-2 and 1-3 have half each.
+    """Two racks of two nodes with a trainer each, oversubscribed twice: the uplink carries one ring; rings 0-2 and 1-3 take turns.
 
-    In pairs inside the racks 600 bytes take 600 ns, then each ring carries 600 bytes: 2 x 300 in a ring of two, at half speed 1200 ns.
+    In pairs inside the racks 600 bytes take 600 ns, then each ring has two messages of 300 ns, of which the uplink carries four.
     """
     racks = Racks(nodes=2, oversubscription=2.0)
     strategy = SCATTER | {"hierarchical_inner_ranks": 2}
@@ -67,7 +67,7 @@ def test_rings_share_uplinks_even_where_they_share_no_interface() -> None:
     for rank in range(4):
         chain = carried_ns(result, rank)
         assert chain["reduce_scatter 0"] == (300, 900)
-        assert chain["all_reduce 0"] == (900, 2_100)
+        assert chain["all_reduce 0"] == (900, 1_800 + 300 * (rank % 2))
         assert chain["all_gather 0"] == (2_100, 2_700)
     alone = run(nodes=4, inter=link(8), strategy=strategy)
     assert carried_ns(alone)["all_reduce 0"] == (900, 1_500)
@@ -86,9 +86,9 @@ def test_the_last_rack_has_the_uplink_of_its_own_nodes() -> None:
 def test_directions_are_apart() -> None:
     """A reduce to node 0 and a broadcast from it pass each interface in opposite directions: neither slows the other, two reduces do."""
     links = Links(trainers_per_node=1, intra=None, inter=link(8))
-    up, down = ring("reduce", (0, 1), links).route(100).ports, ring("broadcast", (0, 1), links).route(100).ports
-    assert fair_speeds({"up": up, "down": down}) == {"up": 1, "down": 1}
-    assert fair_speeds({"up": up, "again": up}) == {"up": Fraction(1, 2), "again": Fraction(1, 2)}
+    up, down = ring("reduce", (0, 1), links).route(1_600), ring("broadcast", (0, 1), links).route(1_600)
+    assert Meetings([up, down], [[0], [1]], links).carry([0, 0])[1] == [1_600, 1_600]
+    assert Meetings([up, up], [[0], [1]], links).carry([0, 0])[1] == [3_100, 3_200]  # in 16 turns of 100 ns
 
 
 def test_a_slow_interface_slows_the_rings_that_pass_it() -> None:
@@ -132,14 +132,18 @@ def test_a_slow_node_computes_slowly_beside_its_stragglers() -> None:
 def test_a_rack_of_many_rings_is_shared_by_all_of_them() -> None:
     """Eight trainers on each of 4 nodes in 2 racks: 8 rings of a part each; interfaces carry 8 to a node, the uplink 2 nodes' over 4.
 
-    A part of 1280 bytes is 160, 2 x 3/4 x 160 = 240 ns alone; the uplink has half an interface for eight of them: 3840. With an
-    interface for each trainer it has four interfaces for eight rings: 480.
+    A part of 1280 bytes is 160, six messages of 40; the uplink has half an interface, 80 ns a message: eight rings take turns, the last
+    ends after 48 of them and the first after 41. With an interface for each trainer it has four, 10 ns a message.
     """
     layers = [(320, 100, 200)]
     cluster = {"nodes": 4, "trainers_per_node": 8, "intra": link(8), "inter": link(8)}
     result = run(layers, racks=Racks(nodes=2, oversubscription=4.0), strategy=SCATTER, **cluster)
-    start, end = carried_ns(result)["all_reduce 0"]
-    assert end - start == 3_840
+    assert [took(result, rank) for rank in (0, 7)] == [41 * 80, 48 * 80]
     rails = run(layers, racks=Racks(nodes=2, oversubscription=4.0), strategy=SCATTER, nics_per_node=8, **cluster)
-    start, end = carried_ns(rails)["all_reduce 0"]
-    assert end - start == 480
+    assert [took(rails, rank) for rank in (0, 7)] == [41 * 10, 48 * 10]
+
+
+def took(result: RunResult, rank: int) -> int:
+    """A rank's all-reduce."""
+    start, end = carried_ns(result, rank)["all_reduce 0"]
+    return end - start
