@@ -1,10 +1,10 @@
 """Train random loops under random strategies: each as its truth, or refused.
 
-python reports/as_ddp_or_refused/campaign.py --seed 1 --cases 2000       # appends to results.csv, goes on where it was
-python reports/as_ddp_or_refused/campaign.py --table results.csv         # counts
+python reports/as_ddp_or_refused/campaign.py --seed 2 --cases 2000       # appends to seed2.csv, goes on where it was
+python reports/as_ddp_or_refused/campaign.py --table seed2.csv           # counts
 python reports/as_ddp_or_refused/campaign.py --choose before.csv         # cases for the test: what was found, and pairs of features
-python reports/as_ddp_or_refused/campaign.py --seed 1 --case 17          # one alone, with what was said
-python reports/as_ddp_or_refused/campaign.py --seed 1 --case 17 --shrink # what of it is needed to end so
+python reports/as_ddp_or_refused/campaign.py --seed 2 --case 17          # one alone, with what was said
+python reports/as_ddp_or_refused/campaign.py --seed 2 --case 17 --shrink # what of it is needed to end so
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from random_pool import Pool, Verdict  # noqa: E402  # as above
 def main() -> None:
     """Train what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--known", type=int, default=0, help="instead of all cases, so many of each combination that was wrong once")
     parser.add_argument("--case", type=int)
     parser.add_argument("--shrink", action="store_true")
-    parser.add_argument("--out", type=Path, default=HERE / "results.csv")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--choose", type=Path)
     arguments = parser.parse_args()
@@ -44,7 +44,8 @@ def main() -> None:
     elif arguments.choose is not None:
         print(choose(arguments.choose, arguments.seed))
     elif arguments.case is None:
-        campaign(arguments.seed, concerned(arguments) if arguments.known else range(arguments.cases), arguments.out)
+        cases = concerned(arguments) if arguments.known else range(arguments.cases)
+        campaign(arguments.seed, cases, arguments.out or HERE / f"seed{arguments.seed}.csv")
     else:
         alone(draw(arguments.seed, arguments.case), shrink=arguments.shrink)
 

@@ -49,13 +49,31 @@ class Case:
     closure: bool = False
     schedule: str = ""
     """Of the learning rate: ``shared``, or another ``by rank``."""
-    drops: bool = False
-    """Before every third step a batch's gradients are thrown away."""
+    drops: str = ""
+    """A batch is thrown away before every third step: ``synced`` after a backward, ``kept`` after one inside of ``no_sync``, or
+    after its ``forward``. ``last synced`` and ``last kept``: after the last step."""
     evaluates: bool = False
     epoch: int = 0
     """Steps of an epoch; 0: no end of one is told."""
     synchronizes: int = 0
     """The step after which ``fleet.synchronize`` is called; 0: none."""
+    strides: bool = False
+    """A parameter and a buffer have gaps in memory, and another parameter is transposed."""
+    types: str = ""
+    """Beside the others a parameter that is ``float32`` or ``complex``, or ``odd sizes``: one number, and none."""
+    hook: str = ""
+    """Hooks of the script's own clip gradients: ``tensor`` or ``parameter``, registered ``before`` or ``after`` ``distributed_model``."""
+    second: str = ""
+    """An optimizer that fleet does not hear of: ``beside`` the other, for the last layer, or a ``new`` one from the third step on."""
+    turn: str = ""
+    """Before the third step a layer ``thaws`` or ``freezes``."""
+    writes: str = ""
+    """A training forward writes a buffer that it reads: from its ``own`` batch, from those ``of all`` ranks, a count that is the same
+    everywhere (``counts``), or its own, and the script has ``sent`` rank 0's before every forward."""
+    mode: str = ""
+    """``inference``: evaluations and ``fleet.synchronize`` run in it. ``default type``: torch's is bfloat16 while training."""
+    by_rank: str = ""
+    """How models differ: in the ``order`` of buffers, by ``one more``, in a ``shape``, or in what is ``frozen``."""
     large: bool = False
     """One parameter has gradients of 80,000 on rank 0 and 20,000 on rank 1: FP16 holds their mean, and not the first."""
 
@@ -147,7 +165,15 @@ class Case:
             "overflow on one rank": bool(self.overflow),
             "closure": self.closure,
             f"lr {self.schedule}": bool(self.schedule),
-            "drops": self.drops,
+            f"drops {self.drops}": bool(self.drops),
+            "strides": self.strides,
+            f"types {self.types}": bool(self.types),
+            f"hook {self.hook}": bool(self.hook),
+            f"second optimizer {self.second}": bool(self.second),
+            f"layer {self.turn}": bool(self.turn),
+            f"buffer {self.writes}": bool(self.writes),
+            f"mode {self.mode}": bool(self.mode),
+            f"by rank {self.by_rank}": bool(self.by_rank),
             "evaluates": self.evaluates,
             "epochs": bool(self.epoch),
             "synchronizes": bool(self.synchronizes),
@@ -204,12 +230,23 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
         case.by_bucket and any(kind == "two losses" and synced for kind, synced in case.backwards)
     ),
     "a penalty on gradients, and a loss scale": lambda case: case.amp == "fp16" and any("penalty" in kind for kind, _ in case.backwards),
+    "a parameter with gaps in memory": lambda case: case.strides,
+    "a hook registered after distributed_model": lambda case: case.hook.endswith("after") and not case.is_local,
+    "an optimizer that fleet does not know": lambda case: bool(case.second) and (case.is_local or case.merge > 1),
+    "state averaged of what the optimizer does not hold": lambda case: (
+        case.second == "beside"
+        and "average" in str(case.strategy.get("localsgd_configs", {}) | case.strategy.get("adaptive_localsgd_configs", {}))
+    ),
+    "a layer that is frozen in the middle": lambda case: case.turn == "freezes",
+    "a layer that is unfrozen in the middle": lambda case: case.turn == "thaws",
+    "a buffer that the forward writes": lambda case: case.writes == "own" and not case.is_local,
+    "models that differ by rank": lambda case: bool(case.by_rank),
 }
 """What this campaign has found, as combinations that its cases must keep drawing."""
 
 
 def draw(seed: int, index: int) -> Case:
-    """The case of a seed and a number."""
+    """The case of a seed and a number; seed 1 has what the first campaign drew."""
     source = random.Random(f"{seed}/{index}")  # noqa: S311  # no secrets are made of it
     while True:
         case = _draw(source, seed, index)
@@ -218,7 +255,7 @@ def draw(seed: int, index: int) -> Case:
         except ConfigError:
             if source.random() > 0.05:  # a few contradictions, which must be refused
                 continue
-        return case
+        return case if seed == 1 else _with_more(_Dice(source), case)
 
 
 class _Dice:
@@ -269,7 +306,7 @@ def _draw(source: random.Random, seed: int, index: int) -> Case:
         overflow=dice.one(1, 2, 3) if (scaler or strategy.get("amp_configs", {}).get("dtype") == "fp16") and dice.chance(0.3) else 0,
         closure=closure,
         schedule=dice.weighted(none=50, shared=25, by_rank=25).replace("none", ""),
-        drops=not closure and dice.chance(0.05),
+        drops="synced" if not closure and dice.chance(0.05) else "",
         evaluates=dice.chance(0.15),
         epoch=dice.one(2, 3, 4) if dice.chance(0.3) else 0,
         synchronizes=dice.one(2, 3, 4) if dice.chance(0.1) else 0,
@@ -278,6 +315,32 @@ def _draw(source: random.Random, seed: int, index: int) -> Case:
         and dice.chance(0.4 if "fp16_allreduce" in strategy else 0.05)
         and strategy.get("gradient_merge_configs", {}).get("avg", True),  # a sum of them is beyond FP16
     )
+
+
+def _with_more(dice: _Dice, case: Case) -> Case:
+    """The case with some of what was drawn in no case of seed 1."""
+    more: Fields = {}
+    plain = not (case.amp or case.scaler or case.closure)
+    if dice.chance(0.12):
+        more["strides"] = True
+    if dice.chance(0.12) and not case.amp and case.edit != "clip value":
+        more["types"] = dice.weighted(float32=45, odd_sizes=45, complex=10)
+    if dice.chance(0.15) and case.amp != "fp16" and not case.scaler:
+        more["hook"] = f"{dice.one('tensor', 'parameter')} {dice.one('before', 'after', 'after')}"
+    if dice.chance(0.15) and plain and case.model != "sparse":
+        more["second"] = dice.one("beside", "new")
+    if dice.chance(0.12):
+        more["turn"] = "thaws" if case.model == "frozen" else "freezes"
+    if dice.chance(0.15) and not case.overflow:  # where a rank ends alone, the other waits in its own forward
+        more["writes"] = dice.one("own", "of all", "counts", "sent")
+    if dice.chance(0.15) and not case.closure:
+        more["drops"] = dice.one("synced", "kept", "forward", "last synced", "last kept")
+    if dice.chance(0.15):
+        more["mode"] = dice.one("inference", "default type")
+        more["evaluates"] = case.evaluates or more["mode"] == "inference"
+    if dice.chance(0.04):
+        more["by_rank"] = dice.one("order", "one more", "shape", "frozen")
+    return dataclasses.replace(case, **more)
 
 
 EDITS = ("clip norm", "clip value", "data mul", "mul", "replace", "drop one", "zero one")
@@ -400,15 +463,45 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
     ),
     "a second backward outside of no_sync, where gradients have been merged, unscaled or used (docs/loops.md)": (
         "a second backward comes before optimizer.step\\(\\), and (?!the first)",
-        lambda case: (case.num_exchanges > 1 or case.drops or case.skips) and (case.merge > 1 or case.by_bucket or case.amp == "fp16"),
+        lambda case: (
+            (case.num_exchanges > 1 or bool(case.drops) or case.skips) and (case.merge > 1 or case.by_bucket or case.amp == "fp16")
+        ),
     ),
     "under Local SGD gradients are thrown away after a backward (docs/loops.md)": (
         "the first one's gradients were thrown away",
-        lambda case: case.is_local and (case.drops or case.skips),
+        lambda case: case.is_local and (bool(case.drops) or case.skips),
     ),
     "unused parameters without find_unused_parameters (docs/exchange.md)": (
         "got no gradient in this step",
         lambda case: case.model == "gated" and not case.finds_unused,
+    ),
+    "a layer is frozen after distributed_model, without find_unused_parameters (docs/loops.md)": (
+        "was frozen \\(requires_grad = False\\)",
+        lambda case: case.turn == "freezes" and not case.finds_unused,
+    ),
+    "a layer is unfrozen after distributed_model (docs/loops.md)": (
+        "requires gradients \\(requires_grad = True\\) since|did not require gradients when it was distributed",
+        lambda case: case.turn == "thaws",
+    ),
+    "an optimizer that fleet does not know, under local steps, gradient merge or a loss scale (docs/loops.md)": (
+        "has stepped parameters of the model, and was not given to fleet",
+        lambda case: bool(case.second) and (case.is_local or case.merge > 1 or case.amp == "fp16"),
+    ),
+    "an epoch's end or a meeting, where fleet's optimizer has not stepped since the last backward (the error names it)": (
+        "(EpochEnd|Flush): comes in the middle of a step",
+        lambda case: case.second == "new",
+    ),
+    "a training forward writes a buffer, each rank another value (docs/loops.md)": (
+        "is written by the training forward and differs by rank",
+        lambda case: case.writes == "own" and not case.is_local,
+    ),
+    "a complex parameter (the error names it)": (
+        "is not a gradient's type",
+        lambda case: case.types == "complex",
+    ),
+    "models differ by rank (docs/loops.md)": (
+        "the model: differs between rank R and rank R",
+        lambda case: bool(case.by_rank),
     ),
     "gradients are changed after an update by bucket (docs/loops.md)": (
         "gradients were changed after the backward",

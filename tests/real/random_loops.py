@@ -7,7 +7,6 @@ tensors, what a strategy says: it shares nothing with the code under test.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,106 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from random_cases import RANKS, Case
+from random_models import BATCH, CLASSES, FEATURES, SHIFTS, Network, Vector, flat_of, real, second_of
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
-
-FEATURES = 12
-CLASSES = 5
-BATCH = 6
-ROWS = 9
-WIDTHS = (16, 7, 20, 9)
-LR = 0.05
-SHIFTS = (80_000.0, 20_000.0)
-"""Of a rank each; FP16 ends at 65,504."""
-
-Vector = torch.Tensor
-
-
-class Network(nn.Module):
-    """``first``, some layers, ``last``; ``kind`` is what is special about it."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.kind = case.model
-        dtype = getattr(torch, case.dtype)
-        widths = (FEATURES, *WIDTHS[: case.num_layers - 1])
-        self.first = nn.Linear(FEATURES, widths[1], dtype=dtype)
-        self.middle = nn.ModuleList(nn.Linear(a, b, dtype=dtype) for a, b in itertools.pairwise(widths[1:]))
-        self.last = nn.Linear(widths[-1], CLASSES, dtype=dtype)
-        if case.model == "gated":
-            self.branches = nn.ModuleList(nn.Linear(FEATURES, FEATURES, dtype=dtype) for _ in range(2))
-            self.rare = nn.Linear(FEATURES, FEATURES, dtype=dtype)
-        elif case.model == "sparse":
-            self.table = nn.Embedding(ROWS, FEATURES, sparse=True, dtype=dtype)
-        elif case.model == "tied":
-            self.mix = nn.Linear(FEATURES, FEATURES, dtype=dtype)
-            self.again = nn.Linear(FEATURES, FEATURES, dtype=dtype)
-            self.again.weight = self.mix.weight
-        elif case.model == "normed":
-            self.norm = nn.BatchNorm1d(widths[1], dtype=dtype)
-        elif case.model == "frozen":
-            self.first.requires_grad_(False)  # torch's signature
-            self.last.bias.requires_grad_(False)
-        if case.large:
-            self.shift = nn.Parameter(torch.zeros(3, dtype=dtype))
-        self.turn = 0
-        self.rank = 0
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """Class scores ``(batch, classes)``, or a nest with them; what is special comes first."""
-        if self.kind == "gated":  # a branch by turn and rank, and a layer that every other turn reaches on no rank
-            self.turn += 1
-            x = x + torch.tanh(self.branches[(self.turn + self.rank) % 2](x))
-            x = x + torch.tanh(self.rare(x)) if self.turn % 2 else x
-        elif self.kind == "sparse":
-            x = self.table((x[:, :2].abs() * 3).long() % ROWS).sum(dim=1)
-        elif self.kind == "tied":
-            x = torch.tanh(self.mix(torch.tanh(self.again(x))))
-        x = self.first(x)
-        x = torch.tanh(self.norm(x) if self.kind == "normed" else x)
-        for layer in self.middle:
-            x = self._block(layer, x)
-        scores = self.last(x)
-        if hasattr(self, "shift"):
-            scores = scores + 0.0 * self.shift.sum()  # reached, and without effect: its gradient comes from the loss
-        return {"scores": scores, "hidden": (x,)} if self.kind == "nested" else scores
-
-    def _block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.dropout(torch.tanh(layer(x)), 0.1 if self.kind == "checkpointed" else 0.0)
-
-        if self.kind not in ("checkpointed", "reentrant") or not self.training or not torch.is_grad_enabled():
-            return torch.tanh(layer(x))
-        return checkpoint(run, x, use_reentrant=self.kind == "reentrant")  # type: ignore[no-any-return]  # torch's
-
-
-def network_of(case: Case, rank: int, offset: float = 0.0) -> Network:
-    """The case's model, ``offset`` away from where it begins."""
-    torch.manual_seed(case.index)
-    network = Network(case)
-    network.rank = rank
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(offset)
-    torch.manual_seed(1000 + rank)  # of whatever the loop draws
-    return network
-
-
-def optimizer_of(case: Case, network: nn.Module) -> torch.optim.Optimizer:
-    """The case's optimizer, which holds frozen parameters, too."""
-    parameters = [parameter for name, parameter in network.named_parameters() if name != "shift"]
-    groups: list[dict[str, Any]] = [{"params": parameters}]
-    if case.num_groups > 1:
-        groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": LR / 2, "weight_decay": 0.0}]
-    if case.large:
-        groups.append({"params": [network.shift], "lr": 1e-6, "weight_decay": 0.0})
-    decay = 0.0 if case.model == "sparse" else 0.01
-    if case.optimizer in ("adam", "adamw"):
-        kind = torch.optim.Adam if case.optimizer == "adam" else torch.optim.AdamW
-        return kind(groups, lr=LR / 10, weight_decay=decay)
-    momentum = 0.0 if case.optimizer == "sgd" else 0.9
-    return torch.optim.SGD(groups, lr=LR, momentum=momentum, weight_decay=decay, nesterov=case.optimizer == "nesterov")
 
 
 class Trainer:
@@ -152,7 +54,7 @@ class Trainer:
 
     def remember(self) -> None:
         """Add to the history."""
-        self.history.append(torch.cat([parameter.detach().reshape(-1).double() for parameter in self.network.parameters()]))
+        self.history.append(flat_of(self.network.parameters()))
 
 
 class Loop:
@@ -166,9 +68,18 @@ class Loop:
             torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=case.growth_interval, backoff_factor=0.5) if case.scaler else None
         )
         self._step = 0
+        self._second = second_of(case, trainer.network)
 
     def run(self) -> None:
         """All steps, and the trainers' last meeting."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16 if self._case.mode == "default type" else before)
+        try:
+            self._run()
+        finally:
+            torch.set_default_dtype(before)
+
+    def _run(self) -> None:
         case, trainer = self._case, self._trainer
         scheduler = self._scheduler()
         for self._step in range(1, case.steps + 1):
@@ -181,13 +92,17 @@ class Loop:
             if scheduler is not None:
                 scheduler.step()
             self._after()
-        trainer.synchronize()
+        if case.drops.startswith("last"):
+            self._drop(case.drops.removeprefix("last "))
+        self._synchronize()
         trainer.remember()
 
     def _before(self) -> None:
-        if self._case.drops and self._step % 3 == 0:
-            self._backward("batch", synced=True)
-            self._zero()
+        if self._case.drops and not self._case.drops.startswith("last") and self._step % 3 == 0:
+            self._drop(self._case.drops)
+        if self._case.turn and self._step == 3:
+            network = self._trainer.network
+            (network.first if self._case.turn == "thaws" else network.last.bias).requires_grad_(self._case.turn == "thaws")
         if self._case.evaluates:
             self._evaluate()
         if self._case.zero.endswith("before") and not self._case.closure:
@@ -200,7 +115,19 @@ class Loop:
         if case.epoch and self._step % case.epoch == 0:
             trainer.end_epoch()
         if self._step == case.synchronizes:
-            trainer.synchronize()
+            self._synchronize()
+
+    def _drop(self, phase: str) -> None:
+        """Throw a batch away: after its backward, inside ``no_sync`` or outside, or after its forward."""
+        if phase == "forward":
+            self._loss(*self._batch())
+        else:
+            self._backward("batch", synced=phase == "synced")
+        self._zero()
+
+    def _synchronize(self) -> None:
+        with torch.inference_mode() if self._case.mode == "inference" else nullcontext():
+            self._trainer.synchronize()
 
     def _backwards_and_step(self) -> None:
         trainer, scaler = self._trainer, self._scaler
@@ -209,8 +136,12 @@ class Loop:
             scaler.unscale_(trainer.optimizer)
         self._edit()
         trainer.before_step(scaler)
-        if scaler is None:
+        if self._case.second == "new" and self._step > 2:
+            self._second.step()
+        elif scaler is None:
             trainer.step(None)
+            if self._second is not None:
+                self._second.step()
         else:
             scaler.step(trainer.optimizer)
             scaler.update()
@@ -264,6 +195,8 @@ class Loop:
 
     def _loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and their loss."""
+        if self._case.writes == "sent":
+            dist.broadcast(self._trainer.network.mean, 0)
         output = self._trainer.model(inputs)
         if isinstance(output, dict):
             return output["scores"], cross_entropy(output["scores"], labels) + 0.01 * output["hidden"][0].square().mean()
@@ -298,12 +231,14 @@ class Loop:
         trainer.network.eval()
         inputs = torch.ones(2, FEATURES, dtype=getattr(torch, self._case.dtype))
         trainer.model(inputs)
-        with torch.no_grad():
+        with torch.inference_mode() if self._case.mode == "inference" else torch.no_grad():
             trainer.model(inputs)
         trainer.network.train()
 
     def _zero(self) -> None:
-        self._trainer.optimizer.zero_grad(set_to_none="none" in self._case.zero)
+        for optimizer in (self._trainer.optimizer, self._second):
+            if optimizer is not None:
+                optimizer.zero_grad(set_to_none="none" in self._case.zero)
 
     @torch.no_grad()
     def _edit(self) -> None:
@@ -467,6 +402,10 @@ class WrittenOut(Trainer):
             kept.add_(delta)
             parameter.copy_(kept)
         configs = self.case.strategy.get("localsgd_configs", {}) | self.case.strategy.get("adaptive_localsgd_configs", {})
+        if configs.get("buffers") == "average":
+            buffers = [buffer for buffer in self.network.buffers() if buffer.is_floating_point()]
+            for buffer, mean in zip(buffers, _mean(buffers), strict=True):
+                buffer.copy_(mean)
         if configs.get("optimizer_state") == "average":
             self._average_state((*self._momentum, "exp_avg_sq") if "exp_avg" in self._momentum else self._momentum)
         elif configs.get("momentum") == "average":
@@ -509,6 +448,7 @@ class WrittenOut(Trainer):
             parameter.grad = None
         self._update_came()
 
+    @torch.inference_mode(False)
     def _synchronize(self) -> None:
         if self.case.is_local and self._updates != self._last:
             self._meet()
@@ -550,10 +490,13 @@ class Rounds:
 @torch.no_grad()
 def _mean(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The means over all ranks, by one all-reduce of float64."""
-    flat = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+    flat = flat_of(tensors)
     dist.all_reduce(flat)
-    parts = torch.split(flat / RANKS, [tensor.numel() for tensor in tensors])
-    return [part.reshape(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
+    found = []
+    for part, tensor in zip(torch.split(flat / RANKS, [real(tensor).numel() for tensor in tensors]), tensors, strict=True):
+        whole = part.reshape(real(tensor).shape).to(real(tensor).dtype)
+        found.append(torch.view_as_complex(whole) if tensor.is_complex() else whole)
+    return found
 
 
 @contextmanager

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from living_fleet import be_rank, leave
 from random_cases import Case
-from random_loops import Loop, Network, Trainer, WrittenOut, autocast, network_of, optimizer_of
+from random_loops import Loop, Trainer, WrittenOut, autocast
+from random_models import Network, flat_of, hook, network_of, optimizer_of
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.errors import FleetbenchError
@@ -64,8 +65,13 @@ class Rank:
         case, fleet = self._case, self._fleet
         network = network_of(case, self.rank, offset=0.1 * self.rank)  # fleet starts all ranks from rank 0's
         optimizer = optimizer_of(case, network)
+        kind, _, where = case.hook.partition(" ")
+        if where == "before":
+            hook(network, kind)
         fleet.init(DistributedStrategy.from_dict(case.strategy), timeout_s=TIMEOUT_S)
         model = fleet.distributed_model(network)
+        if where == "after":
+            hook(network, kind)
         trainer = Trainer(case, network, fleet.distributed_optimizer(optimizer), model)
         trainer.no_sync = fleet.no_sync
         trainer.tell = lambda loss: fleet.report(loss=loss)
@@ -89,6 +95,8 @@ class Rank:
     def _by(self, case: Case, *, ddp: bool) -> list[torch.Tensor]:
         network = network_of(case, self.rank)
         optimizer = optimizer_of(case, network)
+        if case.hook:
+            hook(network, case.hook.split()[0])
         if ddp:
             model = DistributedDataParallel(network, broadcast_buffers=False, find_unused_parameters=case.finds_unused)
             trainer = Trainer(case, network, optimizer, model)
@@ -139,7 +147,7 @@ def _distance(case: Case, found: list[torch.Tensor], truth: list[torch.Tensor]) 
     difference = (mine - theirs).nan_to_num(0.0, 0.0, 0.0)
     if not case.wire and not case.amp:
         return float((difference.abs() / (1.0 + theirs.nan_to_num(0.0, 0.0, 0.0).abs())).max())
-    start = torch.cat([parameter.detach().reshape(-1).double() for parameter in network_of(case, 0).parameters()])
+    start = flat_of(network_of(case, 0).parameters())
     moved = (theirs - start).nan_to_num(0.0, 0.0, 0.0)
     return float(difference.norm(dim=1).max() / moved.norm(dim=1).max().clamp(min=1e-9))
 
