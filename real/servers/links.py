@@ -9,8 +9,10 @@ without a gap, because some between them may have been answered.
 """
 
 import math
+import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import zmq
@@ -30,6 +32,9 @@ _HANDSHAKES = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_HALF_GREETING = bytes.fromhex("ff00000000000000017f0300")
+"""Signature and version of ZMTP 3 (RFC 23), which a server answers with all of its own greeting: 64 bytes."""
+_PROBE_S = 2.0
 _HINT = "all trainers of a job have one model, optimizer and strategy; a checkpoint is of the same model and optimizer"
 
 
@@ -109,13 +114,13 @@ class Links:
         self._poller = zmq.Poller()
         self._links = []
         for server, endpoint in enumerate(options.endpoints):
-            socket = context.socket(zmq.DEALER)
-            guard_client(socket, options.token, encrypted=options.encrypted, timeout_s=options.timeout_s)
-            monitor = socket.get_monitor_socket(_HANDSHAKES)
-            socket.connect(f"tcp://{endpoint}")
-            for listened in (socket, monitor):
+            dealer = context.socket(zmq.DEALER)
+            guard_client(dealer, options.token, encrypted=options.encrypted, timeout_s=options.timeout_s)
+            monitor = dealer.get_monitor_socket(_HANDSHAKES)
+            dealer.connect(f"tcp://{endpoint}")
+            for listened in (dealer, monitor):
                 self._poller.register(listened, zmq.POLLIN)
-            self._links.append(_Link(server, endpoint, socket, monitor, new_session(), joined_with=joined_with))
+            self._links.append(_Link(server, endpoint, dealer, monitor, new_session(), joined_with=joined_with))
 
     @property
     def is_idle(self) -> bool:
@@ -178,12 +183,12 @@ class Links:
         return [answers[server] for server in range(len(self._links))]
 
     def close(self) -> None:
-        """Close the connections; what was sent still goes out, for a second."""
+        """Close the connections; what was sent to a server that is there still goes out, for a second."""
         for link in self._links:
             if not link.socket.closed:
                 link.socket.disable_monitor()
             link.monitor.close(linger=0)
-            link.socket.close()
+            link.socket.close(linger=None if link.ready and not link.has_left else 0)
 
     def _beat(self) -> None:
         self._silence.pass_time()
@@ -289,13 +294,27 @@ def _has_broken(link: _Link) -> bool:
             hint = f"give this trainer the server's {TOKEN}, or another address if that is another job's server"
             raise ConfigError("has refused this trainer: it has another token", *_place(link), hint=hint)
         # What is no ZeroMQ answers with a greeting of its own, of which a disconnection is the only event.
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or (event == zmq.EVENT_DISCONNECTED and link.is_shaking):
+        is_stranger = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or (event == zmq.EVENT_DISCONNECTED and link.is_shaking)
+        # A server that encrypts otherwise hangs up, too, and where it is the first, libzmq tries again, for ever.
+        if is_stranger or (event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and _speaks_otherwise(link)):
             what = "is no server of this job, or one that encrypts otherwise: what answers there speaks another protocol"
             hint = f"does the address lead to the server, and is {ENCRYPT} the same on both sides?"
             raise EnvironmentLacks(what, *_place(link), hint=hint)
         link.is_shaking = event == zmq.EVENT_CONNECTED
         has_broken = has_broken or event == zmq.EVENT_DISCONNECTED
     return has_broken
+
+
+def _speaks_otherwise(link: _Link) -> bool:
+    """Whether the other end greets, and names another mechanism than this one's: asked by half a greeting, it does not hang up."""
+    host, _, port = link.endpoint.rpartition(":")
+    greeting = b""
+    with suppress(OSError), socket.create_connection((host, int(port)), _PROBE_S) as probe:
+        probe.sendall(_HALF_GREETING)
+        while len(greeting) < 64 and (more := probe.recv(64 - len(greeting))):
+            greeting += more
+    own = b"CURVE" if link.socket.mechanism == zmq.CURVE else b"PLAIN"
+    return len(greeting) == 64 and greeting[12:32].rstrip(b"\0") != own
 
 
 def _place(link: _Link) -> tuple[str, str]:

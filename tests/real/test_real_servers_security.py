@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket as sockets
+import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ import zmq
 from server_job import TOKEN, Job, Proxy, job, served
 from test_real_servers_training import add, counting
 
-from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.strategy import DistributedStrategy
 from real.job.served_launcher import launch_placed
 from real.processes.roles import Role
@@ -212,3 +215,61 @@ def test_a_stranger_hears_nothing(capfd: pytest.CaptureFixture[str]) -> None:
         with caller(running) as own:
             assert greets(own, 5) == "welcome"
     assert capfd.readouterr().err.count("a process at 127.0.0.1 was refused: it does not have the job's token") == 1
+
+
+class HangsUpFirst(threading.Thread):
+    """A server that greets as one with another mechanism does, and always hangs up before a whole greeting has come."""
+
+    def __init__(self, mechanism: bytes) -> None:
+        super().__init__(daemon=True)
+        self._greeting = bytes.fromhex("ff00000000000000017f0301") + mechanism.ljust(20, b"\0") + bytes(32)  # RFC 37
+        self._listener = sockets.create_server(("127.0.0.1", 0))
+        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.start()
+
+    def run(self) -> None:
+        """Until ``close``."""
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                with near:
+                    if len(near.recv(64)) == 12:  # signature and version alone
+                        near.sendall(self._greeting)
+                    else:
+                        near.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+
+    def close(self) -> None:
+        """End it."""
+        self._listener.shutdown(sockets.SHUT_RDWR)
+        self._listener.close()
+        self.join()
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_a_server_that_encrypts_otherwise_is_refused_whoever_hangs_up_first(encrypted: bool) -> None:
+    """At once: which end sees the other's greeting first is chance, and libzmq would try again until the timeout."""
+    server, context = HangsUpFirst(b"PLAIN" if encrypted else b"CURVE"), zmq.Context()
+    options = TrainerOptions(rank=0, endpoints=(server.endpoint,), token=TOKEN, encrypted=encrypted, startup_timeout_s=30)
+    links, begin = Links(context, options), time.monotonic()
+    try:
+        with pytest.raises(EnvironmentLacks, match="or one that encrypts otherwise"):
+            links.greet()
+        links.close()
+        context.term()
+        assert time.monotonic() - begin < 5  # nothing is waited for that would go to this server
+    finally:
+        links.close()
+        server.close()
+
+
+def test_a_server_that_hangs_up_and_encrypts_alike_is_waited_for() -> None:
+    """It may be at its start, or a proxy of one that is."""
+    server, context = HangsUpFirst(b"PLAIN"), zmq.Context()
+    links = Links(context, TrainerOptions(rank=0, endpoints=(server.endpoint,), token=TOKEN, startup_timeout_s=1))
+    try:
+        with pytest.raises(WorkerFailed, match="has not answered within 1 s"):
+            links.greet()
+    finally:
+        links.close()
+        context.destroy(linger=0)
+        server.close()
