@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from fleetbench import DistributedStrategy, fleet
 
-DILOCO = {"k_steps": 20, "schedule": "torch", "begin_step": 20, "outer_lr": 0.7, "outer_momentum": 0.9}
+DILOCO = {"k_steps": 20, "outer_lr": 0.7, "outer_momentum": 0.9}
 
 
 class GPT(nn.Module):

@@ -110,7 +110,8 @@ class LocalSGDConfigs(Averaging):
     k_steps: int = 1
     """Local steps of a round, K."""
     begin_step: int = 1
-    """``fleet``: up to this step (counted from 1) every step synchronises. ``torch``: the first step that does."""
+    """``fleet``: up to this step (counted from 1) every step synchronises; at 1 none does with an outer optimizer, whose rounds are whole.
+    ``torch``: the first step that does."""
     schedule: Literal["fleet", "document", "torch"] = "fleet"
     """Which published schedule counts the steps: see ``fleetbench.plan.local_sgd``."""
     warmup_epochs: int = 0
@@ -168,7 +169,7 @@ class AdaptiveLocalSGDConfigs(Averaging):
     init_k_steps: int = 1
     """K of the first round, K0."""
     begin_step: int = 1
-    """Up to this step (counted from 1) every step synchronises."""
+    """Up to this step (counted from 1) every step synchronises; at 1 none does with an outer optimizer, whose rounds are whole."""
     variant: Literal["fleet", "paper", "document", "qsr"] = "fleet"
     """Fleet's clamp, AdaComm's, the older document's, or the quadratic synchronisation rule."""
     alpha: float = 0.01

@@ -6,7 +6,7 @@ every schedule synchronises after them, so that training starts from trainers th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fleetbench.strategy import DistributedStrategy
@@ -17,7 +17,8 @@ class Cadence:
     """When a round of Local SGD ends, by the ``schedule`` of that name.
 
     - ``fleet``: every update up to ``begin_step``, then ``k_steps`` after the last averaging. k = 4, begin = 1 averages at
-      1, 5, 9, 13, ...; k = 4, begin = 6 at 1 to 6, 10, 14, .... An averaging on request starts a new round.
+      1, 5, 9, 13, ...; k = 4, begin = 6 at 1 to 6, 10, 14, .... An averaging on request starts a new round. An outer optimizer steps
+      on whole rounds: its ``begin_step`` of 1, the default, is 0 here, so that k = 4 meets at 4, 8, 12, ....
     - ``document``: the updates whose number, counted from 0, K of their epoch divides; see ``k_of``. A round so has a fixed
       place: where K changes between epochs, or trainers average on request, the next round may be shorter.
     - ``torch``: torch's ``PeriodicModelAverager``: from ``begin_step`` on, every ``k_steps`` updates; trainers train alone before.
@@ -36,10 +37,13 @@ class Cadence:
     def of(cls, strategy: DistributedStrategy) -> Cadence:
         """The schedule of a strategy with ``localsgd`` or ``adaptive_localsgd``."""
         if strategy.adaptive_localsgd:
-            return cls(begin_step=strategy.adaptive_localsgd_configs.begin_step)
-        assert strategy.localsgd
-        names = ("schedule", "k_steps", "begin_step", "warmup_epochs", "warmup")
-        return cls(**{name: getattr(strategy.localsgd_configs, name) for name in names})
+            cadence = cls(begin_step=strategy.adaptive_localsgd_configs.begin_step)
+        else:
+            assert strategy.localsgd
+            names = ("schedule", "k_steps", "begin_step", "warmup_epochs", "warmup")
+            cadence = cls(**{name: getattr(strategy.localsgd_configs, name) for name in names})
+        is_whole = strategy.averaging.has_outer and cadence.schedule == "fleet" and cadence.begin_step == 1
+        return replace(cadence, begin_step=0) if is_whole else cadence
 
     def k_of(self, epoch: int) -> int:
         """K of an epoch of the ``document`` schedule, counted from 0: 1 for ``warmup_epochs``, then it grows by ``warmup``.

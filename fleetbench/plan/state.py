@@ -36,7 +36,7 @@ class State(NamedTuple):
     updates: int = 0
     """The last update."""
     last_sync: int | None = None
-    """The last update after which trainers agreed; none before the first."""
+    """The last update after which trainers agreed; none before the first, unless the first round is whole: ``origin``."""
     fragment: int = 0
     """With fragments: the one that is merged next."""
     flight: int | None = None

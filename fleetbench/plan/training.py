@@ -42,11 +42,13 @@ class CollectiveTraining:
     def init(self, role: str, rank: int, first_step: int = 1) -> State:  # noqa: ARG002  # trainers are alike; the protocol has roles that are not
         """The state before the first step, which has a number below 1 where training warms up."""
         before, phase = divmod(first_step - 1, self.combination.steps_per_update)
+        cadence = self.combination.cadence
         return State(
             first_step=first_step,
             phase=phase,
             origin=before,
             updates=before,
+            last_sync=before if cadence is not None and cadence.begin_step == 0 else None,
             rounds=self.combination.adaptive.start() if self.combination.adaptive else None,
             scale=self.combination.scaler.start() if self.combination.scaler else None,
         )
@@ -74,6 +76,10 @@ class CollectiveTraining:
     def closes(self, state: State) -> bool:
         """Whether the step under way ends an update, so that gradients are exchanged in its backward, if they are at all."""
         return self._kind(state).closes
+
+    def has_agreed(self, state: State) -> bool:
+        """Whether no trainer has updated alone since all of them last agreed in all of the model."""
+        return state.updates in (state.last_sync if self.combination.fragments is None else state.agreed, state.origin)
 
     def whole_step(self, state: State) -> tuple[State, StepOperations | None]:
         """The next step at a stroke: equal to folding ``on`` over its events. None, and the same state, where it observes a scalar.
@@ -160,7 +166,7 @@ class CollectiveTraining:
     def _agree(self, state: State) -> tuple[State, Operations]:
         """Trainers that have updated alone since they last met average."""
         rounds = self.combination.fragments
-        if not self.combination.is_local or state.updates in (state.last_sync if rounds is None else state.agreed, state.origin):
+        if not self.combination.is_local or self.has_agreed(state):
             return state, ()
         if rounds is not None:
             landing = None if state.flight is None else state.fragment

@@ -125,6 +125,8 @@ def test_warm_up_before_training_synchronises(cadence: Cadence) -> None:
             torchs(4, begin_step=6),
         ),
         ({"localsgd": True, "localsgd_configs": {"schedule": "torch", "k_steps": 4}}, torchs(4)),
+        ({"localsgd": True, "localsgd_configs": {"schedule": "torch", "k_steps": 4, "outer_lr": 0.7}}, torchs(4)),
+        ({"localsgd": True, "localsgd_configs": {"k_steps": 4, "outer_lr": 0.7}}, Cadence(k_steps=4, begin_step=0)),
     ],
 )
 def test_the_cadence_of_a_strategy(fields: dict[str, Any], cadence: Cadence) -> None:

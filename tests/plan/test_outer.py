@@ -16,7 +16,7 @@ from fleetbench.plan.events import DataEnd, Event, Flush
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations
 from fleetbench.plan.replay import Decider, Recording
-from fleetbench.plan.training import CollectiveTraining, family
+from fleetbench.plan.training import CollectiveTraining, begin_anew, family
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from plan.contract import StrategyContract, closure, run_step
@@ -149,6 +149,50 @@ def test_outer_momentum_by_hand(nesterov: bool, trainers: int) -> None:
     expected = 1 - (9.75 if nesterov else 7.5)
     assert replicas.agreed == pytest.approx(dict.fromkeys(NAMES, expected), abs=1e-12)
     assert all(own == replicas.agreed for own in replicas.theta)
+
+
+_OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("configs", "first_step", "expected"),
+    [
+        ({"k_steps": 4, **_OUTER}, 1, [4, 8, 12]),
+        ({"k_steps": 4, "outer_lr": 0.5}, 1, [4, 8, 12]),
+        ({"k_steps": 4, "outer_momentum": 0.5}, 1, [4, 8, 12]),
+        ({"k_steps": 4, "fragments": 2, **_OUTER}, 1, [2, 4, 6, 8, 10, 12]),
+        ({"k_steps": 4, "overlap_steps": 1}, 1, [4, 8, 12]),
+        ({"k_steps": 4, **_OUTER}, -1, [-1, 0, 4, 8, 12]),
+        ({"k_steps": 1, **_OUTER}, 1, [*range(1, 13)]),
+        ({"k_steps": 4, "begin_step": 3, **_OUTER}, 1, [1, 2, 3, 7, 11]),
+        ({"k_steps": 4, "schedule": "torch", "begin_step": 2, **_OUTER}, 1, [2, 6, 10]),
+        ({"k_steps": 4}, 1, [1, 5, 9]),
+    ],
+    ids=str,
+)
+def test_rounds_are_whole_from_the_first_update_on(configs: dict[str, Any], first_step: int, expected: list[int]) -> None:
+    """With an outer optimizer or fragments, as in the papers; not where ``begin_step`` says else, nor with averaging alone."""
+    strategy = strategy_of(**configs)
+    plan = build_plan(strategy, gradients((name, 1) for name in NAMES), Setting(trainers=2))
+    decider = Decider.start(family(strategy, plan), 0, first_step=first_step)
+    found = _merges(decider, range(first_step, 13))
+    assert [step for step, moves in found.items() if moves[-1][0] == "merge"] == expected
+
+
+def test_whole_rounds_count_updates_from_where_they_begin() -> None:
+    """Of merged gradients, of an adaptive strategy, and where another strategy goes on after 10 steps; a reading begins a round."""
+    merged = DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 2})  # type: ignore[arg-type]  # a table is taken for its value
+    decider = decider_of(merged.replace(localsgd=True, localsgd_configs={"k_steps": 3, **_OUTER}))
+    assert [*_merges(decider, range(1, 13))] == [6, 12]
+    adaptive = DistributedStrategy().replace(
+        adaptive_localsgd=True, adaptive_localsgd_configs={"init_k_steps": 3, "variant": "qsr", **_OUTER}
+    )
+    assert [*_merges(decider_of(adaptive), range(1, 4))] == [3]
+    strategy = family(strategy_of(k_steps=4, **_OUTER), decider.strategy.plan)
+    later = Decider.start(strategy, 0, state=begin_anew(decider.state._replace(step=10), strategy, 0, same_strategy=False))
+    assert [*_merges(later, range(11, 17))] == [14]
+    later.on(0, Flush())
+    assert [*_merges(later, range(17, 25))] == [20, 24]
 
 
 def test_defaults_are_todays_averaging() -> None:
