@@ -264,6 +264,7 @@ class Collective:
     def use(self, engine: Engine) -> None:
         """Another engine runs the model from now on."""
         self.engine = engine
+        engine.meeting = self.meeting
         if self._failures is not None:
             engine.on_failure = self._failures.announce
 

@@ -25,6 +25,7 @@ def save_inference_model(engine: Engine, meeting: Meeting, path: Path, example_i
     the training itself is not disturbed. Raises ``ConfigError`` for a model that torch cannot export.
     """
     engine.progress(EXPORT)
+    engine.take_over()
     meeting.meet(EXPORT)
     has_parted = any(parted for (parted,) in meeting.gather([int(engine.executor.has_parted)]))
     averages = engine.executor.averages() if has_parted else {}

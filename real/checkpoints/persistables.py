@@ -299,6 +299,7 @@ def restore(engine: Engine, found: Restored, where: str) -> None:
     for name, value in (*found.model.items(), *found.parameters.items()):
         own[name].copy_(value)
     engine.communicators.order_lanes()
+    engine.note_parameters()
     if "cpu" in found.random:
         torch.set_rng_state(found.random["cpu"].clone())
     if "cuda" in found.random and device.type == "cuda":
@@ -311,9 +312,9 @@ def put(engine: Engine, chosen: Mapping[str, torch.Tensor]) -> None:
     own = model_tensors(engine.model)
     for name, value in chosen.items():
         own[name].copy_(value)
-    for delta in engine.executor.storage.deltas:
-        delta.resume([chosen.get(name, kept) for name, kept in zip(delta.names, delta.snapshot, strict=True)])
+    engine.executor.storage.rebase(chosen)
     engine.communicators.order_lanes()
+    engine.note_parameters()
 
 
 def under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

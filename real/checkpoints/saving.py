@@ -39,6 +39,7 @@ from real.checkpoints.persistables import (
 from real.communication.communicators import strategy_digest
 from real.engine.engine import Engine, Progress
 from real.engine.executor import Carried
+from real.engine.outside import refuse_flying
 
 SAVE = "fleet.save_persistables"
 LOAD = "fleet.load_persistables"
@@ -76,6 +77,7 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
     ``EnvironmentLacks`` where nothing can be written; the save before is then still in force.
     """
     progress = engine.progress(SAVE)
+    engine.take_over()
     tensors: Tensors = {}
     packed = pack(extra, tensors, "extra", "fleet.save_persistables(extra=...)"), tensors
     meeting.meet(SAVE)
@@ -181,6 +183,7 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
 
 def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable[[str], bool]) -> Loaded:
     """Replace the model's tensors that the checkpoint has and ``predicate`` wants."""
+    engine.take_over()
     number = _in_force(meeting, path)
     with meeting.together(LOAD):
         is_file = path.is_file()
@@ -195,6 +198,7 @@ def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable
             names = f"the checkpoint has {', '.join(list(saved)[:3])}, the model {', '.join(list(own)[:3])}"
             raise ConfigError("holds nothing that is wanted and that the model has", where, names, "predicate(name) is to be true for some")
         refuse_misfits(own, chosen, where)
+        refuse_flying(chosen, engine.executor)
     meeting.same(digest, "loads other tensors", LOAD, "give every trainer the same file")
     meeting.same("\n".join(chosen), "wants other tensors", LOAD, "let predicate be the same on every trainer")
     put(engine, chosen)

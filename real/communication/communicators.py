@@ -347,7 +347,10 @@ def strategy_digest(strategy: DistributedStrategy) -> str:
     return json_digest(strategy.changes())
 
 
-def agree_on(lines: Sequence[str], where: str, communicators: Communicators) -> None:
+_SAME_MODEL = "give every rank the same model and strategy: sort what comes from a set, and take sizes from all of the data"
+
+
+def agree_on(lines: Sequence[str], where: str, communicators: Communicators, hint: str = _SAME_MODEL) -> None:
     """Raise ``ConfigError``, on every rank, where a rank has other ``lines`` than rank 0: their collectives would not match."""
     text = "\n".join(lines)
     if communicators.trainers == 1 or len(set(_texts(hashlib.sha256(text.encode()).hexdigest(), communicators))) == 1:
@@ -357,7 +360,6 @@ def agree_on(lines: Sequence[str], where: str, communicators: Communicators) -> 
     pairs = itertools.zip_longest(told[0], told[others[0]], fillvalue="nothing")
     first, other = next(pair for pair in pairs if pair[0] != pair[1])
     what = f"differs between rank 0 and {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}"
-    hint = "give every rank the same model and strategy: sort what comes from a set, and take sizes from all of the data"
     raise ConfigError(what, where, f"{first or 'nothing'} on rank 0, {other or 'nothing'} on rank {others[0]}", hint)
 
 

@@ -324,6 +324,11 @@ class Storage:
         """The values that deltas are measured from, by parameter."""
         return {name: view for delta in self.deltas for name, view in zip(delta.names, delta.snapshot, strict=True)}
 
+    def rebase(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Measure the deltas of these parameters from ``values``."""
+        for delta in self.deltas:
+            delta.resume([values.get(name, kept) for name, kept in zip(delta.names, delta.snapshot, strict=True)])
+
     def sums(self) -> dict[str, torch.Tensor]:
         """The gradients that are being summed up for an update, by parameter; empty between updates."""
         summed = ((bucket, gradients) for bucket, gradients in zip(self._plan.buckets, self.gradients, strict=False) if gradients.sums)

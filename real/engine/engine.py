@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -45,11 +45,13 @@ from fleetbench.plan.training import family
 from fleetbench.strategy import DistributedStrategy
 from real.communication.clocks import clock_of
 from real.communication.communicators import Communicators, agree_on
+from real.communication.lanes import StreamLane
 from real.compute.compute import apply_compute
 from real.compute.living import living_hook
 from real.engine.executor import Carried, Executor, started
 from real.engine.forward_writes import ForwardWrites
 from real.engine.optimizers import refuse_arguments
+from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_replaced
 from real.engine.planning import Planning
 from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
@@ -72,6 +74,9 @@ from real.engine.refusals import (
 )
 from real.engine.sparse import refuse_unknown_sparse
 from real.engine.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from real.checkpoints.meeting import Meeting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +169,12 @@ class Engine:
         )
         refuse_sparse(self._planning.sparse, self.executor.combination)
         communicators.prove(1 if strategy.sync_nccl_allreduce else strategy.nccl_comm_num)
+        what, host = self.executor.combination, self._device.type == "cpu" and not isinstance(communicators.lane(0), StreamLane)
+        watches = what.is_local and (communicators.trainers > 1 or self.executor.steps_outside)
+        self._outside = OutsideChanges(self._parameters, reads=host) if watches else None
+        self._owners = owners_of(model)
+        self.meeting: Meeting | None = None
+        """Where trainers that do not come are named."""
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(living_hook(lambda *_: self._forward_begins())),
             model.register_forward_hook(living_hook(lambda _module, _inputs, output: self._forward_ends(output))),
@@ -202,12 +213,33 @@ class Engine:
         """Let ``optimizer.step()`` be the update. Raises ``ConfigError`` for one that the strategy cannot control."""
         refuse_wrappers(self.model)
         refuse_optimizer(optimizer, self.executor.combination)
+        self.take_over()
         self._handles.append(optimizer.register_step_pre_hook(lambda _optimizer, arguments, named: self._update_begins(arguments, named)))
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._or_fails(self._update_ends)()))
         slots = self.executor.attach(optimizer)
         if slots:
             self._planning.setting = dataclasses.replace(self._planning.setting, num_state_slots=slots)
             self._decider = self._decide(self._planning.registered(), None)
+            self.note_parameters()
+
+    def take_over(self, *, looks: bool = True) -> None:
+        """Let what the script has done to the parameters since the last step be what training goes on from; see ``OutsideChanges``."""
+        self._owners = refuse_replaced(self._owners, self._parameters, self.model)
+        if self._outside is not None:
+            agreed = self._decider.strategy.has_agreed(self._decider.state)
+            self._outside.take_over(self.executor, self._agree, agreed=agreed, looks=looks)
+
+    def _agree(self, lines: Sequence[str]) -> None:
+        """Raise ``ConfigError``, on every rank, unless all have made one change."""
+        if self.meeting is not None:
+            self.meeting.meet(OUTSIDE)
+        self.communicators.order_lanes()
+        agree_on(lines, OUTSIDE, self.communicators, ALIKE)
+
+    def note_parameters(self) -> None:
+        """What was written to the parameters until now is no change from outside."""
+        if self._outside is not None:
+            self._outside.note()
 
     def report(self, loss: torch.Tensor | float) -> None:
         """Tell the step's loss, one number; adaptive steps need it before the optimizer's step. Raises ``ConfigError`` for several."""
@@ -319,7 +351,9 @@ class Engine:
             )
         optimizer = None
         if self._executor is not None:
-            carried, optimizer = carried or self._executor.carried(), self._executor.optimizer
+            if carried is None and state is not None:
+                carried = self._executor.carried()
+            optimizer = self._executor.optimizer
         self._executor = None  # and its buffers, before there are new ones
         carried = carried or Carried()
         self._executor = Executor(self.model, self._parameters, strategy, self.communicators, self.stopwatch, carried, optimizer)
@@ -354,6 +388,7 @@ class Engine:
         refuse_moved(self._members[0], self._dtype, self._device)
         refuse_unfrozen(self._frozen)
         refuse_wrapper_around(self._members, DistributedDataParallel._active_ddp_module)  # noqa: SLF001  # one whose forward is running
+        self.take_over(looks=self._decider.state.step is None)
         self._phase = "forward"
         self.step += 1
         self._next_bucket = self._num_stepping = 0
@@ -512,6 +547,7 @@ class Engine:
         self.executor.end_update()
         self.stopwatch.update_ends()
         self._note_round(self._before[0])
+        self.note_parameters()
         self._phase = "idle"
         state = self._decider.state
         if self._initial is None and not state.merged and state.flight is None:  # what waits lies in this plan's buckets
@@ -527,9 +563,11 @@ class Engine:
             self._decider.rewind(self._before)
         else:
             refuse_in_step(self._phase, type(event).__name__)
+        self.take_over()
         state = self._decider.state
         self.executor.run_between(self._tell(event))
         self._note_round(state)
+        self.note_parameters()
         if begun:
             self._before = self._decider.mark()
             started(self._tell(StepBegin(self.step)))

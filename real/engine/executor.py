@@ -124,7 +124,7 @@ class Executor:
 
         With one trainer they do so under an outer optimizer or in fragments alone.
         """
-        return (self._communicators.trainers > 1 or self._steps_outside) and not all(delta.is_at_rest for delta in self.storage.deltas)
+        return (self._communicators.trainers > 1 or self.steps_outside) and not all(delta.is_at_rest for delta in self.storage.deltas)
 
     @property
     def _merges_unused(self) -> bool:
@@ -132,7 +132,12 @@ class Executor:
         return self.combination.finds_unused and self.combination.merges
 
     @property
-    def _steps_outside(self) -> bool:
+    def in_flight(self) -> set[str]:
+        """Parameters whose distances were taken and are not merged yet."""
+        return {name for delta in self.storage.deltas if delta.id in self._waiting for name in delta.names}
+
+    @property
+    def steps_outside(self) -> bool:
         """Whether what trainers agree on is more than the average of their parameters."""
         return self.combination.outer is not None or self.combination.fragments is not None
 
@@ -142,7 +147,7 @@ class Executor:
         With an outer optimizer or fragments, what trainers agreed on last.
         """
         self._communicators.order_lanes()
-        if self._steps_outside:
+        if self.steps_outside:
             return self.storage.snapshot()
         found: dict[str, torch.Tensor] = {}
         for delta in self.storage.deltas:
@@ -455,7 +460,7 @@ class Executor:
             assert what.outer is not None
             for delta in own:
                 delta.step(what.outer)
-        elif self._communicators.trainers > 1 or self._steps_outside:  # else its parameters are the average
+        elif self._communicators.trainers > 1 or self.steps_outside:  # else its parameters are the average
             self._merge(operation, own)
 
     @torch.no_grad()

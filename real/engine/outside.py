@@ -1,0 +1,160 @@
+"""Outside changes: what a script does to parameters beside the optimizer's steps, such as loading weights between two of them.
+
+Trainers that update alone measure how far they have come from values that all agreed on (Theta). Weights that are
+loaded, copied or drawn anew become these values: otherwise an averaging would take them for progress, and an outer
+optimizer would step along them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from fleetbench.errors import ConfigError
+from real.communication.lanes import host_reads
+from real.engine.executor import Executor
+
+OUTSIDE = "parameters changed outside of optimizer.step()"
+ALIKE = (
+    "change them alike on every rank, after fleet.synchronize(); what belongs to an update goes into optimizer.step(), "
+    "or into a hook of it that is registered before fleet.distributed_optimizer"
+)
+_SAMPLE = 32
+"""Numbers from the middle of each parameter that are compared: nothing counts what is written through ``.data``."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+Owners = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]
+"""Where the model has its parameters: a module's, by name."""
+
+
+class OutsideChanges:
+    """Watches the parameters of local steps. States: noted (after a step, or another write of fleet's) -> looked at, before the next.
+
+    A change is another storage, a counted write in place, or other numbers in a sample. A write that leaves what was there is none.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, reads: bool) -> None:
+        """``reads``: the host may read the sample in every step, because it waits for no device."""
+        self._parameters = parameters
+        self._reads = reads
+        self._held: dict[str, torch.Tensor] = {}
+        """The storage of each, so that no other gets its address."""
+        self._samples: dict[str, torch.Tensor] = {}
+        self._of_own: set[str] = set()
+        """Changed within a round of averaging, on this rank: on all, as the beginning of the next round looks at."""
+        for name in parameters:
+            self._hold(name)
+        self.note()
+
+    @torch.no_grad()
+    def note(self) -> None:
+        """Fleet and the optimizer have written; what comes now is from outside."""
+        self._marks = {name: _mark(parameter) for name, parameter in self._parameters.items()}
+        for name, (pointer, _) in self._marks.items():
+            if pointer != self._held[name].data_ptr():
+                self._hold(name)
+        self._sample = torch.cat([*self._samples.values()])
+
+    @torch.no_grad()
+    def take_over(self, executor: Executor, agree: Callable[[Sequence[str]], None], *, agreed: bool, looks: bool) -> None:
+        """Let changed parameters be the base of the round; ``agree`` raises where not all trainers give the same lines.
+
+        ``agreed``: trainers hold the same parameters, but for the change. Within a round of averaging alone a change is the trainer's own,
+        as its updates are; that all trainers made one is looked at when they have averaged. ``looks``: read the sample in any case.
+
+        Raises ``ConfigError`` for another memory format, and for a fragment whose exchange is under way.
+        """
+        touched = [name for name, parameter in self._parameters.items() if _mark(parameter) != self._marks[name]]
+        for name in touched:
+            refuse_format(name, self._held[name], self._parameters[name])
+            self._hold(name)
+        names = self._differing() if touched or self._reads or looks else set()
+        if not (touched or names or self._of_own):
+            return
+        if agreed:
+            origin = executor.storage.snapshot()
+            names = {name for name in (*touched, *names) if not self._is(name, origin[name])} | self._of_own
+        elif not executor.steps_outside:
+            self._of_own |= names
+            names = set()
+        if names:
+            refuse_flying(names, executor)
+            changed = {name: own.detach() for name, own in self._parameters.items() if name in names}
+            with host_reads():
+                agree([f"{name} of checksum {_checksum(value):x}" for name, value in changed.items()])
+            executor.storage.rebase(changed)
+            self._of_own.clear()
+        self.note()
+
+    def _hold(self, name: str) -> None:
+        self._held[name] = self._parameters[name].detach()
+        self._samples[name] = _sample_of(self._held[name])
+
+    def _is(self, name: str, kept: torch.Tensor) -> bool:
+        with host_reads():
+            return torch.equal(self._held[name], kept.to(self._held[name].device))
+
+    def _differing(self) -> set[str]:
+        """Parameters whose sample has other numbers than were noted."""
+        found, sizes = torch.cat([*self._samples.values()]), [len(sample) for sample in self._samples.values()]
+        if self._is_same(found, self._sample):
+            return set()
+        pairs = zip(self._samples, found.split(sizes), self._sample.split(sizes), strict=True)
+        return {name for name, one, other in pairs if not self._is_same(one, other)}
+
+    @staticmethod
+    def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+        with host_reads():
+            return torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # as bits: NaNs equal themselves
+
+
+def refuse_format(name: str, before: torch.Tensor, now: torch.Tensor) -> None:
+    """Raise ``ConfigError`` for a parameter whose numbers lie otherwise than in the buffers that were made for it."""
+    if (before.shape, before.stride(), before.dtype) != (now.shape, now.stride(), now.dtype):
+        what = "has another shape, type or memory format than when the model was distributed"
+        shown = f"{list(now.shape)} with strides {list(now.stride())}, before {list(before.shape)} with strides {list(before.stride())}"
+        raise ConfigError(what, f"parameter {name}", shown, "convert the model before fleet.distributed_model")
+
+
+def refuse_flying(names: Iterable[str], executor: Executor) -> None:
+    """Raise ``ConfigError`` for parameters that are changed while their distances are on their way: these would be of other values."""
+    flying = [name for name in names if name in executor.in_flight]
+    if flying:
+        what = "changes outside of optimizer.step() while the exchange of its fragment is under way"
+        raise ConfigError(what, f"parameter {flying[0]}", hint="call fleet.synchronize() on every trainer before the change")
+
+
+def owners_of(model: nn.Module) -> Owners:
+    """Where the model has its parameters."""
+    tables = [module._parameters for module in model.modules()]  # noqa: SLF001  # ``named_parameters`` takes thirty times as long
+    return [(table, name, own) for table in tables if isinstance(table, dict) for name, own in table.items() if own is not None]
+
+
+def refuse_replaced(owners: Owners, parameters: Mapping[str, nn.Parameter], model: nn.Module) -> Owners:
+    """The parameters' owners now. Raises ``ConfigError`` for a parameter that the model has no longer: nothing would train what it has."""
+    if all(table.get(name) is own for table, name, own in owners):
+        return owners
+    there = {id(parameter) for parameter in model.parameters()}
+    gone = [name for name, parameter in parameters.items() if id(parameter) not in there]
+    if gone:
+        what = "was replaced after fleet.distributed_model, and neither fleet nor the optimizer knows the new one"
+        hint = "load with load_state_dict(..., assign=False), or replace parameters before fleet.distributed_model"
+        raise ConfigError(what, f"parameter {gone[0]}", f"{len(gone)} of {len(parameters)}", hint)
+    return owners_of(model)
+
+
+def _mark(parameter: nn.Parameter) -> tuple[int, int]:
+    return parameter.data_ptr(), parameter._version  # noqa: SLF001  # torch documents it
+
+
+def _sample_of(value: torch.Tensor) -> torch.Tensor:
+    """A view of some numbers, one after the other in memory."""
+    number = min(_SAMPLE, value.numel())
+    return value.as_strided((number,), (1,), value.storage_offset() + (value.numel() - number) // 2)
+
+
+def _checksum(value: torch.Tensor) -> int:
+    """A sum of the numbers' bits, the same in any order of summation."""
+    flat = value.reshape(-1)
+    return int(flat.view(_BITS.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64))
