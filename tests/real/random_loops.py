@@ -402,8 +402,8 @@ class WrittenOut(Trainer):
             kept.add_(delta)
             parameter.copy_(kept)
         configs = self.case.strategy.get("localsgd_configs", {}) | self.case.strategy.get("adaptive_localsgd_configs", {})
-        if configs.get("buffers") == "average":
-            buffers = [buffer for buffer in self.network.buffers() if buffer.is_floating_point()]
+        buffers = [buffer for buffer in self.network.buffers() if buffer.is_floating_point()]
+        if configs.get("buffers") == "average" and buffers:
             for buffer, mean in zip(buffers, _mean(buffers), strict=True):
                 buffer.copy_(mean)
         if configs.get("optimizer_state") == "average":
