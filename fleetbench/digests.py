@@ -7,10 +7,14 @@
 """
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
+import re
+import secrets
 import stat
+import time
 import tomllib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +28,8 @@ MANIFEST = "manifest.json"
 _KEY = "sha256"
 _FIRST = f"# {_KEY} = "
 _PARTIAL = ".partial"
+_LONGEST_S = 3600.0
+"""Seconds without a change after which a partial file is nobody's."""
 _MALFORMED: tuple[type[Exception], ...] = (
     ValueError,
     TypeError,
@@ -35,6 +41,8 @@ _MALFORMED: tuple[type[Exception], ...] = (
     EOFError,
     zlib.error,
 )
+_COPIES = 4
+"""Of a table, in memory at once while it is read."""
 _NO_MANIFEST: tuple[type[Exception], ...] = (OSError, *_MALFORMED)
 """What reading a manifest raises where there is none, or where another program wrote it."""
 
@@ -55,9 +63,10 @@ def reading(path: str | Path, hint: str, *also: type[Exception]) -> Iterator[Non
 def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """The file to write, which takes the name ``path`` when the ``with`` ends; after an error nothing of it is left.
 
-    ``durable``: by then both are on the disk. Raises what writing raises.
+    Several may write one file: the last that ends has written it. ``durable``: by the end both are on the disk, and
+    what a writer that was killed has left of it is gone. Raises what writing raises.
     """
-    partial = path.with_name(f"{path.name}{_PARTIAL}")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
     try:
         yield partial
         if durable:
@@ -65,9 +74,18 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
         partial.replace(path)
         if durable:
             sync(path.parent)
+            _sweep(path)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+def _sweep(path: Path) -> None:
+    """Remove what writers of ``path`` have left that were killed, or write for longer than anybody does."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*{_PARTIAL}"):
+        with contextlib.suppress(OSError):
+            if left.stat().st_mtime < time.time() - _LONGEST_S:
+                left.unlink()
 
 
 def sync(path: Path) -> None:
@@ -87,7 +105,7 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
         yield
     except refused as error:
         said = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0] or type(error).__name__
-        where = str(getattr(error, "filename", None) or path).removesuffix(_PARTIAL)
+        where = re.sub(rf"\.[0-9a-f]{{8}}{re.escape(_PARTIAL)}$", "", str(getattr(error, "filename", None) or path))
         raise EnvironmentLacks(f"cannot be written: {said}", where, hint="make room there, or name another folder") from None
 
 
@@ -95,6 +113,23 @@ def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file whole or not at all. Raises ``EnvironmentLacks`` where the disk refuses."""
     with writing(path), atomic_write(path) as partial:
         partial.write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
+def refuse_large_table(file: Any, where: str) -> None:
+    """Raise ``EnvironmentLacks`` for a Parquet file whose table fits no free memory: few bytes may stand for billions of numbers.
+
+    ``file``: its path, or the file itself.
+    """
+    import psutil
+    from pyarrow import parquet
+
+    metadata = parquet.read_metadata(file)
+    groups = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
+    needed, free = _COPIES * max(8 * metadata.num_rows * metadata.num_columns, sum(groups)), psutil.virtual_memory().available
+    if needed > free:
+        size = f"{metadata.num_rows:,} rows of {metadata.num_columns} columns"
+        what = f"its {size} take {needed / 2**30:.3g} GiB of memory to be read"
+        raise EnvironmentLacks(what, where, f"{free / 2**30:.3g} GiB free", "read it on a machine with more memory")
 
 
 def read_text(path: str | Path, hint: str) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fleetbench.digests import reading
+from fleetbench.digests import reading, refuse_large_table
 from fleetbench.errors import ConfigError
 from fleetbench.file_kinds import kind_of, read_file, text_of
 
@@ -59,6 +59,7 @@ def read_table(path: str | Path, where: str) -> pd.DataFrame:
         raise ConfigError(f"is no table: it seems to be {kind}", place, hint=hint)
     with reading(place, hint, ArrowException):
         if is_parquet:
+            refuse_large_table(BytesIO(data), place)
             return pd.read_parquet(BytesIO(data))
         return pd.read_csv(StringIO(text_of(data)), skipinitialspace=True).rename(columns=str.strip)
 

@@ -3,10 +3,12 @@
 import argparse
 import contextlib
 import errno
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from fleetbench import __version__
@@ -18,6 +20,9 @@ from fleetbench.name_clashes import refuse_strangers
 
 _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG)
 """What the system may answer to any program that writes files."""
+
+_OF_THE_SCRIPT = ("script", "arguments", "command_line")
+"""What is handed on as it is."""
 
 COMMANDS = (sim, real, tune, profile, report, compare, launch, evaluate, testbed, doctor, calibrate, estimate)
 
@@ -66,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FleetbenchError as refused:
         return _failed(refused)
     try:
+        _refuse_what_no_file_holds(arguments)
         refuse_strangers()
         with _signals_interrupt():
             code: int = arguments.run(arguments)
@@ -81,6 +87,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _failed(_of_the_machine(error))
     return code
+
+
+def _refuse_what_no_file_holds(arguments: argparse.Namespace) -> None:
+    """Raise ``EnvironmentLacks`` where the working directory is gone, ``ConfigError`` for a word of this command that is no text."""
+    try:
+        os.getcwd()  # noqa: PTH109  # as Path.cwd, of which only the error counts
+    except FileNotFoundError:
+        hint = "cd to a folder that is there"
+        raise EnvironmentLacks("the working directory has been removed", "this machine", hint=hint) from None
+    for name, value in vars(arguments).items():
+        words = value if isinstance(value, list) else [value]
+        for word in () if name in _OF_THE_SCRIPT else words:
+            if isinstance(word, str | Path) and str(word) != str(word).encode(errors="replace").decode():
+                hint = "use ASCII, or a locale of UTF-8: LC_ALL=C.UTF-8 fleetbench ..."
+                raise ConfigError("is no text in UTF-8", f"fleetbench {arguments.command}", ascii(str(word)), hint)
 
 
 def _of_the_machine(error: OSError) -> FleetbenchError:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
+from fleetbench.digests import atomic_write
 from fleetbench.errors import ConfigError, WorkerFailed
 from real.processes.diagnosis import Failure, RankError
 from real.processes.exits import end_now, on_uncaught
@@ -237,10 +238,8 @@ class Failures:
                 if self.failure is None or (failure.own and not self.failure.own):
                     self.failure = failure
                     if self._note is not None and failure.own:  # this host's launcher would otherwise blame whoever ended first
-                        with suppress(OSError):
-                            partial = self._note.with_suffix(f".{self._rank}")
+                        with suppress(OSError), atomic_write(self._note) as partial:
                             partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-                            partial.replace(self._note)
 
     def _append(self, what: str = "", *, own: bool = False) -> int:
         """Write the next entry of the log, a failure or, without words, a roll call; its number."""

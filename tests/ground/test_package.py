@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -53,13 +54,17 @@ def test_every_package_says_that_it_is_typed() -> None:
         assert (ROOT / package / "py.typed").exists()
 
 
-def test_the_wheel_holds_the_four_packages_and_nothing_else(tmp_path: Path) -> None:
-    """Every source and data file of the packages is in the built wheel, and no test, notebook or report."""
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+def test_sdist_and_wheel_hold_the_four_packages_and_nothing_else(tmp_path: Path) -> None:
+    """Every source and data file of the packages, and no test, notebook or report; the wheel is built from the sdist."""
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    with tarfile.open(sdist) as archive:
+        shipped = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    others = {"README.md", "LICENSE", "constraints.txt", "pyproject.toml", "PKG-INFO", ".gitignore"}
+    assert shipped == names | others
     assert {name.split("/")[0] for name in names} == set(PACKAGES)
     tracked = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()}
     assert names == {name for name in tracked if "__pycache__" not in name}

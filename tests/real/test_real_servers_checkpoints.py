@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -68,15 +70,16 @@ def test_a_checkpoint_that_cannot_be_written_ends_nobody(error: Exception, tmp_p
 
 
 def test_what_a_killed_server_left_half_written_goes(tmp_path: Path) -> None:
-    """With the next checkpoint of the same server; what another one is writing stays."""
-    for name in ("shard-00000-of-00001.safetensors.partial", "shard-00001-of-00002.safetensors.partial"):
+    """An hour later, with the next checkpoint of the same server; what is written just now stays, and what another one writes."""
+    own, other = "shard-00000-of-00001.safetensors", "shard-00001-of-00002.safetensors"
+    for name, age_s in ((f"{own}.1.partial", 4000), (f"{own}.2.partial", 60), (f"{other}.3.partial", 4000)):
         (tmp_path / name).write_bytes(b"half")
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
     with desk() as server:
         server.enter(0, 1)
         server.say("save", 0, 3, [str(tmp_path).encode()])
         assert server.said("saved") == [b""]
-    kept = ["shard-00000-of-00001.safetensors", "shard-00001-of-00002.safetensors.partial"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == [own, f"{own}.2.partial", f"{other}.3.partial"]
 
 
 def test_there_is_no_checkpoint_before_there_are_parameters(tmp_path: Path) -> None:
