@@ -74,7 +74,7 @@ class GradientBucket:
 
     def place(self, buffer: torch.Tensor) -> bool:
         """Gradients lie here; whether they lay elsewhere before."""
-        if self._buffer is not None and self._buffer.data_ptr() == buffer.data_ptr():
+        if self._buffer is not None and buffer.numel() and self._buffer.data_ptr() == buffer.data_ptr():
             return False
         self._buffer = buffer
         return True

@@ -30,12 +30,10 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
-from fleetbench.plan.combination import Combination
 from fleetbench.plan.drive import Requests, tell
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, StepBegin
 from fleetbench.plan.fusion import Cost
@@ -50,15 +48,16 @@ from real.compute.compute import apply_compute
 from real.compute.living import living_hook
 from real.engine.executor import Carried, Executor, started
 from real.engine.forward_writes import ForwardWrites
+from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
 from real.engine.optimizers import refuse_arguments
 from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_replaced
 from real.engine.planning import Planning
 from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
     refuse_again,
+    refuse_graph_of_gradients,
     refuse_in_step,
-    refuse_max_norm,
-    refuse_misplaced,
+    refuse_model,
     refuse_moved,
     refuse_optimizer,
     refuse_other_optimizer,
@@ -102,6 +101,19 @@ class Engine:
     ``ConfigError`` in a step in which a parameter gets no gradient.
     """
 
+    on_step: Callable[[int], None] | None = None
+    """Hears of every step as it begins."""
+    on_compute_end: Callable[[], None] | None = None
+    """Runs where the backward's computation ends, before anything is waited for."""
+    on_failure: Callable[[BaseException], None] | None = None
+    """Hears of an exception in the middle of a step, after which trainers cannot agree again."""
+    _behind = "idle"
+    """The phase before the backward under way."""
+    _comes = False
+    """The backward under way leaves gradients, and is no ``torch.autograd.grad``."""
+    _keeps = False
+    """Backwards leave their gradients on this rank."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -114,8 +126,6 @@ class Engine:
         trainers_per_node: int = 1,
         forecast: tuple[Cost, Mapping[str, int]] | None = None,
     ) -> None:
-        refuse_wrappers(model)
-        refuse_max_norm(model, "each rank those that its batch reads", "leave max_norm out, or clip the weight after optimizer.step()")
         changes = strategy.changes().items()
         agree_on([f"{name} = {json.dumps(value)}" for name, value in changes], "the strategy", communicators)  # by which groups are made
         self.model = model
@@ -128,12 +138,6 @@ class Engine:
         self._dtype = self._members[0].dtype
         self.stopwatch = Stopwatch(communicators.rank, keep_times, clock_of(self._device), strategy.fetch_every_n_steps)
         self.step = first_step - 1
-        self.on_step: Callable[[int], None] | None = None
-        """Hears of every step as it begins."""
-        self.on_compute_end: Callable[[], None] | None = None
-        """Runs where the backward's computation ends, before anything is waited for."""
-        self.on_failure: Callable[[BaseException], None] | None = None
-        """Hears of an exception in the middle of a step, after which trainers cannot agree again."""
         self._record = record
         self._initial: State | None = None
         self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast)
@@ -142,18 +146,15 @@ class Engine:
         self._nodes = nodes_of(self._members)
         self._outputs: list[torch.Tensor] = []
         """Of the model, for the search for unused parameters."""
-        self._comes: bool = False
-        """The backward under way leaves gradients, and is no ``torch.autograd.grad``."""
         self._unused: list[str] = []
         """Parameters that the backward under way has left without a gradient, where those are looked for."""
         self._hidden: RemovableHandle | None = None
         """Hears of a backward's first gradient, where the model's outputs are not found."""
-        self._keeps = False
         self._executor: Executor | None = None
         self._reducer: PlannedReducer | None = None
         self._next_bucket = 0
         agree_on(self._planning.lines(), "the model", communicators)
-        refuse_misplaced(model, communicators.device)
+        refuse_model(model, communicators.device)
         self._num_stepping = self._num_steps = 0
         self._others: dict[int, int] = {}
         """Optimizers that step and are not fleet's, with how often that had stepped before."""
@@ -169,9 +170,8 @@ class Engine:
         )
         refuse_sparse(self._planning.sparse, self.executor.combination)
         communicators.prove(1 if strategy.sync_nccl_allreduce else strategy.nccl_comm_num)
-        what, host = self.executor.combination, self._device.type == "cpu" and not isinstance(communicators.lane(0), StreamLane)
-        watches = what.is_local and (communicators.trainers > 1 or self.executor.steps_outside)
-        self._outside = OutsideChanges(self._parameters, reads=host) if watches else None
+        host = self._device.type == "cpu" and not isinstance(communicators.lane(0), StreamLane)
+        self._outside = OutsideChanges(self._parameters, reads=host) if self.executor.parts else None
         self._owners = owners_of(model)
         self.meeting: Meeting | None = None
         """Where trainers that do not come are named."""
@@ -269,7 +269,7 @@ class Engine:
 
     def progress(self, where: str) -> Progress:
         """What ``resume`` needs; ``where`` asks. Raises ``ConfigError`` in the middle of a step, unless its gradients were thrown away."""
-        dropped = self._phase == "update" and _is_dropped(self.executor.combination, self._members)
+        dropped = self._phase == "update" and is_dropped(self.executor.combination, self._members)
         if not dropped:
             refuse_in_step(self._phase, where)
         return Progress(
@@ -339,14 +339,16 @@ class Engine:
         if self._reducer is not None:
             self._reducer.remove()
         self._reducer = None  # and its buffers, before there are new ones
-        if self.communicators.trainers > 1 and not strategy.combination.is_local:
+        what = strategy.combination
+        knows_all = not (what.merges and what.finds_unused)  # the Reducer looks for unused parameters in one backward alone
+        if self.communicators.trainers > 1 and not what.is_local and knows_all:
             self._reducer = PlannedReducer(
                 self.model,
                 self._parameters,
                 plan.buckets,
                 self._planning.sparse,
-                group=self.communicators.beside if strategy.combination.finds_unused else self.communicators.world,
-                finds_unused=strategy.combination.finds_unused,
+                group=self.communicators.beside if what.finds_unused else self.communicators.world,
+                finds_unused=what.finds_unused,
                 on_bucket=self._or_fails(self._bucket_comes),
             )
         optimizer = None
@@ -412,7 +414,7 @@ class Engine:
         reducer = self._reducer if self.executor.combination.finds_unused else None
         if reducer is not None and not self._keeps:
             output = reducer._post_forward(output)  # type: ignore[no-untyped-call]  # noqa: SLF001  # which lets a part that no loss uses get its zeros
-        outputs = [tensor for tensor in _tensors_of(output) if tensor.requires_grad]
+        outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         for tensor in outputs:
             tensor.register_hook(lambda _gradient: self._backward_begins())
         if reducer is not None:
@@ -439,14 +441,15 @@ class Engine:
             return
         self._behind, self._phase = self._phase, "backward"
         what = self.executor.combination
-        self._dropped = self._behind == "update" and what.is_local and _is_cleared(self._members)
+        self._dropped = self._behind == "update" and what.is_local and is_cleared(self._members)
         self._backward_begin_ns = time.monotonic_ns()
         self.executor.begin_backward()
         self._comes = False
         self._unused.clear()
         if leaves_gradients(self._nodes):
             self._backward_comes()
-        self._versions = [] if self._comes else _versions(self._members)
+            refuse_graph_of_gradients(self._reducer is not None)
+        self._versions = [] if self._comes else versions(self._members)
         if self._reducer is not None and self._decider.strategy.closes(self._decider.state):
             self._reducer.expect(self._outputs)
         end = self._or_fails(self._backward_ends)
@@ -476,6 +479,7 @@ class Engine:
 
     def _bucket_comes(self, bucket: GradBucket) -> None:
         """The Reducer has all gradients of the next bucket."""
+        self._backward_begins()  # where no output was found to tell of it
         if not self._comes:
             self._backward_comes()
         assert bucket.index() == self._next_bucket, "buckets become ready in the plan's order"
@@ -494,7 +498,7 @@ class Engine:
 
     def _backward_ends(self) -> None:
         if not self._comes:
-            if _versions(self._members) == self._versions:  # it has left no gradient
+            if versions(self._members) == self._versions:  # it has left no gradient
                 self._phase = self._behind
                 return
             self._backward_comes()
@@ -557,7 +561,7 @@ class Engine:
     def _run_between(self, event: Event) -> None:
         """Tell the strategy of an event between steps, and do what it says; gradients that wait in ``.grad`` wait on."""
         what = self.executor.combination
-        dropped = self._phase == "update" and _is_dropped(what, self._members)
+        dropped = self._phase == "update" and is_dropped(what, self._members)
         begun = dropped or (self._phase == "kept" and not what.merges)
         if begun:
             self._decider.rewind(self._before)
@@ -588,38 +592,3 @@ class Engine:
         while self._measuring:
             self._measuring.pop().remove()
         self._decider = self._decide(list(self._planning.order), state, carried)
-
-
-def _tensors_of(output: Any) -> list[torch.Tensor]:
-    """The tensors of a model's output, in any nest of containers and dataclasses."""
-    found = []
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += _tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-    return found
-
-
-def _is_dropped(what: Combination, gradients_of: Sequence[nn.Parameter]) -> bool:
-    """Whether the gradients of a backward are thrown away, and its step never was: cleared, or no numbers, which a GradScaler leaves out.
-
-    Only where a second backward could take their place.
-    """
-    if not what.leaves_averages:
-        return False
-    return _is_cleared(gradients_of) or not all(values.isfinite().all() for values in _values(gradients_of))
-
-
-def _versions(gradients_of: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
-    """Which gradients there are, and how often each was written to."""
-    return [(id(gradient), gradient._version) for own in gradients_of if (gradient := own.grad) is not None]  # noqa: SLF001  # torch documents it
-
-
-def _is_cleared(gradients_of: Sequence[nn.Parameter]) -> bool:
-    return not any(values.any() for values in _values(gradients_of))
-
-
-def _values(gradients_of: Sequence[nn.Parameter]) -> Iterator[torch.Tensor]:
-    gradients = (parameter.grad for parameter in gradients_of if parameter.grad is not None)
-    return (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)

@@ -127,6 +127,11 @@ class Executor:
         return (self._communicators.trainers > 1 or self.steps_outside) and not all(delta.is_at_rest for delta in self.storage.deltas)
 
     @property
+    def parts(self) -> bool:
+        """Whether this trainer's parameters leave what trainers agreed on."""
+        return self.combination.is_local and (self._communicators.trainers > 1 or self.steps_outside)
+
+    @property
     def _merges_unused(self) -> bool:
         """Whether a parameter's use is looked for in several steps; in that of one backward it is by the Reducer."""
         return self.combination.finds_unused and self.combination.merges

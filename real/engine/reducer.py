@@ -46,11 +46,13 @@ class PlannedReducer(DistributedDataParallel):
         self.__dict__["_laid_out"] = buckets, parameters, sparse  # which the base class asks for before modules may be set
         super().__init__(model, process_group=group, init_sync=False, gradient_as_bucket_view=True, find_unused_parameters=finds_unused)
         self.broadcast_buffers = False
+        self.require_backward_grad_sync = False  # a forward expects nothing yet: ``expect`` says which backward is exchanged
 
         def hear(_state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             on_bucket(bucket)
             buffer = bucket.buffer()
-            devices = [] if buffer.device.type == "cpu" else [buffer.device]  # a future takes results of devices that it knows
+            # A future takes results of devices that it knows.
+            devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
             done.set_result(buffer)  # what asked for the exchange waits for it
             return done

@@ -101,6 +101,20 @@ def refuse_max_norm(model: nn.Module, why: str, hint: str) -> None:
             raise ConfigError(f"shortens its rows, {why}", f"embedding {name}", f"max_norm={module.max_norm:g}", hint)
 
 
+def refuse_model(model: nn.Module, device: torch.device) -> None:
+    """Raise ``ConfigError`` for a model that an engine cannot train on this device."""
+    refuse_wrappers(model)
+    refuse_max_norm(model, "each rank those that its batch reads", "leave max_norm out, or clip the weight after optimizer.step()")
+    refuse_misplaced(model, device)
+
+
+def refuse_graph_of_gradients(exchanges: bool) -> None:
+    """Raise ``ConfigError`` in a backward with ``create_graph=True`` whose gradients are exchanged in buckets."""
+    if exchanges and torch.is_grad_enabled():
+        hint = "take the inner gradient by torch.autograd.grad(..., create_graph=True), and call backward() on the loss that uses it"
+        raise ConfigError("keeps the graph of gradients that are averaged in buckets", "loss.backward(create_graph=True)", hint=hint)
+
+
 def refuse_misplaced(model: nn.Module, device: torch.device) -> None:
     """Raise ``ConfigError`` for a model that is not on one device, of the kind on which trainers meet."""
     places = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})

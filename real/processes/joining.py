@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -47,14 +47,15 @@ def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
     has_device = torch.cuda.is_available() and not is_few
     backend = backend or ("nccl" if has_device and role.launcher != "none" else "gloo")
     if role.store is not None:
-        store = dist.FileStore(role.store, role.trainers)  # type: ignore[attr-defined]  # missing from __all__ only
-        store.set_timeout(timeout)
-        dist.init_process_group(backend, store=store, rank=role.rank, world_size=role.trainers, timeout=timeout)
+        file = dist.FileStore(role.store, role.trainers)  # type: ignore[attr-defined]  # missing from __all__ only
+        file.set_timeout(timeout)
+        dist.init_process_group(backend, store=file, rank=role.rank, world_size=role.trainers, timeout=timeout)
         return
     take_interface(*(_address(role) or _LOOPBACK), patience_s=timeout.total_seconds())
-    store = dist.HashStore()  # type: ignore[attr-defined]  # missing from __all__ only
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]  # missing from __all__ only
     if role.rendezvous is not None:
-        met, _, _ = next(dist.rendezvous(role.rendezvous, role.rank, role.trainers, timeout=timeout))
+        ways = dist.rendezvous(role.rendezvous, role.rank, role.trainers, timeout=timeout)  # type: ignore[attr-defined]  # as above
+        met, _, _ = next(ways)
         store = own_part(met, role.rank, role.trainers, timeout)
     dist.init_process_group(backend, store=store, rank=role.rank, world_size=role.trainers, timeout=timeout)
 

@@ -520,8 +520,19 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
         lambda case: case.closure,
     ),
     "a part checkpointed with use_reentrant=True that runs twice in a backward, as DDP refuses it (docs/loops.md)": (
-        "twice in one backward",
+        "twice in one backward|ready only once",
         lambda case: case.model == "reentrant" and any(kind == "two forwards" for kind, _ in case.backwards),
+    ),
+    "unused parameters that the loss reaches beside the model's outputs, or in two forwards, as DDP refuses them (docs/loops.md)": (
+        "ready only once",
+        lambda case: (
+            bool(case.strategy.get("find_unused_parameters"))
+            and any(kind in ("two forwards", "parameter penalty") for kind, _ in case.backwards)
+        ),
+    ),
+    "the graph of gradients is kept where they are averaged (docs/loops.md)": (
+        "keeps the graph of gradients that are averaged",
+        lambda case: not case.is_local and any(kind == "create graph" for kind, _ in case.backwards),
     ),
     "the graph of gradients is kept under a loss scale (docs/loops.md)": (
         "keeps the graph of gradients",

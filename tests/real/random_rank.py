@@ -58,7 +58,8 @@ class Rank:
         except CollectiveFailed as error:
             return {"end": "lost", "what": str(error)[:200]}
         except Exception as error:  # noqa: BLE001  # any other is a finding, and named
-            return {"end": "raised", "what": f"{type(error).__name__}: {error}"[:300]}
+            end = "refused" if "mark a variable ready only once" in str(error) else "raised"  # by the Reducer, as under DDP
+            return {"end": end, "what": f"{type(error).__name__}: {error}"[:300], "error": str(error)}
         return {"end": "trained"}
 
     def _under_fleet(self) -> list[torch.Tensor]:
