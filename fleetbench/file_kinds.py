@@ -50,20 +50,24 @@ _TEXT: dict[str, str] = {
 """By how a text begins."""
 
 
-def read_file(path: str | Path, hint: str, where: str | None = None) -> bytes:
+def read_file(path: str | Path, hint: str, where: str | None = None, most: int = MOST_BYTES) -> bytes:
     """All bytes of a file, decompressed where it is gzip; ``where``: what errors call it, by default its path.
 
-    Raises ``ConfigError`` where it cannot be read, or is too large.
+    Raises ``ConfigError`` where it cannot be read, or has more than ``most`` bytes.
     """
+    data = begin_of(path, hint, where or str(path), most + 1)
+    if len(data) > most:
+        raise ConfigError(f"is larger than {most // 2**20} MiB", where or str(path), hint=hint)
+    return data
+
+
+def begin_of(path: str | Path, hint: str, where: str, size: int) -> bytes:
+    """The first ``size`` bytes of a file, decompressed where it is gzip. Raises ``ConfigError`` where it cannot be read."""
     check_file(Path(path))
-    where = where or str(path)
     with reading(where, hint), Path(path).open("rb") as file:
         is_gzip = file.read(len(_GZIP)) == _GZIP
         file.seek(0)
-        data = (gzip.GzipFile(fileobj=file) if is_gzip else file).read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ConfigError(f"is larger than {MOST_BYTES // 2**20} MiB", where, hint=hint)
-    return data
+        return (gzip.GzipFile(fileobj=file) if is_gzip else file).read(size)
 
 
 def text_of(data: bytes) -> str | None:

@@ -1,10 +1,11 @@
 """Traces: X of ranks and steps as a file recorded them, which ``kind = "trace"`` replays.
 
-The file is Parquet or CSV with a row a rank and step: ``rank``, ``step``, and one of
+The file is Parquet or CSV, gzip or not, with a row a rank and step: ``rank``, ``step``, and one of
 
 - ``x``: X itself, at least 0;
-- ``compute_s``, or ``forward_s`` and ``backward_s`` as a run's ``steps.parquet`` has them: seconds of compute,
-  of which X is what exceeds ``base``, the entry's own or else the file's shortest time: X = compute / base - 1.
+- ``compute_s`` (or ``compute_ms``, ``compute_us``, ``compute_ns``), or ``forward_s`` and ``backward_s`` as a
+  run's ``steps.parquet`` has them: seconds of compute, of which X is what exceeds ``base``, the entry's own or
+  else the file's shortest time: X = compute / base - 1.
 
 Steps count by their order: the run's step 1 is the trace's first step numbered 1 or higher, a run that is
 longer starts over, and warm-up steps are those in front of where it starts over. Every rank has every step.
@@ -30,6 +31,8 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 FORMAT = "Parquet or CSV with the columns rank, step, and x, compute_s, or forward_s and backward_s"
+UNITS = {"compute_ms": 1e3, "compute_us": 1e6, "compute_ns": 1e9}
+"""Columns that are read as ``compute_s``, and how many of their units a second has."""
 _PARQUET = b"PAR1"
 
 
@@ -56,12 +59,22 @@ def read_table(path: str | Path, where: str) -> pd.DataFrame:
     data = read_file(path, hint, place)
     is_parquet = data.startswith(_PARQUET)
     if not is_parquet and (kind := kind_of(data)) is not None:
-        raise ConfigError(f"is no table: it seems to be {kind}", place, hint=hint)
+        fits = f"`fleetbench profile --from {path}` reads it" if "torch.profiler" in kind else hint
+        raise ConfigError(f"is no table: it seems to be {kind}", place, hint=fits)
     with reading(place, hint, ArrowException):
         if is_parquet:
             refuse_large_table(BytesIO(data), place)
-            return pd.read_parquet(BytesIO(data))
-        return pd.read_csv(StringIO(text_of(data)), skipinitialspace=True).rename(columns=str.strip)
+            frame = pd.read_parquet(BytesIO(data))
+            frame = frame.reset_index() if {"rank", "step"} & set(frame.index.names) else frame
+        else:
+            text = text_of(data) or ""
+            separator = next((mark for mark in ",;\t" if mark in text.partition("\n")[0]), ",")
+            frame = pd.read_csv(StringIO(text), sep=separator, skipinitialspace=True)
+    frame = frame.rename(columns={name: str(name).strip().lower() for name in frame.columns})
+    for name, units in UNITS.items():
+        if name in frame and "compute_s" not in frame:
+            frame["compute_s"] = _numbers(frame[name]) / units
+    return frame
 
 
 def by_rank_and_step(frame: pd.DataFrame, values: list[str], where: str, path: str) -> tuple[Floats, tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from real.profile.measuring import Taken
 
 _SECONDS = 10.0
+_MOST_SOURCES = 3
+"""Files named in a comment."""
 _MOST_LAYERS = 12
 """Layers in the printed table; the file holds them all."""
 _NO_SERVERS = (
@@ -42,10 +45,10 @@ def register(commands: Commands) -> None:
     short = f"how long one of the short runs may take; default: {_SECONDS:g}"
     parser.add_argument("--seconds", type=seconds, default=_SECONDS, metavar="S", help=short)
     source = (
-        "measure nothing: fit stragglers to this run's folder, to its steps.parquet, or to a trace, and print [[cluster.stragglers]]; "
-        "a trace is Parquet or CSV with the columns rank, step and compute_s"
+        "measure nothing: fit stragglers to a run's folder, to its steps.parquet, to a table (Parquet or CSV with the columns rank, step "
+        "and compute_s), or to traces of torch.profiler (files, or folders of them), and print [[cluster.stragglers]]"
     )
-    parser.add_argument("--from", type=Path, metavar="RUN_OR_TRACE", dest="source", help=source)
+    parser.add_argument("--from", type=Path, nargs="+", metavar="RUN_OR_TRACE", dest="source", help=source)
     add_json(parser, "the profile, or the stragglers' fit,")
     add_command_line(parser)
     parser.epilog = your_script.EPILOG
@@ -129,14 +132,16 @@ def _fit_stragglers(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _as_toml(fit: StragglerFit, source: Path) -> str:
+def _as_toml(fit: StragglerFit, sources: Sequence[Path]) -> str:
     """The entries as TOML, after comments that say what was found."""
     from fleetbench.config import encode
 
-    lines = [f"# fitted to {printable(str(source), lines=False)}", *(f"# {statement}" for statement in fit.statements)]
+    more = f" and {len(sources) - _MOST_SOURCES} more" if len(sources) > _MOST_SOURCES else ""
+    said = [f"fitted to {', '.join(map(str, sources[:_MOST_SOURCES]))}{more}", *fit.statements]
+    lines = [f"# {printable(text, lines=False)}" for text in said]
     lines.append(f"# compute at X = 0: {units.seconds(fit.base * 1e-9)} a step (median of all ranks: {units.seconds(fit.median * 1e-9)})")
     if not fit.entries:
-        lines.append("# no entry: nothing makes trainers late")
+        lines.append("# no entry: no straggler was found")
     for entry in encode(fit).get("entries", ()):
         lines += ["", "[[cluster.stragglers]]", *(f"{name} = {json.dumps(value)}" for name, value in entry.items())]  # TOML, on a line
     return "\n".join(lines)

@@ -62,7 +62,7 @@ def find_episodes(times_s: Floats) -> Episodes:
     """Look for episodes in step times ``(ranks, steps)``, whose persistent rank factors are taken out."""
     times = np.asarray(times_s, dtype=float)
     if times.shape[1] < LEAST_STEPS:
-        return Episodes(statement=f"{times.shape[1]} steps a rank are too few to tell episodes: {LEAST_STEPS} are needed")
+        return Episodes(statement=f"too few steps to tell episodes: {times.shape[1]} a rank, and {LEAST_STEPS} are needed")
     y = np.log(times / np.median(times))
     if np.ptp(y) < 1e-9:
         return Episodes(statement="no episodes: steps are constant")

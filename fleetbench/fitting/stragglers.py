@@ -5,6 +5,7 @@ episode's x what a step has for all ranks. So they are taken out one by one: fir
 has, then what comes and goes over many steps, then what ranks share in a step, and the rest is jitter.
 """
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,20 +14,26 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 from scipy import stats
 
+from fleetbench.digests import MANIFEST
 from fleetbench.errors import ConfigError
+from fleetbench.file_kinds import begin_of
 from fleetbench.fitting.distributions import Fitted, choose_law, goodness
 from fleetbench.fitting.episodes import Episodes, find_episodes
 from fleetbench.fitting.shocks import Shared, choose_shock, correlation, groups_of, split_shared
 from fleetbench.measurements import JitterFit, ShockFit, StragglerFit
+from fleetbench.profiler_traces import read_profiler
 from fleetbench.quantities import Nanoseconds, PerStep, Steps
 from fleetbench.store import load_run
 from fleetbench.stragglers import Empirical, Episode, Floats, Jitter, NodeShock, SlowRank, Straggler
-from fleetbench.traces import FORMAT, by_rank_and_step, compute_columns, read_table
+from fleetbench.traces import FORMAT, UNITS, by_rank_and_step, compute_columns, read_table
 
 LEAST_STEPS = 30
 """Fewer times of all ranks together fit no law."""
+LEAST_FOR_RANKS = 20
+"""Fewer steps of a rank do not tell whether it is slow, or was slow for a while."""
 LEAST_SHARED = 15
 """Fewer steps fit no law of what ranks share in one."""
 _BLOCKS = 5
@@ -34,6 +41,10 @@ _LOWER = 0.25
 _LEAST_FACTOR = 1.02
 """A rank that is slower than this, in every part of the run, is a slow rank."""
 _CONFIDENCE = 0.95
+_FALSE = 0.05
+"""The share of runs of equal ranks in which one may be called slow."""
+_LONG_S, _LONGEST_S = 2.0, 120.0
+"""Seconds of compute a step that may be milliseconds, and that are hardly seconds."""
 _STEADY = 1e-3
 """A spread (1st to 99th percentile) below this share of the median is none."""
 _CONTRADICTED = 0.02
@@ -101,34 +112,63 @@ def fit_stragglers(times_s: Floats, seed: int, nodes: Sequence[int] | None = Non
     )
 
 
-def fit_source(source: str | Path, *, seed: int = 0) -> StragglerFit:
-    """The straggler model of a run's folder, or of a table of seconds; see ``compute_times``.
+Source = str | Path | Sequence[str | Path]
+"""A run's folder, a table, or traces of torch.profiler: files, or folders of them."""
+
+
+def fit_source(source: Source, *, seed: int = 0) -> StragglerFit:
+    """The straggler model of a run's folder, of a table of seconds, or of traces of torch.profiler; see ``compute_times``.
 
     ``seed`` is that of the bootstrap. The ``entries`` are what ``cluster.stragglers`` takes, for a table of layers that takes ``base``.
     """
-    times_s, nodes = compute_times(source)
-    return fit_stragglers(times_s, seed, nodes)
+    times_s, nodes, notes = compute_times(source)
+    fit = fit_stragglers(times_s, seed, nodes)
+    return dataclasses.replace(fit, statements=(*notes, *fit.statements))
 
 
-def compute_times(source: str | Path) -> tuple[Floats, list[int]]:
-    """Compute in seconds by rank and step, and each rank's node: by the run's experiment; elsewhere each rank is a node.
+def compute_times(source: Source) -> tuple[Floats, list[int], tuple[str, ...]]:
+    """Compute in seconds by rank and step, each rank's node, and what is to be said of how they were read.
 
+    Nodes are those of the run's experiment; elsewhere each rank is a node.
     Raises ``ConfigError`` for a source of no known kind, and for times that are not above 0 or not of every rank and step.
     """
-    path, where = Path(source), "--from"
-    nodes: Sequence[int] = ()
-    if path.is_dir():
+    paths, where = [Path(path) for path in ([source] if isinstance(source, str | Path) else source)], "--from"
+    path, nodes, notes = paths[0], tuple[int, ...](), tuple[str, ...]()
+    if len(paths) == 1 and any((path / name).is_file() for name in (MANIFEST, "experiment.toml")):
         run = load_run(path)
         frame, nodes = run.steps, run.experiment.cluster.node_by_rank
+    elif all(each.is_dir() or _is_json(each, where) for each in paths):
+        frame, notes = read_profiler(paths, where)
+    elif len(paths) > 1:
+        hint = "one table holds all ranks; of torch.profiler's traces there may be one for each rank"
+        raise ConfigError("are several sources, and not all of them traces of torch.profiler", where, ", ".join(map(str, paths[:4])), hint)
     else:
         frame = read_table(path, where)
-    columns, hint = compute_columns(frame), f"a source is a run's folder, or {FORMAT}"
+        notes = _seconds(frame, path, where)
+    columns, hint = compute_columns(frame), f"a source is a run's folder, traces of torch.profiler, or {FORMAT}"
     if columns is None or not {"rank", "step"} <= set(frame.columns):
         raise ConfigError(f"has the columns {', '.join(map(str, frame.columns[:12]))}", where, str(path), hint)
     times_s, _ = by_rank_and_step(frame, columns, where, str(path))
     if times_s.min() <= 0:
         raise ConfigError("holds a compute time that is not above 0", where, str(path), hint)
-    return times_s, list(nodes or range(len(times_s)))
+    return times_s, list(nodes or range(len(times_s))), notes
+
+
+def _is_json(path: Path, where: str) -> bool:
+    begin = begin_of(path, f"a source is a run's folder, traces of torch.profiler, or {FORMAT}", f"{where}: {path}", 100)
+    return begin.lstrip(b"\xef\xbb\xbf \r\n\t")[:1] in (b"{", b"[")
+
+
+def _seconds(frame: pd.DataFrame, path: Path, where: str) -> tuple[str, ...]:
+    """What is to be said of a table whose seconds may be milliseconds. Raises ``ConfigError`` where they hardly are seconds."""
+    if "compute_s" not in frame or UNITS.keys() & set(frame.columns):
+        return ()
+    typical_s = float(pd.to_numeric(frame["compute_s"], errors="coerce").median())
+    unit = "milliseconds stand in a column compute_ms"
+    if typical_s > _LONGEST_S:
+        hint = f"{unit}; there are compute_us and compute_ns, too, whatever their size"
+        raise ConfigError(f"has a compute_s of {typical_s:.4g}: seconds of compute in a step", where, str(path), hint)
+    return (f"a step computes for {typical_s:.4g} s by compute_s: {unit}",) if typical_s > _LONG_S else ()
 
 
 def _slow(factors: Sequence[float]) -> Floats:
@@ -142,29 +182,39 @@ def _level(times: Floats, factors: Sequence[float]) -> Floats:
 
 
 def rank_factors(times_s: Floats, ill: npt.NDArray[np.bool_] | None = None) -> tuple[list[float], str]:
-    """How much longer each rank takes than the fastest, 1 where that is not so in every part of the run; and what was found.
+    """How much longer each slow rank takes than those that are not slow, 1 for these; and what was found.
 
-    A rank's time is the lower quartile of a part's: episodes reach it last. ``ill`` steps are left out.
+    A rank's time is the lower quartile of a part of the run: episodes reach it last. A rank is slow if it takes longer than the fastest
+
+    - by more than ranks that are alike differ by in ``_FALSE`` of all runs: t-tests of all pairs of ranks, with Bonferroni's correction,
+      by the residual variance of the parts' logarithms (two-way analysis of variance, ranks and parts);
+    - and consistently: a t-test of its own parts alone.
+
+    ``ill`` steps are left out.
     """
     ranks, steps = times_s.shape
     if ranks == 1:
         return [1.0], "one rank: no rank can be slower than another"
-    if steps < 2 * _BLOCKS:
-        return [1.0] * ranks, f"{steps} steps a rank are too few to tell a slow rank: {2 * _BLOCKS} are needed"
+    if steps < LEAST_FOR_RANKS:
+        return [1.0] * ranks, f"too few steps to tell a slow rank: {steps} a rank, and {LEAST_FOR_RANKS} are needed"
     healthy = times_s if ill is None else np.where(ill, np.nan, times_s)
     healthy = np.where(np.isnan(healthy).mean(axis=1, keepdims=True) > 0.5, times_s, healthy)
+    quantile = np.quantile if ill is None else np.nanquantile  # which is far slower
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a part may be ill from end to end, and has no quantile then
-        parts = np.array([np.nanquantile(part, _LOWER, axis=1) for part in np.array_split(healthy, _BLOCKS, axis=1)])
-    whole = np.nanquantile(healthy, _LOWER, axis=1)
-    parts = np.where(np.isnan(parts), whole, parts)  # (parts, ranks)
-    fastest = int(np.argmin(whole))
-    logs = np.log(parts / parts[:, [fastest]])
-    middle, spread = logs.mean(axis=0), logs.std(axis=0, ddof=1) / math.sqrt(_BLOCKS)
-    low = middle - stats.t.ppf(_CONFIDENCE, _BLOCKS - 1) * spread
-    factors = [float(math.exp(log)) if least > math.log(_LEAST_FACTOR) / 2 else 1.0 for log, least in zip(middle, low, strict=True)]
-    slow = [f"rank {rank} takes {factor:.2f} times as long" for rank, factor in enumerate(factors) if factor >= _LEAST_FACTOR]
-    return factors, ", ".join(slow) or "no rank is persistently slower than the others"
+        parts = np.array([quantile(part, _LOWER, axis=1) for part in np.array_split(healthy, _BLOCKS, axis=1)])
+    logs = np.log(np.where(np.isnan(parts), quantile(healthy, _LOWER, axis=1), parts))  # (parts, ranks)
+    middle, freedom = logs.mean(axis=0), (_BLOCKS - 1) * (ranks - 1)
+    rest = logs - middle - logs.mean(axis=1, keepdims=True) + middle.mean()
+    error = math.sqrt(2 / _BLOCKS * float((rest**2).sum()) / freedom)
+    fastest = int(np.argmin(middle))
+    behind = logs - logs[:, [fastest]]
+    least = behind.mean(axis=0) - stats.t.ppf(_CONFIDENCE, _BLOCKS - 1) * behind.std(axis=0, ddof=1) / math.sqrt(_BLOCKS)
+    alike = float(stats.t.ppf(1 - _FALSE / (ranks * (ranks - 1)), freedom)) * error
+    slow = (middle - middle[fastest] > alike) & (least > math.log(_LEAST_FACTOR) / 2)
+    factors = [float(factor) for factor in np.where(slow, np.exp(middle - middle[~slow].mean()), 1.0)]
+    said = [f"rank {rank} takes {factor:.2f} times as long" for rank, factor in enumerate(factors) if factor >= _LEAST_FACTOR]
+    return factors, ", ".join(said) or "no rank is persistently slower than the others"
 
 
 def _shock(parts: Shared, statements: list[str], alike: float | None) -> ShockFit | None:
@@ -198,7 +248,7 @@ def _law_fit(law: Fitted, num_steps: int, excess: Mapping[str, float], **more: f
 def _jitter(calm: Floats, seed: int, statements: list[str]) -> JitterFit | None:
     """The law of what is left."""
     if len(calm) < LEAST_STEPS:
-        statements.append(f"{len(calm)} step times are too few for a law of jitter: {LEAST_STEPS} are needed")
+        statements.append(f"too few step times for a law of jitter: {len(calm)}, and {LEAST_STEPS} are needed")
         return None
     low, high = np.quantile(calm, (0.01, 0.99))
     if high - low < _STEADY * float(np.median(calm)):

@@ -92,6 +92,43 @@ def test_a_rank_that_is_slow_in_one_part_of_the_run_only_is_no_slow_rank() -> No
     assert "no rank" in said
 
 
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize("steps", [20, 60])
+@pytest.mark.parametrize("law", ["exponential", "lognormal", "normal"])
+def test_equal_ranks_are_seldom_called_slow(ranks: int, steps: int, law: str) -> None:
+    """In at most 5 % of runs, however many ranks could be the slowest: of 200 runs, within three standard errors."""
+    generator = np.random.default_rng(ranks + steps)
+    shape = (200, ranks, steps)
+    x = {
+        "exponential": 0.3 * generator.exponential(1.0, shape),
+        "lognormal": 0.1 * generator.lognormal(0.0, 1.0, shape),
+        "normal": 0.03 * generator.normal(0.0, 1.0, shape),
+    }[law]
+    found = sum(max(rank_factors(BASE_S * (1 + run))[0]) > 1 for run in x)
+    assert found / 200 <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 200)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_a_slow_rank_is_found_among_many(ranks: int) -> None:
+    """One and a half times as long, in forty steps with jitter of 30 %: in every one of twenty runs, and nobody beside it."""
+    for seed in range(20):
+        times = BASE_S * (1 + 0.3 * np.random.default_rng(seed).exponential(1.0, (ranks, 40)))
+        times[1] *= 1.5
+        factors, _ = rank_factors(times)
+        assert factors[1] == pytest.approx(1.5, rel=0.2)
+        assert sum(factor > 1 for factor in factors) <= 2
+
+
+def test_few_steps_tell_no_slow_rank() -> None:
+    """Six steps, or nineteen, even of a rank that takes twice as long: it may have been slow for a while."""
+    for steps in (6, 19):
+        times = np.full((4, steps), BASE_S)
+        times[2] *= 2
+        factors, said = rank_factors(times)
+        assert factors == [1.0] * 4
+        assert f"too few steps to tell a slow rank: {steps} a rank" in said
+
+
 def test_ranks_that_are_late_together_are_said() -> None:
     """The same X on both ranks: a correlation of 1, and a warning that independent draws wait too often."""
     times = np.repeat(drawn([JITTER], 1, 200), 2, axis=0)
@@ -117,8 +154,8 @@ def test_times_that_no_law_fits_are_kept_as_they_are() -> None:
     [
         (np.full((2, 100), 0.01), "constant"),
         (np.full((1, 100), 0.01), "one rank"),
-        (np.array([[0.010, 0.011, 0.012]]), "3 step times are too few"),
-        (np.array([[0.010, 0.011, 0.012], [0.010, 0.013, 0.012]]), "6 step times are too few"),
+        (np.array([[0.010, 0.011, 0.012]]), "law of jitter: 3, and 30"),
+        (np.array([[0.010, 0.011, 0.012], [0.010, 0.013, 0.012]]), "law of jitter: 6, and 30"),
         (np.array([[0.01]]), "too few"),
     ],
 )

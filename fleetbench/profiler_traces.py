@@ -1,0 +1,299 @@
+"""Traces of torch.profiler: for how long each rank computed and communicated in each step.
+
+A device runs after its host, by whole steps at times. So a kernel belongs to the step in whose host time it was *launched*: kernel and
+launch (``cudaLaunchKernel``, ``hipLaunchKernel``, ``cudaGraphLaunch``, ...) have one ``args.correlation``. A kernel without a launch in
+the trace belongs to the step of its neighbours on its stream, if that is one step; those before the first launched one were launched
+before the trace began. A trace without any launches has its steps from ``gpu_user_annotation``, or, if the device is idle whenever a
+step begins, from the host's time. In a trace without kernels, operators count, in the step that runs them.
+
+While two kernels run at once, time counts once. A kernel or operator is communication by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fleetbench.digests import reading
+from fleetbench.errors import ConfigError
+from fleetbench.file_kinds import read_file
+from fleetbench.quantities import counted
+from fleetbench.traces import Integers
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COMMUNICATION = re.compile(
+    r"nccl|rccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|cross_device_reduce|nvshmem", re.IGNORECASE
+)
+"""What names of communication hold, on devices and on hosts."""
+_UNNAMED = re.compile(r"\W*(unknown|unnamed|none|null)?[\W\d_]*", re.IGNORECASE)
+"""Whole names that say nothing."""
+_STEP = re.compile(r"ProfilerStep#?\s*(\d+)")
+_RANK = re.compile(r"rank[-_. =]?(\d+)", re.IGNORECASE)
+_WORKER = re.compile(r"(\.\d{6,})?(\.pt)?(\.trace)?\.json(\.\w+)?$")
+"""What follows the worker in a file's name: ``tensorboard_trace_handler`` puts the time there, one for each profiling cycle."""
+_ON_DEVICE = ("gpu_memcpy", "gpu_memset", "gpu_user_annotation", "cuda_sync", "memcpy", "memset")
+_HINT = "record CPU and CUDA activities with torch.profiler.profile, and call profiler.step() after each training step"
+_LOST = 0.01
+"""The share of a trace's kernel time that may be unnamed, and above which what is left out is said."""
+MOST_BYTES = 2**31
+"""Of a trace, decompressed: larger ones are refused."""
+_OUTSIDE, _NEVER = -1, -2
+"""In place of a step: launched outside of all steps; not launched in this trace."""
+_IDLE_NS = 2_000
+"""A device that is idle for so long before and after a step begins has done what was launched before."""
+
+
+def read_profiler(sources: Sequence[Path], where: str) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """A row for each rank and step, with ``compute_s`` and ``communication_s``; and what is to be said of them.
+
+    ``sources``: a file for each rank, or one for each of its profiling cycles, or folders of them. Ranks are counted from 0 without gaps.
+    Steps that a rank lacks, or in which it computes nothing, are left out. Raises ``ConfigError`` for what cannot be told.
+    """
+    import pandas as pd
+
+    traces = [_read(path, where) for path in _files(sources, where)]
+    if other := next((trace for trace in traces if trace.has_kernels != traces[0].has_kernels), None):
+        raise ConfigError(f"holds {'' if other.has_kernels else 'no '}kernels, unlike {traces[0].path.name}", where, str(other.path), _HINT)
+    ranks, notes = _ranks(traces, where)
+    times: dict[tuple[int, int], tuple[int, int]] = {}
+    for trace, rank in zip(traces, ranks, strict=True):
+        for step in trace.steps.keys() & {step for other, step in times if other == rank}:
+            hint = "name the traces of one run, in which a rank has each step once"
+            raise ConfigError(f"is the second trace that has step {step} of rank {rank}", where, str(trace.path), hint)
+        times |= {(rank, step): spent for step, spent in trace.steps.items()}
+    numbers, steps = sorted(set(ranks)), sorted({step for _, step in times})
+    whole = [step for step in steps if all(times.get((rank, step), (0, 0))[0] > 0 for rank in numbers)]
+    if not whole:
+        what = "have no step in which each rank computes"
+        raise ConfigError(what, f"{where}: {traces[0].path}", f"steps {steps[0]} to {steps[-1]} of {counted(len(numbers), 'rank')}", _HINT)
+    if left := len(steps) - len(whole):
+        notes.append(f"{left} of {len(steps)} steps are left out: a rank lacks them, or computes nothing in them")
+    if numbers != list(range(len(numbers))):
+        of = ", ".join(f"rank {rank} of the job is rank {place} here" for place, rank in enumerate(numbers[:8]))
+        notes.append(f"ranks are counted from 0: {of}{', ...' if len(numbers) > 8 else ''}")
+    if len(numbers) > 1 and not any(communication for _, communication in times.values()):
+        names = ", ".join(traces[0].longest)
+        notes.append(f"no name is one of communication (nccl, rccl, gloo, ...), so all counts as compute; most time take {names}")
+    rows = [(place, step, *(ns * 1e-9 for ns in times[rank, step])) for place, rank in enumerate(numbers) for step in whole]
+    table = pd.DataFrame(rows, columns=["rank", "step", "compute_s", "communication_s"])
+    work = "kernels by the step of their launch" if traces[0].has_kernels else "operators of the host, for lack of kernels"
+    compute, communication = (_spread(table[name] * 1e3) for name in ("compute_s", "communication_s"))
+    size = f"{counted(len(whole), 'step')} ({whole[0]} to {whole[-1]}) of {counted(len(numbers), 'rank')}"
+    said = f"traces of torch.profiler: {size}; {work}: {compute} of compute a step, {communication} of communication"
+    return table, (said, *notes, *dict.fromkeys(note for trace in traces for note in trace.notes))
+
+
+def _files(sources: Sequence[Path], where: str) -> list[Path]:
+    """The traces that are named, and those below folders."""
+    found: list[Path] = []
+    for source in sources:
+        files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
+        traces = [path for path in files if path == source or path.name.endswith((".json", ".json.gz"))]
+        found += traces
+        if not traces:
+            held = f"{source}: {counted(len(files), 'file')}{f', such as {files[0].name}' if files else ''}"
+            hint = "a run's folder has a manifest.json; traces of torch.profiler are files *.json and *.json.gz"
+            raise ConfigError("is no run folder, and has no trace of torch.profiler", where, held, hint)
+    return found
+
+
+def _ranks(traces: Sequence[_Trace], where: str) -> tuple[list[int], list[str]]:
+    """Each trace's rank, and what is to be said of how it was found."""
+    named = [_RANK.search(trace.path.name) for trace in traces]
+    told = [int(name[1]) if trace.rank is None and name else trace.rank for trace, name in zip(traces, named, strict=True)]
+    ranks = [rank for rank in told if rank is not None]
+    if len(ranks) == len(traces):
+        says = all(trace.rank is not None for trace in traces)
+        return ranks, [] if says else ["ranks are those of the files' names, as a trace has no distributedInfo"]
+    if ranks:
+        hint = "put the rank into the file's name, as in rank3.pt.trace.json"
+        raise ConfigError("says no rank, unlike others", where, str(traces[told.index(None)].path), hint)
+    workers = sorted({trace.worker for trace in traces}, key=lambda name: [part.zfill(20) for part in re.split(r"(\d+)", name)])
+    order = ", ".join(f"{worker} is rank {number}" for number, worker in enumerate(workers[:4]))
+    notes = [f"no trace says its rank, so the order of names counts: {order}"] if len(workers) > 1 else []
+    return [workers.index(trace.worker) for trace in traces], notes
+
+
+def _spread(values: pd.Series[float]) -> str:
+    low, middle, high = np.quantile(values, (0, 0.5, 1))
+    return f"{middle:.4g} ms ({low:.4g} to {high:.4g})"
+
+
+@dataclass(slots=True)
+class _Events:
+    """What a trace's JSON holds, as it is parsed: an event is kept as numbers in ns, or not at all."""
+
+    steps: list[tuple[int, int, int]] = field(default_factory=list)
+    """Begin and end on the host, and number."""
+    device_steps: list[tuple[int, int, int]] = field(default_factory=list)
+    launches: dict[Any, int] = field(default_factory=dict)
+    """Begin, by correlation."""
+    kernels: list[tuple[int, int, str, Any, Any]] = field(default_factory=list)
+    """Begin, end, name, correlation, stream."""
+    operators: list[tuple[int, int, str]] = field(default_factory=list)
+    names: Counter[str] = field(default_factory=Counter)
+    """Of annotations."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """Of a device's runtime, by category."""
+
+    def keep(self, table: dict[str, Any]) -> Any:
+        """``object_hook`` of ``json.loads``: of an event nothing stays in the data."""
+        if "ph" not in table:
+            return table
+        if table["ph"] == "X" and "ts" in table:
+            begin, took, arguments = _ns(table["ts"]), _ns(table.get("dur") or 0), table.get("args")
+            correlation = arguments.get("correlation") if isinstance(arguments, dict) else None
+            self._add(str(table.get("name") or ""), str(table.get("cat") or "").lower(), begin, begin + took, correlation, table)
+        return None
+
+    def _add(self, name: str, kind: str, begin: int, end: int, correlation: Any, table: dict[str, Any]) -> None:
+        if (step := _STEP.match(name)) is not None:
+            (self.device_steps if kind == "gpu_user_annotation" else self.steps).append((begin, end, int(step[1])))
+        elif kind == "kernel":
+            self.kernels.append((begin, end, name, correlation, (table.get("pid"), table.get("tid"))))
+        elif kind in ("cpu_op", "operator") or (kind == "user_annotation" and COMMUNICATION.search(name)):
+            self.operators.append((begin, end, name))
+        elif kind == "user_annotation":
+            self.names[name] += 1
+        elif kind not in _ON_DEVICE and correlation is not None:
+            self.launches[correlation] = begin
+            self.calls[kind] += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trace:
+    """One file."""
+
+    path: Path
+    rank: int | None
+    """As the trace says."""
+    has_kernels: bool
+    steps: dict[int, tuple[int, int]]
+    """Nanoseconds of compute and of communication, by step."""
+    longest: tuple[str, ...]
+    """Names that take most time."""
+    notes: tuple[str, ...]
+
+    @property
+    def worker(self) -> str:
+        """The process that wrote it, by the file's name."""
+        return _WORKER.sub("", self.path.name)
+
+
+def _read(path: Path, where: str) -> _Trace:
+    """Raises ``ConfigError`` for a file that is no trace, or whose kernels' steps cannot be told."""
+    events, place = _Events(), f"{where}: {path}"
+    raw = read_file(path, _HINT, place, MOST_BYTES)
+    with reading(place, _HINT):
+        data = json.loads(raw, object_hook=events.keep, parse_float=Decimal)
+    data = data if isinstance(data, dict) else {}
+    _refuse(events, place)
+    begins, ends, numbers = np.array(sorted(events.steps), dtype=np.int64).T
+    if (begins[1:] < ends[:-1]).any() or len(set(numbers)) < len(numbers):
+        raise ConfigError("holds steps that overlap, or one twice", place, counted(len(numbers), "ProfilerStep"), _HINT)
+    work = events.kernels or events.operators
+    begin, end = np.array([item[:2] for item in work], dtype=np.int64).T
+    notes = list[str]()
+    at = _launched(events, begins, ends, begin, end, place, notes) if events.kernels else _step_of(begin, begins, ends)
+    took = Counter[str]()
+    for item, ns in zip(work, (end - begin) * (at >= 0), strict=True):
+        took[item[2]] += int(ns)
+    least = _LOST * took.total()
+    if (unnamed := sum(ns for name, ns in took.items() if _UNNAMED.fullmatch(name))) > least:
+        what, held = "holds kernels whose names do not say whether they compute or communicate", f"{unnamed * 1e-6:.4g} ms"
+        raise ConfigError(what, place, f"{held} of {took.total() * 1e-6:.4g}", _HINT)
+    if (lost := int((end - begin)[at == _NEVER].sum())) > least:
+        notes.append(f"kernels of {lost * 1e-6:.4g} ms have no launch in {path.name}, and are left out")
+    if not events.kernels and data.get("deviceProperties"):
+        notes.append("the machine has GPUs, and no kernels were recorded: what they compute is not in these times")
+    information = data.get("distributedInfo")
+    rank = information.get("rank") if isinstance(information, dict) else None
+    communicates = np.array([COMMUNICATION.search(item[2]) is not None for item in work], dtype=bool)
+    parts = [[(at == index) & chosen for chosen in (~communicates, communicates)] for index in range(len(numbers))]
+    return _Trace(
+        path=path,
+        rank=rank if isinstance(rank, int) else None,
+        has_kernels=bool(events.kernels),
+        steps={int(number): (_busy(begin[c], end[c]), _busy(begin[m], end[m])) for number, (c, m) in zip(numbers, parts, strict=True)},
+        longest=tuple(name for name, _ in took.most_common(3)),
+        notes=tuple(notes),
+    )
+
+
+def _refuse(events: _Events, place: str) -> None:
+    """Raise ``ConfigError`` for a file that has no steps, or nothing in them."""
+    names, calls = (", ".join(f"{num:,} x {name}" for name, num in found.most_common(4)) for found in (events.names, events.calls))
+    held = f"{len(events.kernels):,} kernels, {len(events.operators):,} operators, annotations: {names or 'none'}"
+    if not (events.steps or events.kernels or events.operators or names):
+        raise ConfigError("is JSON, and no trace of torch.profiler", place, "no event of it", _HINT)
+    if not events.steps:
+        raise ConfigError("has no ProfilerStep, which says where a step of training begins", place, held, _HINT)
+    if calls and not events.kernels:
+        raise ConfigError("has calls of a device, and no kernels of CUDA or ROCm", place, calls, _HINT)
+    if not events.kernels and not events.operators:
+        raise ConfigError("has neither kernels nor operators", place, held, _HINT)
+
+
+def _launched(events: _Events, begins: Integers, ends: Integers, begin: Integers, end: Integers, place: str, notes: list[str]) -> Integers:
+    """The step of each kernel by its place in ``begins``; see the module."""
+    launches = [events.launches.get(kernel[3], -1) for kernel in events.kernels]
+    if max(launches) < 0:
+        by = "the device's own annotations" if events.device_steps else "the host's time, as the device is idle where steps begin"
+        notes.append(f"a trace has no launches of its kernels: they are given to steps by {by}")
+        return _unlaunched(events, begins, ends, begin, end, place)
+    at = np.where(np.array(launches) < 0, _NEVER, _step_of(np.array(launches), begins, ends))
+    streams: dict[Any, list[int]] = {}
+    for index in np.argsort(begin, kind="stable"):
+        streams.setdefault(events.kernels[index][4], []).append(int(index))
+    for indices in streams.values():
+        own = at[indices]
+        known = np.flatnonzero(own != _NEVER)
+        own[: known[0] if len(known) else 0] = _OUTSIDE  # launched before the trace began
+        following = [*own[known[1:]], len(begins) - 1]  # nothing is launched after the last step
+        for before, after, step in zip(known, [*known[1:], len(own)], following, strict=True):
+            if own[before] == step:
+                own[before:after] = step
+        at[indices] = own
+    return at
+
+
+def _unlaunched(events: _Events, begins: Integers, ends: Integers, begin: Integers, end: Integers, place: str) -> Integers:
+    """The step of each kernel of a trace without launches."""
+    if events.device_steps:
+        at = np.full(len(begin), _NEVER)
+        places = {number: index for index, (*_, number) in enumerate(sorted(events.steps))}
+        for first, last, number in events.device_steps:
+            at[(begin >= first) & (begin < last)] = places.get(number, _NEVER)
+        return at
+    if any(((begin < first + _IDLE_NS) & (end > first - _IDLE_NS)).any() for first in begins):
+        what = "has no launches of its kernels, and the device is busy where a step begins: which kernel is of which step is unknown"
+        raise ConfigError(what, place, f"{len(begin):,} kernels", _HINT)
+    return _step_of(begin, begins, ends)
+
+
+def _step_of(moments: Integers, begins: Integers, ends: Integers) -> Integers:
+    """The place in ``begins`` of the step in which each moment lies."""
+    at = np.searchsorted(begins, moments, side="right") - 1
+    return np.where((at >= 0) & (moments < ends[at]), at, _OUTSIDE)
+
+
+def _busy(begin: Integers, end: Integers) -> int:
+    """Nanoseconds of the union of intervals."""
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], end[order]
+    reached = np.concatenate([begin[:1], np.maximum.accumulate(end)[:-1]])
+    return int(np.maximum(end - np.maximum(begin, reached), 0).sum())
+
+
+def _ns(microseconds: Any) -> int:
+    return int(Decimal(microseconds) * 1000)

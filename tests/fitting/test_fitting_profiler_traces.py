@@ -1,0 +1,406 @@
+"""Traces of torch.profiler, made with a device that lags: the truth is what was launched in each step."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fleetbench import profiler_traces, traces
+from fleetbench.errors import ConfigError
+from fleetbench.fitting.stragglers import compute_times, fit_source
+from fleetbench.profiler_traces import COMMUNICATION, read_profiler
+
+CUDA = {
+    "launch": "cudaLaunchKernel",
+    "graph": "cudaGraphLaunch",
+    "communication": "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "compute": "sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16",
+}
+ROCM = {
+    "launch": "hipExtModuleLaunchKernel",
+    "graph": "hipGraphLaunch",
+    "communication": "ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)",
+    "compute": "Cijk_Ailk_Bljk_SB_MT64x64x16_MI16x16x4x1",
+}
+BASE_US = 1_712_345_678_901_234
+"""Microseconds since 1970: a float of this size knows quarters of a microsecond."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Device:
+    """One rank's host and device, which runs what its streams are given in order, and nothing at once on one stream.
+
+    ``lag`` steps wait in the device's queue: the host launches a step in a part of the time that the device takes for it.
+    """
+
+    rank: int
+    lag: int
+    words: dict[str, str] = dataclasses.field(default_factory=lambda: CUDA)
+    graphs: bool = False
+    events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    truth: dict[int, tuple[set[int], set[int]]] = dataclasses.field(default_factory=dict)
+    """Tenths of a microsecond in which the device computes, and communicates, by step."""
+    correlation: int = 100
+    free: dict[int, int] = dataclasses.field(default_factory=lambda: {7: 0, 13: 0, 20: 0})
+    """When a stream has done what it was given, in tenths of a microsecond."""
+
+    def event(self, kind: str, name: str, begin: int, took: int, thread: int, **arguments: object) -> None:
+        """An event of ``ph`` X; times in tenths of a microsecond."""
+        times = {"ts": f"@{BASE_US + begin // 10}.{begin % 10}@", "dur": f"@{took // 10}.{took % 10}@"}
+        pid = 0 if kind == "kernel" else 1
+        self.events.append({"ph": "X", "cat": kind, "name": name, "pid": pid, "tid": thread, **times, "args": arguments})
+
+    def step(self, number: int, begin: int, durations: list[tuple[int, int, bool]]) -> int:
+        """The host's step: launches with no time between them and the step's begin and end; its end.
+
+        ``durations``: of each kernel the stream, tenths of a microsecond and whether it communicates.
+        """
+        own = self.truth.setdefault(number, (set(), set()))
+        host = begin
+        for index, (stream, took, communicates) in enumerate(durations):
+            is_first = index == 0 or not self.graphs
+            if is_first:
+                self.correlation += 1
+                launch = self.words["graph" if self.graphs else "launch"]
+                self.event("cuda_runtime", launch, host, 3, 1, correlation=self.correlation)
+            start = max(host + 30, self.free[stream])  # a launch takes 3 us
+            self.free[stream] = start + took
+            name = self.words["communication" if communicates else "compute"]
+            self.event("kernel", name, start, took, stream, correlation=self.correlation, stream=stream)
+            own[communicates].update(range(start, start + took))
+            host += sum(part for other, part, _ in durations if other == 7) // (len(durations) * (self.lag + 1))
+        if self.lag == 0:
+            host = max(host, *self.free.values())  # the host reads a loss
+        self.event("user_annotation", f"ProfilerStep#{number}", begin, host - begin, 1)
+        return host
+
+    def write(self, path: Path, *, knows_rank: bool = True) -> Path:
+        """The trace as torch writes it, compressed if the name says so; events in any order."""
+        random.Random(self.rank).shuffle(self.events)  # noqa: S311  # no secret
+        data: dict[str, Any] = {"schemaVersion": 1, "deviceProperties": [{"id": 0}], "traceEvents": self.events}
+        if knows_rank:
+            data["distributedInfo"] = {"backend": "nccl", "rank": self.rank, "world_size": 2}
+        text = json.dumps(data).replace('"@', "").replace('@"', "")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+        return path
+
+    def run(self, steps: range, seed: int, begin: int = 0) -> int:
+        """Steps of kernels on two compute streams and one of communication; the end on the host."""
+        draw = random.Random(seed)  # noqa: S311  # no secret
+        for number in steps:
+            kernels = [(7, draw.randrange(200, 900), False) for _ in range(6)]
+            kernels += [(20, draw.randrange(100, 400), False) for _ in range(2)]
+            kernels += [(13, draw.randrange(300, 1200), True) for _ in range(3)]
+            draw.shuffle(kernels)
+            begin = self.step(number, begin, kernels)
+        return begin
+
+
+def matches(table: pd.DataFrame, devices: list[Device]) -> None:
+    """The table has the truth of every rank and step, to the nanosecond."""
+    assert len(table) == sum(len(device.truth) for device in devices)
+    for row in table.itertuples():
+        compute, communication = next(device for device in devices if device.rank == row.rank).truth[int(str(row.step))]
+        assert row.compute_s == pytest.approx(len(compute) * 1e-7, abs=1e-12)
+        assert row.communication_s == pytest.approx(len(communication) * 1e-7, abs=1e-12)
+
+
+@pytest.mark.parametrize("words", [CUDA, ROCM], ids=["CUDA", "ROCm"])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("lag", range(6))
+def test_kernels_are_of_the_step_that_launched_them(lag: int, graphs: bool, words: dict[str, str], tmp_path: Path) -> None:
+    """However far the device lags, on several streams, by single launches or graphs; a launch at a step's first instant is that step's."""
+    devices = [Device(rank=rank, lag=lag, words=words, graphs=graphs) for rank in range(2)]
+    for device in devices:
+        device.run(range(5, 17), seed=10 * lag + device.rank)
+    paths = [device.write(tmp_path / f"host_{device.rank}.pt.trace.json{'.gz' * device.rank}") for device in devices]
+    table, notes = read_profiler(paths, "--from")
+    matches(table, devices)
+    assert "12 steps (5 to 16) of 2 ranks" in notes[0]
+    if lag > 1:  # this is what giving them to the step in whose host time they run would get wrong
+        (one, *_) = devices
+        following = next(event for event in one.events if event["name"] == "ProfilerStep#6")
+        assert max(*one.truth[5][0], *one.truth[5][1]) > float(following["ts"].strip("@")) * 10 - BASE_US * 10
+
+
+def test_cycles_of_ranks_make_one_table(tmp_path: Path) -> None:
+    """A file for each rank and cycle, from folders within folders; ranks come from what the traces say."""
+    devices = [Device(rank=rank, lag=2) for rank in (1, 0)]
+    for device in devices:
+        begin = 0
+        for cycle, steps in enumerate((range(2, 5), range(9, 12))):
+            own = Device(rank=device.rank, lag=2, truth=device.truth)
+            begin = own.run(steps, seed=cycle, begin=begin)
+            own.write(tmp_path / "logs" / str(device.rank) / f"node_{900 - device.rank}.{10**18 + cycle}.pt.trace.json")
+    table, notes = read_profiler([tmp_path / "logs"], "--from")
+    matches(table, devices)
+    assert not any("rank" in note for note in notes[1:])
+    with pytest.raises(ConfigError, match="second trace that has step"):
+        read_profiler([tmp_path / "logs", tmp_path / "logs" / "0"], "--from")
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks", "said"),
+    [
+        (("rank1.json", "rank-0.Apr_03.1102.pt.trace.json.gz"), (1, 0), "ranks are those of the files' names"),
+        (("node_10.170000000000001.pt.trace.json", "node_9.170000000000002.pt.trace.json"), (1, 0), "node_9 is rank 0, node_10 is rank 1"),
+        (("b.json", "a.json.gz"), (1, 0), "a is rank 0, b is rank 1"),
+    ],
+)
+def test_a_rank_that_no_trace_says_is_told_by_names(names: tuple[str, str], ranks: tuple[int, int], said: str, tmp_path: Path) -> None:
+    """The number in the name, or the order of names, in which 9 comes before 10; either is said."""
+    devices = [Device(rank=rank, lag=1) for rank in ranks]
+    for device, name in zip(devices, names, strict=True):
+        device.run(range(3), seed=device.rank)
+        device.write(tmp_path / name, knows_rank=False)
+    table, notes = read_profiler([tmp_path], "--from")
+    matches(table, devices)
+    assert any(said in note for note in notes)
+    devices[0].write(tmp_path / names[0], knows_rank=True)
+    if not names[0].startswith("rank"):
+        with pytest.raises(ConfigError, match="says no rank, unlike others"):
+            read_profiler([tmp_path], "--from")
+
+
+def test_kernels_without_a_launch_are_of_their_neighbours_step(tmp_path: Path) -> None:
+    """Some launchers leave no event. What ran before the first launched kernel is of no step; nothing else is lost without a word."""
+    device = Device(rank=0, lag=3)
+    for stream in (7, 13, 20):  # launched before the trace began
+        device.event("kernel", "gemm", 0, 5000, stream, correlation=stream, stream=stream)
+        device.free[stream] = 5000
+    device.run(range(1, 6), seed=3)
+    launches = sorted((event for event in device.events if event["cat"] == "cuda_runtime"), key=lambda event: event["ts"])
+    streams = {event["args"]["correlation"]: event["tid"] for event in device.events if event["cat"] == "kernel"}
+    inner = []
+    for step in (launches[11 * number : 11 * number + 11] for number in range(5)):
+        own = [launch for launch in step if streams[launch["args"]["correlation"]] == 7]
+        inner += own[2:4]  # of six on this stream
+    assert inner
+    device.events = [event for event in device.events if event not in inner]
+    table, notes = read_profiler([device.write(tmp_path / "t.json")], "--from")
+    matches(table, [device])
+    assert not any("no launch" in note for note in notes)
+    device.events = [event for event in device.events if event["cat"] != "cuda_runtime" or event in launches[::5]]
+    _, notes = read_profiler([device.write(tmp_path / "t.json")], "--from")
+    assert any("have no launch in t.json, and are left out" in note for note in notes)
+
+
+def test_a_trace_without_launches_is_read_where_that_is_certain(tmp_path: Path) -> None:
+    """Where the device is idle as each step begins, from the host's time; else from its own annotations, or it is refused."""
+    waiting = Device(rank=0, lag=0)
+    begin = 0
+    for number in range(1, 6):
+        begin = waiting.run(range(number, number + 1), seed=number, begin=begin + 100)
+    lagging = Device(rank=0, lag=3)
+    begin = 0
+    for number in range(1, 6):
+        begin = lagging.step(number, begin, [(7, 1000 + 100 * number, False)] * 4)
+    for device in (waiting, lagging):
+        device.events = [event for event in device.events if event["cat"] != "cuda_runtime"]
+    table, notes = read_profiler([waiting.write(tmp_path / "t.json")], "--from")
+    matches(table, [waiting])
+    assert any("the device is idle where steps begin" in note for note in notes)
+    with pytest.raises(ConfigError, match="device is busy where a step begins"):
+        read_profiler([lagging.write(tmp_path / "t.json")], "--from")
+    for step, (compute, _) in lagging.truth.items():
+        lagging.event("gpu_user_annotation", f"ProfilerStep#{step}", min(compute), len(compute), 7)
+    table, notes = read_profiler([lagging.write(tmp_path / "t.json")], "--from")
+    matches(table, [lagging])
+    assert any("the device's own annotations" in note for note in notes)
+
+
+def _spoilt(change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], path: Path) -> Path:
+    device = Device(rank=0, lag=1)
+    device.run(range(3), seed=0)
+    device.events = change(device.events)
+    return device.write(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda events: [event for event in events if "Profiler" not in event["name"]], "has no ProfilerStep.*33 kernels, 0 operators"),
+        (
+            lambda events: [event for event in events if event["cat"] != "kernel"],
+            "has calls of a device, and no kernels.*33 x cuda_runtime",
+        ),
+        (lambda events: [event | {"name": "" if event["cat"] == "kernel" else event["name"]} for event in events], "names do not say"),
+        (
+            lambda events: [event | {"name": "Unknown" if event["cat"] == "kernel" else event["name"]} for event in events],
+            "names do not say whether they compute or communicate",
+        ),
+        (lambda events: [event for event in events if event["cat"] == "user_annotation"], "neither kernels nor operators"),
+        (lambda events: events + [event for event in events if event["name"].endswith("#1")], "overlap, or one twice"),
+        (lambda _: [], "is JSON, and no trace"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(change: Callable[..., Any], said: str, tmp_path: Path) -> None:
+    """In a sentence that says what was found."""
+    with pytest.raises(ConfigError, match=rf"(?s){said}.*HINT"):
+        read_profiler([_spoilt(change, tmp_path / "t.json")], "--from")
+
+
+def test_names_that_are_not_known_are_said(tmp_path: Path) -> None:
+    """Two ranks without any communication: perhaps its kernels have names of their own, so the longest are shown."""
+    for rank in range(2):
+        device = Device(rank=rank, lag=1, words=CUDA | {"communication": "my_collective_kernel"})
+        device.run(range(3), seed=rank)
+        device.write(tmp_path / f"{rank}.json")
+    _, notes = read_profiler([tmp_path], "--from")
+    assert any("no name is one of communication" in note and "my_collective_kernel" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "communicates"),
+    [
+        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t", True),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", True),
+        ("rccl_main_kernel", True),
+        ("void vllm::cross_device_reduce_1stage<half, 8>", True),
+        ("gloo:all_reduce", True),
+        ("c10d::allreduce_", True),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", False),
+        ("triton_red_fused_native_layer_norm_3", False),
+        ("void at::native::elementwise_kernel<128, 4, broadcast>", False),
+        ("ampere_fp16_s16816gemm_fp16_128x128_ldg8_f2f_stages_32x5_tn", False),
+        ("aten::scatter_add_", False),
+    ],
+)
+def test_communication_is_told_by_its_name(name: str, communicates: bool) -> None:
+    """Of NCCL, RCCL, gloo and custom collectives; a reduction within a rank is compute."""
+    assert bool(COMMUNICATION.search(name)) is communicates
+
+
+def test_steps_that_a_rank_lacks_are_left_out(tmp_path: Path) -> None:
+    """Ranks 3 and 5 of a job, of which one stopped a step later: the common steps count, and both facts are said."""
+    devices = [Device(rank=rank, lag=2) for rank in (3, 5)]
+    for device in devices:
+        device.run(range(1, 4 + device.rank // 5), seed=device.rank)
+        device.write(tmp_path / f"{device.rank}.json")
+    table, notes = read_profiler([tmp_path], "--from")
+    assert table["rank"].unique().tolist() == [0, 1]
+    assert table["step"].unique().tolist() == [1, 2, 3]
+    assert "1 of 4 steps are left out: a rank lacks them, or computes nothing in them" in notes
+    assert "ranks are counted from 0: rank 3 of the job is rank 0 here, rank 5 of the job is rank 1 here" in notes
+
+
+PROFILED = """
+import sys, torch
+from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
+small, large = torch.ones(64, 64), torch.ones(512, 512)
+cycles = schedule(wait=1, warmup=1, active=4, repeat=2)
+write = tensorboard_trace_handler(sys.argv[1])
+with profile(activities=[ProfilerActivity.CPU], schedule=cycles, on_trace_ready=write) as profiler:
+    for step in range(12):
+        matrix = large if step % 4 == 0 else small
+        (matrix @ matrix).sum().item()
+        profiler.step()
+"""
+
+
+def test_torchs_own_trace_of_a_cpu_is_read(tmp_path: Path) -> None:
+    """Two cycles of four steps: operators count, within the time of their step."""
+    subprocess.run([sys.executable, "-c", PROFILED, str(tmp_path)], check=True, capture_output=True, timeout=200)
+    assert len(list(tmp_path.iterdir())) == 2
+    table, notes = read_profiler([tmp_path], "--from")
+    assert table["step"].tolist() == [2, 3, 4, 5, 8, 9, 10, 11]
+    assert "operators of the host" in notes[0]
+    compute_s = dict(zip(table["step"], table["compute_s"], strict=True))
+    for event in (event for path in tmp_path.iterdir() for event in json.loads(path.read_text())["traceEvents"]):
+        if str(event.get("name", "")).startswith("ProfilerStep"):
+            assert 0 < 1e6 * compute_s[int(event["name"].partition("#")[2])] <= event["dur"]
+
+
+def test_a_lagging_device_makes_no_straggler(tmp_path: Path) -> None:
+    """Eighty steps of ten kernels of 0.1 ms; the host launches a step in half of that, and reads the loss every tenth step."""
+    for rank in range(2):
+        device = Device(rank=rank, lag=1)
+        begin = 0
+        for number in range(1, 81):
+            begin = device.step(number, begin, [(7, 1_000, False)] * 10)
+            if number % 10 == 0:
+                begin = max(begin, device.free[7])
+        device.write(tmp_path / f"{rank}.json.gz")
+    fit = fit_source(tmp_path)
+    assert fit.entries == ()
+    assert fit.base == fit.median == 1_000_000
+    assert any("1 ms (1 to 1) of compute a step" in text for text in fit.statements)
+
+
+def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than the bound is held."""
+    monkeypatch.setattr(profiler_traces, "MOST_BYTES", 2**20)
+    (tmp_path / "t.json.gz").write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * 2**22))
+    with pytest.raises(ConfigError, match="larger than 1 MiB"):
+        compute_times(tmp_path / "t.json.gz")
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.data"])
+@pytest.mark.parametrize("text", ["rank, step, compute_s\n0, 1, 0.5\n0, 2, 0.25\n", ",Rank ,Step,compute_ms\n7,0,1,500\n8,0,2,250\n"])
+def test_tables_are_read_as_pandas_reads_them(name: str, text: str, tmp_path: Path) -> None:
+    """Compressed, with spaces after commas, with pandas' index, and in milliseconds where the column says so."""
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    times_s, _, notes = compute_times(tmp_path / name)
+    assert times_s.tolist() == [[0.5, 0.25]]
+    assert notes == ()
+
+
+def test_a_grouped_frame_is_read(tmp_path: Path) -> None:
+    """Parquet with ranks and steps in its index, as ``groupby`` leaves them."""
+    frame = pd.DataFrame({"rank": [0, 0, 1, 1], "step": [1, 2, 1, 2], "compute_s": [1.0, 2.0, 3.0, 4.0]})
+    frame.groupby(["rank", "step"]).sum().to_parquet(tmp_path / "t.parquet")
+    assert compute_times(tmp_path / "t.parquet")[0].tolist() == [[1, 2], [3, 4]]
+
+
+def test_milliseconds_are_not_taken_for_seconds(tmp_path: Path) -> None:
+    """A step of two minutes is refused, and one of ten seconds said: both with the column that holds milliseconds."""
+    for value, refused in ((150.0, True), (10.0, False)):
+        (tmp_path / "t.csv").write_text(f"rank,step,compute_s\n0,1,{value}\n0,2,{value}\n", encoding="utf-8")
+        if refused:
+            with pytest.raises(ConfigError, match=r"compute_s of 150: seconds.*(?s:.)*compute_ms"):
+                compute_times(tmp_path / "t.csv")
+        else:
+            assert compute_times(tmp_path / "t.csv")[2] == (
+                "a step computes for 10 s by compute_s: milliseconds stand in a column compute_ms",
+            )
+
+
+def test_sources_that_are_nothing_are_refused(tmp_path: Path) -> None:
+    """A folder without a trace says what it holds; two tables are not one; a trace is not replayed, and the command is named."""
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"has no trace of torch.profiler.*1 file, such as notes.txt"):
+        compute_times(tmp_path)
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text("rank,step,compute_s\n0,1,1\n")
+    with pytest.raises(ConfigError, match="several sources"):
+        compute_times([tmp_path / "a.csv", tmp_path / "b.csv"])
+    path = _spoilt(lambda events: events, tmp_path / "t.json")
+    with pytest.raises(ConfigError, match=r"it seems to be a trace of torch.profiler(?s:.)*profile --from .*t.json` reads it"):
+        traces.read_table(path, "cluster.stragglers[0]")
+
+
+def test_the_fit_of_a_trace_says_how_it_was_read(tmp_path: Path) -> None:
+    """Before what was found of stragglers; the slow rank of forty steps is found by its kernels."""
+    for rank in range(2):
+        device = Device(rank=rank, lag=2)
+        draw = np.random.default_rng(rank)
+        begin = 0
+        for number in range(1, 41):
+            took = round((1 + 0.5 * rank) * 2000 * (1 + 0.05 * draw.random()))
+            begin = device.step(number, begin, [(7, took, False)] * 4)
+        device.write(tmp_path / f"{rank}.json")
+    fit = fit_source([tmp_path / "0.json", tmp_path / "1.json"])
+    assert fit.statements[0].startswith("traces of torch.profiler: 40 steps (1 to 40) of 2 ranks")
+    assert fit.rank_factors == (1.0, pytest.approx(1.5, rel=0.02))
