@@ -52,7 +52,7 @@ def new_table(title: str, *columns: str, left: Collection[str] = (), show_header
 
     table = Table(title=title, title_justify="left", caption_justify="left", show_header=show_header)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 or column in left else "right")
+        table.add_column(column, justify="left" if index == 0 or column in left else "right", overflow="fold")  # no name is cut
     return table
 
 
