@@ -57,11 +57,11 @@ def by_virtual_trainers(experiment: Experiment, limit_s: float, at_least: int = 
 
     target, end = experiment.workload.target_loss, time.process_time() + limit_s
 
-    def look(_done: int, _all: int) -> None:
+    def look() -> None:
         if time.process_time() > end:
             raise TimeoutError
 
-    learnt = train(experiment, look, until=target, at_least=at_least)
+    learnt = train(experiment, until=target, at_least=at_least, look=look)
     if (reached := learnt.crossing(target)) is None or target is None:
         return None
     if statistics.median(loss for _, loss in learnt.held_out[-HITS_IN_A_ROW:]) > target:

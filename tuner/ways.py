@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Tune
-from fleetbench.profile import table_for
 from fleetbench.quantities import counted
 from fleetbench.strategy import AdaptiveLocalSGDConfigs, Averaging, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
 from fleetbench.target import HITS_IN_A_ROW
@@ -151,10 +150,8 @@ def price_ways(
     import torch  # which a search without a target does not need
 
     if (least_s := _least_s(experiment)) > experiment.tune.search_seconds and not (run.device == "cuda" and torch.cuda.is_available()):
-        large = (
-            f"virtual trainers are not asked: they would take about {least_s:.3g} s of a core to the target, or more (tune.search_seconds)"
-        )
-        return Ways(notes=(large, _BY_STEPS))
+        takes = f"they would take about {least_s:,.0f} s of a core to the target, or more (tune.search_seconds)"
+        return Ways(notes=(f"virtual trainers are not asked: {takes}", _BY_STEPS))
     own = way_of(experiment.strategy)
     leaders = {way_of(one.strategy): one for one in filter(None, (found.advice, found.default, *reversed(found.ranked)))}
     others, refused = _others(experiment, leaders, step_s, len(found.tried))
@@ -299,7 +296,8 @@ def over_seeds(
             updates = {way: (*updates[way], one) for way, one in zip(of_ways, steps, strict=True)}
     tell(len(updates[ways.own]), len(updates[ways.own]))
     if not updates[ways.own]:
-        return ways
+        no_time = "no further seed was trained, because there was no time (tune.search_seconds)"
+        return dataclasses.replace(ways, notes=(*ways.notes, no_time))
     said = [f"{name_of(of_ways[way])}: {_in_words(each)}" for way, each in updates.items()]
     by = f"and not lost before the default is there, by virtual trainers of {counted(len(updates[ways.own]), 'seed')}, mean (least to most)"
     note = f"steps to loss {experiment.workload.target_loss:g}, {by}: {'; '.join(said)}"
@@ -319,14 +317,11 @@ def _in_words(steps: Sequence[float | None]) -> str:
 
 
 def _least_s(experiment: Experiment) -> float:
-    """About the least that a training to a target takes: a dense layer 6 operations a number and token, a look-up none."""
-    workload = experiment.workload
-    numbers = sum(
-        gradient.numel for gradient in table_for(experiment).by_readiness() if not gradient.sparse and "embeddings" not in gradient.name
-    )
-    length = workload.data_options.get("length")
-    tokens = experiment.cluster.trainers * workload.batch_size * (length if isinstance(length, int) else 1)
-    return 6 * numbers * tokens * (experiment.run.warmup_steps + HITS_IN_A_ROW * workload.eval_every) / _CORE_FLOPS_S
+    """About the least that a training to a target takes: every trainer's steps until that many evaluations."""
+    from sim.learning.prepared import step_flops  # torch, which a search without a target does not need
+
+    steps = experiment.run.warmup_steps + HITS_IN_A_ROW * experiment.workload.eval_every
+    return steps * experiment.cluster.trainers * step_flops(experiment.workload) / _CORE_FLOPS_S
 
 
 def _others(experiment: Experiment, leaders: Mapping[Way, Tried], step_s: StepS, number: int) -> tuple[list[Tried], list[str]]:
@@ -429,7 +424,6 @@ def _notes(trained: Trainings) -> list[str]:
     notes = [f"steps to loss {workload.target_loss:g}, {by}: {said}"] if said else []
     untried = [name_of(one) for way, one in strategies.items() if way not in trained.arrivals and way not in trained.refused]
     if untried:
-        notes.append(
-            f"not compared, for want of time (raise tune.search_seconds = {trained.seeded.tune.search_seconds:g}): {', '.join(untried)}"
-        )
+        raised = f"raise tune.search_seconds = {trained.seeded.tune.search_seconds:g}"
+        notes.append(f"not trained, because there was no time ({raised}): {', '.join(untried)}")
     return notes

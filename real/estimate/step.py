@@ -5,7 +5,7 @@ A price is a roofline's: from the GPU's data sheet and a few efficiencies fitted
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from fleetbench.measurements import Memory
 from fleetbench.profile import Profile, compute_key
 from fleetbench.quantities import Bytes
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.workloads.models.registry import INPUTS, MODELS, check_model, loss_of, model_option, sizes
+from fleetbench.workloads.models.registry import MODELS, check_model, loss_of, placeholder_batch
 from fleetbench.workloads.training import make_optimizer
 from real.compute.mixed_precision import apply_mixed_precision
 from real.compute.recompute import SavedForBackward, apply_recompute
@@ -90,14 +90,6 @@ class Roofline:
         return nbytes / (self.efficiencies.memory * self.gpu.memory_bandwidth)
 
 
-_SAMPLES: dict[str, Callable[[dict[str, int]], tuple[int, ...]]] = {
-    "digits": lambda _: (8, 8),
-    "images": lambda size: (3, size["image_size"], size["image_size"]),
-    "tokens": lambda size: (size["length"],),
-    "clicks": lambda _: (39,),
-    "pairs": lambda size: (2 + size["negatives"],),
-}
-"""Shapes of what models are fed with, by ``INPUTS``."""
 _COMPILED = ("fuse_elewise_add_act_ops", "fuse_bn_act_ops", "fuse_relu_depthwise_conv")
 
 
@@ -190,9 +182,7 @@ def estimate(experiment: Experiment, gpu: str, *, tf32: bool = False) -> Profile
     """The profile of ``experiment``, a registry model, on ``gpu``, under its key. Raises ``ConfigError`` for what cannot be estimated."""
     workload = experiment.workload
     check_model(workload)
-    kind, dtype = INPUTS[workload.model], getattr(torch, workload.dtype)
-    size = sizes(workload, kind)
-    shape = (model_option(workload, "features"),) if kind == "features" else _SAMPLES[kind](size)
+    dtype = getattr(torch, workload.dtype)
     default, compare = torch.get_default_dtype(), loss_of(workload.model)
     with nothing_computed():
         torch.set_default_dtype(dtype)
@@ -201,8 +191,7 @@ def estimate(experiment: Experiment, gpu: str, *, tf32: bool = False) -> Profile
         finally:
             torch.set_default_dtype(default)
         step = StepEstimate(model, experiment.strategy, gpu, tf32=tf32)
-        inputs = torch.zeros(workload.batch_size, *shape, dtype=torch.int64 if kind in ("tokens", "pairs") else dtype)
-        labels = torch.zeros(workload.batch_size, dtype=torch.int64)
+        inputs, labels = placeholder_batch(workload)
         with step.recorder:
             with step.forward:
                 loss = compare(model(inputs), labels)

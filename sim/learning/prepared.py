@@ -2,38 +2,96 @@
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
+from fleetbench.workload import Workload
 from fleetbench.workloads.data.data import open_batches, prepare
-from fleetbench.workloads.models.registry import build_model, check_model, loss_of
+from fleetbench.workloads.models.registry import build_model, loss_of, placeholder_batch, placeholder_model
 from fleetbench.workloads.training import HeldOut, sampler_of
 
 Progress = Callable[[int, int], None]
 """Told how many steps are done, and all steps."""
 Say = Callable[[str], None]
 """Hears of the memory before a training takes it."""
+Look = Callable[[], None]
+"""Looks at the time every few seconds at most, and may raise."""
+_SLOW_S = 0.1
+"""Of what takes longer, every operation is looked at."""
+
+
+class Watch(TorchDispatchMode):
+    """Looks at the time in the middle of what is slow: before every operation of torch, also those of a backward."""
+
+    def __init__(self, look: Look | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._look, self._is_slow = look, True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert self._look is not None, "without it nothing enters"
+        self._look()
+        return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def over(self, *, is_slow: bool = False) -> Iterator[None]:
+        """Look once, and, which costs 20 us each, at every operation of what is slow, as it is if the last was."""
+        if self._look is None:
+            yield
+            return
+        self._look()
+        begin = time.process_time()
+        with self if is_slow or self._is_slow else contextlib.nullcontext():
+            yield
+        self._is_slow = time.process_time() - begin > _SLOW_S
 
 
 class Prepared:
     """The data of an experiment, below ``folder``, its initial model, and all trainers' batches as joint ones."""
 
-    def __init__(self, experiment: Experiment, folder: Path) -> None:
+    def __init__(self, experiment: Experiment, folder: Path, watch: Watch) -> None:
+        """Raises ``ConfigError`` where memory does not suffice for the models, and what ``watch`` raises."""
         workload, trainers, seed = experiment.workload, experiment.cluster.trainers, experiment.run.seed
-        check_model(workload)
+        refuse_beyond(trainers, _LEAST_COPIES * sum(value.nbytes for value in placeholder_model(workload).parameters()))
         prepare(workload, seed, folder)
         sampler = sampler_of(experiment, folder, trainers, 0)
         self.steps_per_epoch = sampler.steps_per_epoch
         self.batches = open_batches(workload, folder, dataclasses.replace(sampler, batch_size=sampler.batch_size * trainers, trainers=1))
         self.compare = loss_of(workload.model)
-        self.model, scratch = (build_model(workload.model, workload.model_options, workload.dtype, seed) for _ in range(2))
+        with watch.over(is_slow=True):
+            self.model, scratch = (build_model(workload.model, workload.model_options, workload.dtype, seed) for _ in range(2))
         self.held_out = HeldOut(scratch, folder, self.compare)
+
+
+_LEAST_COPIES = 4
+"""Of the parameters: the model, one to evaluate, what is trained, and gradients."""
+
+
+def step_flops(workload: Workload) -> int:
+    """Operations of the forward and backward of one trainer's batch, as an estimate of the model counts them."""
+    model = placeholder_model(workload)
+    densely(model)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        inputs, labels = placeholder_batch(workload)
+        loss_of(workload.model)(model(inputs), labels).backward()
+    return int(counter.get_total_flops())
+
+
+def densely(model: nn.Module) -> None:
+    """Let rows that were not touched have gradients of zero: by the optimizers that take sparse ones, the same update."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False
 
 
 def free_bytes(device: str) -> int:

@@ -10,7 +10,7 @@ import dataclasses
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -38,7 +38,7 @@ from fleetbench.workloads.server_updates import (
 )
 from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
 from sim.learning.gradients import Problem, Tensors
-from sim.learning.prepared import Prepared, Progress, Say, refuse_beyond
+from sim.learning.prepared import Look, Prepared, Progress, Say, Watch, refuse_beyond
 from sim.learning.trajectory import Trajectory, key_of, learnt_from
 from sim.servers.actor import Act, Job, Order
 from sim.servers.simulate import execute, job_of
@@ -52,17 +52,17 @@ class Played(NamedTuple):
     order: Order
 
     @classmethod
-    def of(cls, experiment: Experiment, step_done: Callable[[], None] | None = None) -> Self:
-        """Simulated; ``step_done`` is called at the end of each of rank 0's steps, and may raise.
+    def of(cls, experiment: Experiment, look: Look | None = None) -> Self:
+        """Simulated; ``look`` is called again and again, and may raise.
 
         Raises ``ConfigError`` for what cannot be simulated or trained.
         """
-        job, order = served_job(experiment), Order()
-        execute(job, order=order, step_done=step_done)
+        job, order = served_job(experiment, look), Order()
+        execute(job, order=order, step_done=look)
         return cls(job, order)
 
 
-def served_job(experiment: Experiment) -> Job:
+def served_job(experiment: Experiment, look: Look | None = None) -> Job:
     """The job of an experiment; where its model has embeddings with sparse gradients, its messages have the sizes that the data make."""
     learnt = learnt_from(experiment)
     workload = learnt.workload
@@ -70,14 +70,15 @@ def served_job(experiment: Experiment) -> Job:
     if not sparse_weights(model):
         return job_of(experiment)
     with tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
-        found = _look_ups(Prepared(learnt, Path(folder)), learnt)
+        watch = Watch(look)
+        found = _look_ups(Prepared(learnt, Path(folder), watch), learnt, watch)
     shards = _layout(model).shards(experiment.cluster.servers)
     traffic = KnownRows(servers=shards.servers, shards=shards, itemsize=DTYPES[workload.dtype].itemsize, look_ups=found)
     return job_of(experiment, traffic=traffic)
 
 
 @torch.no_grad()
-def _look_ups(data: Prepared, learnt: Experiment) -> LookUps:
+def _look_ups(data: Prepared, learnt: Experiment, watch: Watch) -> LookUps:
     """What the forwards of all trainers' steps read: embeddings are asked, of a model that learns nothing."""
     layout = _layout(data.model)
     under_way: list[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]] = []
@@ -96,7 +97,8 @@ def _look_ups(data: Prepared, learnt: Experiment) -> LookUps:
             inputs, _ = data.batches.batch(position)
             for rank, own in enumerate(inputs.split(batch_size)):
                 under_way.clear()
-                data.model(own)
+                with watch.over():
+                    data.model(own)
                 found[rank].append(tuple(under_way))
     return tuple(map(tuple, found))
 
@@ -133,13 +135,14 @@ class _Trainer:
 class ServedReplay:
     """One training in a given order. Life cycle: made (the data are prepared, memory is checked), ``run``."""
 
-    def __init__(self, experiment: Experiment, played: Played, folder: Path, say: Say = lambda _: None) -> None:
+    def __init__(self, experiment: Experiment, played: Played, folder: Path, say: Say = lambda _: None, look: Look | None = None) -> None:
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment, played.order)
         self._learnt = learnt = learnt_from(experiment)
         self._job, self._order = played
         self._geo = self._job.rules.mode == "geo_sgd"
-        self._data = data = Prepared(learnt, folder)
+        self._watch = Watch(look)
+        self._data = data = Prepared(learnt, folder, self._watch)
         workload, cluster = learnt.workload, learnt.cluster
         refuse_dense_optimizer(data.model, dataclasses.replace(workload, optimizer="sgd"))  # servers take sparse gradients with all of them
         self._layout = layout = _layout(data.model)
@@ -198,6 +201,8 @@ class ServedReplay:
                     progress(done, total)
                 if crossing(self._held_out_losses, until) is not None:
                     break
+            with self._watch.over(is_slow=True):
+                final_loss = self._data.held_out.loss(self.evaluated())
         return Trajectory(
             key=self.key if until is None else f"{self.key} until {until:g}",
             workload=self._learnt.workload,
@@ -205,7 +210,7 @@ class ServedReplay:
             losses=self._losses,
             observed={},
             held_out=tuple(self._held_out_losses),
-            final_loss=self._data.held_out.loss(self.evaluated()),
+            final_loss=final_loss,
             local_steps=(),
             steps_per_epoch=self._data.steps_per_epoch,
             way="loop",
@@ -243,9 +248,10 @@ class ServedReplay:
         mine = slice(act.rank * batch_size, (act.rank + 1) * batch_size)
         inputs, labels = (joint[mine] for joint in self._batch(one.index))
         own = [value.detach().requires_grad_() for value in self._layout.parameters(one.flat, one.tables)]
-        output, buffers = self._problem.forward(own, one.buffers, inputs)
-        loss = self._problem.compare(output, labels)
-        gradients = torch.autograd.grad(loss, own, allow_unused=True)
+        with self._watch.over():
+            output, buffers = self._problem.forward(own, one.buffers, inputs)
+            loss = self._problem.compare(output, labels)
+            gradients = torch.autograd.grad(loss, own, allow_unused=True)
         one.buffers = [buffer.detach() for buffer in buffers]
         self._losses[one.index, act.rank] = loss.item()
         if self._geo:
@@ -276,7 +282,9 @@ class ServedReplay:
             vector = self._vector(one.flat, one.tables if self._geo else self.held_tables(), one.buffers)
             self._sums[step] = vector if step not in self._sums else self._sums[step] + vector
             if all(other.index >= one.index for other in self._trainers):
-                self._held_out_losses.append((step, self._data.held_out.loss(self._sums.pop(step) / len(self._trainers))))
+                with self._watch.over(is_slow=True):
+                    loss = self._data.held_out.loss(self._sums.pop(step) / len(self._trainers))
+                self._held_out_losses.append((step, loss))
 
     def _sender_merge(self, act: Act) -> None:
         one = self._trainers[act.rank]

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ from fleetbench.target import crossing
 from fleetbench.workload import OPTIMIZER_STATE
 from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
 from sim.learning.gradients import CACHE_NBYTES, Chosen, Problem, fastest
-from sim.learning.prepared import Prepared, Progress, Say, free_bytes, one_thread, refuse_beyond
+from sim.learning.prepared import Look, Prepared, Progress, Say, Watch, densely, free_bytes, one_thread, refuse_beyond
 from sim.learning.replicas import Replicas, expected_bytes, sharing
 from sim.learning.served import Played, ServedReplay
 from sim.learning.trajectory import Trajectory, key_of, learnt_from
@@ -44,21 +43,22 @@ def train(
     played: Played | None = None,
     until: float | None = None,
     at_least: int = 0,
+    look: Look | None = None,
 ) -> Trajectory:
     """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
 
     Computes on one thread of the CPU; without parameter servers on a GPU, where ``run.device`` names one and there is one.
     ``played``: the order in which trainers of parameter servers do so, where it is known; else it is simulated first. ``until``: a
     held-out loss; where it is reached, as ``workload.target_loss`` is, training is over, and, of collectives, was that of an experiment
-    of so many steps. ``at_least``: so many steps these train in any case.
+    of so many steps. ``at_least``: so many steps these train in any case. ``look`` is called again and again, at most a few seconds
+    apart however long a step takes, and may raise.
 
     Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory does not suffice.
     """
     with one_thread(), tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
         if experiment.strategy.mode == "ps":
-            looking = None if progress is None else partial(progress, 0, experiment.cluster.trainers * experiment.workload.steps)
-            return ServedReplay(experiment, played or Played.of(experiment, looking), Path(folder), say).run(progress, until)
-        found = VirtualTraining(experiment, Path(folder), say=say).run(progress, until, at_least)
+            return ServedReplay(experiment, played or Played.of(experiment, look), Path(folder), say, look).run(progress, until)
+        found = VirtualTraining(experiment, Path(folder), say=say, look=look).run(progress, until, at_least)
     torch.cuda.empty_cache()  # the next who computes there is another process
     return found
 
@@ -67,21 +67,26 @@ class VirtualTraining:
     """One training. Life cycle: made (the data are prepared, memory is checked), ``run``."""
 
     def __init__(
-        self, experiment: Experiment, folder: Path, way: str | None = None, say: Say = lambda _: None, device: str = "cpu"
+        self,
+        experiment: Experiment,
+        folder: Path,
+        way: str | None = None,
+        say: Say = lambda _: None,
+        device: str = "cpu",
+        look: Look | None = None,
     ) -> None:
         """``way``: ``loop`` or ``graph`` on this ``device``; where it is none, the faster one on the device that the experiment names."""
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
         wants_gpu = experiment.run.device == "cuda"
         self._experiment = experiment = learnt_from(experiment)
-        data = Prepared(experiment, folder)
+        self._watch = Watch(look)
+        data = Prepared(experiment, folder, self._watch)
         self.steps_per_epoch, self._batches, self._held_out, model = data.steps_per_epoch, data.batches, data.held_out, data.model
         refuse_dense_optimizer(model, experiment.workload)
         self._strategy = family(experiment.strategy, _plan(experiment, model))
         self._decider = Decider.start(self._strategy, 0, first_step=1 - experiment.run.warmup_steps)
-        for module in model.modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                module.sparse = False  # rows that were not touched get zeros: by the optimizers that take sparse gradients, the same update
+        densely(model)
         shares, averages = sharing(self._strategy.plan, self._strategy.combination)
         problem = Problem(
             model=model,
@@ -90,6 +95,7 @@ class VirtualTraining:
             shares=shares,
             averages=averages,
             amp=experiment.strategy.amp_configs if experiment.strategy.amp else None,
+            watch=self._watch,
         )
         self._choose(problem, way, say, device, wants_gpu=wants_gpu)
 
@@ -98,7 +104,8 @@ class VirtualTraining:
         workload, plan, what = self._experiment.workload, self._strategy.plan, self._strategy.combination
         inputs, labels = self._batches.batch(0)
         one = slice(workload.batch_size)  # copied: a part of the joint batch holds all of it in memory
-        activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # with what the backward makes of them
+        with self._watch.over():
+            activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # with what the backward makes of them
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
         fitting = CACHE_NBYTES // (activations + 2 * sum(value.nbytes for value in problem.model.parameters()))
         parts = 1 if problem.averages else problem.trainers // max(1, fitting)
@@ -148,7 +155,7 @@ class VirtualTraining:
                         losses.append(self.replicas.losses.to(torch.float64).cpu().numpy())
                 local_steps.append(closed_round(before, self._decider.state))
                 if step >= 1 and step % workload.eval_every == 0:
-                    held_out.append((step, self._held_out.loss(self.replicas.evaluated())))
+                    held_out.append((step, self._evaluated()))
                 if progress is not None:
                     progress(position + 1, len(steps))
                 if step >= at_least and crossing(held_out, until) is not None:
@@ -165,13 +172,17 @@ class VirtualTraining:
             losses=np.stack(losses),
             observed=observed,
             held_out=tuple(held_out),
-            final_loss=self._held_out.loss(self.replicas.evaluated()),
+            final_loss=self._evaluated(),
             local_steps=tuple(local_steps),
             steps_per_epoch=self.steps_per_epoch,
             way=self.way,
             num_bytes=self.num_bytes,
             seconds=time.perf_counter() - self._begin_s,
         )
+
+    def _evaluated(self) -> float:
+        with self._watch.over(is_slow=True):
+            return self._held_out.loss(self.replicas.evaluated())
 
     def _tell(self, event: Event, observed: dict[str, dict[int, float]]) -> None:
         if isinstance(event, StepBegin):

@@ -379,11 +379,11 @@ def test_a_limit_holds_while_the_order_is_still_simulated(monkeypatch: pytest.Mo
     """Training has not begun when it ends it."""
     monkeypatch.setattr("sim.learning.virtual_training.ServedReplay", lambda *_: pytest.fail("trained"))
 
-    def ends(_done: int, _all: int) -> None:
+    def ends() -> None:
         raise TimeoutError
 
     with pytest.raises(TimeoutError):
-        train(served(DIGITS, ASYNCHRONOUS), ends)
+        train(served(DIGITS, ASYNCHRONOUS), look=ends)
 
 
 def test_synchronous_servers_learn_the_same_over_any_link(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_what_there_is_no_time_for_is_named_and_left_out(tmp_path: Path, number:
         assert [name_of(tried.strategy) for tried in best] == ["synchronous", "K = 16", "K = 16"]
         left = "K = 4, K = 4 and an outer optimizer, synchronous and 2 micro-batches an update"
         seconds = f"tune.search_seconds = {experiment.tune.search_seconds:g}"
-        assert ways.notes[-1] == f"not compared, for want of time (raise {seconds}): {left}"
+        assert ways.notes[-1] == f"not trained, because there was no time (raise {seconds}): {left}"
 
 
 def test_a_tuning_that_is_taken_up_again_has_the_same_ways(tmp_path: Path) -> None:
@@ -155,12 +155,27 @@ def test_seeds_are_whole_rows(tmp_path: Path) -> None:
 
 
 def test_a_model_that_no_core_trains_in_time_is_not_begun(tmp_path: Path) -> None:
-    """By hand: 6 x 1e6 parameters x 64 samples x 180,005 steps to the third evaluation at 1e11 operations a second: 691 s."""
+    """By hand, of 64 samples and 1,800,005 steps at 1e11 operations a second: 6 a weight, the first layer's 4: 546 s."""
     experiment, found = searched(tmp_path)
-    large = experiment.replace(workload=replace(experiment.workload, eval_every=60_000))
+    operations = 4 * 64 * 256 + 6 * (256 * 256 + 256 * 10)
+    assert round(operations * 64 * 1_800_005 / 1e11) == 546
+    large = experiment.replace(workload=replace(experiment.workload, eval_every=600_000))
     ways = price_ways(large, found, step_s, pytest.fail, tmp_path)  # type: ignore[arg-type]  # called, it fails
     assert ways.updates == {}
-    assert ways.notes[0].startswith("virtual trainers are not asked: they would take about 691 s of a core")
+    assert ways.notes[0].startswith("virtual trainers are not asked: they would take about 546 s of a core")
+
+
+def test_further_seeds_without_time_are_said(tmp_path: Path) -> None:
+    """The answer is then of the one seed that chose it."""
+    experiment, found = searched(tmp_path)
+    ways = price_ways(experiment, found, step_s, planted, tmp_path)
+
+    def never(_one: Experiment, _limit_s: float) -> Arrival | None:
+        raise TimeoutError
+
+    same = over_seeds(experiment, ways, [LOCAL], never, tmp_path, range(3), limit_s=30.0)
+    assert same.updates == ways.updates
+    assert same.notes == (*ways.notes, "no further seed was trained, because there was no time (tune.search_seconds)")
 
 
 def script_of(experiment: Experiment) -> Experiment:

@@ -79,6 +79,14 @@ INPUTS: Mapping[str, str] = {
 LOSSES: Mapping[str, Loss] = {"gpt": next_token_loss, "wide_deep": click_loss, "word2vec": skip_gram_loss}
 """The loss of models whose loss is not cross-entropy."""
 
+_SAMPLES: Mapping[str, Callable[[Mapping[str, int]], tuple[int, ...]]] = {
+    "digits": lambda _: (8, 8),
+    "images": lambda size: (3, size["image_size"], size["image_size"]),
+    "tokens": lambda size: (size["length"],),
+    "clicks": lambda _: (39,),
+    "pairs": lambda size: (2 + size["negatives"],),
+}
+"""Shapes of what models are fed with, by ``INPUTS``."""
 SUBSAMPLE = 1e-3
 """Frequency above which a word's occurrences are thinned out; the only option that need not be whole."""
 _IMAGES: Mapping[str, int] = {"image_size": 224, "workers": 2, "held_out": 200}
@@ -191,6 +199,21 @@ def build_model(name: str, options: Mapping[str, ModelOption], dtype: str, seed:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return MODELS[name](**options).to(getattr(torch, dtype))
+
+
+def placeholder_model(workload: Workload) -> nn.Module:
+    """The model with shapes and no numbers, on torch's ``meta`` device. Raises ``ConfigError`` as ``check_model`` does."""
+    check_model(workload)
+    with torch.device("meta"):
+        return MODELS[workload.model](**workload.model_options).to(getattr(torch, workload.dtype))
+
+
+def placeholder_batch(workload: Workload) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels of one trainer's batch, all zeros."""
+    kind, size = INPUTS[workload.model], sizes(workload, INPUTS[workload.model])
+    shape = (model_option(workload, "features"),) if kind == "features" else _SAMPLES[kind](size)
+    dtype = torch.int64 if kind in ("tokens", "pairs") else getattr(torch, workload.dtype)
+    return torch.zeros(workload.batch_size, *shape, dtype=dtype), torch.zeros(workload.batch_size, dtype=torch.int64)
 
 
 def data_source(workload: Workload) -> str:

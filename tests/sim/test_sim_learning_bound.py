@@ -1,0 +1,99 @@
+"""A bound on virtual trainers: what a training takes at least, by published operations; and that it ends when its time is over."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.workload import Workload
+from real.estimate.step import estimated
+from sim.learning.prepared import step_flops
+from sim.learning.virtual_training import train
+from tuner.learning import by_virtual_trainers
+
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "resnet50": {"model": "resnet50", "data": "synthetic", "batch_size": 32},
+    "bert_base": {"model": "bert_base", "data": "synthetic", "batch_size": 32},
+    "mlp": {"model": "mlp", "data": "synthetic", "model_options": {"hidden": 4096, "depth": 3}},
+    "wide_deep": {"model": "wide_deep", "data": "synthetic", "batch_size": 512},
+    "deep": {"model": "mlp", "data": "synthetic", "model_options": {"depth": 150}},
+}
+
+FARTHEST_S = 3.0
+"""Seconds of compute between two looks, at most; synthetic images are drawn without one."""
+
+
+def of(workload: dict[str, Any], **parts: Any) -> Experiment:
+    """Four trainers for more steps than there is time for."""
+    inter = {"bandwidth": "10 Gbit/s", "latency": "20 us"}
+    cluster = {"nodes": 4, "inter": inter, **parts.pop("cluster", {})}
+    return Experiment.from_dict({"workload": {"steps": 10_000, **workload}, "cluster": cluster, **parts})
+
+
+def test_operations_are_the_published_ones() -> None:
+    """ResNet-50 multiplies 4.09e9 times a sample forward (arXiv 1512.03385 and torchvision), three times that with its backward.
+
+    A perceptron by hand: 6 operations a weight, 4 of the first layer, whose input needs no gradient.
+    """
+    first_convolution = 2 * 7 * 7 * 3 * 64 * 112 * 112
+    resnet50 = 3 * 2 * 4.09e9 - first_convolution
+    assert step_flops(Workload(model="resnet50", data="synthetic", batch_size=4)) == pytest.approx(4 * resnet50, rel=0.005)
+    mlp = Workload(model="mlp", data="synthetic", batch_size=8, model_options={"features": 16, "hidden": 32, "depth": 1})
+    assert step_flops(mlp) == 8 * (4 * 16 * 32 + 6 * 32 * 10)
+    for model in ("wide_deep", "word2vec"):  # rows are looked up
+        assert step_flops(Workload(model=model, data="synthetic", batch_size=8)) < 1e9
+
+
+def looks(experiment: Experiment, seconds: float) -> list[float]:
+    """When a training looked at the time, until so many seconds of compute were over."""
+    times = [time.process_time()]
+
+    def look() -> None:
+        times.append(time.process_time())
+        if times[-1] - times[0] > seconds:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        train(experiment, look=look)
+    return times
+
+
+@pytest.mark.parametrize("name", ["resnet50", *(pytest.param(name, marks=pytest.mark.slow) for name in list(WORKLOADS)[1:])])
+def test_a_training_looks_at_the_time_within_a_step(name: str) -> None:
+    """Though a step of ResNet-50 takes half a minute: in its backward, too."""
+    times = looks(of(WORKLOADS[name]), 3.0)
+    assert max(later - sooner for sooner, later in pairwise(times)) < FARTHEST_S
+    assert times[-1] - times[0] < 3.0 + FARTHEST_S
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_async", [True, False])
+def test_servers_trainers_look_at_the_time_too(is_async: bool, tmp_path: Path) -> None:
+    """While rows are looked up, the order is simulated, and gradients are computed."""
+    servers: dict[str, Any] = {"cluster": {"servers": 2}, "strategy": {"mode": "ps", "a_sync": is_async}}
+    resnet50 = of({**WORKLOADS["resnet50"], "steps": 20}, **servers, run={"device": "cuda"})
+    for experiment in (of(WORKLOADS["wide_deep"], **servers), estimated(resnet50, "A100", tmp_path)):
+        times = looks(experiment, 3.0)
+        assert max(later - sooner for sooner, later in pairwise(times)) < FARTHEST_S
+
+
+def test_a_limit_ends_a_training_in_the_middle_of_its_first_step() -> None:
+    """One second of ResNet-50, of which one trainer's forward takes several."""
+    begin = time.process_time()
+    with pytest.raises(TimeoutError):
+        by_virtual_trainers(of({**WORKLOADS["resnet50"], "target_loss": 1e-9}), 1.0)
+    assert time.process_time() - begin < 1.0 + FARTHEST_S
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPT of 100e9 parameters."""
+    monkeypatch.setattr("sim.learning.prepared.build_model", lambda *_: pytest.fail("built"))
+    large = {"model": "gpt", "data": "synthetic", "model_options": {"layers": 80, "hidden": 10_240, "heads": 80}}
+    with pytest.raises(ConfigError, match="do not fit into memory"):
+        train(of(large))
