@@ -62,8 +62,8 @@ class Tune(Config):
     """Most fresh pairs of finalist and default; they stop at a look before, where the verdict is known."""
     target_seeds: int | None = None
     """Most runs to ``workload.target_loss`` of each way of training, paired by their seeds, as far as a budget has room; with
-    ``--simulate-only`` of virtual trainers. Default: 5; 1 of a script, which must take its seed from ``FLEETBENCH_SEED``; 1 where compute
-    is emulated."""
+    ``--simulate-only`` of virtual trainers. With fewer than 5 no way of training is used. A script takes its seed from
+    ``FLEETBENCH_SEED``. Default: 5; 1 where compute is emulated."""
     metric: str | None = None
     """With a target: what must not fall. ``accuracy`` of the registry's classifiers, or the name of what a script reports beside its loss,
     ``fleet.report(loss=loss, NAME=value)``; at the target, in the mean over seeds. More is better."""

@@ -30,7 +30,7 @@ FEW: dict[str, object] = {
     "wire": ("fp32",),
     "update_by_bucket": (False,),
     "adaptive": False,
-    "target_seeds": 3,
+    "target_seeds": 5,
 }
 """Of ``[tune]``, unless a test asks for other: few values and no rules, for whatever is not about the search space itself."""
 
@@ -172,6 +172,8 @@ class FakeRunner:
     updates: Callable[[Leg], float | None] | None = None
     metrics: Callable[[Leg], dict[str, float] | None] = lambda _: None
     """At the target."""
+    by_seed: float = 0.001
+    """What a seed adds to the loss at the end; 0 of a script that ignores its seed."""
 
     def together(self, legs: Sequence[Leg]) -> None:
         """See ``Runner``."""
@@ -185,7 +187,7 @@ class FakeRunner:
         self.legs.append(leg)
         experiment = self.experiment.replace(strategy=leg.strategy, workload=replace(self.experiment.workload, steps=leg.steps))
         steps = self._steps_to_target(leg) if leg.evaluate else None
-        final_loss = None if not leg.evaluate else 0.4 if steps is not None else 0.9
+        final_loss = None if not leg.evaluate else (0.4 if steps is not None else 0.9) + self.by_seed * (leg.seed or 0)
         result = made_result(experiment, step_s, executor="real", steps_to_target=steps, final_loss=final_loss, metrics=self.metrics(leg))
         if self.void(len(self.legs) - 1):
             result = replace(result, summary=replace(result.summary, testbed={"counts": False}))

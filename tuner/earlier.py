@@ -2,8 +2,9 @@
 
 Legs hold while nothing has moved that the processes run; runs to the target, while the target and its metric, too, are what they were.
 A strategy that has run keeps its time over the default's, which was taken in one round, and a finalist its pairs, unless what they are
-judged by has moved: more of them after a look would look too often. Links of machines that are as they are (launchers ``local`` and
-``command``) move no legs, and layer times those alone whose compute is emulated or delayed by them. What is simulated is simulated again.
+judged by has moved. While legs hold, all tunings share the error of one: what their looks have spent stays spent. Links of machines that
+are as they are (launchers ``local`` and ``command``) move no legs, and layer times those alone whose compute is emulated or delayed by
+them. What is simulated is simulated again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from fleetbench.digests import file_digest, read_json, reading, sealed_json, wri
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import table_for
-from tuner.recommendation import Arm, Pair, Recommendation
+from tuner.recommendation import Arm, Recommendation
+from tuner.sequential import ERROR, gone
 
 INPUTS, PROFILE, RUNS = "inputs.json", "profile.toml", "runs"
 _TARGET = ("target_loss", "eval_every", "steps")
@@ -122,11 +124,18 @@ class Held:
         arm = next((arm for arm in arms if (arm.strategy, arm.timed) == (now.strategy, now.timed) and arm.ratio is not None), None)
         return arm if arm is None or self.targets else dataclasses.replace(arm, target=None)
 
-    def pairs(self, now: Arm) -> tuple[Pair, ...]:
-        """Of the finalist, if it was this arm."""
+    @property
+    def error_left(self) -> float:
+        """Chance of a USE without the gain that finalists may have, but for the one whose pairs hold."""
+        found, pairs = self.earlier.recommendation, self.earlier.experiment.tune.pairs
+        unspent = 0.0 if self.has_pairs else found.error * (1 - gone(len(found.pairs), pairs, found.ended))
+        return found.error_left + unspent if self.legs else ERROR
+
+    def compared(self, now: Arm) -> Recommendation | None:
+        """The earlier verdict, if its pairs hold and are this arm's."""
         found = self.earlier.recommendation
         is_finalist = any((arm.name, arm.strategy, arm.timed) == (found.finalist, now.strategy, now.timed) for arm in found.arms)
-        return found.pairs if self.has_pairs and is_finalist else ()
+        return found if self.has_pairs and is_finalist and found.pairs else None
 
     def copy_runs(self, arm: Arm, runs: Path) -> None:
         """Let the new tuning's folder have the runs of an arm."""

@@ -16,6 +16,7 @@ from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from real.testbed.noise import TRIES
 from tuner.recommendation import Pair
+from tuner.to_target import FEWEST_SEEDS
 
 DEFAULT = "default"
 SECONDS_PER_HOUR = 3600.0
@@ -23,6 +24,8 @@ ROUNDS = 2
 """In which arms are ranked, each with a window of injected stragglers of its own."""
 _LONGER = 1.5
 """Times the longest run to the target so far, which the next one is expected to take at most."""
+_AMPLE = 1.5
+"""Times what is expected, as a budget that is proposed."""
 SPENT = "trainer seconds spent, of the budget's"
 """Stage of the progress in which the budget is shown."""
 
@@ -77,10 +80,17 @@ def budget_of(experiment: Experiment) -> tuple[float, str]:
     return min(limits)
 
 
+def budget_for(experiment: Experiment, held_s: float) -> str | None:
+    """The setting of a budget with ample room for so many seconds of all trainers together; none where there is no budget."""
+    _, setting = budget_of(experiment)
+    if "minutes" in setting:
+        return f"tune.budget_minutes = {_AMPLE * held_s / experiment.cluster.trainers / 60:.2g}"
+    return f"tune.budget_gpu_hours = {_AMPLE * held_s / SECONDS_PER_HOUR:.2g}" if setting else None
+
+
 def seeds_of(experiment: Experiment) -> range:
     """Of the runs to the target of each way of training, at most, the experiment's own first; a declared loss has no seed."""
-    default = 1 if experiment.run.launcher == "command" else 5
-    number = 1 if experiment.run.device == "emulated" else experiment.tune.target_seeds or default
+    number = 1 if experiment.run.device == "emulated" else experiment.tune.target_seeds or FEWEST_SEEDS
     return range(experiment.run.seed, experiment.run.seed + number)
 
 
@@ -175,20 +185,26 @@ class RealRuns:
 
     def affords(self, number: int, *, num_targets: int = 0) -> bool:
         """Whether the budget has room for so many legs, and runs to the target, if there is one."""
+        return self.spent_s + self.expected_s(number, num_targets=num_targets) <= budget_of(self.experiment)[0]
+
+    def expected_s(self, number: int, *, num_targets: int) -> float:
+        """Seconds of all trainers together that so many legs and runs to the target take, one of which may be longer than all so far."""
         workload = self.experiment.workload
         steps = number * (leg_steps_of(self.experiment) + self.experiment.run.warmup_steps)
-        steps += 0 if workload.target_loss is None else num_targets * self._expected_steps(workload.steps)
-        return self._has_room(Leg(steps=steps, warmup_steps=0), starts=number // 2 + num_targets)  # of a script, a pair or a run each
+        if workload.target_loss is not None and num_targets:
+            steps += (num_targets - 1) * (self.trained_steps or workload.steps) + self._expected_steps(workload.steps)
+        return self._ahead_s(steps, starts=number // 2 + num_targets)  # of a script, a pair or a run each
 
     def _expected_steps(self, steps: int) -> int:
         """Of a run to the target."""
         return min(steps, round(_LONGER * self.trained_steps)) if self.trained_steps else steps
 
-    def _has_room(self, leg: Leg, starts: int = 1) -> bool:
-        budget_s, _ = budget_of(self.experiment)
+    def _has_room(self, leg: Leg) -> bool:
         steps = self._expected_steps(leg.steps) if leg.ends_at_target else leg.steps
-        ahead_s = self.experiment.cluster.trainers * ((steps + leg.warmup_steps) * self.step_s + starts * self.runner.startup_s)
-        return self.spent_s + ahead_s <= budget_s
+        return self.spent_s + self._ahead_s(steps + leg.warmup_steps, starts=1) <= budget_of(self.experiment)[0]
+
+    def _ahead_s(self, steps: int, starts: int) -> float:
+        return self.experiment.cluster.trainers * (steps * self.step_s + starts * self.runner.startup_s)
 
     def _once(self, leg: Leg) -> RunResult:
         trainers = self.experiment.cluster.trainers

@@ -11,6 +11,7 @@ from typing import Literal
 from fleetbench.config import Config, decode, encode, flat
 from fleetbench.digests import read_json, reading, sealed_json, write_whole
 from fleetbench.errors import ConfigError
+from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
 
 SCHEMA = 1
@@ -47,6 +48,19 @@ class TargetCheck(Config):
         runs = zip(self.updates, other.updates, self.noise, other.noise, strict=False)
         noises = [pair for one, another, *pair in runs if one is not None and another is not None]
         return math.hypot(*(math.inf if noise is None else noise for noise in (noises[0] if noises else [])))
+
+    def missed_beside(self, default: TargetCheck, target: float | None) -> str | None:
+        """Says so where it arrived less often than the default, with the same seeds."""
+        runs, num = len(self.updates), sum(one is not None for one in default.updates[: len(self.updates)])
+        if self.num_reached >= num:
+            return None
+        return f"reaches the target loss {target:g} in {self.num_reached} of {counted(runs, 'run')}, the default in {num}"
+
+    def seldom_beside(self, default: TargetCheck, target: float | None) -> str | None:
+        """Says so where the default never arrived, and this in no more than half of its runs."""
+        if default.reached or 2 * self.num_reached > len(self.updates):
+            return None
+        return f"reaches the target loss {target:g} in {self.num_reached} of {len(self.updates)} runs, and the default in none"
 
     def lost_beside(self, default: TargetCheck, target: float | None) -> str | None:
         """Says so where its first run went on after the target, and lost it again, unlike the default's."""
@@ -173,7 +187,7 @@ class Recommendation(Config):
     to_target: float | None = None
     """How many times as soon as the default the finalist reaches the target; none where it trains like the default."""
     to_target_low: float | None = None
-    """Lower end of its 90 % interval (``tuner.sequential``); none where nothing tells how far runs differ, or too few arrived."""
+    """Lower end of its 90 % interval (``tuner.sequential``); none where the loss is declared, or too few arrived."""
     to_target_high: float | None = None
     seeds: int | None = None
     """Seeds of these runs."""
@@ -181,6 +195,12 @@ class Recommendation(Config):
     """What the metric of ``tune.metric`` is at the target, for finalist and default, in words."""
     target_loss: float | None = None
     pairs: tuple[Pair, ...] = ()
+    error: float = 0.0
+    """Chance that the finalist may be used without the gain, over all looks at its pairs."""
+    error_left: float = 0.0
+    """The same of finalists of tunings that go on from this one."""
+    ended: tuple[int, ...] = ()
+    """After how many pairs a budget ended, with a last look: this one's, and those of tunings from which it went on."""
     arms: tuple[Arm, ...] = ()
     trials: tuple[Trial, ...] = ()
     learnt: dict[str, tuple[float, ...]] = field(default_factory=dict)

@@ -3,7 +3,8 @@
 At looks, after 4, 6, 8, 12, 16, 24, 32, 48, ... pairs, Student's t of the log ratios decides, with critical values under which
 all looks together err with the chance that is asked for: a group-sequential t test (Jennison and Turnbull 1991, Biometrika 78)
 whose error is spent by a function of the pairs (Lan and DeMets 1983, Biometrika 70), so that looks may end early. The critical
-values come from simulated normal ratios; t has no unit, so that they hold for every spread. The interval is a repeated confidence
+values come from simulated normal ratios; t has no unit, so that they hold for every spread. What a look has spent stays spent: a tuning
+that goes on from another one's pairs goes on with the error that is left. The interval is a repeated confidence
 interval (Jennison and Turnbull 1989, JRSS B 51): mean and critical value times standard error. Those of all looks hold the truth
 together, so the one at which the pairs stop does too.
 
@@ -32,12 +33,17 @@ CONFIDENCE = 0.90
 """Two-sided."""
 ERROR = (1 - CONFIDENCE) / 2
 """Chance of the interval's either end, over all looks, that the truth lies beyond it."""
-MANY = 10_000
-"""Pairs, beyond which a forecast of them says no more."""
-_FIRST_LOOK = 4
+FIRST_LOOK = 4
+"""Pairs."""
 _EARLY, _EARLY_PAIRS = 0.36, 8
 """Share of the error that the first eight pairs may spend. Found with normal ratios, so that half of those with a gain of 5 % and
 a deviation of 0.03 stop by then, and nine in ten with a deviation of 0.06 within 48 pairs."""
+_ENDING = 0.5
+"""Share of what is left of the error, which a budget's last look takes. The rest is left for a larger budget."""
+_FEW = 8
+"""Pairs at most, where runs to the target are too few for a USE."""
+_BOTH = 0.9
+"""Times the error, with which pairs and updates are judged together: looks at their sum err in 1.1 times as many replays as they may."""
 _MUCH = 3.0
 """Times as wide as that of a step the updates' interval makes more pairs futile, if it alone has ``1 + min_gain`` inside."""
 _DRAWS = 500_000
@@ -71,9 +77,9 @@ class Judgement:
     step: Speedup
     """Of a step."""
     pairs: int
-    pairs_needed: int | None
-    """With which the interval would no longer be around ``1 + min_gain``, if mean and spread stay; ``MANY`` at most. None where no number
-    would do: the updates alone leave it around."""
+    provable: float | None = None
+    """Of UNDECIDED: the smallest speed-up that all pairs of the limit would show, by the error that is left and the
+    spread so far; infinite where the updates alone leave it undecided, none where no look may follow."""
 
 
 def paired_speedup(default_s: Sequence[float], finalist_s: Sequence[float], confidence: float = CONFIDENCE) -> Speedup:
@@ -89,7 +95,7 @@ def paired_speedup(default_s: Sequence[float], finalist_s: Sequence[float], conf
 
 def looks(limit: int) -> tuple[int, ...]:
     """After how many pairs a verdict is looked for, where there are ``limit`` at most: 4, 6, 8, 12, 16, 24, ... and ``limit``."""
-    doubled = sorted(first << k for first in (_FIRST_LOOK, 3 * _FIRST_LOOK // 2) for k in range(limit.bit_length()))
+    doubled = sorted(first << k for first in (FIRST_LOOK, 3 * FIRST_LOOK // 2) for k in range(limit.bit_length()))
     return (*(number for number in doubled if number < limit), limit)
 
 
@@ -97,6 +103,27 @@ def spent(pairs: int, limit: int) -> float:
     """Share of the error that looks up to this one may take: some of it early, the rest as the square of the pairs; 1 of ``limit``."""
     early = min(1.0, max(0, pairs - LEAST_PAIRS - 1) / (_EARLY_PAIRS - LEAST_PAIRS - 1)) ** 2
     return 1.0 if pairs >= limit else _EARLY * early + (1 - _EARLY) * (pairs / limit) ** 2
+
+
+def planned(limit: int, ended: Sequence[int] = ()) -> dict[int, float]:
+    """Share of the error that looks up to each one may take, by pairs; ``ended``: pairs after which a budget ended.
+
+    The last look of a budget takes ``_ENDING`` of the error that is left. The looks of a larger budget share the rest
+    as ``spent`` says, so that all looks of all budgets together take no more than one tuning's.
+    """
+    shares, before, gone = dict[int, float](), 0.0, 0.0
+    for look in sorted({*looks(limit), *ended}):
+        now = spent(look, limit)
+        shares[look] = gone + (1 - gone) * (now - before) / (1 - before)
+        if look in ended and look < limit:
+            before, gone = now, shares[look] + _ENDING * (1 - shares[look])
+            shares[look] = gone
+    return shares
+
+
+def gone(pairs: int, limit: int, ended: Sequence[int] = ()) -> float:
+    """Share of the error that the looks at so many pairs have spent."""
+    return max((share for look, share in planned(limit, ended).items() if look <= pairs), default=0.0)
 
 
 def judge(
@@ -107,48 +134,55 @@ def judge(
     error: float = ERROR,
     final: bool = False,
     updates: Updates | None = None,
+    enough: bool = True,
+    ended: Sequence[int] = (),
 ) -> Judgement | None:
     """The verdict on the log ratios (default over finalist) so far; none where more pairs shall be run.
 
     ``updates``: to the target, where that is the objective and the finalist trains otherwise than the default.
+    ``enough``: whether runs to the target are of enough seeds for USE; otherwise pairs end early, UNDECIDED.
 
     ``limit`` is the largest number of pairs. ``error`` bounds the chance, over all looks, of USE where the gain is ``min_gain`` or
-    less; that of NO GAIN where it is more is ``ERROR``. ``final``: no pair will follow, for a reason that has nothing to do with
-    the ratios; a last look takes the error that is left. None then too, where there are too few for an interval.
+    less; that of NO GAIN where it is more is ``ERROR``. ``final``: a budget ends the pairs here, for a reason that has nothing to do
+    with the ratios; ``ended``: pairs after which earlier budgets did. None then too, where there are too few for an interval.
     """
-    count, planned = len(log_ratios), looks(limit)
+    count, limit = len(log_ratios), limit if enough else min(limit, _FEW)
+    shares = planned(limit, (*ended, count) if final else ended)
     final = final or count >= limit
-    if count < LEAST_PAIRS or not (final or count in planned):
+    if count < LEAST_PAIRS or count not in shares:
         return None
-    at = (*(look for look in planned if look < count), count) if final else planned
-    shares = (*(spent(look, limit) for look in at[:-1]), 1.0)
-    below, above = (critical_values(at, shares, chance)[at.index(count)] for chance in (error, ERROR))
-    ratios = np.asarray(log_ratios, dtype=np.float64)
-    mean, sem, threshold = float(ratios.mean()), float(ratios.std(ddof=1)) / math.sqrt(count), math.log1p(min_gain)
-    step = Speedup.of_logs(mean, below * sem, above * sem)
-    fixed_below, fixed_above = (0.0, 0.0) if updates is None else (updates.half(error, -1), updates.half(ERROR, 1))
+    at = (*shares,)
+    errors = [(1.0 if updates is None else _BOTH) * chance for chance in (error, ERROR)]
+    below, above = (critical_values(at, (*shares.values(),), chance) for chance in errors)
+    ratios, now = np.asarray(log_ratios, dtype=np.float64), at.index(count)
+    mean, deviation, threshold = float(ratios.mean()), float(ratios.std(ddof=1)), math.log1p(min_gain)
+    low, high = (values[now] * deviation / math.sqrt(count) for values in (below, above))
+    step = Speedup.of_logs(mean, low, high)
+    fixed_low, fixed_high = (0.0, 0.0) if updates is None else (updates.half(errors[0], -1), updates.half(errors[1], 1))
     mean += 0.0 if updates is None else updates.mean
-    speedup = Speedup.of_logs(mean, math.hypot(below * sem, fixed_below), math.hypot(above * sem, fixed_above))
-    if speedup.low > 1 + min_gain:
-        return Judgement("USE", speedup, step, count, count)
+    speedup = Speedup.of_logs(mean, math.hypot(low, fixed_low), math.hypot(high, fixed_high))
+    if enough and speedup.low > 1 + min_gain:
+        return Judgement("USE", speedup, step, count)
     if speedup.high < 1 + min_gain:
-        return Judgement("NO GAIN", speedup, step, count, count)
-    half, fixed = (below * sem, fixed_below) if mean > threshold else (above * sem, fixed_above)
-    distance = abs(mean - threshold)
-    is_hopeless = fixed > max(distance, _MUCH * half)
-    if not (final or is_hopeless):
+        return Judgement("NO GAIN", speedup, step, count)
+    half, fixed = (low, fixed_low) if mean > threshold else (high, fixed_high)
+    is_open = fixed > abs(mean - threshold)
+    if not (final or (is_open and fixed > _MUCH * half) or speedup.low > 1 + min_gain):
         return None
-    left = math.sqrt(max(0.0, distance**2 - fixed**2))
-    needed = math.ceil(count * (half / left) ** 2) if half < left * math.sqrt(MANY / count) else MANY
-    return Judgement("UNDECIDED", speedup, step, count, None if fixed > distance else max(needed, count + 1))
+    if not enough or (count >= limit and not is_open):
+        return Judgement("UNDECIDED", speedup, step, count)
+    at_last = math.hypot(below[-1] * deviation / math.sqrt(limit), fixed_low)
+    return Judgement("UNDECIDED", speedup, step, count, math.inf if is_open else math.exp(threshold + at_last))
 
 
-def needed(judged: Judgement) -> str:
-    """How many pairs would decide, in words."""
-    if judged.pairs_needed is None:
+def outlook(judged: Judgement, limit: int) -> str | None:
+    """What more pairs may decide, in words; none where nothing is left to decide with."""
+    if judged.provable is None:
+        return None
+    if math.isinf(judged.provable):
         return "no number of pairs would decide: steps to the target are too uncertain (tune.target_seeds, workload.eval_every)"
-    number = f"more than {MANY:,}" if judged.pairs_needed >= MANY else f"about {judged.pairs_needed:,}"
-    return f"{number} would decide, if mean and spread stay (tune.pairs)"
+    gain = f"{100 * (judged.provable - 1):.2g} %"
+    return f"--from goes on with the error that is left, up to {limit} pairs, which would prove a gain above {gain}"
 
 
 @functools.lru_cache(maxsize=64)

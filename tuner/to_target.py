@@ -8,7 +8,11 @@ known. Two things are not modelled: the bound of a censored ratio depends on the
 count nowhere.
 
 A script's loss is that of its batches, so that where it crosses the target is itself uncertain (``on_line``). Between seeds that is part
-of the spread; of one seed it is the interval.
+of the spread; of one seed it is a part of the interval.
+
+With fewer than ``FEWEST_SEEDS`` seeds nothing is proved, because their spread says too little of how far runs differ. Their
+interval is that of a scaled inverse chi-square prior of the ratios' variance (Gelman et al. 2013, Bayesian Data Analysis,
+section 3.2): ``SPREAD`` counts as ``SPREAD_FREE`` degrees of freedom beside those of the ratios.
 """
 
 from __future__ import annotations
@@ -20,16 +24,22 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 from scipy import optimize, special, stats
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.quantities import counted
 from fleetbench.result import RunResult
 from real.job.results import reported_losses
+from real.processes.roles import SEED
 
 CONFIDENCE = 0.9
 """Of the interval of a penalty."""
+FEWEST_SEEDS = 5
+"""With which runs to the target may prove a gain."""
+SPREAD, SPREAD_FREE = 0.2, 4
+"""Deviation of a log ratio between seeds, and degrees of freedom with which it is assumed. Ratios that share their seed
+have 0.09 in the runs of ``reports/``, and some 0.3 (``reports/tuner/README.md``); a script that takes no seed pairs nothing."""
 _LEAST_WINDOWS = 4
 """With fewer a line has no deviation."""
 _FARTHEST = 20.0
@@ -45,6 +55,8 @@ class Updates:
     """Of each ratio: 0, it is that; 1, at least that, as the default did not arrive; -1, at most that, as the finalist did not."""
     noise: float = 0.0
     """Standard deviation of the ratio, where it is one, as far as its two runs tell it; infinite where they do not."""
+    spread: float = 0.0
+    """Deviation between seeds that is assumed beside what the ratios show; 0 where nothing is."""
 
     @classmethod
     def of_runs(cls, default: Sequence[float | None], own: Sequence[float | None], steps: float, own_steps: float | None = None) -> Updates:
@@ -66,10 +78,11 @@ class Updates:
     def half(self, error: float, side: int) -> float:
         """Distance from the mean to the end of the interval that the truth lies beyond with a chance of ``error``.
 
-        ``side``: -1 of the lower, 1 of the upper end. Of one seed by ``noise`` alone; infinite where too few arrived for an interval.
+        ``side``: -1 of the lower, 1 of the upper end. Of one seed by ``noise`` and ``spread``; infinite where too few arrived.
         """
         if len(self.ratios) == 1 and self.num_known == 1:
-            return float(stats.norm.isf(error)) * self.noise
+            of_seeds = stats.t(SPREAD_FREE) if self.spread else stats.norm
+            return float(of_seeds.isf(error)) * math.hypot(self.noise, self.spread)
         return _half(self, error, side)
 
 
@@ -114,13 +127,15 @@ def on_line(windows: Sequence[tuple[float, float]], target: float, crossed: floa
 
 @functools.lru_cache(maxsize=64)
 def _half(updates: Updates, error: float, side: int) -> float:
-    if updates.num_known < 2:
+    known, (assumed, squares) = updates.num_known, _prior(updates)
+    if known == 0 or (free := known - 1 + assumed) == 0:
         return math.inf
-    t, free = float(stats.t.ppf(1 - error, updates.num_known - 1)), updates.num_known - 1
-    if updates.num_known == len(updates.ratios):
-        return t * float(stats.sem(updates.ratios))
+    t = float(stats.t.ppf(1 - error, free))
+    if known == len(updates.ratios):
+        squares += float(np.square(np.array(updates.ratios) - updates.mean).sum())
+        return t * math.sqrt(squares / free / known)
     mean, highest = _likeliest(updates)
-    wanted = highest - updates.num_known / 2 * math.log1p(t * t / free)
+    wanted = highest - (known + assumed) / 2 * math.log1p(t * t / free)
 
     def above(distance: float) -> float:
         return _profile(updates, mean + side * distance) - wanted
@@ -141,20 +156,41 @@ def _likeliest(updates: Updates) -> tuple[float, float]:
     return float(found.x), -float(found.fun)
 
 
+def _prior(updates: Updates) -> tuple[int, float]:
+    """Degrees of freedom and sum of squares that count beside those of the ratios."""
+    return (SPREAD_FREE, SPREAD_FREE * updates.spread**2) if updates.spread else (0, 0.0)
+
+
 def _profile(updates: Updates, mean: float) -> float:
     """Log likelihood of a mean, at the deviation that is likeliest beside it."""
     ratios, known = np.array(updates.ratios), np.array(updates.known)
-    off, num = ratios - mean, updates.num_known
-    away = math.sqrt(float(np.square(off[known == 0]).mean())) + 1e-6  # the likeliest of the ratios that are known
+    off, (assumed, squares) = ratios - mean, _prior(updates)
+    num, squares = updates.num_known + assumed, squares + float(np.square(off[known == 0]).sum())
+    away = math.sqrt(squares / num) + 1e-6  # the likeliest of the ratios that are known
 
     def lost(log_deviation: float) -> float:
-        z: npt.NDArray[np.float64] = off / math.exp(log_deviation)
-        within = special.log_ndtr(-known[known != 0] * z[known != 0]).sum()
-        return float(num * log_deviation + np.square(z[known == 0]).sum() / 2 - within)
+        deviation = math.exp(log_deviation)
+        within = special.log_ndtr(-known[known != 0] * off[known != 0] / deviation).sum()
+        return float(num * log_deviation + squares / deviation**2 / 2 - within)
 
     widest = math.log(away + float(np.abs(off).max()) * math.sqrt(len(ratios))) + 1.0
     found = optimize.minimize_scalar(lost, bounds=(math.log(away) - 1.0, widest), method="bounded", options={"xatol": 1e-4})
     return -float(found.fun)
+
+
+def too_few(ran: int, missing: int, seeds: int, asked: int, budget: str | None) -> str:
+    """That runs of so many seeds are too few for USE, and what to change.
+
+    ``seeds`` of the ``asked`` ones differ, which are those of the setting; ``budget`` has room for the ``missing`` runs.
+    """
+    if seeds < asked:
+        what = f"the script ignores {SEED}, from which it should take its seed"
+    elif asked < FEWEST_SEEDS:
+        what = f"set tune.target_seeds = {FEWEST_SEEDS}"
+    else:
+        runs = f"the {counted(missing, 'run')} that are missing"
+        what = f"--from with {budget} has room for {runs}" if budget else f"the notes say what ended {runs}"
+    return f"USE to a target takes runs of {FEWEST_SEEDS} seeds, and {ran} {'was' if ran == 1 else 'were'} run: {what}"
 
 
 @dataclass(frozen=True, slots=True)

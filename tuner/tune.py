@@ -24,7 +24,7 @@ from fleetbench.workload import LAYERS
 from sim.run import simulate as in_simulator
 from tuner.earlier import RUNS, Earlier, Held, keep_inputs
 from tuner.learning import by_virtual_trainers
-from tuner.real_runs import DEFAULT, SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_of, leg_steps_of, seeds_of
+from tuner.real_runs import DEFAULT, SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_for, budget_of, leg_steps_of, seeds_of
 from tuner.recommendation import Arm, Recommendation
 from tuner.resumption import Journal, Resumption, inputs_of
 from tuner.search import Search, StepS, search
@@ -229,9 +229,9 @@ def refuse_small_budget(experiment: Experiment, arms: Sequence[Arm], spent_s: fl
     if least_s > budget_s:
         what = f"{2 * len(arms)} runs of {leg_steps_of(experiment)} steps to choose among {len(arms)} strategies{of_target}"
         in_minutes, in_hours = least_s / trainers / 60, least_s / SECONDS_PER_HOUR
-        wanted = f"budget_minutes = {in_minutes * 2:.2g}" if "minutes" in setting else f"budget_gpu_hours = {in_hours * 2:.2g}"
         value = f"{what} and {LEAST_PAIRS} pairs would take {in_minutes:.2g} minutes, or {in_hours:.2g} trainer hours"
-        raise ConfigError("has no room for a verdict", setting, value, f"set tune.{wanted}, or fewer tune.finalists or tune.leg_steps")
+        hint = f"set {budget_for(experiment, least_s)}, or fewer tune.finalists or tune.leg_steps"
+        raise ConfigError("has no room for a verdict", setting, value, hint)
 
 
 def cost_note(recommendation: Recommendation, cost_s: float) -> str:

@@ -9,8 +9,8 @@ than the default takes its place. Only the pairs speak in the verdict: the runs 
 Time to the target is updates to the target times seconds an update. Updates depend on the way of training alone, and on the seed: their
 runs are shared by all arms that train alike, and each finalist's are paired with the default's of the same seeds (``tuner.to_target``).
 
-Wherever several finalists are compared, the chance of a USE without the gain is that of one: the first has ``FIRST_SHARE`` of
-it, the next that share of what is left, the last all of it. One whose legs fail leaves what its looks had not spent.
+However many finalists are compared, in a tuning and in those that go on from it, the chance of a USE without the gain is that of one: the
+first has ``FIRST_SHARE`` of it, the next that share of what is left. One whose legs fail leaves what its looks had not spent.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fleetbench.errors import ConfigError
@@ -32,24 +33,17 @@ from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.roles import SEED
 from tuner.bias import named
 from tuner.earlier import Held
-from tuner.real_runs import DEFAULT, ROUNDS, BudgetSpent, RealRuns, budget_of, leg_steps_of, seeds_of
+from tuner.real_runs import DEFAULT, ROUNDS, BudgetSpent, RealRuns, budget_for, budget_of, leg_steps_of, seeds_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
-from tuner.sequential import ERROR, LEAST_PAIRS, MANY, Judgement, judge, looks, needed, spent
+from tuner.sequential import ERROR, FIRST_LOOK, LEAST_PAIRS, Judgement, gone, judge, looks, outlook
 from tuner.space import differs_in, learns_as, name_of, parameters_of
-from tuner.to_target import Penalty, Updates, arrival_of
+from tuner.to_target import FEWEST_SEEDS, SPREAD, Penalty, Updates, arrival_of, too_few
 
-BETWEEN_SEEDS = 3
-"""Of runs to the target at a K that other K have named."""
-FIRST_SHARE = 0.95
-"""Of the error that is left, what a finalist takes where others may follow."""
+FIRST_SHARE = 0.85
+"""Of the error that is left, what a finalist takes."""
 _KEPT_LEGS = 20
 """For which a budget must have room where another arm is to run: four of that, and eight pairs."""
 Progress = Callable[[str, int, int], None]
-
-
-def error_of(left: float, *, is_last: bool) -> float:
-    """The chance of a USE without the gain that the next finalist takes of what is left."""
-    return left if is_last else FIRST_SHARE * left
 
 
 def verify(
@@ -70,8 +64,8 @@ def verify(
     The recommendation knows nothing of the search yet.
     """
     named = {arm.name: arm for arm in arms}
-    tell, seeds = progress or (lambda *_: None), seeds_of(experiment)
-    return _Verifier(experiment, named, legs, tell, others or {}, prepare, held, seeds).run()
+    tell, seeds, left = progress or (lambda *_: None), seeds_of(experiment), ERROR if held is None else held.error_left
+    return _Verifier(experiment, named, legs, tell, others or {}, prepare, held, seeds, left).run()
 
 
 @dataclass(slots=True)
@@ -85,6 +79,8 @@ class _Verifier:
     held: Held | None
     seeds: range
     """Of runs to the target: as many as may be."""
+    left: float
+    """Chance of a USE without the gain that finalists to come may take."""
     ratios: dict[str, float] = field(default_factory=dict)
     """Of the legs that ranked an arm: its mean time over the default's in the same round."""
     notes: list[str] = field(default_factory=list)
@@ -92,17 +88,17 @@ class _Verifier:
     """The arm that is compared with the default."""
     pairs: list[Pair] = field(default_factory=list)
     """Of the finalist."""
-    error: float = ERROR
+    error: float = 0.0
     """Chance that it may be used without the gain."""
+    ended: tuple[int, ...] = ()
+    """After how many of its pairs budgets ended."""
     judged: Judgement | None = None
-    open: tuple[str, list[Pair], Judgement | None] | None = None
-    """The first finalist that stayed undecided, its pairs and what they say, while others are compared."""
+    open: tuple[str, list[Pair], float, tuple[int, ...], Judgement | None] | None = None
+    """The first finalist that stayed undecided, with its pairs, error, ends and judgement, while others are compared."""
     undecided: bool = False
     """Measuring ended before a verdict."""
     ways: dict[tuple[object, ...], TargetCheck] = field(default_factory=dict)
     """Runs to the target of each way of training; ``from_arm`` names the arm that they were of."""
-    seeds_are_alike: bool = False
-    """Runs with two seeds were equal."""
     in_vain: set[tuple[object, ...]] = field(default_factory=set)
     """Ways that real runs have ruled out."""
 
@@ -123,8 +119,8 @@ class _Verifier:
 
     def _compare(self) -> str:
         """Compare finalists with the default until one is faster, or may be; why none is."""
-        left, compared, ruled_out = ERROR, list[str](), list[str]()
-        while left > 0 and (ranked := self._ranked(compared)):
+        compared, ruled_out = list[str](), list[str]()
+        while ranked := self._ranked(compared):
             arm = ranked[0]
             if compared and self._expected(arm) >= 1:
                 break
@@ -134,21 +130,20 @@ class _Verifier:
             compared.append(arm.name)
             may_follow = self._asked and len({self._way(name)[:-1] for name in compared}) <= self.experiment.tune.finalists
             if reaches := self._reaches_target(arm.name):
-                self.error = error_of(left, is_last=len(ranked) == 1 and not may_follow)
-                left -= self._measure_pairs(self.arms[arm.name])
+                self._measure_pairs(self.arms[arm.name])
             elif len(compared) <= self.experiment.tune.finalists and (k := self._between()) is not None:
                 self._rank([DEFAULT, k.name], f"real runs of {k.name}")
             rejected, verdict = self.arms[arm.name].rejected, None if self.judged is None else self.judged.verdict
             if rejected is None and verdict in (None, "USE"):
                 return ""
             if rejected is None and verdict == "UNDECIDED":  # others of its way would be, too; another way may be a sure gain
-                self.open = self.open or (arm.name, self.pairs, self.judged)
+                self.open = self.open or (arm.name, self.pairs, self.error, self.ended, self.judged)
                 compared += [name for name in self.arms if self._way(name) == self._way(arm.name)]
             else:
                 ruled_out.append(f"{arm.name} {rejected or self._measured()}")
-                self._rule_out(arm.name, is_slow=not reaches or rejected is None, is_followed=may_follow and left > 0)
+                self._rule_out(arm.name, is_slow=not reaches or rejected is None, is_followed=may_follow)
         if self.open is not None:
-            self.finalist, self.pairs, self.judged = self.open
+            self.finalist, self.pairs, self.error, self.ended, self.judged = self.open
             self.notes += [f"{why}: not to be used either" for why in ruled_out]
             return ""
         default, target = self.arms[DEFAULT].target, self.experiment.workload.target_loss
@@ -170,9 +165,9 @@ class _Verifier:
             self._rank([DEFAULT, arm.name], f"real runs of {arm.name}")
 
     def _ranked(self, compared: Sequence[str]) -> list[Arm]:
-        """The arms that are still to be compared with the default, the most promising first."""
+        """The arms that are still to be compared with the default, the most promising first of those that may be used."""
         left = [arm for arm in self.arms.values() if arm.name not in (DEFAULT, *compared) and arm.rejected is None]
-        return sorted(left, key=self._expected)
+        return sorted(left, key=lambda arm: (self._expected(arm) >= 1, not self._may_prove(arm.name), self._expected(arm)))
 
     def _expected(self, arm: Arm) -> float:
         """Its time over the default's: of a step as measured, times updates to the target by virtual trainers, or by runs at other K."""
@@ -206,12 +201,9 @@ class _Verifier:
         return Penalty.of({k: [math.exp(-ratio) for ratio in updates.ratios] for k, updates in found.items()})
 
     def _between(self) -> Arm | None:
-        """An arm with a K that has none, where runs at other K say that it is there before the default and all arms that are left.
-
-        It and the default are run with ``BETWEEN_SEEDS`` seeds at least, because it was chosen by what one run said of another.
-        """
-        penalty, known_by = self._penalty(), 2 * BETWEEN_SEEDS
-        if penalty is None or self._asked or not self.legs.affords(_KEPT_LEGS, num_targets=known_by):
+        """An arm with a K that has none, where runs at other K say that it is there before the default and all arms that are left."""
+        penalty = self._penalty()
+        if penalty is None or self._asked or not self.legs.affords(_KEPT_LEGS, num_targets=2 * len(self.seeds)):
             return None
         known = {arm.strategy.local_steps for arm in self.arms.values()}
         prices = {
@@ -225,8 +217,6 @@ class _Verifier:
         best = min(prices, key=lambda strategy: prices[strategy])
         if prices[best] >= min([1.0, *(self._expected(arm) for arm in self._ranked(()))]):
             return None
-        if not self.seeds_are_alike:
-            self.seeds = range(self.seeds.start, self.seeds.start + max(BETWEEN_SEEDS, len(self.seeds)))
         return self._added(best)
 
     def _is_plain(self, strategy: DistributedStrategy) -> bool:
@@ -361,7 +351,7 @@ class _Verifier:
         default = self.arms[DEFAULT]
         rated = [arm.name for arm in self.arms.values() if arm.strategy != default.strategy and arm.timed == default.timed]
         for name in rated if not self._asked else ():
-            if not self.legs.affords(2 * looks(MANY)[0], num_targets=1):
+            if not self.legs.affords(2 * FIRST_LOOK, num_targets=1):
                 self.notes.append(f"the budget has no room for a run of {name} to the target")
                 return
             with self._rejecting(name):
@@ -369,11 +359,18 @@ class _Verifier:
                 self._show_target(name)
 
     def _run_other_seeds(self, name: str) -> None:
-        """The default and the arm to the target with every further seed, as far as the budget has room, and as long as the arm may pass."""
-        for number in range(1, len(self.seeds)):
-            if self._misses_more(name):
+        """The default and the arm to the target with every further seed, as far as the budget has room, and as long as the arm may pass.
+
+        None where there are enough already: an earlier tuning has judged them, and more would be another look.
+        """
+        way, base, late = self._way(name), self._way(DEFAULT), math.log(self.ratios[name])
+        for number in range(1, len(self.seeds)) if self._missing(name) else ():
+            missed = self.ways[way].missed_beside(self.ways[base], self.experiment.workload.target_loss)
+            if missed or len(self.seeds) == 1:
                 return
-            if not self.legs.affords(2 * looks(MANY)[0], num_targets=2):
+            if (known := self._updates(name)) is not None and known.mean + known.half(ERROR, 1) < late:
+                return
+            if not self.legs.affords(2 * FIRST_LOOK, num_targets=2):
                 self.notes.append(f"the budget has no room for more than {counted(number, 'seed')} of {name}'s runs to the target")
                 return
             try:
@@ -381,9 +378,8 @@ class _Verifier:
             except LegFailed as failure:
                 self.notes.append(f"the default, with seed {self.seeds[number]}, {_says(failure)}: no further seed was run")
                 return
-            if len(self.seeds) == 1:
-                return
-            self._run_to_target(name, number)
+            if len(self.seeds) > 1:
+                self._run_to_target(name, number)
 
     def _run_to_target(self, name: str, number: int) -> None:
         """The arm's run with the n-th seed, if none of its way has it."""
@@ -399,10 +395,30 @@ class _Verifier:
         self.progress(stage, 1, 1)
         (updates, noise), final_loss = arrival_of(result, self.experiment), result.summary.final_loss
         if number and (updates, final_loss) == (check.updates[0], check.final_loss):
-            self.seeds, self.seeds_are_alike = self.seeds[:1], True
+            self.seeds = self.seeds[:1]
             self.notes.append(f"the runs of {name} with two seeds are equal, and count as one: a script takes its seed from {SEED}")
             return
         self.ways[way] = check.with_run(updates, final_loss, trained, self._metric_of(result), noise)
+
+    def _missing(self, name: str) -> int:
+        """Runs to the target without which nothing is proved of an arm; 0 where it trains like the default, or losses are declared."""
+        ways, experiment = {self._way(name), self._way(DEFAULT)}, self.experiment
+        if len(ways) == 1 or experiment.workload.target_loss is None or experiment.run.device == "emulated":
+            return 0
+        return sum(max(0, FEWEST_SEEDS - len(self.ways[way].updates if way in self.ways else ())) for way in ways)
+
+    def _may_prove(self, name: str) -> bool:
+        """Whether setting and budget allow for the runs to the target that an arm needs."""
+        missing = self._missing(name)
+        return not missing or (len(self.seeds) >= FEWEST_SEEDS and self.legs.affords(2 * FIRST_LOOK, num_targets=missing))
+
+    def _too_few(self, name: str) -> str | None:
+        """Says that the runs to the target are too few for USE, and what to change; none where they are enough."""
+        if not (missing := self._missing(name)):
+            return None
+        ran = min(len(self.ways[way].updates) for way in (self._way(name), self._way(DEFAULT)))
+        needs_s = self.legs.expected_s(_KEPT_LEGS, num_targets=missing)
+        return too_few(ran, missing, len(self.seeds), len(seeds_of(self.experiment)), budget_for(self.experiment, needs_s))
 
     def _metric_of(self, result: RunResult) -> float | None:
         """``tune.metric`` at the target; none where there is none, or the run did not arrive."""
@@ -436,22 +452,6 @@ class _Verifier:
         time_s = None if median is None or step_s is None else median * step_s
         self._update(name, target=dataclasses.replace(check, time_s=time_s, from_arm=None if check.from_arm == name else check.from_arm))
 
-    def _misses_more(self, name: str) -> str | None:
-        """Says so where the arm arrived less often than the default, with the same seeds."""
-        own = self.ways[self._way(name)]
-        num = sum(one is not None for one in self.ways[self._way(DEFAULT)].updates[: len(own.updates)])
-        target = self.experiment.workload.target_loss
-        if own.num_reached >= num:
-            return None
-        return f"reaches the target loss {target:g} in {own.num_reached} of {counted(len(own.updates), 'run')}, the default in {num}"
-
-    def _seldom(self, name: str) -> str | None:
-        """Says so where the default never arrived, and the arm in no more than half of its runs."""
-        own, target = self.ways[self._way(name)], self.experiment.workload.target_loss
-        if self.ways[self._way(DEFAULT)].reached or 2 * own.num_reached > len(own.updates):
-            return None
-        return f"reaches the target loss {target:g} in {own.num_reached} of {len(own.updates)} runs, and the default in none"
-
     def _updates(self, name: str) -> Updates | None:
         """What the finalist's runs say of its updates; none where they are the default's, or it never arrives."""
         way, base = self._way(name), self._way(DEFAULT)
@@ -460,7 +460,8 @@ class _Verifier:
         steps = self.ways[base].steps
         assert steps is not None
         found = Updates.of_runs(self.ways[base].updates, self.ways[way].updates, steps, self.ways[way].steps)
-        return dataclasses.replace(found, noise=self.ways[way].noise_beside(self.ways[base]))
+        spread = SPREAD if self._missing(name) else 0.0
+        return dataclasses.replace(found, noise=self.ways[way].noise_beside(self.ways[base]), spread=spread)
 
     def _way(self, name: str) -> tuple[object, ...]:
         return learns_as(self.arms[name].strategy)
@@ -482,8 +483,9 @@ class _Verifier:
         if self._way(name) == self._way(DEFAULT):
             self.notes.append(f"{name} trains step for step like the default: its gain to the target is that of its steps")
             return None
-        lost = arm.target.lost_beside(default.target, target)
-        if (worse := self._misses_more(name) or lost or self._seldom(name) or self._falls(name)) is not None:
+        own, beside = (self.ways[self._way(one)] for one in (name, DEFAULT))
+        lost = own.missed_beside(beside, target) or arm.target.lost_beside(default.target, target)
+        if (worse := lost or own.seldom_beside(beside, target) or self._falls(name)) is not None:
             return worse
         updates, took = self._updates(name), "" if arm.target.time_s is None else f" in {arm.target.time_s:.3g} s"
         if updates is not None and updates.mean - math.log(self.ratios[name]) < 0:
@@ -494,15 +496,17 @@ class _Verifier:
         self.notes.append(f"{name}, {way}, reaches the target{took}, {others}; {each}")
         return None
 
-    def _measure_pairs(self, finalist: Arm) -> float:
-        """Run the finalist's pairs until they are judged; what of its error is gone."""
+    def _measure_pairs(self, finalist: Arm) -> None:
+        """Run the finalist's pairs until they are judged, after those of an earlier tuning, with the error that it had for them."""
         if self.finalist is not None:
             verdict = "no gain" if self.judged is not None and self.judged.verdict == "NO GAIN" else "undecided"
             self.notes.append(f"before {finalist.name}, {self.finalist} {self._measured()}: {verdict}")
-        self.finalist, self.pairs, self.judged = finalist.name, [], None
-        limit = self.experiment.tune.pairs
+        self.finalist, self.pairs, self.judged, limit = finalist.name, [], None, self.experiment.tune.pairs
+        found = None if self.held is None else self.held.compared(finalist)
+        self.error, self.ended = (FIRST_SHARE * self.left, ()) if found is None else (found.error, found.ended)
+        self.left -= self.error if found is None else 0.0
+        known = () if found is None else found.pairs
         try:
-            known = () if self.held is None else self.held.pairs(finalist)
             fresh = self.legs.pairs(finalist.name, finalist.timed, first=len(known))
             for pair in itertools.chain(known, fresh):
                 self.pairs.append(pair)
@@ -510,21 +514,23 @@ class _Verifier:
                 self.progress(f"fresh pairs of {finalist.name}, to the next look", count, next(n for n in looks(limit) if n >= count))
                 self._judge()
                 if self.judged is not None:
-                    return self.error
+                    return
         except LegLost:  # both strategies have run before: it is the machine's doing, and no verdict
             raise
         except LegFailed as failure:
             self._update(finalist.name, rejected=f"in the comparison {_says(failure)}")
-            count = len(self.pairs)
-            self.finalist, self.pairs = None, []
-            return self.error * spent(max((look for look in looks(limit) if look <= count), default=0), limit)
+            self.left += self.error * (1 - gone(len(self.pairs), limit, self.ended))
+            self.finalist, self.pairs, self.error, self.ended = None, [], 0.0, ()
+            return
         self._judge(final=True)  # void pairs have left fewer than the limit
-        return self.error
 
     def _judge(self, *, final: bool = False) -> None:
-        ratios = [math.log(pair.speedup) for pair in self.pairs]
-        tune, updates = self.experiment.tune, None if self.finalist is None else self._updates(self.finalist)
-        self.judged = judge(ratios, tune.min_gain, tune.pairs, error=self.error, final=final, updates=updates)
+        tune, name, num = self.experiment.tune, self.finalist or DEFAULT, len(self.pairs)
+        ratios, enough = [math.log(pair.speedup) for pair in self.pairs], not self._missing(name)
+        judged = partial(judge, ratios, tune.min_gain, tune.pairs, error=self.error, ended=self.ended, final=final)
+        self.judged = judged(updates=self._updates(name), enough=enough)
+        if final and enough and LEAST_PAIRS <= num < tune.pairs:
+            self.ended = (*self.ended, num)
 
     def _measured(self) -> str:
         if self.judged is None:
@@ -540,7 +546,8 @@ class _Verifier:
             reason = f"{used} is faster than the default in {len(self.pairs)} fresh pairs"
         elif self.finalist is not None and (judged is None or judged.verdict == "UNDECIDED"):
             self.undecided = True
-            reason = "; ".join(filter(None, (reason, f"{self.finalist} {self._measured()}", "" if judged is None else needed(judged))))
+            more = self._too_few(self.finalist) or (None if judged is None else outlook(judged, self.experiment.tune.pairs))
+            reason = "; ".join(filter(None, (reason, f"{self.finalist} {self._measured()}", more)))
         if self.legs.num_void:
             void = f"{counted(self.legs.num_void, 'real run')} {'is' if self.legs.num_void == 1 else 'are'} void"
             self.notes.append(f"{void}, as the machine was not quiet in any of their repeats; pairs with one are left out: tune again")
@@ -559,6 +566,9 @@ class _Verifier:
             **self._gains(),
             target_loss=self.experiment.workload.target_loss,
             pairs=tuple(self.pairs),
+            error=self.error,
+            error_left=self.left,
+            ended=self.ended,
             arms=tuple(self._with_runs(arm) for arm in self.arms.values()),
             notes=tuple(self.notes),
         )
@@ -572,7 +582,7 @@ class _Verifier:
         if self.finalist is None or (updates := self._updates(self.finalist)) is None:
             return gains
         seeds = len(updates.ratios)
-        has_ends = (seeds > 1 or updates.noise > 0) and math.isfinite(found.high)
+        has_ends = (seeds > 1 or updates.noise + updates.spread > 0) and math.isfinite(found.high)
         ends = {"to_target_low": found.low, "to_target_high": found.high} if has_ends else {}
         metrics, name = self._metrics(self.finalist), self.experiment.tune.metric
         metric = None if metrics is None else f"{name} {metrics[0]:.4g}, the default's {metrics[1]:.4g}"

@@ -1,20 +1,27 @@
 """A tuning that goes on from an earlier one's folder: what has moved, what is measured again, and what is not."""
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, profiled_experiment
+from scipy import stats
+from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, profiled_experiment, target_experiment
 
 from fleetbench.config import encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
+from real.leg import Leg
 from tuner.earlier import Earlier, Held
+from tuner.real_runs import ROUNDS, RealRuns
 from tuner.recommendation import Arm, Pair, Recommendation
 from tuner.resumption import inputs_of
+from tuner.sequential import gone
 from tuner.tune import tune
+from tuner.verify import verify
 
 FEW: dict[str, object] = {"fusion": (), "update_by_bucket": (False,), "nccl_comm_num": (1,), "sync_nccl_allreduce": (True,)}
 
@@ -142,6 +149,87 @@ def test_legs_of_another_pace_are_run_again(tmp_path: Path) -> None:
         experiment="0123abcd", name="x", verdict="USE", reason="none", strategy=strategy, arms=(arm,), finalist=arm.name, pairs=pairs
     )
     held = Held(earlier=Earlier(tmp_path, known, layers_experiment(), {}), moved=(), legs=True, targets=True, has_pairs=True)
-    assert (held.arm(arm), held.pairs(arm)) == (arm, pairs)
+    assert (held.arm(arm), held.compared(arm)) == (arm, known)
     other = replace(arm, paced_by=two)
-    assert (held.arm(other), held.pairs(other)) == (None, ())
+    assert (held.arm(other), held.compared(other)) == (None, None)
+
+
+FUSED = DistributedStrategy(fuse_grad_size_in_MB=1.0)
+MEAN, SPREAD = 0.0344, (0.035, -0.01, 0.03, -0.015, 0.04, -0.02, 0.03, -0.01)
+"""Of the log ratios of pairs, and each one's distance from it."""
+
+
+@dataclass
+class Paired(FakeRunner):
+    """Ten seconds a leg; small buckets are chosen, and a pair's log ratio is ``mean`` and ``SPREAD`` by its window."""
+
+    mean: float = 0.0
+
+    def run(self, leg: Leg) -> RunResult:
+        """See ``Runner``."""
+        gain = 0.1 if leg.window < ROUNDS else self.mean + SPREAD[leg.window - ROUNDS]
+        self.noise = lambda _: math.exp(-gain) if leg.strategy == FUSED else 1.0
+        return super().run(leg)
+
+
+def in_a_budget(num_legs: int, mean: float, folder: Path, earlier: Recommendation | None = None, **held: bool) -> Recommendation:
+    """The verdict on small buckets where a budget has room for so many legs, after an earlier one, if any."""
+    experiment = layers_experiment(pairs=48, budget_minutes=num_legs / 6)
+    runner = Paired(experiment, lambda _: 0.01, mean=mean)
+    now = iter(10.0 * ((number + 1) // 2) for number in range(100))
+    legs = RealRuns(experiment=experiment, runner=runner, folder=folder, step_s=1.0, clock=lambda: next(now))
+    arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("one", FUSED))]
+    holds = {"legs": True, "targets": True, "has_pairs": True} | held
+    before = None if earlier is None else Held(earlier=Earlier(folder, earlier, experiment, {}), moved=(), **holds)
+    return verify(experiment, arms, legs, held=before)
+
+
+def test_a_larger_budget_goes_on_with_the_error_that_is_left(tmp_path: Path) -> None:
+    """Three pairs were undecided; a larger budget has five. Student's t of these is 95 % sure; the look at three has left less."""
+    three = in_a_budget(10, MEAN, tmp_path / "three")
+    assert (three.verdict, three.undecided, len(three.pairs), three.ended) == ("KEEP DEFAULT", True, 3, (3,))
+    assert "--from goes on with the error that is left, up to 48 pairs, which would prove a gain above" in three.reason
+    assert (three.error, three.error_left) == (pytest.approx(0.85 * 0.05), pytest.approx(0.15 * 0.05))
+    five = in_a_budget(4, MEAN, tmp_path / "five", three)
+    assert stats.ttest_1samp([MEAN + one for one in SPREAD[:5]], math.log(1.02), alternative="greater").pvalue < 0.04
+    assert five.pairs[:3] == three.pairs
+    assert (five.undecided, len(five.pairs), five.ended) == (True, 5, (3, 5))
+    assert (five.error, five.error_left) == (three.error, three.error_left)
+
+
+def test_what_an_earlier_finalist_has_spent_is_gone(tmp_path: Path) -> None:
+    """Fresh pairs of it have what its looks had not spent, and what was left beside it; another finalist has that alone; all is 5 %."""
+    three = in_a_budget(10, MEAN, tmp_path / "three")
+    again = in_a_budget(6, MEAN, tmp_path / "again", three, has_pairs=False)
+    unspent = three.error * (1 - gone(3, 48, (3,)))
+    assert 0.4 * three.error < unspent < 0.5 * three.error
+    assert again.error == pytest.approx(0.85 * (three.error_left + unspent))
+    other = in_a_budget(6, MEAN, tmp_path / "other", replace(three, finalist="default"))
+    assert other.error == pytest.approx(0.85 * three.error_left)
+    assert other.error + other.error_left + three.error == pytest.approx(0.05)
+    new = in_a_budget(10, MEAN, tmp_path / "new", three, legs=False, has_pairs=False)
+    assert new.error == three.error
+
+
+def test_seeds_that_were_judged_are_no_more_in_a_tuning_that_goes_on(tmp_path: Path) -> None:
+    """Five were undecided, and ``tune.target_seeds = 8`` adds none. To three, which prove nothing, it adds five."""
+    local = DistributedStrategy().replace(localsgd=True, localsgd_configs={"k_steps": 16})
+    more = (1.2, 1.7, 2.4, 1.4, 2.0, 1.2, 1.2, 1.2)
+
+    def found(seeds: int, folder: Path, earlier: Recommendation | None = None) -> tuple[Recommendation, list[int | None]]:
+        experiment = target_experiment(target_seeds=seeds)
+        experiment = experiment.replace(run=replace(experiment.run, device="cpu"))
+        updates = lambda leg: (80.0 + (leg.seed or 0)) * (more[leg.seed or 0] if leg.strategy.localsgd else 1.0)  # noqa: E731  # one line
+        runner = FakeRunner(experiment, lambda one: 0.01 / (2 if one.localsgd else 1), updates=updates)
+        arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("one", local))]
+        held = earlier and Held(earlier=Earlier(folder, earlier, experiment, {}), moved=(), legs=True, targets=True, has_pairs=True)
+        legs = RealRuns(experiment=experiment, runner=runner, folder=folder, step_s=0.01)
+        return verify(experiment, arms, legs, held=held), [leg.seed for leg in runner.legs if leg.evaluate]
+
+    five, _ = found(5, tmp_path / "five")
+    assert (five.undecided, five.seeds) == (True, 5)
+    eight, ran = found(8, tmp_path / "eight", five)
+    assert (ran, eight.seeds, eight.line) == ([], 5, five.line)
+    three, _ = found(3, tmp_path / "three")
+    later, ran = found(8, tmp_path / "later", three)
+    assert (ran, later.seeds) == ([seed for seed in range(3, 8) for _ in range(2)], 8)

@@ -10,6 +10,7 @@ from scipy import stats
 from tuner_fakes import FakeRunner, target_experiment
 
 from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.target import crossing
@@ -18,7 +19,7 @@ from real.processes.diagnosis import LegFailed
 from tuner.real_runs import RealRuns
 from tuner.recommendation import Arm, Recommendation, TargetCheck
 from tuner.sequential import ERROR, judge, looks
-from tuner.to_target import Updates, on_line
+from tuner.to_target import SPREAD, SPREAD_FREE, Updates, on_line
 from tuner.verify import verify
 
 LOCAL = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=4))
@@ -58,6 +59,23 @@ def test_the_likeliest_mean_is_that_of_scipys_censored_fit() -> None:
     found = Updates(ratios, (0, 0, 1, 0, 1, 0))
     data = stats.CensoredData(uncensored=[0.1, 0.3, 0.05, 0.15], right=[0.2, 0.25])
     assert found.mean == pytest.approx(stats.norm.fit(data)[0], abs=2e-3)
+
+
+@pytest.mark.parametrize("known", [(0, 0, 0), (0, 1, 0)])
+def test_the_prior_of_few_seeds_is_that_of_its_posterior(known: tuple[int, ...]) -> None:
+    """The interval of a mean under a scaled inverse chi-square prior of the variance, by integration on a grid.
+
+    A bound far off changes nothing but by what its seed does not add.
+    """
+    ratios = (0.3, -3.0 if known[1] else 0.1, 0.0)
+    updates = Updates(ratios, known, spread=SPREAD)
+    deviations, means = np.geomspace(0.01, 20, 2000), np.linspace(-3, 3, 6001)
+    prior = stats.invgamma(SPREAD_FREE / 2, scale=SPREAD_FREE * SPREAD**2 / 2).pdf(deviations**2) * deviations  # of the deviation
+    exact = [one for one, how in zip(ratios, known, strict=True) if how == 0]
+    likelihood = np.prod([stats.norm.pdf(one, means[:, None], deviations) for one in exact], axis=0)
+    posterior = (likelihood * prior * np.gradient(deviations)).sum(axis=1).cumsum()
+    low = means[np.searchsorted(posterior, ERROR * posterior[-1])]
+    assert updates.mean - updates.half(ERROR, -1) == pytest.approx(low, abs=0.02 if known[1] else 2e-3)
 
 
 @pytest.mark.parametrize(("seeds", "spread", "censored"), [(3, 0.15, 0.0), (5, 0.18, 0.15)])
@@ -143,6 +161,12 @@ def test_what_losses_do_not_tell_has_no_interval() -> None:
     assert Updates((0.1,), (0,), math.inf).half(ERROR, -1) == math.inf
 
 
+def script_experiment(**tune: object) -> Experiment:
+    """Of a user's script with a target, as many seeds as it has by default."""
+    experiment = target_experiment(**{"pairs": 8, "target_seeds": None} | tune)
+    return experiment.replace(run=replace(experiment.run, device="cpu", launcher="command", warmup_steps=0))
+
+
 @dataclass
 class Reporting(FakeRunner):
     """A script of 400 steps that reports losses, of which local steps need a tenth more; or ``losses``."""
@@ -155,7 +179,8 @@ class Reporting(FakeRunner):
         result = super().run(replace(leg, steps=400) if leg.evaluate else leg)
         if not leg.evaluate:
             return result
-        losses = losses_of(400, 1.1 if leg.strategy.localsgd else 1.0, self.deviation, np.random.default_rng(int(leg.strategy.localsgd)))
+        dice = np.random.default_rng([int(leg.strategy.localsgd), leg.seed or 0])
+        losses = losses_of(400, 1.1 if leg.strategy.localsgd else 1.0, self.deviation, dice)
         losses = losses if self.losses is None else self.losses
         return replace(result, steps=result.steps.assign(loss=losses[result.steps["step"].to_numpy() - 1]))
 
@@ -166,8 +191,7 @@ def test_an_undecided_way_of_training_does_not_hide_a_sure_gain(tmp_path: Path, 
 
     Where they gain nothing, the verdict speaks of the undecided finalist, and others that train like it are not compared.
     """
-    experiment = target_experiment(pairs=8)
-    experiment = experiment.replace(run=replace(experiment.run, launcher="command", warmup_steps=0))
+    experiment = script_experiment()
     fused = DistributedStrategy(fuse_grad_size_in_MB=1.0)
     tried = {"default": DistributedStrategy(), "local": LOCAL, "like": LOCAL.replace(fuse_grad_size_in_MB=1.0), "fused": fused}
     times = {LOCAL: 0.0077, tried["like"]: 0.0078, fused: fused_s}
@@ -180,11 +204,10 @@ def test_an_undecided_way_of_training_does_not_hide_a_sure_gain(tmp_path: Path, 
     assert [arm.name for arm in found.arms if arm.target is not None and arm.target.from_arm is None] == ["default", "local"]
 
 
-@pytest.mark.parametrize(("deviation", "verdict"), [(0.0, "USE"), (0.25, "KEEP DEFAULT")])
+@pytest.mark.parametrize(("deviation", "verdict"), [(0.02, "USE"), (0.25, "KEEP DEFAULT")])
 def test_a_scripts_verdict_knows_how_noisy_its_losses_are(tmp_path: Path, deviation: float, verdict: str) -> None:
-    """1.3 times as fast a step, a tenth more updates: used where losses tell that, and else undecided, however alike the pairs are."""
-    experiment = target_experiment(pairs=8)
-    experiment = experiment.replace(run=replace(experiment.run, launcher="command", warmup_steps=0))
+    """1.3 times as fast a step, a tenth more updates: used where five seeds tell that, and else undecided, however alike the pairs are."""
+    experiment = script_experiment()
     runner = Reporting(experiment, lambda s: 0.01 / (1.3 if s.localsgd else 1.0), updates=lambda _: 150.0, deviation=deviation)
     arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("local", LOCAL))]
     found: Recommendation = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01))
@@ -192,19 +215,33 @@ def test_a_scripts_verdict_knows_how_noisy_its_losses_are(tmp_path: Path, deviat
     assert found.to_target is not None
     assert found.to_target_low is not None
     assert found.to_target_low < found.to_target
+    assert [leg.seed for leg in runner.legs if leg.evaluate] == [seed for seed in range(5) for _ in range(2)]
     if verdict == "USE":
-        assert found.to_target == pytest.approx(1.3 / 1.1, rel=0.01)
-        assert ", one run each (1.30x" in found.line
+        assert found.to_target == pytest.approx(1.3 / 1.1, rel=0.02)
+        assert ", n = 5 seeds (1.30x" in found.line
     else:
         assert "too uncertain (tune.target_seeds, workload.eval_every)" in found.reason
 
 
+@pytest.mark.parametrize("seeds", [1, None])
+def test_a_script_that_ignores_its_seed_proves_nothing(tmp_path: Path, seeds: int | None) -> None:
+    """Twice as soon at the target in its one run: undecided. The verdict says what to change, and its interval is wider than a line's."""
+    experiment, losses = script_experiment(target_seeds=seeds), losses_of(400, 1.0, 0.02, np.random.default_rng(3))
+    runner = Reporting(experiment, lambda s: 0.01 / (2 if s.localsgd else 1), updates=lambda _: 150.0, losses=losses, by_seed=0.0)
+    arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("local", LOCAL))]
+    found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01))
+    assert (found.verdict, found.undecided, found.to_target) == ("KEEP DEFAULT", True, pytest.approx(2.0))
+    change = "set tune.target_seeds = 5" if seeds else "the script ignores FLEETBENCH_SEED, from which it should take its seed"
+    assert f"USE to a target takes runs of 5 seeds, and 1 was run: {change}" in found.line
+    assert found.to_target_low is not None
+    assert 1.2 < found.to_target_low < 1.5
+
+
 def test_a_script_whose_losses_tell_nothing_is_undecided(tmp_path: Path) -> None:
     """They are at the target from the second window on and stay there: twice as fast steps are no proof, and no error ends the tuning."""
-    experiment = target_experiment(pairs=8)
-    experiment = experiment.replace(run=replace(experiment.run, launcher="command", warmup_steps=0))
+    experiment = script_experiment()
     losses = np.where(np.arange(400) < WINDOW, 2.0, TARGET)
-    runner = Reporting(experiment, lambda s: 0.01 / (2 if s.localsgd else 1), updates=lambda _: 150.0, losses=losses)
+    runner = Reporting(experiment, lambda s: 0.01 / (2 if s.localsgd else 1), updates=lambda _: 150.0, losses=losses, by_seed=0.0)
     arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("local", LOCAL))]
     found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01))
     assert (found.verdict, found.undecided, found.to_target_low) == ("KEEP DEFAULT", True, None)
@@ -215,8 +252,7 @@ def test_a_script_whose_losses_tell_nothing_is_undecided(tmp_path: Path) -> None
 
 def test_a_target_within_the_first_window_is_refused(tmp_path: Path) -> None:
     """Nothing tells when within it a script was there; the hint names what to set. A finalist that is so fast has no interval."""
-    experiment = target_experiment(pairs=8)
-    experiment = experiment.replace(run=replace(experiment.run, launcher="command", warmup_steps=0))
+    experiment = script_experiment()
     runner = Reporting(experiment, lambda s: 0.01 / (2 if s.localsgd else 1), updates=lambda _: 20.0)
     arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("local", LOCAL))]
     with pytest.raises(ConfigError, match="the script's first losses are at it already") as error:

@@ -316,7 +316,7 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: 
     )
     experiment = experiment.replace(workload=replace(experiment.workload, steps=60, eval_every=2, lr=0.3, target_loss=1.0))
     monkeypatch.setattr("tuner.tune._VIRTUAL_SEEDS", 3)
-    seeded = [experiment.replace(run=replace(experiment.run, seed=seed)) for seed in (3, 4, 5)]
+    seeded = [experiment.replace(run=replace(experiment.run, seed=seed)) for seed in (5, 6, 7)]
 
     @functools.cache
     def learn(strategy: DistributedStrategy) -> float | None:
@@ -337,10 +337,10 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: 
     expected = {name: steps * step_s(arm.strategy) for arm in found.arms if (steps := known[name := name_of(arm.strategy)]) is not None}
     best = min(expected, key=lambda name: expected[name])
     assert name_of(found.strategy) == best
-    assert {leg.seed for leg in runner.legs if leg.evaluate} == {0, 1, 2}
-    once = experiment.replace(run=replace(experiment.run, seed=2), tune=replace(experiment.tune, target_seeds=1))
+    assert {leg.seed for leg in runner.legs if leg.evaluate} == {0, 1, 2, 3, 4}
+    once = experiment.replace(run=replace(experiment.run, seed=4), tune=replace(experiment.tune, target_seeds=1))
     simulated, _ = tune_simulated(once, out=tmp_path / "simulated")
-    tables = [next(note for note in one.notes if "by virtual trainers of seed 3" in note) for one in (found, simulated)]
+    tables = [next(note for note in one.notes if "by virtual trainers of seed 5" in note) for one in (found, simulated)]
     said = [{*table.partition("workload.lr): ")[2].split("; ")} for table in tables]
     assert said[0] == said[1]
     monkeypatch.setattr("tuner.tune.by_virtual_trainers", lambda *_: pytest.fail("trained again"))
