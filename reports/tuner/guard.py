@@ -4,7 +4,9 @@ Run from the repository's root: ``python reports/tuner/guard.py [REPLAYS]``. Wri
 
 A replay plants a true gain, draws the log ratios of up to 48 pairs around it, and asks ``tuner.sequential.judge`` at every look, as
 ``tuner.verify`` does for its first finalist. The noise of a pair is normal, or resampled from recorded pairs; what a machine adds is
-drawn on top, leg by leg. Critical values know nothing of this: they are those of simulated normal ratios.
+drawn on top, leg by leg. Critical values know nothing of this: they are those of simulated normal ratios. ``continued`` lets budgets end,
+and tunings go on from each other (``--from``). Its rows, and those of ``guard_target.py``, are judged ``at_once``, and the first hundred
+replays of each by the product, too.
 """
 
 from __future__ import annotations
@@ -20,18 +22,30 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy import stats
 
 from fleetbench.store import machine, versions
-from tuner.sequential import ERROR, Judgement, critical_values, judge, looks, spent
-from tuner.verify import error_of
+from tuner.sequential import ERROR, Judgement, critical_values, judge, looks, planned, spent
+from tuner.to_target import FEWEST_SEEDS, SPREAD, SPREAD_FREE, Updates
+from tuner.verify import FIRST_SHARE
 
 HERE = Path(__file__).parent
 REPORTS = HERE.parent
 LIMIT, MIN_GAIN = 48, 0.02
-FIRST = error_of(ERROR, is_last=False)
-"""Error of the first finalist where others may follow: what ``tune`` uses with its defaults."""
+FIRST = FIRST_SHARE * ERROR
+"""Error of the first finalist."""
 DEVIATIONS = (0.03, 0.06, 0.12)
 TRUTHS = (0.98, 1.0, 1.02, 1.05, 1.10)
+CHECKED = 100
+"""Replays of a row of ``at_once`` that ``judge`` judges again."""
+ENDS = {
+    "never": (),
+    "8": (8,),
+    "6, 12, 24": (6, 12, 24),
+    "5, 10, 15, ..., 45": tuple(range(5, LIMIT, 5)),
+    "every pair from 3 on": tuple(range(3, LIMIT)),
+}
+"""After how many pairs budgets end."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -116,6 +130,38 @@ def judged(ratios: list[float], error: float = FIRST) -> Judgement:
     return next(one for one in found if one is not None)
 
 
+def at_once(
+    pairs: Floats, ended: tuple[int, ...] = (), updates: Floats | None = None, truth: float = math.log1p(MIN_GAIN)
+) -> dict[str, Floats]:
+    """The same of all replays together, for the first finalist, through the product's shares and critical values.
+
+    ``ended``: after so many pairs a budget ends, and ``--from`` goes on. ``updates``: log ratios to the target, by seed, all of which
+    arrive. Shape of each result: ``(replays,)``.
+    """
+    free, squares, half, share = 0, 0.0, [0.0, 0.0], 1.0
+    enough = updates is None or updates.shape[1] >= FEWEST_SEEDS
+    limit = LIMIT if enough else 8
+    shares = planned(limit, ended)
+    mean_updates: Floats | float = 0.0
+    if updates is not None:
+        seeds, share, mean_updates = updates.shape[1], 0.9, updates.mean(axis=1)
+        free, squares = (0, 0.0) if enough else (SPREAD_FREE, SPREAD_FREE * SPREAD**2)
+        sem = np.sqrt((squares + seeds * updates.var(axis=1)) / (free + seeds - 1) / seeds)
+        half = [float(stats.t.isf(share * error, free + seeds - 1)) * sem for error in (FIRST, ERROR)]
+    critical = [critical_values((*shares,), (*shares.values(),), share * error) for error in (FIRST, ERROR)]
+    use, none, covered, stops = np.zeros((4, len(pairs)))
+    for number, look in enumerate(shares):
+        mean, step = pairs[:, :look].mean(axis=1) + mean_updates, pairs[:, :look].std(axis=1, ddof=1) / math.sqrt(look)
+        low, high = (np.hypot(one[number] * step, of_updates) for one, of_updates in zip(critical, half, strict=True))
+        off = mean - math.log1p(MIN_GAIN)
+        of_pairs, of_updates = (np.where(off > 0, *ends) for ends in ([one[number] * step for one in critical], half))
+        is_in_vain = (of_updates > abs(off)) & (of_updates > 3 * of_pairs)
+        ends = (stops == 0) & ((off > low) | (off < -high) | is_in_vain | (look == limit))
+        use[ends], none[ends], stops[ends] = ((off > low) & enough)[ends], (off < -high)[ends], look
+        covered[ends] = ((mean - low <= truth) & (truth <= mean + high))[ends]
+    return {"USE": use, "NO GAIN": none, "covered": covered, "pairs": stops}
+
+
 def cell(found: list[Judgement], truths: Floats) -> dict[str, Any]:
     """Shares of verdicts, coverage and pairs of some replays."""
     pairs = np.array([one.pairs for one in found])
@@ -170,8 +216,8 @@ def chains(replays: int, noise: Floats) -> list[dict[str, Any]]:
         used = 0
         for _ in range(replays):
             left = ERROR
-            for number in range(3):
-                error = error_of(left, is_last=number == 2)
+            for _ in range(3):
+                error = FIRST_SHARE * left
                 left -= error
                 truths = np.full(1, math.log1p(MIN_GAIN))
                 found = judged(drawn(Kind(recorded=True), truths, np.full(1, deviation), noise, generator)[0].tolist(), error)
@@ -184,19 +230,58 @@ def chains(replays: int, noise: Floats) -> list[dict[str, Any]]:
 
 def calibration(batches: int = 8, size: int = 50_000) -> dict[str, float]:
     """Of fresh normal sequences exactly at ``min_gain``, many at once: USE, no gain, and intervals that hold."""
-    at = looks(LIMIT)
-    shares = tuple(spent(look, LIMIT) for look in at)
-    low, high = (np.array(critical_values(at, shares, error))[:, None] for error in (FIRST, ERROR))
-    num_used = num_without = 0
-    for seed in range(batches):
-        ratios = np.random.default_rng([5, seed]).normal(size=(size, LIMIT))
-        t = np.array([ratios[:, :look].mean(1) / ratios[:, :look].std(1, ddof=1) * math.sqrt(look) for look in at])
-        is_out = (t > low) | (t < -high)
-        last = np.where(is_out.any(0), is_out.argmax(0), len(at) - 1)[None]
-        num_used += int(np.take_along_axis(t > low, last, 0).sum())
-        num_without += int(np.take_along_axis(t < -high, last, 0).sum())
-    count = batches * size
-    return {"replays": count, "USE": num_used / count, "NO GAIN": num_without / count, "covered": 1 - (num_used + num_without) / count}
+    normal = [np.random.default_rng([5, seed]).normal(math.log1p(MIN_GAIN), 0.06, (size, LIMIT)) for seed in range(batches)]
+    return means([at_once(ratios) for ratios in normal])
+
+
+def means(batches: list[dict[str, Floats]]) -> dict[str, float]:
+    """Of replays of several batches."""
+    whole = {name: np.concatenate([one[name] for one in batches]) for name in batches[0]}
+    return {"replays": len(whole["USE"]), **{name: float(one.mean()) for name, one in whole.items()}}
+
+
+def continued(replays: int, noise: Floats) -> list[dict[str, Any]]:
+    """A budget ends, and ``--from`` goes on with a larger one, again and again; beside them what looks would do that forget each other."""
+    cells = []
+    for name, ended in ENDS.items():
+        for gain in (1.0, 1 + MIN_GAIN, 1.05):
+            for deviation in (0.03, 0.12):
+                generator = np.random.default_rng([88, len(ended), round(1000 * gain), round(1000 * deviation)])
+                truths = np.full(replays, math.log(gain))
+                ratios = drawn(Kind(recorded=True), truths, np.full(replays, deviation), noise, generator)
+                found = at_once(ratios, ended, truth=math.log(gain))
+                checked = CHECKED if len(ended) < 5 else 0  # every further end makes critical values anew
+                again = [in_tunings(row, ended) for row in ratios[:checked].tolist()]
+                assert [one.verdict == "USE" for one in again] == (found["USE"][:checked] > 0).tolist()
+                forgotten = float(forgetting(ratios, ended).mean())
+                cells.append({"ended": name, "gain": gain, "deviation": deviation, **means([found]), "forgetting": forgotten})
+                print(json.dumps(cells[-1]), file=sys.stderr, flush=True)
+    return cells
+
+
+def in_tunings(ratios: list[float], ended: tuple[int, ...], updates: Updates | None = None, *, enough: bool = True) -> Judgement:
+    """What the product says in the last of the tunings that go on from each other, each of which judges the pairs of the earlier ones."""
+    for count in sorted({*looks(LIMIT), *ended}):
+        before = tuple(end for end in ended if end < count)
+        now = judge(ratios[:count], MIN_GAIN, LIMIT, error=FIRST, updates=updates, enough=enough, ended=before, final=count in ended)
+        if now is not None and now.verdict == "UNDECIDED" and count in ended:  # the next tuning
+            ends = (*before, count)
+            now = judge(ratios[:count], MIN_GAIN, LIMIT, error=FIRST, updates=updates, enough=enough, ended=ends)
+        if now is not None:
+            return now
+    raise AssertionError("the limit is a look")
+
+
+def forgetting(ratios: Floats, ended: tuple[int, ...]) -> npt.NDArray[np.bool_]:
+    """Whether any of the tunings uses the finalist, if each has the error of one that begins."""
+    used = np.zeros(len(ratios), dtype=bool)
+    for end in (*ended, LIMIT):
+        at = (*(look for look in looks(LIMIT) if look < end), end)
+        shares = (*(spent(look, LIMIT) for look in at[:-1]), 1.0)
+        for look, critical in zip(at, critical_values(at, shares, FIRST), strict=True):
+            own = ratios[:, :look]
+            used |= (own.mean(axis=1) - math.log1p(MIN_GAIN)) / own.std(axis=1, ddof=1) * math.sqrt(look) > critical
+    return used
 
 
 def main(replays: int) -> None:
@@ -213,6 +298,7 @@ def main(replays: int) -> None:
         "grid": grid(replays, noise),
         "mixed": mixed(replays, noise),
         "chains": chains(replays, noise),
+        "continued": continued(max(20_000, replays), noise),
     }
     (HERE / "guard.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     tables(data)
@@ -231,6 +317,11 @@ def tables(data: dict[str, Any]) -> None:
         print(one["kind"], {key: round(one[key], 4) for key in ("false_use", "false_no_gain", "covered", "UNDECIDED", "mean_pairs")})
     for one in (*data["chains"], data["calibration"]):
         print(one)
+    columns = "budgets end after pairs", "true gain", "deviation", "USE", "forgetting", "no gain", "covered", "pairs"
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for one in data["continued"]:
+        shares = " | ".join(f"{100 * one[key]:.1f} %" for key in ("USE", "forgetting", "NO GAIN", "covered"))
+        print(f"| {one['ended']} | {100 * (one['gain'] - 1):+.0f} % | {one['deviation']} | {shares} | {one['pairs']:.1f} |")
 
 
 if __name__ == "__main__":
