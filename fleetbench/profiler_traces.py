@@ -207,7 +207,7 @@ def _read(path: Path, where: str) -> _Trace:
     at = _launched(events, begins, ends, begin, end, place, notes) if events.kernels else _step_of(begin, begins, ends)
     took = Counter[str]()
     for item, ns in zip(work, (end - begin) * (at >= 0), strict=True):
-        took[item[2]] += int(ns)
+        took[str(item[2])] += int(ns)
     least = _LOST * took.total()
     if (unnamed := sum(ns for name, ns in took.items() if _UNNAMED.fullmatch(name))) > least:
         what, held = "holds kernels whose names do not say whether they compute or communicate", f"{unnamed * 1e-6:.4g} ms"
