@@ -56,6 +56,8 @@ class StepRecord:
     """Start of the next step."""
     arrival_ns: int | None
     """When the rank was ready for the step's last collective, or with synchronous servers to push its gradient; none in a step without."""
+    wait_ns: int | None = None
+    """Of the stall, until the last rank had started what this one waited for; none: until the latest arrival over the ranks."""
     local_steps: int | None
     """Length of the round that this step closed; none where it closed none."""
     loss: float | None
@@ -198,7 +200,7 @@ def runs_table(runs: Mapping[str, RunResult]) -> pd.DataFrame:
 def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
     """Lay the ranks side by side: split every stall into waiting for the slowest and exposed communication.
 
-    wait = the latest arrival over the ranks minus one's own, within the stall; exposed = the rest.
+    Until the last rank has started an exchange, those that wait for it wait for that rank; the rest of a stall is exposed.
     Raises ``ConfigError`` for a run whose times or bytes 64 bits do not count.
     """
     if any(max(record.end_ns, record.bytes_sent) > LARGEST for record in records):
@@ -215,7 +217,7 @@ def steps_table_of(frame: pd.DataFrame) -> pd.DataFrame:
     compute_end = frame["start_ns"] + frame["read_ns"] + frame["forward_ns"] + frame["backward_ns"]
     stall_begin = np.maximum(arrival.fillna(0).to_numpy(dtype=np.int64), compute_end)
     latest = arrival.groupby(frame["step"]).transform("max").fillna(0).to_numpy(dtype=np.int64)
-    wait = np.clip(latest - stall_begin, 0, frame["stall_ns"])
+    wait = frame["wait_ns"].astype("Int64").fillna(np.clip(latest - stall_begin, 0, frame["stall_ns"])).astype("int64")
     total = frame["end_ns"] - frame["start_ns"]
     known = frame["forward_ns"] + frame["backward_ns"] + frame["stall_ns"] + frame["update_ns"]
     times = {name: frame[f"{name}_ns"] for name in ("start", "forward", "backward", "update")}

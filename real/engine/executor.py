@@ -381,7 +381,7 @@ class Executor:
         step = self._step
         timed = partial(self._stopwatch.collective, operation, step)
         work = self._work(operation) if transfer is None else partial(transfer.run, operation, timed)
-        self._stopwatch.arrives()
+        self._stopwatch.arrives(of_average=operation.payload == "delta")
         self._stopwatch.sends(wire_bytes(operation, len(self._communicators.part(operation.group))) if operation.payload != "rows" else 0)
 
         def run() -> None:

@@ -73,6 +73,8 @@ class _Step:
     backward_end: Mark | None = None
     end: Mark | None = None
     arrival: Mark | None = None
+    started: Mark | None = None
+    """Of what it waits for, where that was started in an earlier step."""
     stalls: list[Stretch] = field(default_factory=list)
     updates: list[Stretch] = field(default_factory=list)
     pauses: list[Stretch] = field(default_factory=list)
@@ -87,6 +89,8 @@ class TimedStep:
 
     record: StepRecord
     paused_ns: int
+    started_ns: int | None = None
+    """When the rank started what it waits for in this step, where that was in an earlier one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,8 @@ class Stopwatch:
     """In the place of a step before the first one and after ``finish``: what comes there is in no record."""
     _current: _Step = field(init=False)
     _mark: Mark = 0
+    _flight: tuple[int, Mark] | None = None
+    """The step and the moment in which the last exchange of an average was started."""
     _local: str = "update"
     _closed: deque[_Step] = field(default_factory=deque)
     _stretches: deque[TimedSpan] = field(default_factory=deque)
@@ -171,15 +177,20 @@ class Stopwatch:
             self._span("forward", step.start, step.forward_end)
             self._span("backward", step.forward_end, step.backward_end)
 
-    def arrives(self) -> None:
-        """The rank is ready for what is, so far, the step's last collective."""
-        self._current.arrival = self.clock.mark()
+    def arrives(self, *, of_average: bool = False) -> None:
+        """The rank is ready for what is, so far, the step's last collective; one of an average may be waited for in a later step."""
+        step = self._current
+        step.arrival = self.clock.mark()
+        if of_average:
+            self._flight = step.step, step.arrival
 
     def stall_begins(self) -> None:
         """A stall starts after the update: what lies between belongs to the update."""
         self.update_ends()
         step = self._current
         step.arrival = self._mark = step.updates[-1][1]
+        if self._flight is not None and self._flight[0] != step.step:
+            step.started = self._flight[1]
         self._local = "merge"
 
     def stall_ends(self) -> None:
@@ -285,8 +296,9 @@ class Stopwatch:
     def _timed(self, step: _Step) -> TimedStep:
         """All marks of a step are resolved at once, on one scale."""
         stretches = [*step.stalls, *step.updates, *step.pauses]
-        marks = [step.start, step.forward_end, step.backward_end, step.end, step.start if step.arrival is None else step.arrival]
-        start, forward_end, backward_end, end, arrival, *times = self.clock.resolve([*marks, *itertools.chain.from_iterable(stretches)])
+        told = [step.start if mark is None else mark for mark in (step.arrival, step.started)]
+        marks = [step.start, step.forward_end, step.backward_end, step.end, *told, *itertools.chain.from_iterable(stretches)]
+        start, forward_end, backward_end, end, arrival, started, *times = self.clock.resolve(marks)
         pairs = zip(times[::2], times[1::2], strict=True)
         stalls = list(itertools.islice(pairs, len(step.stalls)))
         update_ns = _length(itertools.islice(pairs, len(step.updates)))
@@ -305,7 +317,7 @@ class Stopwatch:
             loss=step.loss,
             bytes_sent=step.bytes_sent,
         )
-        return TimedStep(record, paused_ns=_length(pairs))
+        return TimedStep(record, paused_ns=_length(pairs), started_ns=None if step.started is None else started)
 
 
 def _length(stretches: Iterable[tuple[int, int]]) -> int:

@@ -52,10 +52,23 @@ def collect(parts: Sequence[Part]) -> tuple[list[StepRecord], tuple[Span, ...], 
         _without(part, [(step["record"]["end_ns"] - step["paused_ns"], paused[step["record"]["step"]]) for step in part["steps"]], origin)
         for part in parts  # a pause is the last that a rank does in a step
     ]
-    records = [StepRecord(**step["record"]) for part in parts for step in part["steps"]]
+    steps = [step for part in parts for step in part["steps"]]
+    latest: dict[int, int] = {}
+    for step in steps:
+        if step.get("started_ns") is not None:
+            latest[step["record"]["step"]] = max(latest.get(step["record"]["step"], 0), step["started_ns"])
+    records = [_record(step, latest) for step in steps]
     several = any(span.get("communicator") for part in parts for span in part["spans"])
     spans = [_span(rank, TimedSpan(**span), several=several) for rank, part in enumerate(parts) for span in part["spans"]]
     return records, tuple(spans), (last - origin) * 1e-9
+
+
+def _record(step: Part, latest: Mapping[int, int]) -> StepRecord:
+    """``latest``: by step, when the last rank started an exchange of an earlier step that is waited for in it."""
+    told = dict(step["record"])
+    if step.get("started_ns") is not None:
+        told["wait_ns"] = min(max(latest[told["step"]] - told["arrival_ns"], 0), told["stall_ns"])
+    return StepRecord(**told)
 
 
 def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
@@ -170,12 +183,15 @@ def _without(part: Part, gaps: Sequence[tuple[int, int]], origin: int = 0) -> Pa
 def _shifted(part: Part, by_ns: Callable[[Part, str], int]) -> Part:
     """The part with each moment of a step's record and of a span, which has a name, so many nanoseconds earlier."""
 
-    def earlier(entry: Part) -> Part:
-        moments = [name for name in ("start_ns", "end_ns", "arrival_ns") if entry.get(name) is not None]
+    def earlier(entry: Part) -> dict[str, Any]:
+        moments = [name for name in ("start_ns", "end_ns", "arrival_ns", "started_ns") if entry.get(name) is not None]
         return {**entry, **{name: entry[name] - by_ns(entry, name) for name in moments}}
 
-    steps = [{**step, "record": earlier(step["record"])} for step in part["steps"]]
-    return {**part, "steps": steps, "spans": list(map(earlier, part["spans"]))}
+    def moved(step: Part) -> Part:
+        record = earlier({**step["record"], "started_ns": step.get("started_ns")})
+        return {**step, "started_ns": record.pop("started_ns"), "record": record}
+
+    return {**part, "steps": list(map(moved, part["steps"])), "spans": list(map(earlier, part["spans"]))}
 
 
 def _undisturbed(ranks: Sequence[Part], evaluated: set[int]) -> Sequence[Part]:

@@ -9,6 +9,7 @@ through, and what it gives is the next assumption, until the two are equal. Whil
 case, so that few rounds do.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import reduce
@@ -21,6 +22,8 @@ from sim.arrays.layout import LATER, NEVER, Group, Layout, Times
 from sim.arrays.program import Compute, Finish, Head, Join, Program, Share, Started, Wait, Work
 from sim.arrays.transfers import Flight, Transfers
 
+_NEVER = np.full((1, 1), NEVER)
+
 
 @dataclass(slots=True)
 class Seen:
@@ -31,8 +34,10 @@ class Seen:
     compute_end: Times
     """The backward is over."""
     forward: Times
-    """A duration, as are the next two."""
+    """A duration, as are the next three."""
     stall: Times
+    wait: Times
+    """Of the stall, until the last rank had joined what was waited for."""
     update: Times
     end: Times
     arrival: Times | None
@@ -85,7 +90,7 @@ class Interpreter:
 
     def _step(self, program: Program, x: Stretches, head_ns: Times) -> Seen:
         none = np.zeros((1, 1), dtype=np.int64)
-        self._seen = Seen(self.offset, none, none, none, none, none, none, None, [], [])
+        self._seen = Seen(self.offset, none, none, none, none, none, none, none, None, [], [])
         self._x, self._head_ns, self._behind, self._shares, self._arrivals = x, head_ns, False, [], []
         self._slowed = None if self.contention == 1 else Slowed(self.contention)
         self.carrier.begin(self.offset, self._num_ids)
@@ -182,11 +187,17 @@ class Interpreter:
         return found
 
     def _wait(self, flights: list[Flight]) -> None:
-        ends = [self.layout.groups[flight.operation.group].to_ranks(flight.end) for flight in flights]
-        if ends:
-            self._wait_until(reduce(np.maximum, ends))
+        if flights:
+            self._wait_until(*self._of_ranks(flights))
 
-    def _wait_until(self, end: Times) -> None:
+    def _of_ranks(self, flights: Sequence[Flight]) -> tuple[Times, Times]:
+        """When all of them have ended, and when all of their ranks had joined them."""
+        to_ranks_of = [self.layout.groups[flight.operation.group].to_ranks for flight in flights]
+        ends = [to_ranks(flight.end) for to_ranks, flight in zip(to_ranks_of, flights, strict=True)]
+        mets = [to_ranks(flight.met) for to_ranks, flight in zip(to_ranks_of, flights, strict=True)]
+        return reduce(np.maximum, ends), reduce(np.maximum, mets)
+
+    def _wait_until(self, end: Times, met: Times) -> None:
         if not self._behind:  # what is computed so far stays so
             if self._base_ns:
                 end = end - self._x.of(self._base_ns)
@@ -197,18 +208,19 @@ class Interpreter:
             if self._base_ns:
                 latest = latest + self._x.latest(self._base_ns)
             if (end >= latest).all():
-                self._stall(end)
+                self._stall(end, met)
                 self.offset, self._base_ns = end, 0
                 return
         self._settle()
         end = np.maximum(self.offset, end)
-        self._stall(end)
+        self._stall(end, met)
         self.offset = end
 
-    def _stall(self, end: Times) -> None:
+    def _stall(self, end: Times, met: Times) -> None:
         if self.looks:
             now = self._now()
             self._seen.stall = self._seen.stall + (end - now)
+            self._seen.wait = self._seen.wait + np.clip(met - now, 0, end - now)
             if self.draws:
                 self._span("compute", "wait", now, end)
 
@@ -224,23 +236,21 @@ class Interpreter:
     def _finish(self) -> None:
         if not self._shares:
             return
-        ended: Times | None = None
+        ended = _NEVER
         busy = []
         for share, offset, base_ns in self._shares:
             flights = self.carrier.flights(share.after)
-            starts = [self.layout.groups[flight.operation.group].to_ranks(flight.end) for flight in flights]
+            start, met = self._of_ranks(flights) if flights else (_NEVER, _NEVER)
             if not any(self.layout.groups[flight.operation.group].has_all for flight in flights):  # else it was told before that end
-                starts.append(self._at(offset, base_ns))
-            if ended is not None:
-                starts.append(ended)
-            start = reduce(np.maximum, starts)
+                start = np.maximum(start, self._at(offset, base_ns))
+            start = np.maximum(start, ended)
             ended = start + share.takes_ns
-            busy.append((start, ended))
+            busy.append((start, ended, met))
         self._shares = []
-        for start, end in busy:
+        for start, end, met in busy:
             if self.draws:
                 self._span("update", "update", start, end)
-            self._wait_until(start)
+            self._wait_until(start, met)
             self._settle()
             begun, self.offset = self.offset, np.maximum(self.offset, end)
             if self.looks:

@@ -18,7 +18,7 @@ from sim.execution import collective_name
 
 Floats = npt.NDArray[np.float64]
 PERCENTS = (50, 95, 99)
-_FIELDS = ("start_ns", "read_ns", "forward_ns", "backward_ns", "stall_ns", "update_ns", "end_ns", "arrival_ns")
+_FIELDS = ("start_ns", "read_ns", "forward_ns", "backward_ns", "stall_ns", "wait_ns", "update_ns", "end_ns", "arrival_ns")
 
 
 class Observer(Protocol):
@@ -50,14 +50,6 @@ class EndTimes:
         return int(self.first_start[first:].min()), int(self.last_end[first:].max())
 
 
-def waits(seen: Seen) -> Times:
-    """The part of each stall until the slowest was ready for the step's last collective."""
-    if seen.arrival is None:
-        return np.zeros((1, 1), dtype=np.int64)
-    latest = np.maximum(seen.arrival.max(axis=1, keepdims=True), 0)
-    return np.asarray(np.clip(latest - np.maximum(np.maximum(seen.arrival, 0), seen.compute_end), 0, seen.stall))
-
-
 class Sums:
     """Sums over ranks and counted steps, and the counted steps' times."""
 
@@ -77,7 +69,7 @@ class Sums:
         if first == count:
             return
         total = (seen.end - seen.start)[first:count]
-        durations = {"compute": seen.compute_end - seen.head_end, "wait": waits(seen), "stall": seen.stall, "update": seen.update}
+        durations = {"compute": seen.compute_end - seen.head_end, "wait": seen.wait, "stall": seen.stall, "update": seen.update}
         for name, values in durations.items():
             self._add(name, values[first:count] if len(values) > 1 else values, count - first)
         self._add("total", total, count - first)
@@ -176,6 +168,7 @@ class StepTable:
         kept["forward_ns"][steps] = seen.forward[:count]
         kept["backward_ns"][steps] = seen.compute_end[:count] - seen.head_end[:count] - seen.forward[:count]
         kept["stall_ns"][steps] = seen.stall[:count]
+        kept["wait_ns"][steps] = seen.wait[:count]
         kept["update_ns"][steps] = seen.update[:count]
         kept["end_ns"][steps] = seen.end[:count] + begins
         arrival = np.full((1, 1), NEVER) if seen.arrival is None else seen.arrival[:count]

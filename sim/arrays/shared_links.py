@@ -11,7 +11,7 @@ from fleetbench.plan.operations import Operation
 from sim.arrays.event_loop import Meetings
 from sim.arrays.layout import Layout, Times, alone_ns
 from sim.arrays.supported import SHARED, Unsupported
-from sim.arrays.transfers import Flight, Transfers, as_seen
+from sim.arrays.transfers import Flight, Transfers
 
 
 class SharedTransfers(Transfers):
@@ -36,9 +36,7 @@ class SharedTransfers(Transfers):
 
     def join(self, operation: Operation, ready: Times) -> None:
         """See ``Transfers``."""
-        for other in operation.after:
-            if other in self._step:  # it has ended
-                ready = np.maximum(ready, as_seen(self._layout, self._step[other], operation.group))
+        _, ready = self._meet(operation, ready)
         self._waiting.append((operation, np.broadcast_to(ready, (self._num_blocks, len(self._layout.groups[operation.group].parts)))))
 
     def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
@@ -67,7 +65,7 @@ class SharedTransfers(Transfers):
             raise Unsupported(SHARED)
         self._carried.append((wires, ends))
         for operation, own in zip(operations, wires.places, strict=True):
-            self._step[operation.id] = Flight(operation, starts[own].T, ends[own].T)
+            self._step[operation.id] = Flight(operation, starts[own].T, ends[own].T, self._met[operation.id][1])
         self._finished = np.maximum(self._finished, ends.max(axis=0)[:, None])
 
 

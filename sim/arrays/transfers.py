@@ -24,6 +24,8 @@ class Flight:
     operation: Operation
     start: Times
     end: Times
+    met: Times
+    """When the last rank has joined it, and what it comes after."""
 
 
 class Transfers:
@@ -35,6 +37,8 @@ class Transfers:
         self._pace = pace
         self._compute_end: Times | None = None
         self._num_blocks = num_blocks
+        self._met: dict[int, tuple[str, Times]] = {}
+        """The group of each collective of the step, and when all ranks of its parts had joined it, and what it comes after."""
         self._step: dict[int, Flight] = {}
         self._before: dict[int, Flight] = {}
         """Of earlier steps; their ids lie below 0."""
@@ -46,13 +50,11 @@ class Transfers:
         earliest = start.min(axis=1, keepdims=True)
         earlier = {other - num_ids: flight for other, flight in (self._before | self._step).items()}
         self._before = {other: flight for other, flight in earlier.items() if (flight.end > earliest).any()}
-        self._step = {}
+        self._step, self._met = {}, {}
 
     def join(self, operation: Operation, ready: Times) -> None:
         """The last rank of each part joins at ``ready``."""
-        for other in operation.after:
-            if other in self._step:
-                ready = np.maximum(ready, as_seen(self._layout, self._step[other], operation.group))
+        met, ready = self._meet(operation, ready)
         depth, key = self._layout.queue_depth, (operation.communicator, operation.group)
         started, ends = self._queues.get(key, (None, []))
         start = ready if started is None else np.maximum(ready, started)
@@ -62,7 +64,22 @@ class Transfers:
         end = self._end(operation, start)
         ends = [*ends, end] if depth == 1 else list(np.sort(np.stack([*ends, end]), axis=0))
         self._queues[key] = (start, ends)
-        self._step[operation.id] = Flight(operation, start, end)
+        self._step[operation.id] = Flight(operation, start, end, met)
+
+    def _meet(self, operation: Operation, ready: Times) -> tuple[Times, Times]:
+        """When the ranks of each part have joined it and what it comes after, and when of that has ended what is known to."""
+        met = ready
+        for other in operation.after:
+            if other in self._met:
+                met = np.maximum(met, self._seen(*self._met[other], operation.group))
+            if other in self._step:
+                ready = np.maximum(ready, self._seen(self._step[other].operation.group, self._step[other].end, operation.group))
+        self._met[operation.id] = operation.group, met
+        return met, ready
+
+    def _seen(self, of: str, times: Times, group: str) -> Times:
+        """The latest in each part of a group, of times of the parts of another."""
+        return times if of == group else self._layout.crossing(of, group).latest(times)
 
     def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
         """Those of ``after`` that were joined, as far as they may still be in flight; none named: all of these."""
@@ -88,12 +105,6 @@ class Transfers:
             return start + self._layout.takes_ns(operation)
         until = self._layout.groups[operation.group].latest(self._compute_end)
         return _paced(start, [alone_ns(route) for route in self._layout.ways(operation)], until, self._pace)
-
-
-def as_seen(layout: Layout, flight: Flight, group: str) -> Times:
-    """A collective's end, in each part of another group."""
-    of = flight.operation.group
-    return flight.end if of == group else layout.crossing(of, group).latest(flight.end)
 
 
 def _paced(start: Times, alone: list[int], until: Times, pace: Fraction) -> Times:

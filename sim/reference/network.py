@@ -183,7 +183,7 @@ class Network:
         return latest_ns, latencies
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Meeting:
     """One collective of some ranks: who is still missing before it starts, its start and its end."""
 
@@ -194,6 +194,9 @@ class Meeting:
     end: Event
     waits: dict[Event, None] = field(default_factory=dict)
     """What its ranks still have in flight that comes before it."""
+    after: dict[Meeting, None] = field(default_factory=dict)
+    met_ns: int = 0
+    """When the last rank has joined it, and what it comes after."""
 
 
 @dataclass(slots=True)
@@ -223,16 +226,18 @@ class Collectives:
         self._meetings: dict[tuple[int, int], Meeting] = {}
         self._queues: dict[tuple[int, tuple[int, ...]], _Queue] = {}
 
-    def join(self, operation: Operation, part: tuple[int, ...], after: Sequence[Event]) -> Meeting:
-        """One rank of ``part`` arrives at ``operation``, which starts once the events ``after`` have ended."""
+    def join(self, operation: Operation, part: tuple[int, ...], after: Sequence[Meeting]) -> Meeting:
+        """One rank of ``part`` arrives at ``operation``, which starts once those ``after`` which it comes have ended."""
         key = (operation.id, part[0])
         meeting = self._meetings.get(key)
         if meeting is None:
             meeting = self._meetings[key] = Meeting(operation, len(part), self._clock.event(), self._clock.event())
         assert meeting.operation == operation, f"ranks disagree about operation {operation.id}: {meeting.operation} and {operation}"
-        meeting.waits.update(dict.fromkeys(after))
+        meeting.after.update(dict.fromkeys(after))
         meeting.absent -= 1
         if meeting.absent == 0:
+            meeting.met_ns = self._clock.now
+            meeting.waits.update((other.end, None) for other in meeting.after)
             del self._meetings[key]
             queue = self._queues.setdefault((operation.communicator, part), _Queue())
             if queue.last is not None and not queue.last.start.triggered:
@@ -244,6 +249,8 @@ class Collectives:
     def _carry(self, meeting: Meeting, part: tuple[int, ...], queue: _Queue) -> Generator[Event, object, None]:
         if meeting.waits:
             yield self._clock.all_of(meeting.waits)
+        meeting.met_ns = max(meeting.met_ns, *(other.met_ns for other in meeting.after), 0)
+        meeting.after.clear()
         if len(queue.flying) >= self._queue_depth:  # the next one waits for this one's start, so one end lets one start
             yield self._clock.any_of(queue.flying)
         start_ns = self._clock.now

@@ -19,7 +19,7 @@ from fleetbench.timeline import COMPUTE, HOST, Span, start_name
 from sim.clock import LATEST_NS, Clock, half_up
 from sim.execution import Spans
 from sim.own_work import OwnWork, bucket_readiness
-from sim.reference.network import Collectives, Computing
+from sim.reference.network import Collectives, Computing, Meeting
 from sim.scenario import Scenario
 
 Waits = Generator[Event, object, None]
@@ -65,7 +65,7 @@ class Trainer:
         self._own = OwnWork(scenario)
         self._progress = Progress(clock, table.contention)
         self._updates = UpdateTrack(clock)
-        self._in_flight: dict[int, Event] = {}
+        self._in_flight: dict[int, Meeting] = {}
         self._spans = spans
         self._tally = Tally(rank, spans)
         self._head = StepHead(table, scenario.fetch_every, clock.now)
@@ -107,6 +107,7 @@ class Trainer:
                     forward_ns=forward_end_ns - read_end_ns,
                     backward_ns=backward_end_ns - forward_end_ns,
                     stall_ns=self._tally.stall_ns,
+                    wait_ns=self._tally.wait_ns,
                     update_ns=self._tally.update_ns,
                     end_ns=self._clock.now,
                     arrival_ns=self._tally.arrival_ns,
@@ -139,24 +140,24 @@ class Trainer:
         else:
             yield from self._execute(operation, after)
 
-    def _start(self, operation: Operation, after: Sequence[Event]) -> Waits:
+    def _start(self, operation: Operation, after: Sequence[Meeting]) -> Waits:
         part = self._parts[operation.group]
         if len(part) < 2:  # no other rank to meet
             return
         yield from self._work(self._own.joining(operation))
         meeting = self._collectives.join(operation, part, after)
-        self._in_flight[operation.id] = meeting.end
+        self._in_flight[operation.id] = meeting
         meeting.end.callbacks.append(lambda _: self._in_flight.__delitem__(operation.id))
         self._progress.slows_during(meeting.start, meeting.end)
         self._tally.arrival_ns = self._clock.now
         self._tally.bytes_sent += wire_bytes(operation, len(part))
         if self._scenario.strategy.combination.is_sequential:
             computed = self._computing.ends(self.rank)
-            yield from self._wait([meeting.end])
+            yield from self._wait([meeting])
             if computed:
                 self._computing.begins(self.rank)
 
-    def _execute(self, operation: Operation, after: Sequence[Event]) -> Waits:
+    def _execute(self, operation: Operation, after: Sequence[Meeting]) -> Waits:
         yield from self._wait(after)
         name, takes_ns = self._own.local(operation)
         start_ns = self._clock.now
@@ -171,19 +172,19 @@ class Trainer:
             yield self._clock.timeout(took_ns)
             self._tally.works(start_ns, self._clock.now)
 
-    def _wait(self, events: Sequence[Event]) -> Waits:
+    def _wait(self, meetings: Sequence[Meeting]) -> Waits:
         """Wait; after compute, that is the step's stall."""
-        if events:
-            yield self._clock.all_of(events)
-        self._tally.stalls(self._clock.now)
+        if meetings:
+            yield self._clock.all_of([meeting.end for meeting in meetings])
+        self._tally.stalls(self._clock.now, _met_ns(meetings))
 
     def _finish_updates(self) -> Waits:
         if self._updates.ended is None:
             return
         yield self._updates.ended
-        for start_ns, end_ns in self._updates.take():
+        for start_ns, end_ns, met_ns in self._updates.take():
             self._tally.span(UPDATE, start_ns, end_ns, UPDATE)
-            self._tally.works(start_ns, end_ns)
+            self._tally.works(start_ns, end_ns, met_ns)
 
 
 @dataclass(slots=True)
@@ -194,22 +195,25 @@ class Tally:
     spans: Spans | None
     """Where the rank's spans go; none where they are not kept."""
     stall_ns: int = 0
+    wait_ns: int = 0
+    """Of the stall, until the last rank had joined what this one waited for."""
     update_ns: int = 0
     arrival_ns: int | None = None
     bytes_sent: int = 0
     counted_ns: int | None = None
     """Up to where time after compute is stall or update; none while compute goes on."""
 
-    def stalls(self, until_ns: int) -> None:
-        """The rank has waited since the last operation of its own."""
+    def stalls(self, until_ns: int, met_ns: int) -> None:
+        """The rank has waited since the last operation of its own, for what all ranks had joined at ``met_ns``."""
         if self.counted_ns is not None and until_ns > self.counted_ns:
             self.span("wait", self.counted_ns, until_ns)
+            self.wait_ns += min(max(met_ns, self.counted_ns), until_ns) - self.counted_ns
             self.stall_ns += until_ns - self.counted_ns
             self.counted_ns = until_ns
 
-    def works(self, start_ns: int, end_ns: int) -> None:
+    def works(self, start_ns: int, end_ns: int, met_ns: int = 0) -> None:
         """An update or a merge went on; what of it lies beside compute counts, and time before its start is stall."""
-        self.stalls(start_ns)
+        self.stalls(start_ns, met_ns)
         if self.counted_ns is not None and end_ns > self.counted_ns:
             self.update_ns += end_ns - self.counted_ns
             self.counted_ns = end_ns
@@ -225,25 +229,30 @@ class UpdateTrack:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._busy: list[tuple[int, int]] = []
+        self._busy: list[tuple[int, int, int]] = []
         self.ended: Event | None = None
 
-    def start(self, took_ns: int, after: Sequence[Event]) -> None:
+    def start(self, took_ns: int, after: Sequence[Meeting]) -> None:
         """Start an update of ``took_ns``."""
-        before = [*after, *([self.ended] if self.ended is not None else [])]
-        self.ended = self._clock.process(self._run(took_ns, before))
+        before = [*(meeting.end for meeting in after), *([self.ended] if self.ended is not None else [])]
+        self.ended = self._clock.process(self._run(took_ns, before, after))
 
-    def take(self) -> list[tuple[int, int]]:
-        """Starts and ends of the updates since the last call, once all have ended."""
+    def take(self) -> list[tuple[int, int, int]]:
+        """Starts and ends of the updates since the last call, once all have ended, and when all had joined what each comes after."""
         busy, self._busy, self.ended = self._busy, [], None
         return busy
 
-    def _run(self, took_ns: int, before: Sequence[Event]) -> Generator[Event, object, None]:
+    def _run(self, took_ns: int, before: Sequence[Event], after: Sequence[Meeting]) -> Generator[Event, object, None]:
         if before:
             yield self._clock.all_of(before)
         start_ns = self._clock.now
         yield self._clock.timeout(took_ns)
-        self._busy.append((start_ns, self._clock.now))
+        self._busy.append((start_ns, self._clock.now, _met_ns(after)))
+
+
+def _met_ns(meetings: Sequence[Meeting]) -> int:
+    """When all of their ranks had joined them, and what they come after."""
+    return max((meeting.met_ns for meeting in meetings), default=0)
 
 
 class Progress:

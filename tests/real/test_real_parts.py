@@ -274,6 +274,22 @@ def test_a_compiled_block_is_not_broken_and_its_delay_comes_at_the_end() -> None
     assert sleeps == [pytest.approx(12e-3)]
 
 
+def test_until_the_last_has_started_an_exchange_of_an_earlier_step_it_is_waited_for() -> None:
+    """Rank 0 started an exchange at 90 and waits for it from 160 to 230, rank 1 started it at 180: 20 of 70 ns are waiting."""
+
+    def step(rank: int, started_ns: int, stall_ns: int) -> dict[str, Any]:
+        record = {
+            "rank": rank, "step": 2, "start_ns": 100, "forward_ns": 20, "backward_ns": 40, "stall_ns": stall_ns, "update_ns": 0,
+            "end_ns": 230, "arrival_ns": 230 - stall_ns, "local_steps": 1, "loss": 1.0, "bytes_sent": 0,
+        }  # fmt: skip
+        return {"record": record, "paused_ns": 0, "started_ns": started_ns}
+
+    parts = [{"steps": [step(0, 90, 70)], "spans": []}, {"steps": [step(1, 180, 10)], "spans": []}]
+    table = steps_table(collect(parts)[0])
+    assert [round(value * 1e9) for value in table["wait_s"]] == [20, 0]
+    assert [round(value * 1e9) for value in table["exposed_comm_s"]] == [50, 10]
+
+
 @pytest.mark.parametrize(("first", "second"), [(50, 50), (50, 30), (30, 50)])
 def test_pauses_stop_the_clocks_of_all_ranks_for_as_long(first: int, second: int) -> None:
     """Both ranks pause after step 1 and begin step 2 together: as long as both pause is on no clock, and the target's time leaves it out.

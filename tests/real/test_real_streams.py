@@ -344,6 +344,31 @@ def test_a_stall_behind_the_update_belongs_to_no_update() -> None:
     assert [span.name for span in watch.spans] == ["forward", "backward", "update", "wait", "merge"]
 
 
+def test_an_exchange_of_an_earlier_step_was_started_there() -> None:
+    """The exchange of an average is started at the end of step 1 and waited for in step 2, behind one of a scalar."""
+    clock = DeviceClock()
+    clock.may_wait = True
+    watch = Stopwatch(0, clock=clock)
+    watch.begin_step(1)  # 1
+    watch.forward_ends()
+    watch.backward_ends()
+    watch.update_begins()  # 4
+    watch.arrives(of_average=True)
+    watch.update_ends()
+    watch.begin_step(2)
+    watch.forward_ends()
+    watch.backward_ends()  # 9
+    watch.arrives()
+    watch.update_begins()
+    watch.stall_begins()
+    watch.stall_ends()
+    watch.update_ends()
+    watch.finish()
+    first, second = watch.steps
+    assert (first.record.arrival_ns, first.started_ns) == (25, None)
+    assert (second.record.arrival_ns, second.started_ns) == (144, 25)
+
+
 @pytest.mark.parametrize("fetch_every", [1, 3])
 def test_losses_stay_on_the_device_until_they_are_read_together(streams: FakeStreams, fetch_every: int) -> None:
     """Inside a stream order, which refuses unmarked reads: seven losses that are overwritten after their step."""

@@ -238,3 +238,31 @@ def test_warm_up_steps_come_before_step_1() -> None:
     assert seen == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
     assert result.summary.steps == 2
     assert result.summary.wall_s == pytest.approx(2 * 3840e-9)
+
+
+@pytest.mark.parametrize("engine", ["reference", "vector"])
+def test_until_the_last_has_started_an_exchange_of_an_earlier_step_it_is_waited_for(engine: Literal["reference", "vector"]) -> None:
+    """Rank 1 takes 900 ns a step and rank 0 300; a round of two steps is exchanged beside its second one: from 900 to 1920.
+
+    Rank 0 waits for it from 600 on, until 900 for rank 1; rank 1 from 1800 on, for communication alone.
+    """
+    rounds = {"k_steps": 2, "overlap_steps": 1, "outer_lr": 0.7}
+    strategy = {"localsgd": True, "localsgd_configs": rounds}
+    slow = (SlowRank(ranks=(1,), factor=3.0),)
+    result = simulate(layered([(250, 100, 200)], inter=link(8, 10), stragglers=slow, strategy=strategy, steps=4), engine=engine)
+    assert in_ns(result, "start_s") == [0, 300, 1_920, 2_220, 0, 900, 1_920, 2_820]
+    assert in_ns(result, "wait_s") == [0, 300, 0, 300, 0, 0, 0, 0]
+    assert in_ns(result, "exposed_comm_s") == [0, 1_020, 0, 1_020, 0, 120, 0, 120]
+    summary = result.summary
+    parts = (summary.compute_s, summary.wait_s, summary.exposed_comm_s, summary.update_s, summary.other_s)
+    assert sum(parts) == pytest.approx(summary.step_s["mean"], rel=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["reference", "vector"])
+def test_what_is_waited_for_first_tells_waiting_from_communication(engine: Literal["reference", "vector"]) -> None:
+    """Local SGD that scales losses: an overflow of any rank is agreed upon first, from 900 to 924, and then deltas, until 1944."""
+    strategy = {"localsgd": True, "localsgd_configs": {"k_steps": 1}, "amp": True}
+    slow = (SlowRank(ranks=(1,), factor=3.0),)
+    result = simulate(layered([(250, 100, 200)], inter=link(8, 10), stragglers=slow, strategy=strategy), engine=engine)
+    assert in_ns(result, "wait_s") == [600, 0]
+    assert in_ns(result, "exposed_comm_s") == [1_044, 1_044]
