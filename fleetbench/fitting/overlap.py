@@ -134,6 +134,8 @@ def fit_slowdowns(exchange: Exchange, measured: Overlapped) -> Slowdowns:
 
 LEAST_TOGETHER, _MOST_TOGETHER = 0.02, 2.0
 _STARTS_TOGETHER = ((1.0, 1.0), (1.9, 1.0), (0.5, 0.5), (1.9, 1.9))
+_OF_ONE = 1e-3
+"""What the error of one member counts beside that of all together."""
 _RIDGE_TOGETHER = 1e-3
 """So little speaks for a link that is shared, and latencies that are not, where the times do not tell."""
 
@@ -148,8 +150,8 @@ class Together:
 
 def durations(
     queues: Sequence[Sequence[float]], alpha_s: float, together: Together, depth: int = 1, messages: int = 2
-) -> list[list[float]]:
-    """How long each member of one or two queues takes, of so many messages, given its transfer's seconds alone.
+) -> tuple[list[list[float]], float]:
+    """How long each member of one or two queues takes, of so many messages, given its transfer's seconds alone; and all of them.
 
     A queue's members start in order, and ``depth`` of them are under way at once; no more than two over all queues.
     """
@@ -158,7 +160,7 @@ def durations(
     under_way = [min(depth, len(queue)) for queue in queues]
     due = [(0.0, lane, index, 0) for lane, number in enumerate(under_way) for index in range(number)]
     """When the next message of each sets out, or its last one has come, and how many have been sent."""
-    free = 0.0
+    free = now = 0.0
     while due:
         now, lane, index, sent = heappop(due)
         if sent < messages:
@@ -172,7 +174,7 @@ def durations(
             started[lane][under_way[lane]] = now
             heappush(due, (now, lane, under_way[lane], 0))
             under_way[lane] += 1
-    return took
+    return took, now
 
 
 def fit_together(
@@ -181,17 +183,22 @@ def fit_together(
     took_s: Sequence[Sequence[float | None]],
     depth: int = 1,
     messages: int = 2,
+    whole_s: float | None = None,
 ) -> Together:
-    """The two numbers under which the members take these times, relative errors squared; none: not known. See ``durations``."""
+    """The two numbers under which the members take these times, relative errors squared; none: not known. See ``durations``.
+
+    What all take, ``whole_s``, says more where it is known: which message is before another hangs on moments.
+    """
 
     def residuals(numbers: Sequence[float]) -> list[float]:
-        model = durations(queues, alpha_s, Together(latency=numbers[0], transfer=numbers[1]), depth, messages)
+        model, all_s = durations(queues, alpha_s, Together(latency=numbers[0], transfer=numbers[1]), depth, messages)
         errors = [
-            model[lane][index] / known - 1.0
+            (model[lane][index] / known - 1.0) * (1.0 if whole_s is None else _OF_ONE)
             for lane in range(len(queues))
             for index, known in enumerate(took_s[lane])
             if known is not None and known > 0.0
         ]
+        errors.append(0.0 if whole_s is None else all_s / whole_s - 1.0)
         return [*errors, _RIDGE_TOGETHER * (numbers[0] - _MOST_TOGETHER), _RIDGE_TOGETHER * (numbers[1] - 1.0)]
 
     fits = [

@@ -222,7 +222,10 @@ def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
         return ()
     queues = [[hockney.line.slope * bucket.nbytes for bucket in lane] for lane in lanes.values()]
     took_s = [[times.get(bucket.id) for bucket in lane] for lane in lanes.values()]
-    together = fit_together(queues, hockney.line.intercept, took_s, depth, 2 * (two.experiment.cluster.trainers - 1))
+    ends = [[(span.start_ns, span.start_ns + span.duration_ns) for span in spans] for spans in _averagings(two) if spans]
+    whole_s = typical([(max(end for _, end in found) - min(start for start, _ in found)) * 1e-9 for found in ends])
+    messages = 2 * (two.experiment.cluster.trainers - 1)
+    together = fit_together(queues, hockney.line.intercept, took_s, depth, messages, whole_s)
     latency, bandwidth = alone.latency * 2 / together.latency, alone.bandwidth * together.transfer / 2
     return (
         Link(

@@ -68,7 +68,7 @@ class Transfers:
 
     def _meet(self, operation: Operation, ready: Times) -> tuple[Times, Times]:
         """When the ranks of each part have joined it and what it comes after, and when of that has ended what is known to."""
-        met = ready
+        met = np.broadcast_to(ready, (len(ready), len(self._layout.groups[operation.group].parts)))
         for other in operation.after:
             if other in self._met:
                 met = np.maximum(met, self._seen(*self._met[other], operation.group))

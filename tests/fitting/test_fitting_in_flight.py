@@ -21,7 +21,7 @@ from fleetbench.fitting.overlap import Together, durations, fit_together
 )
 def test_queues_by_hand(queues: list[list[float]], alpha_s: float, latency: float, transfer: float, expected: list[list[float]]) -> None:
     """Only what both do at once is shared."""
-    found = durations(queues, alpha_s, Together(latency=latency, transfer=transfer))
+    found, _ = durations(queues, alpha_s, Together(latency=latency, transfer=transfer))
     assert found == [pytest.approx(lane) for lane in expected]
 
 
@@ -39,14 +39,14 @@ def test_one_queue_of_which_two_are_under_way(
     queue: list[float], alpha_s: float, latency: float, transfer: float, expected: list[float]
 ) -> None:
     """The next begins as soon as one of two ends."""
-    assert durations([queue], alpha_s, Together(latency=latency, transfer=transfer), depth=2) == [pytest.approx(expected)]
+    assert durations([queue], alpha_s, Together(latency=latency, transfer=transfer), depth=2)[0] == [pytest.approx(expected)]
 
 
 @pytest.mark.parametrize(("latency", "transfer"), [(2.0, 1.0), (0.6, 1.5), (1.4, 0.4)])
 def test_both_are_found_again_from_one_queue(latency: float, transfer: float) -> None:
     """Two under way of nine, of which the first two are not known, within 2 %."""
     queue = [3.0, 2.0, 0.1, 2.0, 0.1, 0.2, 2.5, 1.0, 0.3]
-    took = durations([queue], 0.5, Together(latency=latency, transfer=transfer), depth=2)
+    took, _ = durations([queue], 0.5, Together(latency=latency, transfer=transfer), depth=2)
     found = fit_together([queue], 0.5, [[None, None, *took[0][2:]]], depth=2)
     assert found.latency == pytest.approx(latency, rel=0.02)
     assert found.transfer == pytest.approx(transfer, rel=0.02)
@@ -56,7 +56,7 @@ def test_both_are_found_again_from_one_queue(latency: float, transfer: float) ->
 def test_both_are_found_again(latency: float, transfer: float) -> None:
     """From what the members of two uneven queues took, but for each queue's first, within 2 %."""
     queues = [[3.0, 0.1, 2.0, 0.2, 1.0], [2.0, 0.1, 0.1, 2.5]]
-    took = durations(queues, 0.5, Together(latency=latency, transfer=transfer))
+    took, _ = durations(queues, 0.5, Together(latency=latency, transfer=transfer))
     known = [[None, *lane[1:]] for lane in took]
     found = fit_together(queues, 0.5, known)
     assert found.latency == pytest.approx(latency, rel=0.02)

@@ -314,7 +314,7 @@ def test_a_profile_without_compute_of_local_steps_is_refused() -> None:
 @pytest.mark.parametrize("gbit", [1.0, 0.5, 0.8])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_two_in_flight_see_what_they_were_given(run: Callable[..., RunResult], gbit: float, backend: str) -> None:
-    """From one queue, or from one on each of two communicators: each one's bandwidth within 5 %.
+    """From one queue, or from one on each of two communicators: each one's bandwidth within 6 %.
 
     Latencies that hardly meet stay what they are alone.
     """
@@ -325,7 +325,7 @@ def test_two_in_flight_see_what_they_were_given(run: Callable[..., RunResult], g
     hockney = fit_points([_point(size, 400 * US + 8 * size) for size in (10_000, 100_000, 1_000_000)], 2)
     (found,) = link_of_two(two, hockney)
     assert found.latency == pytest.approx(200 * US, rel=0.05)
-    assert found.bandwidth == pytest.approx(gbit * 1e9, rel=0.05)
+    assert found.bandwidth == pytest.approx(gbit * 1e9, rel=0.06)
 
 
 def test_a_sharing_beyond_what_is_fitted_is_noted() -> None:
