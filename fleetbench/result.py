@@ -241,10 +241,12 @@ def step_times(table: pd.DataFrame) -> pd.Series:
 def step_s_of(result: RunResult) -> float:
     """Seconds of a step in whole rounds of training by collectives: what a sample costs at a fixed batch in a training of any length.
 
-    Of runs shorter than a round, with parameter servers, and where steps beside an evaluation were left out, from the first start to the
-    last end.
+    With parameter servers, of the trainer whose steps take longest. Of runs shorter than a round, and where steps beside an evaluation
+    were left out, from the first start to the last end.
     """
     table, rounds = result.steps, _rounds_of(result)
+    if result.experiment.strategy.mode == "ps" and len(table):
+        return float(step_times(_of_slowest(table)).mean())
     if rounds is None:
         return result.summary.wall_s / result.summary.steps
     ends = (table["start_s"] + table[list(PARTS)].sum(axis=1)).groupby(table["step"]).max()
@@ -253,13 +255,22 @@ def step_s_of(result: RunResult) -> float:
 
 
 def parts_of(result: RunResult) -> dict[str, float]:
-    """Where the seconds of ``step_s_of`` go, by the summary's names: means over trainers and steps."""
+    """Where the seconds of ``step_s_of`` go, by the summary's names: means over steps, and over trainers that train in step."""
     names, rounds = ("compute_s", "wait_s", "exposed_comm_s", "update_s", "other_s"), _rounds_of(result)
-    if rounds is None:
+    if result.experiment.strategy.mode == "ps" and len(result.steps):
+        mean = _of_slowest(result.steps).mean(numeric_only=True)
+    elif rounds is None:
         return {name: getattr(result.summary, name) for name in names}
-    mean = result.steps[result.steps["step"].between(rounds[0] + 1, rounds[1])].mean(numeric_only=True)
+    else:
+        mean = result.steps[result.steps["step"].between(rounds[0] + 1, rounds[1])].mean(numeric_only=True)
     mean["compute_s"] = mean["forward_s"] + mean["backward_s"]
     return {name: float(mean[name]) for name in names}
+
+
+def _of_slowest(table: pd.DataFrame) -> pd.DataFrame:
+    """The counted steps of the trainer whose steps take longest."""
+    counted = table[table["step"] >= 1]
+    return counted[counted["rank"] == step_times(table).groupby(counted["rank"]).mean().idxmax()]
 
 
 def _rounds_of(result: RunResult) -> tuple[int, int] | None:

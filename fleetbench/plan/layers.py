@@ -177,7 +177,8 @@ class StepHead:
 
     The i-th step of a trainer, i = 0 for the first, starts at S_i. Results of steps before it are read back
     every n-th step: F_i = S_i + ``fetch`` where i > 0 and i is a multiple of ``fetch_every`` n, else S_i. Then
-    the batch is taken at T_i, and the forward begins at T_i + ``read``.
+    the batch is taken at T_i, and the forward begins at T_i + ``read``. Results that are due after the last step are
+    read at its end.
 
     ``loaders`` w processes make batches beside compute, in turn, each in ``load``; ``prefetch`` q a loader may be
     asked for and not taken, d = w q in all, and another is asked for whenever one is taken (torch's
@@ -199,11 +200,14 @@ class StepHead:
         self._ready = deque([begin_ns] * table.loaders, maxlen=table.loaders)
         self._taken = deque([begin_ns] * outstanding, maxlen=outstanding)
 
+    def read_ns(self) -> int:
+        """Reading back results after the steps so far, where that is due."""
+        return self._table.fetch if self._num_steps > 0 and self._num_steps % self._fetch_every == 0 else 0
+
     def forward_begins(self, start_ns: int) -> int:
         """When the forward of the step that starts at ``start_ns`` begins."""
-        is_fetching = self._num_steps > 0 and self._num_steps % self._fetch_every == 0
+        asked_ns = start_ns + self.read_ns()
         self._num_steps += 1
-        asked_ns = start_ns + (self._table.fetch if is_fetching else 0)
         if not self._table.loaders:
             return asked_ns + self._table.load + self._table.read
         self._ready.append(self._latest(self._ready[0], self._taken[0]) + self._table.load)

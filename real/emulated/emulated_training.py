@@ -40,6 +40,7 @@ class EmulatedTraining(Training):
         self._scalars = DeclaredScalars(experiment.workload)
         self._slack_ns = sharpen_sleep()
         self._held_out: list[tuple[int, float]] = []
+        self._last = 0
 
     def begin(self, leg: Leg, beat: Beat) -> LegEngine:
         """See ``Training``; from parameters of zero."""
@@ -56,7 +57,7 @@ class EmulatedTraining(Training):
         self.optimizer = EmulatedOptimizer(
             self.model.parameters(), lr=workload.lr, update_ns=table.update, pace=pace, slots=OPTIMIZER_STATE[workload.optimizer]
         )
-        self._held_out = []
+        self._held_out, self._last = [], leg.steps
         x = self._draws(leg)
 
         def begin_step(step: int) -> None:
@@ -99,6 +100,8 @@ class EmulatedTraining(Training):
             engine.report(torch.tensor(self._scalars.scalar("loss", self.communicators.rank, engine.step)))
         output.backward()
         self.optimizer.step()
+        if engine.step == self._last and self._head.read_ns():
+            self._pace.busy_until(self._pace.ready() + self._head.read_ns())
         if (loss := self._declared_loss(engine.step)) is not None:
             engine.stopwatch.loss(loss)
         return loss

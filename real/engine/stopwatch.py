@@ -144,14 +144,17 @@ class Stopwatch:
         now = self.clock.mark()
         self._close(now)
         self._current = _Step(step, now)
-        if sum(isinstance(closed.loss, torch.Tensor) for closed in self._closed) >= self.fetch_every:
+        if self._is_due():
             self._read_losses()
         self._resolve(wait=False)
 
     def finish(self) -> None:
-        """The last step ends; waits for the device."""
+        """The last step ends, with reading losses that are due; waits for the device."""
         self._close(self.clock.mark())
         self._current = self._no_step
+        if self._is_due():
+            self._read_losses()
+            self._closed[-1].end = self.clock.mark()
         self._read_losses()
         self._resolve(wait=True)
 
@@ -275,6 +278,9 @@ class Stopwatch:
         if self.keep and step.forward_end is not None and step.backward_end is not None:
             step.end = now
             self._closed.append(step)
+
+    def _is_due(self) -> bool:
+        return sum(isinstance(closed.loss, torch.Tensor) for closed in self._closed) >= self.fetch_every
 
     def _read_losses(self) -> None:
         unread = [step for step in self._closed if isinstance(step.loss, torch.Tensor)]

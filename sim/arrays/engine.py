@@ -97,6 +97,8 @@ class Engine:
         fetch_ns = np.where((step > 0) & (step % scenario.fetch_every == 0), int(table.fetch), 0)
         self._heads_ns = fetch_ns + int(table.load) + int(table.read)
         """From a step's start to its forward, without loaders."""
+        self._last_read_ns = int(table.fetch) if len(step) % scenario.fetch_every == 0 else 0
+        """Reading back results at the end of the last step."""
         self._loaders = StepHead(table, scenario.fetch_every, 0, np.maximum) if table.loaders else None
         """With them a head follows from steps before it."""
         self._slowest = math.ceil(1 + max(table.contention, table.collective_contention))
@@ -139,6 +141,8 @@ class Engine:
                 start_ns: Any = self._begin_ns + ranks.offset
                 head_ns = np.asarray(self._loaders.forward_begins(start_ns)) - start_ns
             seen.append(ranks.step(self.script.programs[program], Stretches(self._x(steps)), head_ns))
+            if self._last_read_ns and range(*steps.indices(len(self._heads_ns)))[-1] == len(self._heads_ns) - 1:
+                ranks.offset = seen[-1].end = ranks.offset + self._last_read_ns * (np.arange(blocks) == blocks - 1)[:, None]
         even = ranks.is_even()
         good = blocks if even.all() else int(np.argmin(even))
         if not good and blocks > 1:

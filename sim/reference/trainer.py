@@ -98,6 +98,8 @@ class Trainer:
             for event in events:
                 yield from self._tell(event)
                 yield from self._finish_updates()
+            if step == self._scenario.steps[-1] and self._head.read_ns():
+                yield self._clock.timeout(self._head.read_ns())
             self.records.append(
                 StepRecord(
                     rank=self.rank,

@@ -195,7 +195,8 @@ class Trainer(Actor):
         """The step is over."""
         step, _ = self._steps.popleft()
         now_ns = self._clock.now
-        known_ns = self._read_ns + self._forward_ns + self._backward_ns + self._update_ns
+        read_ns = self._head.read_ns() if not self._steps else 0
+        known_ns = read_ns + self._read_ns + self._forward_ns + self._backward_ns + self._update_ns
         is_synchronous = self._job.rules.mode == "synchronous"
         self._span("wait", self._idle_since_ns, now_ns)
         self.records.append(
@@ -219,6 +220,12 @@ class Trainer(Actor):
         self.step_done()
 
     def _finish(self) -> None:
+        if self._head.read_ns():
+            self._clock.timeout(self._head.read_ns()).callbacks.append(lambda _: self._leave())
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
         self._record()
         self.ended_ns = self._clock.now
 

@@ -90,14 +90,16 @@ def test_a_trainer_behind_its_reading_makes_the_others_wait_no_less() -> None:
 
 
 @pytest.mark.parametrize("engine", ["reference", "vector"])
-@pytest.mark.parametrize(("every", "expected"), [(3, [0, 0, 0, 50, 0, 0, 50]), (1, [0, *[50] * 6]), (100, [0] * 7)])
+@pytest.mark.parametrize(
+    ("every", "expected"), [(3, [0, 0, 0, 50, 0, 0, 50]), (1, [0, *[50] * 5, 100]), (7, [0, 0, 0, 0, 0, 0, 50]), (100, [0] * 7)]
+)
 def test_results_are_read_back_every_so_many_steps(engine: Engine, every: int, expected: list[int]) -> None:
-    """50 ns in front of each step whose number is a multiple of n after the first: of S steps floor((S - 1) / n) have them."""
+    """50 ns in front of the step after each n-th, and at the end of the last one where that is an n-th: floor(S / n) times in S steps."""
     what = layered(LAYER, nodes=1, steps=7, also={"host": HostWork(fetch=Nanoseconds(50))}, strategy={"fetch_every_n_steps": every})
     result = simulate(what, engine=engine)
     assert in_ns(result, "other_s") == expected
     assert in_ns(result, "start_s")[-1] == 6 * 300 + sum(expected[:-1])
-    assert result.summary.wall_s == pytest.approx((7 * 300 + 6 // every * 50) * 1e-9)
+    assert result.summary.wall_s == pytest.approx((7 * 300 + 7 // every * 50) * 1e-9)
     assert result.summary.skipped == ()
 
 

@@ -16,7 +16,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.measurements import Threads
 from fleetbench.plan.operations import Operation
 from fleetbench.quantities import Nanoseconds
-from fleetbench.result import Summary
+from fleetbench.result import PARTS, Summary, parts_of, step_s_of
 from sim.many.what_if import what_if
 from sim.run import simulate
 from sim.servers.simulate import hosts_of, job_of
@@ -368,3 +368,21 @@ def test_what_if_leaves_out_what_servers_cannot_be_asked() -> None:
     cases = what_if(experiment(cluster={"stragglers": [{"kind": "slow_rank", "ranks": [1], "factor": 2.0}]}))
     assert [case.name for case in cases] == ["as it is", "without stragglers", "with infinite bandwidth", "with neither"]
     assert cases[-1].gain > 1.0
+
+
+def test_a_step_of_asynchronous_servers_is_the_slowest_trainers_and_so_are_its_parts() -> None:
+    """Trainer 1 takes twice as long, 60 ms of compute: a step is its own, from its first start to its last end, as are the parts."""
+    result = simulate(experiment(cluster={"stragglers": [{"kind": "slow_rank", "ranks": [1], "factor": 2.0}]}))
+    steps = result.steps[(result.steps["rank"] == 1) & (result.steps["step"] >= 1)]
+    took_s = steps["start_s"].iloc[-1] + steps[list(PARTS)].iloc[-1].sum() - steps["start_s"].iloc[0]
+    assert step_s_of(result) == pytest.approx(took_s / 20, rel=1e-9)
+    assert parts_of(result)["compute_s"] == pytest.approx(60e-3)
+    assert sum(parts_of(result).values()) == pytest.approx(step_s_of(result), rel=1e-9)
+
+
+def test_a_trainer_of_servers_reads_results_that_are_due_after_its_last_step() -> None:
+    """20 steps read back after each 10th: 3 ms in front of the 11th, and at the end of the 20th."""
+    strategy = {"a_sync": False, "a_sync_configs": {}, "fetch_every_n_steps": 10}
+    result = simulate(experiment(workload={"host": {"fetch": "3 ms"}}, strategy=strategy, run={"warmup_steps": 0}))
+    other_ms = [round(value * 1e3, 3) for value in result.steps["other_s"]]
+    assert other_ms == [*[0.0] * 10, 3.0, *[0.0] * 8, 3.0] * 4

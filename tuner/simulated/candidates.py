@@ -134,7 +134,7 @@ def simulated(experiment: Experiment, known: dict[str, RunResult]) -> RunResult:
     if experiment.strategy.mode != "ps":
         return simulate(experiment, timeline=False, table=True)
     if (key := experiment.digest()) not in known:
-        known[key] = simulate(experiment, timeline=False, table=False)
+        known[key] = simulate(experiment, timeline=False)
     return known[key]
 
 
