@@ -160,6 +160,9 @@ class Cluster(Config):
     host_bandwidth: BitsPerSecond | None = None
     """What a host copies and sums a second in gloo's all-reduce (``collective = "gloo"``), and as a parameter server of what it receives
     and sends; by default copies and sums take no time. All-reduces in flight together do not slow each other's."""
+    first_exchange: Nanoseconds = Nanoseconds(0)
+    """What the first collective on each communicator takes beyond others in a simulated run, as its connections are opened: 0.35 s
+    and more on some machines. It is most of what local steps with few exchanges wait for."""
     cores_per_node: int = 16
     gpu: str | None = None
     """What a trainer computes on, by a name of ``fleetbench.hardware``: a simulated answer says whether its memory suffices."""
@@ -209,6 +212,7 @@ class Cluster(Config):
 
     def _validate(self) -> None:
         at_least(self, 1, "nodes", "trainers_per_node", "nics_per_node", "cores_per_node")
+        at_least(self, 0, "first_exchange")
         if self.host_bandwidth is not None and self.host_bandwidth <= 0:
             raise ConfigError("must be above zero", "host_bandwidth", f"{self.host_bandwidth} bit/s", 'for example "1 GB/s"')
         if self.measured is not None and self.collective != "measured":

@@ -76,7 +76,10 @@ def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[
 
 
 _EXECUTOR = "the real executor"
-UNREALISED = ("intra", "inter", "racks", "nics_per_node", "cores_per_node", "collective", "measured", "host_bandwidth", "gpu")
+UNREALISED = (
+    *("intra", "inter", "racks", "nics_per_node", "cores_per_node", "collective", "measured", "host_bandwidth"),
+    *("first_exchange", "gpu"),
+)
 """Lines of a cluster that one machine cannot realise; a run lists them in ``skipped``."""
 _SERVERS = frozenset({"cluster.servers", "cluster.server_placement"})
 _CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "stragglers", *UNREALISED))

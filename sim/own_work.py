@@ -63,6 +63,11 @@ class OwnWork:
         return operation.kind, self._whole_ns.get(operation.kind, 0)
 
 
+def is_before_forward(operation: Operation) -> bool:
+    """Whether a rank waits at once for a collective, because its forward needs what that carries."""
+    return operation.kind == "broadcast" and operation.payload == "buffers"
+
+
 def bucket_readiness(plan: Plan, table: LayerTable) -> list[int]:
     """From the start of the forward until each bucket and all before it are ready, in ns at X = 0."""
     ready_ns = {gradient.name: gradient.ready for layer in table.layers for gradient in layer.gradients}

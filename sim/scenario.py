@@ -33,9 +33,11 @@ from sim.network.links import Links
 from sim.network.routes import Routes
 
 _CLUSTER = """
-nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth cores_per_node gpu racks node_overrides stragglers
+nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth first_exchange cores_per_node gpu racks node_overrides
+stragglers
 """
 CLUSTER = frozenset(f"cluster.{name}" for name in _CLUSTER.split())
+_WORKLOAD = WORKLOAD | LOSSES | {"workload.broadcast_buffers"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,8 @@ class Scenario:
     """X of every rank and step."""
     fetch_every: int = 1
     """Results are read back every so many steps."""
+    first_exchange_ns: int = 0
+    """By so much the first collective on each communicator starts later."""
 
     @classmethod
     def of(
@@ -65,7 +69,7 @@ class Scenario:
 
         Raises ``ConfigError`` for a field that is not simulated, a run that is too large, or a missing profile, link or loss.
         """
-        for part, executed in (("strategy", PLANNED), ("workload", WORKLOAD | LOSSES), ("cluster", CLUSTER), ("run", RUN)):
+        for part, executed in (("strategy", PLANNED), ("workload", _WORKLOAD), ("cluster", CLUSTER), ("run", RUN)):
             refuse_unexecuted(getattr(experiment, part), part, executed, "the simulator")
         if learnt is None:
             refuse_undeclared(experiment, experiment.strategy, "the simulator")
@@ -86,6 +90,7 @@ class Scenario:
             steps_per_epoch=learnt.steps_per_epoch if learnt else experiment.workload.steps_per_epoch,
             draws=Draws(cluster=cluster, seed=run.seed, steps=steps, spared=tuple(spared)),
             fetch_every=strategy.fetch_every_n_steps,
+            first_exchange_ns=cluster.first_exchange,
         )
 
     def scalar(self, name: str, rank: int, state: State) -> float:
@@ -105,6 +110,7 @@ def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
         cost=all_reduce_cost(experiment),
         num_state_slots=len(Combination.of(experiment.strategy).slots(OPTIMIZER_STATE[experiment.workload.optimizer])),
         buffers_nbytes=table.buffers_nbytes,
+        broadcasts_buffers=experiment.workload.broadcast_buffers,
         order=tuple(gradient.name for layer in table.layers for gradient in layer.gradients),
     )
 
@@ -143,6 +149,8 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
         (is_unheard, "cluster.host_bandwidth", 'copies and sums of collectives take time with collective = "gloo" alone'),
         (unknown_cost, "strategy.localsgd_configs.outer_wire", "quantising takes no time here: no profile has measured it"),
         (experiment.strategy.localsgd_configs.outer_on_host, "strategy.localsgd_configs.outer_on_host", "its copies are not simulated"),
+        (served and cluster.first_exchange, "cluster.first_exchange", "it is of collectives"),
+        (served and workload.broadcast_buffers, "workload.broadcast_buffers", "trainers of servers have buffers of their own"),
         (experiment.run.environment, "run.environment", "no process is started"),
     )
     return found + [skip(name, why) for is_set, name, why in left_out if is_set]

@@ -198,6 +198,7 @@ def cluster_fields(random: Random, cluster: Cluster) -> dict[str, Any]:
         "stragglers": tuple(random.sample(kinds, pick([0, 0, 1, 1, 2, 3]))),
         "collective": pick(["ring", "ring", "ring", *ALGORITHMS]),
         "cores_per_node": pick([16, 16, 2]),
+        "first_exchange": Nanoseconds(pick([0, 0, 0, 350])),
     }
 
 
@@ -211,6 +212,7 @@ def run_fields(random: Random) -> dict[str, Any]:
         "lr_decay": tuple(LrDecay(step=step, factor=0.5) for step in random.sample(range(1, 9), pick([0, 1, 2]))),
         "uneven_data": pick(["cut", "pad"]),
         "dtype": pick(["float32", "float32", "float64"]),
+        "broadcast_buffers": pick([False, False, True]),
     }
     return {
         "also": declared,

@@ -36,7 +36,7 @@ class Plan:
     num_state_slots: int = 0
     """Tensors that the optimizer keeps for each parameter, in the parameter's shape."""
     buffers_nbytes: int = 0
-    """Batch-norm statistics and such, all together."""
+    """Batch-norm statistics and such, all together: averaged with local steps, else sent by rank 0 before a forward; 0: neither."""
 
     @functools.cached_property
     def digest(self) -> str:
@@ -93,6 +93,7 @@ class Setting:
     """Of an all-reduce over all trainers; ``fusion = "merged_gradient"`` and ``"optimal"`` need it."""
     num_state_slots: int = 0
     buffers_nbytes: int = 0
+    broadcasts_buffers: bool = False
     order: tuple[str, ...] = ()
     """Names of the gradients as the model has them, which its fragments follow; none: in the reverse order of readiness."""
 
@@ -119,6 +120,7 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
         laid_out = lay_out(fragment, strategy, setting.trainers, inner)
         exchange += tuple(operation.shifted(len(exchange)) for operation in laid_out)
     groups = {"world": world_of(setting.trainers)} | (hierarchy_of(setting.trainers, inner) if inner else {})
+    carries_buffers = strategy.averaging.buffers == "average" if strategy.is_local else setting.broadcasts_buffers
     return Plan(
         trainers=setting.trainers,
         buckets=buckets,
@@ -127,5 +129,5 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
         queue_depth=setting.queue_depth,
         fragments=() if rounds is None else tuple(tuple(bucket.id for bucket in fragment) for fragment in fragments),
         num_state_slots=setting.num_state_slots if strategy.averages_state else 0,
-        buffers_nbytes=setting.buffers_nbytes if strategy.is_local and strategy.averaging.buffers == "average" else 0,
+        buffers_nbytes=setting.buffers_nbytes if carries_buffers else 0,
     )

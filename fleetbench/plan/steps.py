@@ -107,7 +107,10 @@ class _Builder:
 def operations_of(plan: Plan, what: Combination, step: StepKind) -> StepOperations:
     """The operations of a step."""
     build = _Builder(plan)
-    begin = (build.operation("hold", payload="buffers"),) if what.holds_statistics and not step.closes else ()
+    sends = plan.buffers_nbytes and plan.trainers > 1 and not what.is_local and step.merged == 1  # the step before has met
+    begin: Operations = (build.operation("broadcast", payload="buffers", nbytes=plan.buffers_nbytes),) if sends else ()
+    if what.holds_statistics and not step.closes:
+        begin += (build.operation("hold", payload="buffers", after=[operation.id for operation in begin]),)
     buckets = tuple(_bucket(what, step, build, bucket.id) for bucket in plan.buckets)
     if not step.closes:
         return StepOperations(on_begin=begin, on_bucket=buckets, on_backward_end=(build.operation("skip"),))

@@ -91,7 +91,8 @@ class Engine:
         self.script: Script = script_of(scenario)
         self._layout = layout
         self._draw = scenario.draws.rows
-        self._carrier, self._contention = _carrier(scenario, layout, self.script.programs)
+        self._carrier, contention = _carrier(scenario, layout, self.script.programs)
+        self._slows = contention, scenario.first_exchange_ns
         table, programs = scenario.table, self.script.programs
         step = np.arange(len(scenario.steps))
         fetch_ns = np.where((step > 0) & (step % scenario.fetch_every == 0), int(table.fetch), 0)
@@ -105,7 +106,7 @@ class Engine:
         head_ns = table.fetch + table.read + table.load * (2 if table.loaders else 1)
         self._most_ns = head_ns + own_ns(programs) + carried_ns(layout, programs)
         self._compute_ns = max((program.compute_ns for program in programs), default=0)
-        self._reached_ns = 0
+        self._reached_ns = sum(join.is_first for program in programs for join in program.joins) * scenario.first_exchange_ns
         self._begin_ns = 0
         """When the next blocks begin, or when the interpreter under way was at 0."""
         self._under_way: Interpreter | None = None
@@ -132,7 +133,7 @@ class Engine:
         if ranks is None:
             if self._loaders is None:
                 blocks = min(count, max(1, CELLS // (stride * self._layout.num_ranks)), self._most_blocks)
-            ranks = Interpreter(self._layout, self._carrier(blocks), np.zeros((blocks, 1), dtype=np.int64), *keeps, self._contention)
+            ranks = Interpreter(self._layout, self._carrier(blocks), np.zeros((blocks, 1), dtype=np.int64), *keeps, *self._slows)
         seen = []
         for step, program in enumerate(pattern, start=first):
             steps = slice(step, step + stride * (blocks - 1) + 1, stride)

@@ -30,6 +30,8 @@ class Seen:
     """One step of every block as its ranks saw it. Times have a row a block, and a column a rank, or one where all ranks have the same."""
 
     start: Times
+    read: Times
+    """A duration: of the step's head."""
     head_end: Times
     compute_end: Times
     """The backward is over."""
@@ -60,6 +62,8 @@ class Interpreter:
     """Whether spans are kept."""
     contention: Fraction
     """How many times as long compute takes beside collectives of its rank."""
+    opens_ns: int = 0
+    """What the first collective on a communicator takes more."""
     _num_ids: int = 0
     """Operations of the step before."""
     _base_ns: int = 0
@@ -90,8 +94,8 @@ class Interpreter:
 
     def _step(self, program: Program, x: Stretches, head_ns: Times) -> Seen:
         none = np.zeros((1, 1), dtype=np.int64)
-        self._seen = Seen(self.offset, none, none, none, none, none, none, none, None, [], [])
-        self._x, self._head_ns, self._behind, self._shares, self._arrivals = x, head_ns, False, [], []
+        self._seen = Seen(self.offset, head_ns, none, none, none, none, none, none, none, None, [], [])
+        self._x, self._head_ns, self._behind, self._shares, self._arrivals = x, head_ns, True, [], []
         self._slowed = None if self.contention == 1 else Slowed(self.contention)
         self.carrier.begin(self.offset, self._num_ids)
         for instruction in program.instructions:
@@ -127,6 +131,7 @@ class Interpreter:
                 if self.draws and self._ready is not None:
                     self._span("host", f"start {bucket}", self._ready, self._now())
             case Head():
+                self._behind = False
                 self.offset = self.offset + self._head_ns
                 self._seen.head_end = self.offset
 
@@ -171,7 +176,7 @@ class Interpreter:
         else:
             ready = group.latest(self._now())
         self._arrivals.append((group, self.offset, self._base_ns))
-        self.carrier.join(operation, ready)
+        self.carrier.join(operation, ready, self.opens_ns if instruction.is_first else 0)
         if instruction.holds:
             self._wait(self.carrier.flights((operation.id,)))
 

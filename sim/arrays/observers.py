@@ -164,7 +164,7 @@ class StepTable:
         count = len(steps)
         kept = self._kept
         kept["start_ns"][steps] = seen.start[:count] + begins
-        kept["read_ns"][steps] = (seen.head_end - seen.start)[:count]
+        kept["read_ns"][steps] = seen.read[:count] if len(seen.read) > 1 else seen.read
         kept["forward_ns"][steps] = seen.forward[:count]
         kept["backward_ns"][steps] = seen.compute_end[:count] - seen.head_end[:count] - seen.forward[:count]
         kept["stall_ns"][steps] = seen.stall[:count]

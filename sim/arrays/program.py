@@ -5,8 +5,9 @@ Most steps come at a stroke (``CollectiveTraining.whole_step``). The last one of
 is observed, are told event by event.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fleetbench.plan.drive import Scalar, answers, ends_epoch, events_of
@@ -15,7 +16,7 @@ from fleetbench.plan.operations import COLLECTIVES, Operation, Operations
 from fleetbench.plan.replay import Decider
 from fleetbench.plan.state import closed_round
 from fleetbench.plan.steps import StepOperations
-from sim.own_work import OwnWork, bucket_readiness
+from sim.own_work import OwnWork, bucket_readiness, is_before_forward
 from sim.scenario import Scenario
 
 Told = tuple[tuple[Event, Operations], ...]
@@ -51,6 +52,8 @@ class Join:
     takes_ns: int
     holds: bool
     """Wait for its end at once."""
+    is_first: bool = False
+    """On its communicator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,8 @@ class Compiler:
         for operation in operations:
             if operation.kind in COLLECTIVES:
                 if operation.group in self._meets:
-                    yield Join(operation, self._own.joining(operation), self._scenario.strategy.combination.is_sequential)
+                    holds = self._scenario.strategy.combination.is_sequential or is_before_forward(operation)
+                    yield Join(operation, self._own.joining(operation), holds)
             elif operation.kind == "update" and operation.bucket is not None:
                 yield Share(self._own.bucket_update(operation.bucket), operation.after)
             else:
@@ -204,6 +208,10 @@ def script_of(scenario: Scenario) -> Script:
     return _Writer(scenario).write()
 
 
+def _communicator_of(join: Join) -> tuple[int, str]:
+    return join.operation.communicator, join.operation.group
+
+
 class _Writer:
     """Runs the strategy once through all steps, and gives each kind of step its program."""
 
@@ -214,13 +222,15 @@ class _Writer:
         self._programs: dict[Program, int] = {}
         self._of_step: dict[StepOperations, int] = {}
         self._of_told: dict[tuple[Told, int], int] = {}
+        self._opened: set[tuple[int, str]] = set()
+        """Communicators and groups that have carried a collective."""
 
     def write(self) -> Script:
         """Step by step to the last."""
         sequence, local_steps, is_open = [], [], []
         for step in self._scenario.steps:
             before = self._decider.state
-            sequence.append(self._whole(step) if self._is_quiet(step) else self._told(step))
+            sequence.append(self._opening(self._whole(step) if self._is_quiet(step) else self._told(step)))
             after = self._decider.state
             local_steps.append(closed_round(before, after))
             is_open.append(after.flight is not None or after.fragment > 0)
@@ -231,6 +241,18 @@ class _Writer:
             ends.append(len(sequence))
         lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         return Script(found, tuple(sequence), tuple(local_steps), tuple(lengths))
+
+    def _opening(self, number: int) -> int:
+        """The program, or one in which those of its collectives are marked that are the first on their communicators."""
+        program = next(itertools.islice(self._programs, number, None))
+        if not self._scenario.first_exchange_ns or all(_communicator_of(join) in self._opened for join in program.joins):
+            return number
+        lines = list(program.instructions)
+        for place, line in enumerate(program.instructions):
+            if isinstance(line, Join) and _communicator_of(line) not in self._opened:
+                self._opened.add(_communicator_of(line))
+                lines[place] = replace(line, is_first=True)
+        return self._programs.setdefault(replace(program, instructions=tuple(lines)), len(self._programs))
 
     def _is_quiet(self, step: int) -> bool:
         """Whether nothing is told after a step but its own events, and no learning rate that is new."""

@@ -34,9 +34,9 @@ class SharedTransfers(Transfers):
         self._carried = [(wires, ends) for wires, ends in self._carried if (ends > earliest).any()]
         super().begin(start, num_ids)
 
-    def join(self, operation: Operation, ready: Times) -> None:
+    def join(self, operation: Operation, ready: Times, opens_ns: int = 0) -> None:
         """See ``Transfers``."""
-        _, ready = self._meet(operation, ready)
+        _, ready = self._meet(operation, ready, opens_ns)
         self._waiting.append((operation, np.broadcast_to(ready, (self._num_blocks, len(self._layout.groups[operation.group].parts)))))
 
     def flights(self, after: tuple[int, ...] | None) -> list[Flight]:

@@ -52,9 +52,9 @@ class Transfers:
         self._before = {other: flight for other, flight in earlier.items() if (flight.end > earliest).any()}
         self._step, self._met = {}, {}
 
-    def join(self, operation: Operation, ready: Times) -> None:
-        """The last rank of each part joins at ``ready``."""
-        met, ready = self._meet(operation, ready)
+    def join(self, operation: Operation, ready: Times, opens_ns: int = 0) -> None:
+        """The last rank of each part joins at ``ready``; connections are then opened for so long."""
+        met, ready = self._meet(operation, ready, opens_ns)
         depth, key = self._layout.queue_depth, (operation.communicator, operation.group)
         started, ends = self._queues.get(key, (None, []))
         start = ready if started is None else np.maximum(ready, started)
@@ -66,9 +66,10 @@ class Transfers:
         self._queues[key] = (start, ends)
         self._step[operation.id] = Flight(operation, start, end, met)
 
-    def _meet(self, operation: Operation, ready: Times) -> tuple[Times, Times]:
+    def _meet(self, operation: Operation, ready: Times, opens_ns: int) -> tuple[Times, Times]:
         """When the ranks of each part have joined it and what it comes after, and when of that has ended what is known to."""
         met = np.broadcast_to(ready, (len(ready), len(self._layout.groups[operation.group].parts)))
+        ready = ready + opens_ns
         for other in operation.after:
             if other in self._met:
                 met = np.maximum(met, self._seen(*self._met[other], operation.group))

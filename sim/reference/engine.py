@@ -26,7 +26,8 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
     computing = Computing(scenario.table.collective_contention)
     several = any(operation.communicator for operation in plan.exchange)
     spans = Spans(wanted.most_spans, several=several) if wanted.most_spans else None
-    collectives = Collectives(clock, Network(clock, scenario.links, computing), plan.queue_depth, None if spans is None else spans.carry)
+    network, tell = Network(clock, scenario.links, computing), None if spans is None else spans.carry
+    collectives = Collectives(clock, network, plan.queue_depth, tell, scenario.first_exchange_ns)
     deciders = [
         Decider.start(scenario.strategy, rank, record=wanted.recordings, first_step=scenario.steps.start) for rank in range(plan.trainers)
     ]

@@ -18,7 +18,7 @@ from fleetbench.stragglers import stretch
 from fleetbench.timeline import COMPUTE, HOST, Span, start_name
 from sim.clock import LATEST_NS, Clock, half_up
 from sim.execution import Spans
-from sim.own_work import OwnWork, bucket_readiness
+from sim.own_work import OwnWork, bucket_readiness, is_before_forward
 from sim.reference.network import Collectives, Computing, Meeting
 from sim.scenario import Scenario
 
@@ -77,9 +77,11 @@ class Trainer:
             events = events_of(self._scenario.plan, step, self._scenario.steps_per_epoch, self._scenario.steps[-1])
             self._tally = Tally(self.rank, self._spans)
             self._own.begin_step()
+            self._tally.counted_ns = start_ns
             yield from self._tell(next(events))
+            self._tally.counted_ns = None
             yield self._clock.until(self._head.forward_begins(self._clock.now))
-            read_end_ns = self._clock.now
+            read_end_ns, before_ns = self._clock.now, self._tally.stall_ns + self._tally.update_ns
             self._computing.begins(self.rank)
             self._progress.begin()
             yield from self._progress.reach(stretch(self._scenario.table.forward_ns, x))
@@ -105,7 +107,7 @@ class Trainer:
                     rank=self.rank,
                     step=step,
                     start_ns=start_ns,
-                    read_ns=read_end_ns - start_ns,
+                    read_ns=read_end_ns - start_ns - before_ns,
                     forward_ns=forward_end_ns - read_end_ns,
                     backward_ns=backward_end_ns - forward_end_ns,
                     stall_ns=self._tally.stall_ns,
@@ -153,7 +155,7 @@ class Trainer:
         self._progress.slows_during(meeting.start, meeting.end)
         self._tally.arrival_ns = self._clock.now
         self._tally.bytes_sent += wire_bytes(operation, len(part))
-        if self._scenario.strategy.combination.is_sequential:
+        if self._scenario.strategy.combination.is_sequential or is_before_forward(operation):
             computed = self._computing.ends(self.rank)
             yield from self._wait([meeting])
             if computed:

@@ -10,14 +10,16 @@ import dataclasses
 from typing import Literal
 
 import pytest
-from sim_cases import carried_ns, in_ns, layered, link, profiled, with_profile
+from sim_cases import assemble, carried_ns, in_ns, layered, link, profiled, with_profile
 
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Setting, build_plan
 from fleetbench.profile import Communication, compute_key
+from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.stragglers import SlowRank
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.workload import LayerSpec
 from sim.own_work import bucket_readiness
 from sim.run import simulate
 
@@ -266,3 +268,41 @@ def test_what_is_waited_for_first_tells_waiting_from_communication(engine: Liter
     result = simulate(layered([(250, 100, 200)], inter=link(8, 10), stragglers=slow, strategy=strategy), engine=engine)
     assert in_ns(result, "wait_s") == [600, 0]
     assert in_ns(result, "exposed_comm_s") == [1_044, 1_044]
+
+
+@pytest.mark.parametrize("engine", ["reference", "vector"])
+def test_the_first_exchange_opens_connections(engine: Literal["reference", "vector"]) -> None:
+    """Once, 500 ns after the last trainer has joined: b, ready at 800, travels from 1300 to 3320, and from the next step on as always."""
+    result = simulate(layered(A_AND_B, inter=link(8, 10), steps=2, first_exchange=Nanoseconds(500)), engine=engine)
+    assert in_ns(result, "start_s") == [0, 4340] * 2
+    assert in_ns(result, "exposed_comm_s") == [3340, 2840] * 2
+    several = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
+    each = simulate(layered(A_AND_B, inter=link(8, 10), strategy=several, first_exchange=Nanoseconds(500)), engine=engine)
+    assert carried_ns(each) == {"all_reduce 0": (1300, 3810), "all_reduce 1": (1500, 4310)}  # of 1000, 500, 1000 and 500 ns
+    local = {"localsgd": True, "localsgd_configs": {"k_steps": 3}}
+    diloco = simulate(layered(A_AND_B, inter=link(8, 10), steps=6, strategy=local, first_exchange=Nanoseconds(500)), engine=engine)
+    assert in_ns(diloco, "exposed_comm_s")[:6] == [3040 + 500, 0, 0, 3040, 0, 3040]
+
+
+@pytest.mark.parametrize("engine", ["reference", "vector"])
+def test_buffers_are_broadcast_before_each_forward_that_follows_an_exchange(engine: Literal["reference", "vector"]) -> None:
+    """40 bytes from rank 0 to rank 1 in 10 + 40 ns, for which rank 0, who is there first, waits for rank 1.
+
+    Rank 1 takes 600 ns a step and rank 0 300; their bucket of 1000 bytes ends both. Merging two steps, every second forward has one.
+    """
+    slow = (SlowRank(ranks=(1,), factor=2.0),)
+    specs = (LayerSpec(name="layer", params=250, buffers=Bytes(40), forward=Nanoseconds(100), backward=Nanoseconds(200)),)
+    workload = {"model": "layers", "layers": specs, "broadcast_buffers": True}
+    result = simulate(assemble(workload, inter=link(8, 10), stragglers=slow, steps=2), engine=engine)
+    assert in_ns(result, "start_s") == [0, 1_670] * 2
+    assert in_ns(result, "forward_s") == [100, 100, 200, 200]
+    assert in_ns(result, "wait_s") == [300, 300, 0, 0]
+    assert in_ns(result, "exposed_comm_s") == [50 + 1_020] * 4
+    assert in_ns(result, "other_s") == [0] * 4
+    assert set(result.steps["bytes_sent"]) == {20 + 1_000}
+    merges = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+    merged = simulate(assemble(workload, inter=link(8, 10), steps=4, strategy=merges), engine=engine)
+    assert in_ns(merged, "exposed_comm_s")[:4] == [50, 1_020] * 2
+    local = {"localsgd": True, "localsgd_configs": {"k_steps": 2}}
+    alone = simulate(assemble(workload, inter=link(8, 10), steps=3, strategy=local), engine=engine)
+    assert in_ns(alone, "exposed_comm_s")[:3] == [1_020, 0, 1_020]
