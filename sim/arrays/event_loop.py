@@ -7,7 +7,7 @@ directly or not, are a region: a meeting that is alone in its region goes on to 
 from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 from sim.network.links import Links, Port
 from sim.network.turns import Window, busy_on, scaled
@@ -113,10 +113,14 @@ class _Loop:
         """Until nothing is in flight."""
         for queue in range(len(self._next)):
             self._start(queue, 0)
-        happens = (self._end, self._arrive, self._carry)
-        while self._events:
-            now, kind, meeting = heappop(self._events)
-            happens[kind](meeting, now)
+        events, carry = self._events, self._carry
+        while events:
+            now, kind, meeting = events[0]
+            if kind == _TURN:
+                heapreplace(events, carry(meeting, now))
+            else:
+                heappop(events)
+                (self._arrive if kind == _ARRIVAL else self._end)(meeting, now)
         return self._starts, self._ends
 
     def _start(self, queue: int, now: int) -> None:
@@ -152,14 +156,14 @@ class _Loop:
             self._events.append((since + arrives[number], _TURN, alone))
             heapify(self._events)
 
-    def _carry(self, meeting: int, now: int) -> None:
+    def _carry(self, meeting: int, now: int) -> tuple[int, int, int]:
+        """A turn, or all that are left of a meeting that is alone in its region; what happens to the meeting next."""
         meetings, number = self._meetings, self._turn[meeting]
         region, window = meetings.region_of[meeting], meetings.window[meeting]
         if self._going[region] == 1 and (not number or window is None):
             arrives, _, whole = meetings.alone[meeting]
             self._jumped[region] = meeting, now - arrives[number]
-            heappush(self._events, (now - arrives[number] + whole, _END, meeting))
-            return
+            return now - arrives[number] + whole, _END, meeting
         own, then, ports = meetings.turns[meeting][number]
         if meetings.slower is not None:
             slower = [meetings.slower[port][self._users[port]] for port, _ in ports]
@@ -167,16 +171,17 @@ class _Loop:
             then = scaled(then, max((by for _, by in slower), default=1.0))
         left, free = now + own, self._free
         for port, busy in ports:
-            free[port] = leaves = max(free[port], now) + busy
-            left = max(left, leaves)
+            before = free[port]
+            free[port] = leaves = (before if before > now else now) + busy  # noqa: FURB136  # a call takes twice as long
+            if leaves > left:  # noqa: PLR1730  # as above
+                left = leaves
         self._turn[meeting] = number + 1
         if number + 1 == len(meetings.turns[meeting]):
-            heappush(self._events, (left + then, _END, meeting))
-        elif window is None:
-            heappush(self._events, (left + then, _TURN, meeting))
-        else:
-            told, self._done[meeting] = window.next(now, left, self._done[meeting])
-            heappush(self._events, (max(left + then, told), _TURN, meeting))
+            return left + then, _END, meeting
+        if window is None:
+            return left + then, _TURN, meeting
+        told, self._done[meeting] = window.next(now, left, self._done[meeting])
+        return max(left + then, told), _TURN, meeting
 
     def _end(self, meeting: int, now: int) -> None:
         meetings, region = self._meetings, self._meetings.region_of[meeting]

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 MOST = 30
 """Messages that have a turn each: those of a ring of 16 ranks."""
-FEW = 16
+FEW = 8
 """Turns of a collective that has more messages, and of one whose bytes follow each other without a pause."""
 
 

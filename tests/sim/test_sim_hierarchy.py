@@ -93,17 +93,17 @@ def test_ranks_of_two_nodes_never_meet_inside() -> None:
 
 
 def test_communicators_share_links_inside_and_between() -> None:
-    """Two buckets ready together on two communicators: reduces share the node in 16 turns of 75 ns each, one after the other.
+    """Two buckets ready together on two communicators: reduces share the node in 8 turns of 150 ns each, one after the other.
 
-    The second one's last turn ends 75 ns after the first one's. Then four messages of 6000 ns follow each other between leaders,
-    from 2645 on, and the last broadcast has the node to itself.
+    The second one's last turn ends 150 ns after the first one's. Then four messages of 6000 ns follow each other between leaders,
+    from 2570 on, and the last broadcast has the node to itself.
     """
     result = simulate(layered([(300, 100, 0), (300, 0, 200)], strategy=LEADER | FREE, **NODES))
-    assert carried_ns(result)["reduce 0"] == (300, 300 + 31 * 75 + 20)
-    assert carried_ns(result)["reduce 1"] == (300, 300 + 32 * 75 + 20)
-    assert carried_ns(result)["all_reduce 0"] == (2_645, 2_645 + 3 * 6_000 + 100)
-    assert carried_ns(result)["all_reduce 1"] == (2_720, 2_645 + 4 * 6_000 + 100)
-    assert in_ns(result, "exposed_comm_s") == [2_645 + 24_100 + 1_220 - 300] * 6
+    assert carried_ns(result)["reduce 0"] == (300, 300 + 15 * 150 + 20)
+    assert carried_ns(result)["reduce 1"] == (300, 300 + 16 * 150 + 20)
+    assert carried_ns(result)["all_reduce 0"] == (2_570, 2_570 + 3 * 6_000 + 100)
+    assert carried_ns(result)["all_reduce 1"] == (2_720, 2_570 + 4 * 6_000 + 100)
+    assert in_ns(result, "exposed_comm_s") == [2_570 + 24_100 + 1_220 - 300] * 6
 
 
 def test_what_is_inside_does_not_share_with_what_is_between() -> None:

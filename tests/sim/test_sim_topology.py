@@ -88,7 +88,7 @@ def test_directions_are_apart() -> None:
     links = Links(trainers_per_node=1, intra=None, inter=link(8))
     up, down = ring("reduce", (0, 1), links).route(1_600), ring("broadcast", (0, 1), links).route(1_600)
     assert Meetings([up, down], [[0], [1]], links).carry([0, 0])[1] == [1_600, 1_600]
-    assert Meetings([up, up], [[0], [1]], links).carry([0, 0])[1] == [3_100, 3_200]  # in 16 turns of 100 ns
+    assert Meetings([up, up], [[0], [1]], links).carry([0, 0])[1] == [3_000, 3_200]  # in 8 turns of 200 ns
 
 
 def test_a_slow_interface_slows_the_rings_that_pass_it() -> None:
