@@ -50,11 +50,12 @@ _TEXT: dict[str, str] = {
 """By how a text begins."""
 
 
-def read_file(path: str | Path, hint: str, where: str | None = None, most: int = MOST_BYTES) -> bytes:
+def read_file(path: str | Path, hint: str, where: str | None = None, most: int | None = None) -> bytes:
     """All bytes of a file, decompressed where it is gzip; ``where``: what errors call it, by default its path.
 
-    Raises ``ConfigError`` where it cannot be read, or has more than ``most`` bytes.
+    Raises ``ConfigError`` where it cannot be read, or has more than ``most`` bytes, or 256 MiB.
     """
+    most = most or MOST_BYTES
     data = begin_of(path, hint, where or str(path), most + 1)
     if len(data) > most:
         raise ConfigError(f"is larger than {most // 2**20} MiB", where or str(path), hint=hint)

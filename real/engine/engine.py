@@ -170,8 +170,10 @@ class Engine:
         )
         refuse_sparse(self._planning.sparse, self.executor.combination)
         communicators.prove(1 if strategy.sync_nccl_allreduce else strategy.nccl_comm_num)
-        host = self._device.type == "cpu" and not isinstance(communicators.lane(0), StreamLane)
-        self._outside = OutsideChanges(self._parameters, reads=host) if self.executor.parts else None
+        self._outside: OutsideChanges | None = None
+        if self.executor.parts:
+            host = self._device.type == "cpu" and not isinstance(communicators.lane(0), StreamLane)
+            self._outside = OutsideChanges(self._parameters, reads=host)
         self._owners = owners_of(model)
         self.meeting: Meeting | None = None
         """Where trainers that do not come are named."""

@@ -58,9 +58,12 @@ class ForwardWrites:
 
     def compare(self) -> None:
         """Every rank calls it after the same exchange. Raises ``ConfigError``, on all of them, for what differs by rank."""
-        if self._numbers is None:
-            return
-        numbers, self._numbers = self._numbers, None
+        if self._numbers is not None:
+            numbers, self._numbers = self._numbers, None
+            with host_reads():
+                self._compare(numbers)
+
+    def _compare(self, numbers: torch.Tensor) -> None:
         first = len(self._parameters)
         told = self._gathered(torch.cat([self._written, numbers.cpu().reshape(-1)]))
         self._writes_buffers = bool(told[:, first : len(self._written)].any())

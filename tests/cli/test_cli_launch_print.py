@@ -380,7 +380,7 @@ def test_no_argument_is_executed(form: str, command: Callable, tmp_path: Path) -
         modes = ("train", "inside")
     else:
         words = ["bash", str(_lint(text, tmp_path))]
-    place = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "list", "JOB_COMPLETION_INDEX": "0"}
+    place = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "list", "SLURM_CPUS_ON_NODE": "4", "JOB_COMPLETION_INDEX": "0"}
     for mode in modes or ("",):
         done = subprocess.run([*words, mode] if mode else words, env={**os.environ, **place}, cwd=tmp_path, capture_output=True, check=True)
         given = [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]]

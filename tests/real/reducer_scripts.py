@@ -401,7 +401,7 @@ REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
     "a DDP around a part": (partial(around, first=False, part=1), MERGE, WRAPPED.format(DDP)),
     "a DataParallel around": (partial(around, first=False, wrapper=nn.DataParallel), {}, WRAPPED.format(DATA)),
     "a model sharded late": (partial(sharded_late, given=False), {}, WRAPPED.format("FSDPModule")),
-    "a model sharded later": (partial(sharded_late, given=True), {}, WRAPPED.format("FSDPModule")),
+    "a model sharded later": (partial(sharded_late, given=True), {}, r".*(got FSDPModule|was replaced after fleet\.distributed_model)"),
     "a wrapper of an optimizer": (partial(one_optimizer, wrapper=Scheduled), {}, UNHEARD.format("Scheduled")),
     "a wrapper without its begin": (partial(one_optimizer, wrapper=Lookahead), {}, UNHEARD.format("Lookahead")),
     "PostLocalSGDOptimizer": (partial(one_optimizer, wrapper=averaging), LOCAL, UNHEARD.format("PostLocalSGDOptimizer")),

@@ -26,8 +26,11 @@ class Different(ZeroTrainer):
         super().__init__()
         self._power, self._loss, self._place, self._comes_first = power, loss, place, comes_first
 
-    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: str, communicator: int) -> None:  # noqa: ARG002  # see ZeroTrainer
-        """What both tell: place, learning rate, loss."""
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: str, communicator: int) -> None:  # see ZeroTrainer
+        """What both tell: place, learning rate, loss; of the model and the strategy, the same."""
+        if own.numel() != 3 or not own.is_floating_point():
+            super().all_gather(whole, own, group, communicator)
+            return
         place, lr, loss = own.tolist()
         other = own.new_tensor([place + self._place, LR * (lr / LR) ** self._power, loss * self._loss])
         whole.copy_(torch.cat([other, own] if self._comes_first else [own, other]))

@@ -125,9 +125,9 @@ def test_batch_norm_meets_on_a_group_of_its_own(made: list[dict[str, Any]], sums
     group = communicators.beside
     assert group is communicators.beside
     assert group is not communicators._group("world", 0)
-    assert [one["group_desc"] for one in made] == ["world-0", "statistics"]
+    assert [one["group_desc"] for one in made] == ["world-0", "beside"]
     communicators.prove(1)
-    assert sums.flown == ["world-0", "statistics"] * (3 + 4)
+    assert sums.flown == ["world-0", "beside"] * (3 + 4)
 
 
 def test_gloo_on_the_cpu_is_trusted_with_one_communicator_at_a_time(sums: Sums) -> None:
