@@ -83,7 +83,7 @@ def test_the_script_is_what_it_is(session: ScriptSession) -> None:
 def test_strategies_change_in_the_living_script(session: ScriptSession) -> None:
     """A B B A in one launch: each leg has its own plan, its rows for every rank and step, and the script's losses, which fall.
 
-    Local steps with an outer optimizer follow in the same launch: exchanges at steps 1, 5, 9, 13 and 17, and at the leg's end.
+    Local steps with an outer optimizer follow in the same launch: whole rounds end at steps 4, 8, 12, 16 and 20.
     """
     strategies = (DistributedStrategy(), DistributedStrategy(fuse_all_reduce_ops=False))
     runs = [session.run(Leg(strategy=strategies[index], steps=20, warmup_steps=5)) for index in (0, 1, 1, 0)]
@@ -93,7 +93,7 @@ def test_strategies_change_in_the_living_script(session: ScriptSession) -> None:
     assert runs[-1].steps["loss"].mean() < runs[0].steps["loss"].mean()
     assert min(runs[0].peak_bytes) > 10**7
     outer = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4, **OUTER})
-    assert session.run(Leg(strategy=outer, steps=20, warmup_steps=4)).summary.num_syncs == 6
+    assert session.run(Leg(strategy=outer, steps=20, warmup_steps=4)).summary.num_syncs == 5
     assert session._num_launches == 1
 
 
