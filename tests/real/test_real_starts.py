@@ -130,8 +130,10 @@ def work(rank, folder, fails):
     fleet.init(DistributedStrategy(localsgd=True), timeout_s=60)
 %s
     role = fleet._job.role
-    print([rank, fleet.worker_index(), fleet.worker_num(), fleet.worker_endpoints(), role.rank, role.trainers,
-        role.local_rank, role.trainers_per_node], flush=True)
+    told = [rank, fleet.worker_index(), fleet.worker_num(), fleet.worker_endpoints(), role.rank, role.trainers,
+        role.local_rank, role.trainers_per_node]
+    sys.stdout.write(f"{told}\\n")  # one write: lines of ranks do not mix
+    sys.stdout.flush()
     step()
     if fails and rank == 2: raise ValueError("the third layer is odd")
     step()

@@ -17,7 +17,7 @@ from sim_cases import carried_ns, layered, link
 from fleetbench.plan.operations import Operation
 from sim.clock import Clock
 from sim.network.links import Links
-from sim.reference.network import Collectives, Network
+from sim.reference.network import Collectives, Meeting, Network
 from sim.run import simulate
 
 FREE = {"sync_nccl_allreduce": False}
@@ -105,7 +105,9 @@ def test_what_waits_holds_up_those_behind_it() -> None:
     found: list[tuple[int, int, int]] = []
     network = Network(clock, Links(trainers_per_node=1, intra=None, inter=link(8)))
     collectives = Collectives(clock, network, 2, lambda done, _, start_ns, end_ns: found.append((done.id, start_ns, end_ns)))
-    other = clock.timeout(700)
+    ended = clock.event()
+    other = Meeting(Operation(id=9, kind="all_reduce", payload="gradient", nbytes=100), 0, ended, ended)
+    clock.timeout(700).callbacks.append(lambda _: ended.succeed())
     for number, after in enumerate(([], [other], [])):
         operation = Operation(id=number, kind="all_reduce", payload="gradient", nbytes=100)
         for _rank in range(2):
