@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 class Fleet:
     """The role of this process. Life cycle: ``init``, ``distributed_model``, ``distributed_optimizer``, training.
 
+    What an evaluation calls leaves ``torch.inference_mode``: buffers made inside could not be written to.
+
     Raises ``ConfigError`` when they are called out of order, or for a strategy that cannot be executed.
     """
 
@@ -134,6 +136,7 @@ class Fleet:
         """
         return self._joined("fleet.no_sync").no_sync()
 
+    @torch.inference_mode(mode=False)  # see ``Fleet``
     def synchronize(self) -> None:
         """Make the trainers agree between two averagings of Local SGD, before a save or an evaluation.
 
@@ -143,6 +146,7 @@ class Fleet:
         """
         self._joined("fleet.synchronize").synchronize()
 
+    @torch.inference_mode(mode=False)  # see ``Fleet``
     def pull_model(self) -> None:
         """With parameter servers: push, wait for the other trainers, and take all that the servers hold then.
 
@@ -161,6 +165,7 @@ class Fleet:
         if self._log is not None:
             self._log.report({"loss": loss, **metrics})
 
+    @torch.inference_mode(mode=False)  # see ``Fleet``
     def end_epoch(self) -> None:
         """Say that an epoch's data are used up; every trainer does, after its last ``optimizer.step()``."""
         self._joined("fleet.end_epoch").end_epoch()
@@ -203,6 +208,7 @@ class Fleet:
         """Meet all trainers."""
         self._joined("fleet.barrier_worker").barrier()
 
+    @torch.inference_mode(mode=False)  # see ``Fleet``
     def save_persistables(self, path: str | Path, *, extra: Any = None) -> None:
         """Save all that training goes on from into the folder ``path``; every trainer calls it, after the same step.
 
@@ -214,6 +220,7 @@ class Fleet:
         """
         self._joined("fleet.save_persistables").save(Path(path), extra=extra)
 
+    @torch.inference_mode(mode=False)  # see ``Fleet``
     def load_persistables(self, path: str | Path, *, predicate: Callable[[str], bool] | None = None, resynchronize: bool = False) -> Loaded:
         """Go on from what ``save_persistables`` wrote, bit for bit; every trainer calls it, after ``distributed_optimizer``.
 
@@ -228,6 +235,7 @@ class Fleet:
             self._log.resume(loaded.epoch)
         return loaded
 
+    @torch.inference_mode(mode=False)  # see ``Fleet``
     def save_inference_model(self, path: str | Path, example_inputs: Sequence[Any], *, dynamic_shapes: Any = None) -> None:
         """Write the model for a server, by torch.export, to ``path`` (.pt2); every trainer calls it, and rank 0 writes.
 

@@ -22,7 +22,7 @@ class TrainingLog:
         """A batch has these values, one number each."""
         if self._batch % self._every == 0:
             with host_reads():
-                told = {name: torch.as_tensor(value).item() for name, value in values.items()}
+                told = {name: _number(value) for name, value in values.items()}
             print(line(self._epoch, self._batch, told), flush=True)  # noqa: T201  # the log that was asked for
         self._batch += 1
 
@@ -39,3 +39,7 @@ class TrainingLog:
 def line(epoch: int, batch: int, values: Mapping[str, float]) -> str:
     """Fleet's line of one batch."""
     return f"[Epoch {epoch}, batch {batch}] " + ", ".join(f"{name}: {value:.5f}" for name, value in values.items())
+
+
+def _number(value: torch.Tensor | float) -> float:
+    return value.item() if isinstance(value, torch.Tensor) else float(value)

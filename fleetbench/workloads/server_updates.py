@@ -72,7 +72,7 @@ class Updates:
 
     def _step(self, gradient: torch.Tensor, parameter: torch.Tensor, *state: torch.Tensor, step: int, rate: float) -> None:
         options: dict[str, Any] = {"lr": rate, "foreach": False, "fused": True, "maximize": False, **self.options}
-        before = torch.tensor(step - 1, dtype=torch.float64)  # which counts beyond 2^24
+        before = torch.tensor(step - 1, dtype=torch.float64, device="cpu")  # which counts beyond 2^24
         if self._name in ("sgd", "momentum"):
             options = {"momentum": 0.0, **options, "nesterov": bool(options.get("nesterov"))}
             sgd([parameter], [gradient], [state[0] if state else None], dampening=0.0, **options)
@@ -139,7 +139,7 @@ class Layout:
         tables = []
         for name, table in self.tables.items():
             whole = None if (own := found[name]) is None else own.coalesce()
-            none = torch.zeros(0, dtype=torch.int64), table.new_zeros(0, table.shape[1])
+            none = table.new_zeros(0, dtype=torch.int64), table.new_zeros(0, table.shape[1])
             tables.append(none if whole is None else (whole.indices()[0], whole.values()))
         return Change(torch.cat([own.detach().reshape(-1) for own in dense]) if dense else None, tables)
 
@@ -238,7 +238,7 @@ def add_rows(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.
         return parts[0]
     rows, where = torch.unique(torch.cat([own for own, _ in parts]), return_inverse=True)
     added = torch.cat([values for _, values in parts])
-    return rows, torch.zeros(len(rows), *added.shape[1:], dtype=added.dtype).index_add_(0, where, added)
+    return rows, added.new_zeros(len(rows), *added.shape[1:]).index_add_(0, where, added)
 
 
 def options_for(workload: Workload) -> Told:
@@ -291,7 +291,7 @@ class GeoCopy:
         self._shards = shards
         self._old_dense = flat.clone()
         self._old = [table.clone() for table in tables]
-        self._touched = [torch.zeros(len(table), dtype=torch.bool) for table in tables]
+        self._touched = [table.new_zeros(len(table), dtype=torch.bool) for table in tables]
         self._spare = [torch.zeros_like(flags) for flags in self._touched]
 
     def mark(self, rows: Sequence[torch.Tensor | None]) -> None:

@@ -55,7 +55,7 @@ class Meeting:
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """All trainers' whole numbers, as many from each, in the order of ranks."""
-        own = torch.tensor(list(numbers), dtype=torch.int64)
+        own = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
         if self.trainers == 1:
             return [list(numbers)]
         found = [torch.empty_like(own) for _ in range(self.trainers)]

@@ -326,11 +326,15 @@ def _sums(own: Part, model: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, t
     yield from under("sum/", own.tensors).items()
     indices, values = under("sum.indices/", own.tensors), under("sum.values/", own.tensors)
     for name, coalesced in own.plain["sparse"].items():
-        shape = model[name].shape
-        yield (
-            name,
-            torch.sparse_coo_tensor(indices[name].clone(), values[name].clone(), shape, is_coalesced=coalesced, check_invariants=False),
+        total = torch.sparse_coo_tensor(
+            indices[name].clone(),
+            values[name].clone(),
+            model[name].shape,
+            device="cpu",
+            is_coalesced=coalesced,
+            check_invariants=False,
         )
+        yield name, total
 
 
 def _some(names: Sequence[str]) -> str:

@@ -51,7 +51,7 @@ def average_quantised(
     """
     ranks, size = communicators.trainers, tensor.numel()
     blocks = int8_blocks(size, ranks)
-    padded = torch.zeros(ranks * blocks * INT8_BLOCK, device=tensor.device)
+    padded = torch.zeros(ranks * blocks * INT8_BLOCK, dtype=torch.float32, device=tensor.device)
     numbers = padded[:size]
     numbers.copy_(tensor)
     if residual is not None:

@@ -131,8 +131,8 @@ def own_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 @torch.no_grad()
 def unscale(tensors: list[torch.Tensor], scale: float, device: torch.device) -> torch.Tensor:
     """Divide ``tensors`` by ``scale``, in place; returns one element on the device: 1 where something is not finite, else 0."""
-    found = torch.zeros(1, device=device)
-    inverse = torch.full((1,), 1.0 / scale, device=device)
+    found = torch.zeros(1, dtype=torch.float32, device=device)
+    inverse = torch.full_like(found, 1.0 / scale)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)

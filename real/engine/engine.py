@@ -57,6 +57,7 @@ from real.engine.refusals import (
     refuse_again,
     refuse_graph_of_gradients,
     refuse_in_step,
+    refuse_late,
     refuse_model,
     refuse_moved,
     refuse_optimizer,
@@ -150,6 +151,9 @@ class Engine:
         """Parameters that the backward under way has left without a gradient, where those are looked for."""
         self._hidden: RemovableHandle | None = None
         """Hears of a backward's first gradient, where the model's outputs are not found."""
+        self._keeps, self._holds, self._num_moves = False, False, 0
+        """Whether a backward would only leave its gradients in ``.grad``; whether one of this step has; how often parameters
+        were replaced in the middle of a step."""
         self._executor: Executor | None = None
         self._reducer: PlannedReducer | None = None
         self._next_bucket = 0
@@ -245,7 +249,9 @@ class Engine:
 
     def report(self, loss: torch.Tensor | float) -> None:
         """Tell the step's loss, one number; adaptive steps need it before the optimizer's step. Raises ``ConfigError`` for several."""
-        told = torch.as_tensor(loss).detach()
+        if not isinstance(loss, torch.Tensor):
+            loss = torch.as_tensor(loss, dtype=torch.float64, device="cpu")
+        told = loss.detach()
         if told.numel() != 1:
             raise ConfigError(
                 "the loss is one number", "fleet.report(loss=...)", f"a tensor of shape {list(told.shape)}", "report loss.mean()"
@@ -263,19 +269,22 @@ class Engine:
 
     def end_epoch(self) -> None:
         """The data of an epoch are used up; every trainer says so after the same step."""
-        self._run_between(EpochEnd())
+        self._run_between(EpochEnd(), "fleet.end_epoch")
 
     def flush(self, *, end: bool = False) -> None:
         """Make the trainers agree, as a model that is read must; ``end``: no step follows. Its time belongs to the step done last."""
-        self._run_between(DataEnd() if end else Flush())
+        self._run_between(DataEnd() if end else Flush(), "fleet.synchronize")
 
     def progress(self, where: str) -> Progress:
-        """What ``resume`` needs; ``where`` asks. Raises ``ConfigError`` in the middle of a step, unless its gradients were thrown away."""
-        dropped = self._phase == "update" and is_dropped(self.executor.combination, self._members)
-        if not dropped:
+        """What ``resume`` needs; ``where`` asks.
+
+        Raises ``ConfigError`` in the middle of a step, unless it has come to nothing.
+        """
+        begun = self._is_in_vain()
+        if not begun:
             refuse_in_step(self._phase, where)
         return Progress(
-            state=self._before[0] if dropped else self._decider.state,
+            state=self._before[0] if begun else self._decider.state,
             order=dict(self._planning.order),
             settled=self._initial is not None,
             cost=self._planning.setting.cost,
@@ -287,9 +296,11 @@ class Engine:
 
         Every rank calls it; parameters, buffers and the optimizer's state are put in place after it.
 
-        Raises ``ConfigError`` in the middle of a step, and where another plan would come of it.
+        Raises ``ConfigError`` in the middle of a step, unless it has come to nothing, and where another plan
+        would come of it.
         """
-        refuse_in_step(self._phase, where)
+        if not self._is_in_vain():
+            refuse_in_step(self._phase, where)
         planning = self._planning
         order = list(progress.order) if progress.settled else planning.registered()
         before = planning.order, planning.setting
@@ -307,7 +318,8 @@ class Engine:
             self._decider = self._decide(order, None, carried)
             self._decider.state = progress.state
             planning.order = dict(progress.order)
-        self.step = progress.state.next_step - 1
+        self.step, self._phase = progress.state.next_step - 1, "idle"
+        self._num_moves += 1
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -396,6 +408,7 @@ class Engine:
         self._phase = "forward"
         self.step += 1
         self._next_bucket = self._num_stepping = 0
+        self._holds = False
         self._outputs.clear()
         self.stopwatch.begin_step(self.step)
         self._before = self._decider.mark()
@@ -418,18 +431,21 @@ class Engine:
             output = reducer._post_forward(output)  # type: ignore[no-untyped-call]  # noqa: SLF001  # which lets a part that no loss uses get its zeros
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         for tensor in outputs:
-            tensor.register_hook(lambda _gradient: self._backward_begins())
+            tensor.register_hook(partial(self._backward_begins, num_moves=self._num_moves))
         if reducer is not None:
             if self._phase == "update":  # the last backward was of others
                 self._outputs.clear()
             self._outputs += outputs
         if not outputs and self.model.training and self._hidden is None:  # an object hides them
-            self._hidden = register_multi_grad_hook(self._members, lambda _gradient: self._backward_begins(), mode="any")
+            self._hidden = register_multi_grad_hook(self._members, self._backward_begins, mode="any")
         return output
 
-    def _backward_begins(self) -> None:
+    def _backward_begins(self, _gradient: torch.Tensor, num_moves: int | None = None) -> None:
+        """A backward has come to an output of the model, whose forward ran after so many moves."""
         if self._phase == "backward":
             return
+        if num_moves not in (None, self._num_moves):
+            refuse_late()
         if self._hidden is not None:
             self._hidden.remove()
             self._hidden = None
@@ -438,7 +454,7 @@ class Engine:
         if self._keeps:
             if self._phase == "update":
                 self._begin_again(dropped=False)
-            self._phase = "kept"
+            self._phase, self._holds = "kept", True
             self._outputs.clear()
             return
         self._behind, self._phase = self._phase, "backward"
@@ -470,8 +486,7 @@ class Engine:
         refuse_again(self.executor.combination, is_attached=self.executor.optimizer is not None, dropped=dropped)
         self._decider.rewind(self._before)
         self._next_bucket = 0
-        started(self._tell(StepBegin(self.step)))
-        self.executor.begin_again()
+        self.executor.begin_again(started(self._tell(StepBegin(self.step))))
 
     def _is_final(self, name: str, parameter: torch.Tensor) -> None:
         """A gradient is there, in a backward before the plan is settled."""
@@ -560,24 +575,33 @@ class Engine:
             self._planning.settle()
             self._stay(state)
 
-    def _run_between(self, event: Event) -> None:
+    def _is_in_vain(self, *, may_wait: bool = False) -> bool:
+        """Whether the step under way has come to nothing: no gradients were exchanged, or they were cleared.
+
+        ``may_wait``: gradients that backwards inside ``no_sync`` have left in ``.grad`` do not count.
+        """
+        if self._phase == "update":
+            return is_dropped(self.executor.combination, self._members)
+        holds = self._holds and not may_wait
+        return self._phase in ("forward", "kept") and not (holds and not is_cleared(self._members))
+
+    def _run_between(self, event: Event, where: str) -> None:
         """Tell the strategy of an event between steps, and do what it says; gradients that wait in ``.grad`` wait on."""
-        what = self.executor.combination
-        dropped = self._phase == "update" and is_dropped(what, self._members)
-        begun = dropped or (self._phase == "kept" and not what.merges)
+        begun = self._is_in_vain(may_wait=not self.executor.combination.merges)
         if begun:
             self._decider.rewind(self._before)
         else:
-            refuse_in_step(self._phase, type(event).__name__)
+            refuse_in_step(self._phase, where)
         self.take_over()
         state = self._decider.state
-        self.executor.run_between(self._tell(event))
+        has_moved = self.executor.run_between(self._tell(event))
         self._note_round(state)
         self.note_parameters()
         if begun:
+            self._num_moves += has_moved
+            self._outputs.clear()
             self._before = self._decider.mark()
-            started(self._tell(StepBegin(self.step)))
-            self.executor.begin_again()
+            self.executor.begin_again(started(self._tell(StepBegin(self.step))))
 
     def _tell(self, event: Event) -> Requests:
         return tell(self._decider, event, time.monotonic_ns)

@@ -188,16 +188,16 @@ class Executor:
         """A step's forward begins."""
         self._step = step
         self.loss = None
+        self.begin_again(operations)
+
+    def begin_again(self, operations: Operations = ()) -> None:
+        """The step's exchange begins again, after another that came to its end; the loss that was told stays."""
         self.release_statistics()
-        self.begin_again()
+        self._tickets.clear()
+        self._updates.clear()
         for operation in operations:
             assert operation.kind == "hold", f"nothing executes {operation.kind} here"
             self._release_statistics = hold_statistics(self._model)
-
-    def begin_again(self) -> None:
-        """The step's exchange begins again, after another that came to its end; the loss that was told stays."""
-        self._tickets.clear()
-        self._updates.clear()
 
     def begin_backward(self) -> None:
         """A backward begins whose gradients are exchanged: note which parameters have none yet."""
@@ -265,11 +265,11 @@ class Executor:
         behind, self._behind_update = self._behind_update, ()
         self._finish(behind, self._requests)
 
-    def run_between(self, requests: Requests) -> None:
-        """Run operations that belong to no step, if there are any."""
+    def run_between(self, requests: Requests) -> bool:
+        """Run operations that belong to no step; whether there were any."""
         operations = started(requests)
         if not operations:
-            return
+            return False
         self._stopwatch.update_begins()
         self.begin_again()
         whole = (index for index, operation in enumerate(operations) if operation.kind == "update" and operation.bucket is None)
@@ -290,6 +290,7 @@ class Executor:
             for parameter in self._parameters.values():
                 parameter.grad = None
         self._stopwatch.update_ends()
+        return True
 
     @torch.no_grad()
     def _gradients_now(self) -> Taken:
@@ -433,18 +434,22 @@ class Executor:
         assert payload is not None
         if payload == "unused":
             flags = [1 if name in self._used else 0 for name in self._parameters]
-            self._scalars["unused"] = torch.tensor(flags, dtype=torch.uint8).to(self._device, non_blocking=True)
+            own = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+            self._scalars["unused"] = own.to(self._device, non_blocking=True)
         scalar = self._scalars[payload]
         return lambda: communicators.all_reduce(scalar, "max", operation.group, operation.communicator)
 
     def _agreement(self, operation: Operation) -> torch.Tensor:
         """Where this trainer is, which the number of the operation tells, its learning rate, and the loss where it is wanted."""
-        loss = self.loss if operation.payload == "loss" else torch.zeros(())
-        if loss is None:
-            hint = "call fleet.report(loss=loss) before optimizer.step()"
-            raise ConfigError("adaptive steps follow the loss, which was not reported", "strategy.adaptive_localsgd", hint=hint)
-        place = torch.tensor([operation.id, self._controlled().lr], dtype=torch.float64).to(self._device, non_blocking=True)
-        return torch.cat([place, loss.to(place).reshape(1)])
+        numbers = torch.tensor([operation.id, self._controlled().lr, 0.0], dtype=torch.float64, device="cpu")
+        told = numbers.to(self._device, non_blocking=True)
+        if operation.payload == "loss":
+            if self.loss is None:
+                hint = "call fleet.report(loss=loss) before optimizer.step()"
+                what = "adaptive steps follow the loss, which was not reported"
+                raise ConfigError(what, "strategy.adaptive_localsgd", hint=hint)
+            told[2:].copy_(self.loss.reshape(1))
+        return told
 
     def _meet(self, operation: Operation) -> None:
         """Take the distances of a trainer alone, step the outer optimizer, or merge: a fragment, or all of the model."""

@@ -112,7 +112,7 @@ def measured_cost(communicators: Communicators) -> Cost:
     """What an all-reduce takes: that of this process's communicator 0, from a small and a large all-reduce; rank 0's, on every rank."""
     medians = []
     for nbytes in (_SMALL, _LARGE):
-        tensor = torch.zeros(nbytes // 4, device=communicators.device)
+        tensor = torch.zeros(nbytes // 4, dtype=torch.float32, device=communicators.device)
         times_ns = []
         for _ in range(_REPEATS):
             begin = time.monotonic_ns()

@@ -201,6 +201,13 @@ def refuse_unfinished(phase: str, rank: int) -> None:
         raise ConfigError("the last backward did not come to its end", f"rank {rank}", hint=hint)
 
 
+def refuse_late() -> NoReturn:
+    """Raise ``ConfigError`` for a backward whose forward read parameters that were replaced since."""
+    what = "its forward read parameters that trainers have averaged or loaded anew since"
+    hint = "call fleet.synchronize, fleet.end_epoch and loads before a step's forward, or after its optimizer.step()"
+    raise ConfigError(what, "loss.backward()", hint=hint)
+
+
 def refuse_unused(unused: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> NoReturn:
     """Raise ``ConfigError`` for parameters that the loss did not reach, or that were frozen."""
     frozen = [name for name in unused if not parameters[name].requires_grad]
@@ -240,7 +247,9 @@ def refuse_update(phase: str, members: Sequence[nn.Parameter], model: nn.Module)
 def refuse_in_step(phase: str, where: str) -> None:
     """Raise ``ConfigError`` for what belongs between two steps."""
     if phase != "idle":
-        raise ConfigError("comes in the middle of a step", where, hint="call it after optimizer.step(), or before the next forward")
+        way = "skip its backward, or run that inside fleet.no_sync() and clear the gradients"
+        hint = f"call it after optimizer.step(); to leave a batch out, {way}"
+        raise ConfigError("comes in the middle of a step", where, hint=hint)
 
 
 def _way_out(model: nn.Module) -> str:

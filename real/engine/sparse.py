@@ -97,7 +97,8 @@ class SparseBucket:
         return indices, self.parameter.detach().new_empty((0, *self.parameter.shape[1:]))
 
     def _of_rows(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return torch.sparse_coo_tensor(indices[None], values, self.parameter.shape, check_invariants=False)
+        shape, place = self.parameter.shape, values.device
+        return torch.sparse_coo_tensor(indices[None], values, shape, device=place, check_invariants=False)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import zmq
@@ -68,7 +69,7 @@ class ServedTraining:
         self._links: Links | None = None
         """For look-ups; none without tables, and in GeoSGD, where trainers have all rows."""
         self._table = 0
-        self._wanted = torch.zeros(0, dtype=torch.int64)
+        self._wanted = torch.zeros(0, dtype=torch.int64, device="cpu")
         """Rows of table ``_table`` that a look-up is to bring; ``_asked``: those of each server."""
         self._asked: list[torch.Tensor] = []
         self._answers: list[Answer] = []
@@ -177,7 +178,8 @@ class ServedTraining:
             self._geo.give_up()
             return
         for number, table in enumerate(self.parameters.tables):
-            for rows in torch.arange(len(table)).split(max(1, _PIECE_BYTES // (table.shape[1] * table.element_size()))):
+            piece = max(1, _PIECE_BYTES // (table.shape[1] * table.element_size()))
+            for rows in torch.arange(len(table), device="cpu").split(piece):
                 self._look_up(number, rows)
 
     def take_all(self) -> None:
@@ -421,7 +423,7 @@ class ServedTraining:
 
     def _ask_rows(self) -> None:
         assert self._links is not None
-        none = torch.zeros(0, dtype=torch.int64).numpy().astype(ROW)
+        none = np.zeros(0, ROW)
         self._asked = []
         for server in range(self.rules.servers):
             own, rows = shard_rows(self._wanted, self.rules.servers, server)

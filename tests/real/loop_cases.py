@@ -43,6 +43,8 @@ ALWAYS = (
     loops.one_of_two_losses,
     loops.penalty,
     loops.kept_penalty,
+    loops.left_over,
+    loops.no_backward,
 )
 """What every strategy takes; clipping, but for updates in the backward."""
 TWICE = (loops.plain, loops.mixed, loops.two_losses)
@@ -82,6 +84,7 @@ def sample() -> list[Case]:
 def cases() -> list[Case]:
     """All of them."""
     found = [_case("ddp", None, loop) for loop in (loops.usual, loops.in_no_sync, loops.plain, loops.two_forwards, loops.dropped)]
+    found += [_case("ddp", None, loop) for loop in (loops.left_over, loops.no_backward)]
     found += [_case("ddp, unused", None, loop, model="gated") for loop in UNUSED]
     for name, fields in SYNCHRONOUS.items():
         found += [_case(name, fields, loop) for loop in (*ALWAYS, *TWICE, *DROPS, loops.whole)]
@@ -95,7 +98,10 @@ def cases() -> list[Case]:
     found += [_case("unused", unused, loop, model="gated") for loop in (*UNUSED, loops.plain, loops.mixed, loops.kept_penalty)]
     found += [_case("unused, merge of 2", {**unused, **MERGE}, loop, model="gated", merge=2) for loop in (*UNUSED, loops.penalty)]
     found += [_case("unused, K = 3", {**unused, **LOCAL}, loop, model="gated", meets=3) for loop in (*UNUSED, loops.plain)]
-    found += [_case("sparse", SEVERAL, loop, model="looked") for loop in (loops.usual, loops.in_no_sync, loops.plain, loops.mixed)]
+    found += [
+        _case("sparse", SEVERAL, loop, model="looked")
+        for loop in (loops.usual, loops.in_no_sync, loops.plain, loops.mixed, loops.left_over)
+    ]
     found += [_case("sparse, merge of 2", {**SEVERAL, **MERGE}, loops.in_no_sync, model="looked", merge=2)]
     once = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 1}}
     found += [_case("sparse, K = 3, merge of 1", {**SEVERAL, **LOCAL, **once}, loops.usual, model="looked", meets=3)]

@@ -51,6 +51,14 @@ def train(case: Case, communicators: Communicators) -> dict[str, npt.NDArray[np.
         network.rank = communicators.rank
     optimizer = problem.optimizer_of("sgd" if what.model == "looked" else "momentum")(network)
     model, no_sync, engine = network, nullcontext, None
+    history, counts = [], []
+
+    def meet() -> None:
+        if engine is not None:
+            engine.flush()
+            engine.end_epoch()
+            assert engine.progress("a save").state.next_step == 1 + len(counts)
+
     if case.strategy is None:
         model = DistributedDataParallel(network, find_unused_parameters=what.model == "gated")
         no_sync = model.no_sync
@@ -58,13 +66,14 @@ def train(case: Case, communicators: Communicators) -> dict[str, npt.NDArray[np.
         engine = Engine(network, DistributedStrategy.from_dict(case.strategy), communicators)
         engine.attach_optimizer(optimizer)
         no_sync = engine.no_sync
-    history, counts = [], []
-    script = Script(model, optimizer, communicators.rank, communicators.trainers, no_sync, what.dtype)
+    script = Script(model, optimizer, communicators.rank, communicators.trainers, no_sync, what.dtype, meet)
     with counted() as collectives:
         for exchanged in case.loop(script):
             if not exchanged:
                 history.append(problem.flat(network).numpy().copy())
+            if exchanged is False:
                 counts.append(len(collectives))
+            if not exchanged:
                 collectives.clear()
     found = {"history": np.array(history), "collectives": np.array(counts)}
     if engine is not None:

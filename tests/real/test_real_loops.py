@@ -44,8 +44,12 @@ def _truth(case: Truth) -> npt.NDArray[np.float64]:
     histories: list[list[npt.NDArray[np.float64]]] = [[] for _ in scripts]
     sums = _no_sums(networks)
     merged = updates = 0
+    due = 1
     for steps in zip(*(case.loop(script) for script in scripts), strict=True):
         assert len(set(steps)) == 1
+        if steps[0] is None and updates > due - case.meets:
+            _average(networks)
+            due = updates + case.meets
         if steps[0]:
             merged = 1 if case.merge == 1 else merged + 1  # where the gradients may be thrown away, and come again
             sums = [_take(network, total) for network, total in zip(networks, sums, strict=True)]
@@ -53,10 +57,11 @@ def _truth(case: Truth) -> npt.NDArray[np.float64]:
                 _share(networks, sums, case)
                 sums = _no_sums(networks)
             continue
-        if merged == case.merge:
+        if steps[0] is False and merged == case.merge:
             merged, updates = 0, updates + 1
-            if case.meets and (updates - 1) % case.meets == 0:
+            if case.meets and updates == due:
                 _average(networks)
+                due += case.meets
         for network, history in zip(networks, histories, strict=True):
             history.append(problem.flat(network).numpy().copy())
     return np.array(histories)

@@ -199,6 +199,48 @@ def test_meeting_in_the_middle_of_a_step_is_refused(others: ZeroTrainer) -> None
     engine.close()
 
 
+@pytest.mark.parametrize("k_steps", [None, 4])
+def test_a_backward_after_an_averaging_is_refused(others: ZeroTrainer, k_steps: int | None) -> None:
+    """Trainers may agree between a forward and its backward if that moves no parameter."""
+    fields = {"localsgd": True, "localsgd_configs": {"k_steps": k_steps}} if k_steps else {}
+    engine, optimizer = engine_of(six_layers(), others, **fields)
+    train(engine, optimizer, 3)
+    loss = engine.model(torch.ones(2, 8)).sum()
+    engine.flush()
+    if k_steps is None:
+        loss.backward()
+        optimizer.step()
+    else:
+        with pytest.raises(ConfigError, match="its forward read parameters"):
+            loss.backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("phase", ["forward", "kept", "update"])
+def test_a_step_that_came_to_nothing_may_be_saved_and_loaded_over(others: ZeroTrainer, phase: str) -> None:
+    """After a loss that is no number, a script saves what was before it, or loads that, and trains on."""
+    engine, optimizer = engine_of(six_layers(), others)
+    train(engine, optimizer, 3)
+    saved, carried = engine.progress("a save"), engine.executor.carried()
+    train(engine, optimizer, 2)
+    with engine.no_sync() if phase == "kept" else nullcontext():
+        loss = engine.model(torch.ones(2, 8)).sum() * torch.nan
+        if phase != "forward":
+            loss.backward()
+    if phase == "kept":
+        with pytest.raises(ConfigError, match="in the middle of a step"):
+            engine.progress("a save")
+        optimizer.zero_grad()
+    assert engine.progress("a save").state.next_step == 6
+    engine.resume(saved, carried, "a load")
+    if phase == "forward":
+        with pytest.raises(ConfigError, match="its forward read parameters"):
+            loss.backward()
+    train(engine, optimizer, 2)
+    assert (engine.step, engine.num_updates) == (5, 5)
+    engine.close()
+
+
 @pytest.mark.parametrize(("alike", "where"), [(0, "the strategy"), (1, "the model"), (2, "the plan of exchanges")])
 def test_a_rank_with_another_strategy_or_model_is_refused(alike: int, where: str) -> None:
     """What is not rank 0's would mix up communicators or tensors: every rank says so before there is any of them."""

@@ -2,7 +2,7 @@
 
 A loop yields where ``.grad`` holds what its trainer will update from, before anything reads it. Under the
 engine or DDP nothing happens there; in the written-out truth, that is where trainers' gradients are averaged.
-It yields again, ``False``, after each ``optimizer.step()``.
+It yields again, ``False``, after each ``optimizer.step()``, and ``None`` after ``meet``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 UPDATES = 6
-Loop = Callable[["Script"], Iterator[bool]]
+Loop = Callable[["Script"], Iterator[bool | None]]
 
 
 @dataclass
@@ -30,6 +30,8 @@ class Script:
     ranks: int
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     dtype: str = "float64"
+    meet: Callable[[], None] = lambda: None
+    """What a script does between two epochs: it synchronizes, ends an epoch, and saves."""
     batches: int = field(default=0, init=False)
 
     def loss(self) -> torch.Tensor:
@@ -200,6 +202,44 @@ def dropped(script: Script) -> Iterator[bool]:
         script.optimizer.step()
         script.optimizer.zero_grad()
         yield False
+
+
+def left_over(script: Script) -> Iterator[bool | None]:
+    """Every second update ends an epoch, which leaves over batches inside ``no_sync``, a forward, or both."""
+    for update in range(UPDATES):
+        script.loss().backward()
+        yield True
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+        yield False
+        if update % 2 == 0:
+            continue
+        if update % 4 == 1:
+            with script.no_sync():
+                for _ in range(2):
+                    (script.loss() * torch.nan).backward()
+            script.optimizer.zero_grad(set_to_none=update > 3)
+        if update != 1:
+            script.loss()
+        script.meet()
+        yield None
+
+
+def no_backward(script: Script) -> Iterator[bool | None]:
+    """A forward is left out in every place: before a step, between its batches, and last."""
+    for _ in range(UPDATES):
+        script.loss()
+        with script.no_sync():
+            script.loss().backward()
+        script.loss()
+        script.loss().backward()
+        yield True
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+        yield False
+    script.loss()
+    script.meet()
+    yield None
 
 
 def scaler_of_its_own(script: Script) -> Iterator[bool]:
