@@ -366,9 +366,8 @@ def agree_on(lines: Sequence[str], where: str, communicators: Communicators, hin
 def _texts(text: str, communicators: Communicators) -> list[str]:
     """All ranks' texts, in their order."""
     data = text.encode()
-    lengths = _gathered(torch.tensor([len(data)]), communicators)
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    lengths = _gathered(torch.tensor([len(data)], device="cpu"), communicators)
+    padded = torch.tensor([*data.ljust(max(lengths), b"\0")], dtype=torch.uint8, device="cpu")
     told = bytes(_gathered(padded, communicators))
     return [told[rank * len(padded) :][:length].decode() for rank, length in enumerate(lengths)]
 

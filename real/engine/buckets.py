@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.fusion import Bucket
@@ -238,28 +239,37 @@ class DeltaBucket:
 
 
 class BufferAverage:
-    """A model's buffers on their way: statistics are averaged, counts take the largest."""
+    """A model's buffers on their way: floating-point numbers are averaged, counts take the largest.
+
+    A count is a single ``int32`` or ``int64``. All other buffers stay each rank's own, as do later ones.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._shapes = {name: buffer.shape for name, buffer in model.named_buffers() if _is_averaged(buffer)}
         self._packed: list[tuple[list[torch.Tensor], torch.Tensor, str]] = []
         """Buffers of a kind, their numbers in one tensor, and how these are reduced."""
-
-    def _found(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Statistics and counts that the model has now: a module may put others in their place."""
-        buffers = [buffer for buffer in self._model.buffers() if buffer.numel() and buffer.dtype != torch.bool]
-        floats = [buffer for buffer in buffers if buffer.is_floating_point()]
-        return floats, [buffer for buffer in buffers if not buffer.is_floating_point()]
 
     @property
     def nbytes(self) -> int:
         """Size of all that travels, in bytes."""
-        return sum(buffer.numel() * 8 for buffers in self._found() for buffer in buffers)
+        return sum(shape.numel() * 8 for shape in self._shapes.values())
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Gather the buffers, in float64 and int64."""
-        floats, counts = self._found()
+        """Gather the buffers, in float64 and int64; a module may have put others in their place.
+
+        Raises ``ConfigError`` for one that is missing or has another shape, which other ranks may not have.
+        """
+        now = dict(self._model.named_buffers(remove_duplicate=False))
+        for name, shape in self._shapes.items():
+            if name not in now or now[name].shape != shape:
+                found = str(list(now[name].shape)) if name in now else "none"
+                what = 'cannot be averaged (buffers = "average"), because its shape has changed'
+                hint = 'keep the shapes of buffers, or set buffers = "local"'
+                raise ConfigError(what, f"buffer {name}", f"{found}, before {list(shape)}", hint)
+        floats = [now[name] for name in self._shapes if now[name].is_floating_point()]
+        counts = [now[name] for name in self._shapes if not now[name].is_floating_point()]
         self._packed = [
             (buffers, torch.cat([buffer.reshape(-1).to(dtype) for buffer in buffers]), how)
             for buffers, dtype, how in ((floats, torch.float64, "mean"), (counts, torch.int64, "max"))
@@ -277,6 +287,12 @@ class BufferAverage:
         for buffers, flat, _ in self._packed:
             pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
             copy_all(buffers, [piece.view(buffer.shape).to(buffer.dtype) for piece, buffer in zip(pieces, buffers, strict=True)])
+
+
+def _is_averaged(buffer: torch.Tensor) -> bool:
+    is_plain = buffer.layout == torch.strided and buffer.numel() > 0 and 0 not in buffer.stride()
+    is_count = buffer.dim() == 0 and buffer.dtype in (torch.int32, torch.int64)
+    return is_plain and (buffer.is_floating_point() or is_count)
 
 
 class Storage:

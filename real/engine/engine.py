@@ -157,7 +157,6 @@ class Engine:
         self._executor: Executor | None = None
         self._reducer: PlannedReducer | None = None
         self._next_bucket = 0
-        agree_on(self._planning.lines(), "the model", communicators)
         refuse_model(model, communicators.device)
         self._num_stepping = self._num_steps = 0
         self._others: dict[int, int] = {}
@@ -343,6 +342,8 @@ class Engine:
 
     def _decide(self, order: Sequence[str], state: State | None, carried: Carried | None = None) -> Decider:
         """Plan for gradients in this order, and make what the plan needs; ``carried`` takes the place of what the last step has left."""
+        if state is None:
+            agree_on(self._planning.lines(), "the model", self.communicators)
         plan = self._planning.plan(order)
         self.communicators.require(self.strategy.nccl_comm_num, plan.parts)
         agree_on([plan.digest], "the plan of exchanges", self.communicators)
@@ -372,7 +373,8 @@ class Engine:
             optimizer = self._executor.optimizer
         self._executor = None  # and its buffers, before there are new ones
         carried = carried or Carried()
-        self._executor = Executor(self.model, self._parameters, strategy, self.communicators, self.stopwatch, carried, optimizer)
+        shared = (self.communicators, self.stopwatch, carried, optimizer, self._planning.buffers)
+        self._executor = Executor(self.model, self._parameters, strategy, *shared)
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
         return Decider.start(strategy, self.communicators.rank, record=self._record, state=state)

@@ -66,6 +66,7 @@ class Executor:
         stopwatch: Stopwatch,
         carried: Carried,
         optimizer: torch.optim.Optimizer | None,
+        buffers: BufferAverage,
     ) -> None:
         """``carried`` and ``optimizer``: from the plan before, or from a checkpoint."""
         self.loss = carried.loss
@@ -79,7 +80,7 @@ class Executor:
         self._device = next(iter(self._parameters.values())).device
         self._control: OptimizerControl | None = None
         self._inline = InlineLane() if self.combination.is_sequential else None
-        self._buffers = BufferAverage(model)
+        self._buffers = buffers
         self._tickets: dict[int, Ticket] = {}
         self._flying: dict[int, Ticket] = {}
         """Exchanges of distances; a fragment's goes on over steps."""

@@ -46,12 +46,13 @@ class Planning:
         self.order: dict[str, int] = {}
         self.sparse = sparse_weights(model)
         """Names of the parameters whose gradients are sparse."""
+        self.buffers = BufferAverage(model)
         self.setting = Setting(
             trainers=communicators.trainers,
             trainers_per_node=trainers_per_node,
             queue_depth=communicators.queue_depth,
             cost=cost or (measured_cost(communicators) if strategy.fuses_by_cost else None),
-            buffers_nbytes=BufferAverage(model).nbytes,
+            buffers_nbytes=self.buffers.nbytes,
             order=tuple(parameters),
         )
         self._model = model

@@ -1,6 +1,6 @@
 """One rank of the tests of global modes: trains under each of some strategies, in one of torch's modes.
 
-``modes_rank.py RANK RANKS STORE OUTPUT FOLDER MODE``. Every training saves, loads, reports numbers and evaluates below ``FOLDER``.
+``modes_rank.py RANK RANKS STORE OUTPUT FOLDER MODE``. Every training saves, loads, reports and evaluates.
 """
 
 from __future__ import annotations
@@ -37,28 +37,35 @@ def main() -> None:
         torch.manual_seed(number)
         model = problem.model("float32", "looked" if name == "sparse" else "plain")
         if name != "sparse":
-            model.append(nn.BatchNorm1d(problem.CLASSES, dtype=torch.float32))  # type: ignore[operator]  # it is a Sequential
+            model = nn.Sequential(model, nn.BatchNorm1d(problem.CLASSES, dtype=torch.float32))
         optimizer = problem.optimizer_of("sgd" if name == "sparse" else "momentum")(model)
         batches = [problem.own_batch(step, int(rank), int(ranks), "float32") for step in range(STEPS)]
         set_mode(mode)
         try:
-            saved |= {f"{name}/{key}": value for key, value in train(fields, model, optimizer, batches, Path(folder) / name, mode).items()}
+            found = train(fields, model, optimizer, batches, Path(folder) / name, mode)
         except Exception as error:
             raise RuntimeError(f"{name} in mode {mode}") from error
         finally:
             set_mode("usual")
+        saved |= {f"{name}/{key}": value for key, value in found.items()}
     np.savez(output, **saved)
     dist.destroy_process_group()
 
 
 def set_mode(mode: str) -> None:
     """Let torch make tensors of another type, or elsewhere, where a script names none."""
-    torch.set_default_dtype({"bfloat16 on meta": torch.bfloat16, "float64 and inference": torch.float64}.get(mode, torch.float32))
+    types = {"bfloat16 on meta": torch.bfloat16, "float64 and inference": torch.float64}
+    torch.set_default_dtype(types.get(mode, torch.float32))
     torch.set_default_device("meta" if mode == "bfloat16 on meta" else None)
 
 
 def train(
-    fields: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], folder: Path, mode: str
+    fields: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Any],
+    folder: Path,
+    mode: str,
 ) -> dict[str, npt.NDArray[np.generic]]:
     """Parameters after every step, and buffers at the end."""
     fleet = Fleet()

@@ -1,4 +1,4 @@
-"""Global modes: what a script sets for all of torch changes nothing of a training under fleet that names its own types and devices."""
+"""Global modes: what a script sets for all of torch does not change how fleet trains its model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _results(mode: str) -> list[Arrays]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["bfloat16 on meta", "float64 and inference"])
 def test_a_global_mode_changes_no_bit(mode: str, family: str) -> None:
-    """Under another default type or device, and with evaluations in ``inference_mode``, a training has the bits that it has without."""
+    """A training has the same bits under another default type or device, and with ``inference_mode``."""
     for usual, found in zip(_results("usual"), _results(mode), strict=True):
         assert np.isfinite(usual[f"{family}/history"]).all()
         for name in ("history", "buffers"):
