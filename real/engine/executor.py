@@ -477,6 +477,8 @@ class Executor:
     @torch.no_grad()
     def _merge(self, operation: Operation, own: Sequence[DeltaBucket]) -> None:
         what = self.combination
+        if self._control is not None:
+            self._control.refuse_unaveraged()
         share = what.fragments.mixing if what.fragments is not None and operation.payload == "mixture" else 0.0
         for delta in own:
             self._waiting.discard(delta.id)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.combination import Combination
@@ -57,7 +58,10 @@ class OptimizerControl:
         if self._lr_scale != 1 and any("lr" not in group for group in optimizer.param_groups):
             raise ConfigError("has no learning rate to scale", "optimizer", type(optimizer).__name__, "leave lr_scale at 1")
         self.averages_state = combination.averages_state
-        names = state_slots(optimizer) if combination.averages_state or combination.resets_state else ()
+        self._averages_all = combination.averages_state and not combination.momentum_alone
+        names = ()
+        if combination.averages_state or combination.resets_state:
+            names = state_slots(optimizer, averages_all=self._averages_all)
         self.slots = combination.slots(names)
         """Names of the state tensors that trainers average or reset."""
         if names and not self.slots and not any(kind.__module__.startswith("torch.optim.") for kind in _kinds(optimizer)):
@@ -117,6 +121,11 @@ class OptimizerControl:
         tensors = self.state(bucket)
         for tensor, piece in zip(tensors, torch.split(buffer, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(piece.view(tensor.shape))
+
+    def refuse_unaveraged(self) -> None:
+        """Raise ``ConfigError`` where all state is to be averaged, and the optimizer has made more."""
+        for parameter in self._parameters.values() if self._averages_all else ():
+            refuse_unaveraged(self.optimizer, parameter, self.optimizer.state.get(parameter, {}), self.slots)
 
     def reset(self) -> None:
         """Clear the state."""
@@ -270,11 +279,30 @@ def scale_rates(optimizer: Optimizer, factor: float) -> Callable[[], None]:
     return restore
 
 
-def state_slots(optimizer: Optimizer) -> tuple[str, ...]:
+def refuse_unaveraged(optimizer: Optimizer, like: torch.Tensor, state: State, slots: Collection[str]) -> None:
+    """Raise ``ConfigError`` where a parameter's state is more than ``slots`` and single numbers, such as counts.
+
+    ``like``: the parameter.
+    """
+    for name, value in state.items():
+        for tensor in pytree.tree_leaves(value):
+            if not isinstance(tensor, torch.Tensor) or (tensor.numel() == 1 and name not in slots):
+                continue
+            is_like = tensor.shape == like.shape and tensor.dtype == like.dtype
+            if name not in slots or tensor is not value or not is_like:
+                what = 'keeps state that cannot be averaged (optimizer_state = "average")'
+                own, of = (f"{list(each.shape)} of {each.dtype}" for each in (tensor, like))
+                told = f"{name}: {own}, of a parameter of {of}"
+                hint = 'set optimizer_state = "local", or use one whose state is like its parameters: AdamW'
+                raise ConfigError(what, f"optimizer {type(optimizer).__name__}", told, hint)
+
+
+def state_slots(optimizer: Optimizer, *, averages_all: bool = False) -> tuple[str, ...]:
     """Names of the state tensors that have the parameter's shape, such as ``exp_avg``, over all groups, sorted.
 
     Steps a copy on a parameter made up for this; the optimizer stays as it is. Raises ``ConfigError``
-    for an optimizer that has no state by parameter, or that cannot step such a parameter.
+    for an optimizer that has no state by parameter, or that cannot step such a parameter, and, where
+    ``averages_all``, for one that has other state, too.
     """
     slots: set[str] = set()
     for group in [group for group in optimizer.param_groups if group["params"]]:
@@ -288,7 +316,11 @@ def state_slots(optimizer: Optimizer) -> tuple[str, ...]:
             raise ConfigError(
                 f"cannot be asked for its state: {error}", "optimizer", type(optimizer).__name__, "use an optimizer of torch.optim"
             ) from error
-        slots |= {name for name, value in states[probe].items() if isinstance(value, torch.Tensor) and value.shape == probe.shape}
+        tensors = {name: value for name, value in states[probe].items() if isinstance(value, torch.Tensor)}
+        found = {name for name, value in tensors.items() if value.shape == probe.shape}
+        if averages_all:
+            refuse_unaveraged(optimizer, probe, states[probe], found)
+        slots |= found
     return tuple(sorted(slots))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from zero_trainer import ZeroTrainer, six_layers, train
 
 from fleetbench.errors import ConfigError
+from fleetbench.strategy import DistributedStrategy
+from real.engine.engine import Engine
 from real.engine.optimizers import FusedOptimizer, hide, refuse_whole, reset_state, state_slots, state_tensors, step_some
 
 SHAPES = ((5, 7), (7,), (3, 2, 4), (), (0,), (1,), (13,))
@@ -417,6 +421,62 @@ def test_slots_are_the_states_of_the_parameters_shape(kind: str, options: dict[s
     before = _snapshot(parameters, optimizer)
     assert state_slots(optimizer) == slots
     _assert_same(_snapshot(parameters, optimizer), before)
+
+
+class Nested(torch.optim.Optimizer):
+    """Keeps what ``make`` makes of a gradient, from its second step on."""
+
+    def __init__(self, parameters: list[nn.Parameter], make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.make = make
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # noqa: ARG002  # as torch's own have it
+        """Keep it."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if state:
+                    state["kept"] = self.make(parameter.grad)
+                state["step"] = state.get("step", 0) + 1
+
+
+def _averaging(model: nn.Module, others: ZeroTrainer, **configs: Any) -> Engine:
+    strategy = DistributedStrategy.from_dict({"localsgd": True, "localsgd_configs": configs})
+    return Engine(model, strategy, others)  # type: ignore[arg-type]  # the fake has the methods that the engine calls
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda gradient: [gradient, gradient],
+        lambda gradient: {"low": gradient.clone()},
+        lambda gradient: gradient.sum(dim=0, keepdim=True),
+        lambda gradient: gradient.to(torch.uint8),
+        lambda gradient: gradient.double(),
+        torch.clone,
+    ],
+    ids=["list", "dict", "shape", "bits", "type", "late"],
+)
+def test_state_that_nobody_averages_is_named(others: ZeroTrainer, make: Callable[..., Any]) -> None:
+    """With ``optimizer_state = "average"`` it is an error at the first averaging; with momentum alone it stays."""
+    for averaged in ("optimizer_state", "momentum"):
+        model = six_layers()
+        engine = _averaging(model, others, k_steps=2, **{averaged: "average"})
+        optimizer = Nested(list(model.parameters()), make)
+        engine.attach_optimizer(optimizer)
+        refused = averaged == "optimizer_state"
+        with pytest.raises(ConfigError, match=r"Nested.*kept: ") if refused else nullcontext():
+            train(engine, optimizer, 4)
+        engine.close()
+
+
+def test_factored_state_is_refused_at_once(others: ZeroTrainer) -> None:
+    """Adafactor keeps sums over rows and columns, which no bucket of parameters can carry."""
+    model = six_layers()
+    engine = _averaging(model, others, optimizer_state="average")
+    with pytest.raises(ConfigError, match=r"Adafactor: keeps state.*row_var"):
+        engine.attach_optimizer(torch.optim.Adafactor(model.parameters()))
+    engine.close()
 
 
 @pytest.mark.parametrize(("kind", "options"), [pair for pair in ELEMENTWISE if not pair[1].get("dampening")])
