@@ -28,8 +28,9 @@ from fleetbench.plan.state import State
 from fleetbench.strategy import DistributedStrategy
 from real.checkpoints.checkpoint import MODEL, Part, Save
 from real.communication.communicators import strategy_digest
-from real.engine.engine import Engine, Progress
+from real.engine.engine import Engine
 from real.engine.executor import Carried
+from real.engine.planning import Progress
 
 OPTIMIZER = "optimizer.safetensors"
 SNAPSHOT = "snapshot.safetensors"

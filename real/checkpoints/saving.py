@@ -37,9 +37,10 @@ from real.checkpoints.persistables import (
     unpack,
 )
 from real.communication.communicators import strategy_digest
-from real.engine.engine import Engine, Progress
+from real.engine.engine import Engine
 from real.engine.executor import Carried
 from real.engine.outside import refuse_flying
+from real.engine.planning import Progress
 
 SAVE = "fleet.save_persistables"
 LOAD = "fleet.load_persistables"

@@ -19,7 +19,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +50,7 @@ from real.engine.forward_writes import ForwardWrites
 from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
 from real.engine.optimizers import refuse_arguments
 from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_replaced
-from real.engine.planning import Planning
+from real.engine.planning import Planning, Progress
 from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
     refuse_again,
@@ -77,21 +76,6 @@ from real.engine.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from real.checkpoints.meeting import Meeting
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a strategy has come on a model, as plain data: with the tensors, all that another engine needs to go on."""
-
-    state: State
-    order: Mapping[str, int]
-    """Gradients in their order of readiness as far as it is known, with when each was final, in ns from the start of the backward."""
-    settled: bool = False
-    """The plan in force was made from that order, and stays."""
-    cost: Cost | None = None
-    """Of an all-reduce, as the plan takes it."""
-    plan: str | None = None
-    """Digest of the plan in force; none where going on makes another."""
 
 
 class Engine:
@@ -300,23 +284,14 @@ class Engine:
         """
         if not self._is_in_vain():
             refuse_in_step(self._phase, where)
-        planning = self._planning
-        order = list(progress.order) if progress.settled else planning.registered()
-        before = planning.order, planning.setting
-        planning.resume(progress.order if progress.settled else {}, progress.cost)
-        plan = planning.plan(order)
-        if progress.plan is not None and plan.digest != progress.plan:
-            planning.order, planning.setting = before
-            what = "this model and these trainers make another plan than was saved"
-            hint = "start as many trainers a node, with the same model, as were saved"
-            raise ConfigError(what, where, f"plan {plan.digest}, saved {progress.plan}", hint)
+        order = self._planning.resume(progress, where)
         if progress.settled:
             self._stay(progress.state, carried)
         else:
             self._initial = None
             self._decider = self._decide(order, None, carried)
             self._decider.state = progress.state
-            planning.order = dict(progress.order)
+            self._planning.order = dict(progress.order)
         self.step, self._phase = progress.state.next_step - 1, "idle"
         self._num_moves += 1
         for parameter in self._parameters.values():
@@ -442,7 +417,7 @@ class Engine:
             self._hidden = register_multi_grad_hook(self._members, self._backward_begins, mode="any")
         return output
 
-    def _backward_begins(self, _gradient: torch.Tensor, num_moves: int | None = None) -> None:
+    def _backward_begins(self, _gradient: torch.Tensor | None = None, num_moves: int | None = None) -> None:
         """A backward has come to an output of the model, whose forward ran after so many moves."""
         if self._phase == "backward":
             return

@@ -59,9 +59,8 @@ class OptimizerControl:
             raise ConfigError("has no learning rate to scale", "optimizer", type(optimizer).__name__, "leave lr_scale at 1")
         self.averages_state = combination.averages_state
         self._averages_all = combination.averages_state and not combination.momentum_alone
-        names = ()
-        if combination.averages_state or combination.resets_state:
-            names = state_slots(optimizer, averages_all=self._averages_all)
+        is_kept = not (combination.averages_state or combination.resets_state)
+        names = () if is_kept else state_slots(optimizer, averages_all=self._averages_all)
         self.slots = combination.slots(names)
         """Names of the state tensors that trainers average or reset."""
         if names and not self.slots and not any(kind.__module__.startswith("torch.optim.") for kind in _kinds(optimizer)):

@@ -7,13 +7,16 @@ registered; then it is rank 0's observed order, which all ranks plan by.
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import Gradient
+from fleetbench.plan.state import State
 from fleetbench.quantities import MIB, Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.training import sparse_weights
@@ -23,6 +26,21 @@ from real.engine.buckets import BufferAverage, dense_strides
 
 _SMALL, _LARGE = 1024, 4 * MIB  # bytes of the all-reduces that are timed
 _REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a strategy has come on a model, as plain data: with the tensors, all that another engine needs to go on."""
+
+    state: State
+    order: Mapping[str, int]
+    """Gradients in their order of readiness as far as it is known, with when each was final, in ns from the start of the backward."""
+    settled: bool = False
+    """The plan in force was made from that order, and stays."""
+    cost: Cost | None = None
+    """Of an all-reduce, as the plan takes it."""
+    plan: str | None = None
+    """Digest of the plan in force; none where going on makes another."""
 
 
 class Planning:
@@ -103,10 +121,19 @@ class Planning:
         if (known := self._forecast_ready) is not None and self._strategy.fuses_by_cost:
             self.order = dict(sorted(((name, known.get(name, ready)) for name, ready in self.order.items()), key=lambda item: item[1]))
 
-    def resume(self, order: Mapping[str, int], cost: Cost | None) -> None:
-        """Know what another planning knew."""
-        self.order = dict(order)
-        self.setting = dataclasses.replace(self.setting, cost=cost or self.setting.cost)
+    def resume(self, progress: Progress, where: str) -> list[str]:
+        """Know what another planning knew; returns the order to plan by. Raises ``ConfigError`` where another plan would come of it."""
+        before = self.order, self.setting
+        self.order = dict(progress.order) if progress.settled else {}
+        self.setting = dataclasses.replace(self.setting, cost=progress.cost or self.setting.cost)
+        order = list(self.order) or self.registered()
+        plan = self.plan(order)
+        if progress.plan not in (None, plan.digest):
+            self.order, self.setting = before
+            what = "this model and these trainers make another plan than was saved"
+            hint = "start as many trainers a node, with the same model, as were saved"
+            raise ConfigError(what, where, f"plan {plan.digest}, saved {progress.plan}", hint)
+        return order
 
 
 def measured_cost(communicators: Communicators) -> Cost:
