@@ -487,9 +487,12 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
         "has stepped parameters of the model, and was not given to fleet",
         lambda case: bool(case.second) and (case.is_local or case.merge > 1 or case.amp == "fp16"),
     ),
-    "an epoch's end or a meeting, where fleet's optimizer has not stepped since the last backward (the error names it)": (
-        "(EpochEnd|Flush): comes in the middle of a step",
-        lambda case: case.second == "new",
+    "an epoch's end or a meeting, where fleet's optimizer has not stepped since the last backward (docs/loops.md)": (
+        "fleet.(end_epoch|synchronize): comes in the middle of a step",
+        lambda case: (
+            case.second == "new"
+            or (case.drops == "last synced" and (case.is_local or case.merge > 1 or case.by_bucket or case.amp == "fp16"))
+        ),
     ),
     "a training forward writes a buffer, each rank another value (docs/loops.md)": (
         "is written by the training forward and differs by rank",
