@@ -290,6 +290,8 @@ class DistributedStrategy(Config):
     """Gradients travel as BF16."""
     find_unused_parameters: bool = False
     """Handle parameters that a step's loss does not reach, instead of refusing the step."""
+    broadcast_buffers: bool = True
+    """Before each forward that follows an exchange of gradients rank 0 sends its buffers, as DDP does; local steps have ``buffers``."""
 
     thread_num: int = 1
     """CPU threads of a trainer (torch's intra-op threads)."""

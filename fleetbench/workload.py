@@ -163,8 +163,6 @@ class Workload(Config):
     profile: str | None = None
     """File of measured layer tables."""
     layers: tuple[LayerSpec, ...] = ()
-    broadcast_buffers: bool = False
-    """Before each forward that follows an exchange of gradients rank 0 sends all its buffers, as DDP does by default; simulated only."""
     host: HostWork | None = None
     """Of declared layers; for a registry model the profile measures it."""
     loss_curve: LossCurve | None = None

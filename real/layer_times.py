@@ -39,7 +39,7 @@ from real.communication.clocks import Clock, Mark, clock_of
 from real.communication.communicators import Communicators
 from real.communication.lanes import InlineLane
 from real.compute.recompute import SavedForBackward
-from real.engine.buckets import BufferAverage
+from real.engine.buckets import ModelBuffers
 from real.engine.engine import Engine
 from real.gradient_noise import GradientNoise
 from real.leg import Leg
@@ -318,7 +318,7 @@ class ProfileLeg:
             layers=self._clock.times(),
             touched=self._touched,
             activation_bytes=saved,
-            buffers_nbytes=BufferAverage(self._model).nbytes,
+            buffers_nbytes=ModelBuffers(self._model).nbytes,
             memory=memory_bytes(self._model, self._optimizer, sum(saved.values())),
         )
         forwards = map(sum, measured.layers.forward)

@@ -37,7 +37,7 @@ nodes trainers_per_node nics_per_node intra inter collective measured host_bandw
 stragglers
 """
 CLUSTER = frozenset(f"cluster.{name}" for name in _CLUSTER.split())
-_WORKLOAD = WORKLOAD | LOSSES | {"workload.broadcast_buffers"}
+_WORKLOAD = WORKLOAD | LOSSES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,6 @@ def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
         cost=all_reduce_cost(experiment),
         num_state_slots=len(Combination.of(experiment.strategy).slots(OPTIMIZER_STATE[experiment.workload.optimizer])),
         buffers_nbytes=table.buffers_nbytes,
-        broadcasts_buffers=experiment.workload.broadcast_buffers,
         order=tuple(gradient.name for layer in table.layers for gradient in layer.gradients),
     )
 
@@ -150,7 +149,6 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
         (unknown_cost, "strategy.localsgd_configs.outer_wire", "quantising takes no time here: no profile has measured it"),
         (experiment.strategy.localsgd_configs.outer_on_host, "strategy.localsgd_configs.outer_on_host", "its copies are not simulated"),
         (served and cluster.first_exchange, "cluster.first_exchange", "it is of collectives"),
-        (served and workload.broadcast_buffers, "workload.broadcast_buffers", "trainers of servers have buffers of their own"),
         (experiment.run.environment, "run.environment", "no process is started"),
     )
     return found + [skip(name, why) for is_set, name, why in left_out if is_set]

@@ -151,6 +151,7 @@ def strategy_parts(random: Random, trainers: int) -> list[dict[str, Any]]:
         some(0.4, nccl_comm_num=pick([2, 3])),
         some(0.25, **{pick(["fp16_allreduce", "bf16_allreduce"]): True}),
         some(0.3, find_unused_parameters=True),
+        some(0.3, broadcast_buffers=False),
         *({"build_strategy": build} for build in builds if build),
         some(0.1, sync_batch_norm=True),
         some(0.15, thread_num=2),
@@ -212,7 +213,6 @@ def run_fields(random: Random) -> dict[str, Any]:
         "lr_decay": tuple(LrDecay(step=step, factor=0.5) for step in random.sample(range(1, 9), pick([0, 1, 2]))),
         "uneven_data": pick(["cut", "pad"]),
         "dtype": pick(["float32", "float32", "float64"]),
-        "broadcast_buffers": pick([False, False, True]),
     }
     return {
         "also": declared,

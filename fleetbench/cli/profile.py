@@ -105,8 +105,8 @@ def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
     if buffers:
         took = "over a link that is not known" if broadcast_s is None else f"in {units.seconds(broadcast_s)}"
         emit(
-            f"buffers: {units.size(buffers)}. DDP broadcasts them before every forward, {took}; training does not need it. "
-            "fleet leaves each trainer its own; with DDP, set broadcast_buffers=False"
+            f"buffers: {units.size(buffers)}. Rank 0 sends them before every forward, {took}; batch norm trains without that: "
+            "broadcast_buffers = false"
         )
     if said:
         emit(said)

@@ -93,7 +93,6 @@ class Setting:
     """Of an all-reduce over all trainers; ``fusion = "merged_gradient"`` and ``"optimal"`` need it."""
     num_state_slots: int = 0
     buffers_nbytes: int = 0
-    broadcasts_buffers: bool = False
     order: tuple[str, ...] = ()
     """Names of the gradients as the model has them, which its fragments follow; none: in the reverse order of readiness."""
 
@@ -120,7 +119,7 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
         laid_out = lay_out(fragment, strategy, setting.trainers, inner)
         exchange += tuple(operation.shifted(len(exchange)) for operation in laid_out)
     groups = {"world": world_of(setting.trainers)} | (hierarchy_of(setting.trainers, inner) if inner else {})
-    carries_buffers = strategy.averaging.buffers == "average" if strategy.is_local else setting.broadcasts_buffers
+    carries_buffers = strategy.averaging.buffers == "average" if strategy.is_local else strategy.broadcast_buffers
     return Plan(
         trainers=setting.trainers,
         buckets=buckets,

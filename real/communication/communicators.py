@@ -310,14 +310,18 @@ class Communicators:
         """Give every rank its piece of ``sent``, which is cut along its first dimension; ``received`` is all ranks' pieces for this one."""
         self._run(partial(dist.all_to_all_single, received, sent), "world", communicator)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replace ``tensor`` by rank 0's: its elements in their logical order, of any type and strides, which may differ by rank."""
-        if self.trainers == 1:
+    def broadcast(self, *tensors: torch.Tensor) -> None:
+        """Replace ``tensors`` by rank 0's, in one collective: their elements in logical order; strides may differ by rank."""
+        if self.trainers == 1 or not tensors:
             return
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-        self.spread(whole.reshape(-1).view(torch.uint8), "world", 0)  # gloo knows neither complex numbers nor 8-bit floats
-        once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())  # an expanded tensor is written to once
-        tensor[once].copy_(whole[once])
+        found = sorted(tensors, key=lambda tensor: -tensor.element_size())  # each begins at a multiple of its own elements' size
+        plain = [tensor.resolve_conj().resolve_neg().reshape(-1).contiguous() for tensor in found]
+        pieces = [tensor.view(torch.uint8) for tensor in plain]  # gloo knows neither complex numbers nor 8-bit floats
+        whole = torch.cat(pieces)
+        self.spread(whole, "world", 0)
+        for tensor, piece in zip(found, torch.split(whole, [piece.numel() for piece in pieces]), strict=True):
+            once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())  # an expanded tensor is written to once
+            tensor[once].copy_(piece.view(tensor.dtype).view(tensor.shape)[once])
 
     def barrier(self) -> None:
         """Meet all ranks."""

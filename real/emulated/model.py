@@ -78,8 +78,8 @@ class EmulatedModel(nn.Module):
             _Source(parameters[gradient.name], gradient_value(rank, position), table.forward_ns + gradient.ready, self.pace)
             for position, gradient in enumerate(gradients)
         )
-        if table.buffers_nbytes:  # each number of a buffer travels in 8 bytes
-            self.register_buffer("emulated_statistics", torch.zeros(-(-table.buffers_nbytes // 8)))
+        if table.buffers_nbytes:
+            self.register_buffer("emulated_statistics", torch.zeros(-(-table.buffers_nbytes // 4)))
 
     def forward(self) -> torch.Tensor:
         """Compute the forward; the graph is built while the first layer's time passes."""

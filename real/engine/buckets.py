@@ -238,61 +238,73 @@ class DeltaBucket:
             copy_all(views_of(self.residual, self.parameters), [residual[name] for name in self.names])
 
 
-class BufferAverage:
-    """A model's buffers on their way: floating-point numbers are averaged, counts take the largest.
+class ModelBuffers:
+    """A model's buffers on their way between trainers: rank 0's are sent to all, or they are averaged.
 
-    A count is a single ``int32`` or ``int64``. All other buffers stay each rank's own, as do later ones.
+    What travels is what the model had at first; later buffers stay each rank's own. Averaged are floating-point numbers; of a count,
+    which is a single ``int32`` or ``int64``, all take the largest; and others stay each rank's own.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._shapes = {name: buffer.shape for name, buffer in model.named_buffers() if _is_averaged(buffer)}
+        found = {name: buffer for name, buffer in model.named_buffers() if buffer.layout == torch.strided and buffer.numel()}
+        self._places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in found]
+        self._names = [*found]
+        self._sent = [*found.values()]
         self._packed: list[tuple[list[torch.Tensor], torch.Tensor, str]] = []
-        """Buffers of a kind, their numbers in one tensor, and how these are reduced."""
+        """Buffers of a type, their numbers in one tensor, and how these are reduced."""
 
     @property
     def nbytes(self) -> int:
-        """Size of all that travels, in bytes."""
-        return sum(shape.numel() * 8 for shape in self._shapes.values())
+        """Size of all of them, in bytes."""
+        return sum(buffer.nbytes for buffer in self._sent)
+
+    @torch.no_grad()
+    def send(self, communicators: Communicators) -> None:
+        """Replace them by rank 0's. A module may have put another in a place: one of another shape or type stays each rank's own."""
+        for number, (owner, name) in enumerate(self._places):
+            now, before = getattr(owner, name, None), self._sent[number]
+            if isinstance(now, torch.Tensor) and (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device):
+                self._sent[number] = now
+        communicators.broadcast(*self._sent)
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Gather the buffers, in float64 and int64; a module may have put others in their place.
+        """Gather what is averaged; a module may have put others in their place.
 
         Raises ``ConfigError`` for one that is missing or has another shape, which other ranks may not have.
         """
-        now = dict(self._model.named_buffers(remove_duplicate=False))
-        for name, shape in self._shapes.items():
-            if name not in now or now[name].shape != shape:
-                found = str(list(now[name].shape)) if name in now else "none"
+        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+        for (owner, place), name, before in zip(self._places, self._names, self._sent, strict=True):
+            if not _is_averaged(before):
+                continue
+            now = getattr(owner, place, None)
+            if not isinstance(now, torch.Tensor) or now.shape != before.shape:
+                found = str(list(now.shape)) if isinstance(now, torch.Tensor) else "none"
                 what = 'cannot be averaged (buffers = "average"), because its shape has changed'
                 hint = 'keep the shapes of buffers, or set buffers = "local"'
-                raise ConfigError(what, f"buffer {name}", f"{found}, before {list(shape)}", hint)
-        floats = [now[name] for name in self._shapes if now[name].is_floating_point()]
-        counts = [now[name] for name in self._shapes if not now[name].is_floating_point()]
+                raise ConfigError(what, f"buffer {name}", f"{found}, before {list(before.shape)}", hint)
+            kinds.setdefault(torch.promote_types(now.dtype, torch.float32) if now.is_floating_point() else torch.int64, []).append(now)
         self._packed = [
-            (buffers, torch.cat([buffer.reshape(-1).to(dtype) for buffer in buffers]), how)
-            for buffers, dtype, how in ((floats, torch.float64, "mean"), (counts, torch.int64, "max"))
-            if buffers
+            (buffers, torch.cat([buffer.reshape(-1).to(dtype) for buffer in buffers]), "mean" if dtype.is_floating_point else "max")
+            for dtype, buffers in kinds.items()
         ]
 
     def run(self, operation: Operation, communicators: Communicators) -> None:
-        """Exchange them; runs on a lane."""
+        """Average them; runs on a lane."""
         for _, flat, how in self._packed:
             communicators.all_reduce(flat, how, operation.group, operation.communicator)
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """Put the results into the model."""
+        """Put the averages into the model."""
         for buffers, flat, _ in self._packed:
             pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
             copy_all(buffers, [piece.view(buffer.shape).to(buffer.dtype) for piece, buffer in zip(pieces, buffers, strict=True)])
 
 
 def _is_averaged(buffer: torch.Tensor) -> bool:
-    is_plain = buffer.layout == torch.strided and buffer.numel() > 0 and 0 not in buffer.stride()
     is_count = buffer.dim() == 0 and buffer.dtype in (torch.int32, torch.int64)
-    return is_plain and (buffer.is_floating_point() or is_count)
+    return 0 not in buffer.stride() and (buffer.is_floating_point() or is_count)
 
 
 class Storage:

@@ -46,7 +46,6 @@ from real.communication.lanes import StreamLane
 from real.compute.compute import apply_compute
 from real.compute.living import living_hook
 from real.engine.executor import Carried, Executor, started
-from real.engine.forward_writes import ForwardWrites
 from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
 from real.engine.optimizers import refuse_arguments
 from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_replaced
@@ -126,7 +125,6 @@ class Engine:
         self._record = record
         self._initial: State | None = None
         self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast)
-        self._writes = ForwardWrites(model, self._parameters, communicators)
         self._phase = "idle"
         self._nodes = nodes_of(self._members)
         self._outputs: list[torch.Tensor] = []
@@ -138,6 +136,8 @@ class Engine:
         self._keeps, self._holds, self._num_moves = False, False, 0
         """Whether a backward would only leave its gradients in ``.grad``; whether one of this step has; how often parameters
         were replaced in the middle of a step."""
+        self._was_synced = True
+        """Whether the last training forward was outside of ``no_sync``: as under DDP, buffers are then sent before the next."""
         self._executor: Executor | None = None
         self._reducer: PlannedReducer | None = None
         self._next_bucket = 0
@@ -376,6 +376,8 @@ class Engine:
             self._phase = "forward"
         if self._phase == "idle":
             self._begin_step()
+        elif self._was_synced:
+            self.executor.send_buffers()
 
     def _begin_step(self) -> None:
         refuse_moved(self._members[0], self._dtype, self._device)
@@ -391,9 +393,7 @@ class Engine:
         self._before = self._decider.mark()
         if self.num_updates.bit_count() <= 1:  # now and then
             refuse_wrappers(self.model)
-        if not self.executor.combination.is_local and not self._decider.state.merged:
-            self._writes.begin(self.num_updates)
-        self.executor.begin_step(self.step, started(self._tell(StepBegin(self.step))))
+        self.executor.begin_step(self.step, started(self._tell(StepBegin(self.step))), sends=self._was_synced)
         if self.on_step is not None:
             self.on_step(self.step)
 
@@ -402,7 +402,7 @@ class Engine:
             return None
         if self.model.training and self._phase in ("forward", "kept", "update"):
             self.stopwatch.forward_ends()
-            self._writes.forward_ends()
+            self._was_synced = not self._keeps
         reducer = self._reducer if self.executor.combination.finds_unused else None
         if reducer is not None and not self._keeps:
             output = reducer._post_forward(output)  # type: ignore[no-untyped-call]  # noqa: SLF001  # which lets a part that no loss uses get its zeros
@@ -507,7 +507,6 @@ class Engine:
         requests = self._tell(BackwardEnd(unused=unused))
         self._phase = "update"
         self.executor.end_backward(requests, unused, self.loss_scale)
-        self._writes.compare()
 
     def _refuse_missing(self, reducer: PlannedReducer) -> None:
         """Refuse a backward that has not left a gradient for every parameter, where the Reducer waits for it."""

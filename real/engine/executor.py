@@ -23,7 +23,7 @@ from real.communication.communicators import Communicators
 from real.communication.lanes import Flight, InlineLane, Joined, Lane, Started, Ticket, host_reads
 from real.compute.mixed_precision import own_gradients, unscale
 from real.compute.recompute import hold_statistics
-from real.engine.buckets import BufferAverage, DeltaBucket, Storage, Transfer
+from real.engine.buckets import DeltaBucket, ModelBuffers, Storage, Transfer
 from real.engine.optimizers import OptimizerControl, step_some
 from real.engine.refusals import refuse_apart
 from real.engine.sparse import SparseBucket, gather_rows
@@ -66,7 +66,7 @@ class Executor:
         stopwatch: Stopwatch,
         carried: Carried,
         optimizer: torch.optim.Optimizer | None,
-        buffers: BufferAverage,
+        buffers: ModelBuffers,
     ) -> None:
         """``carried`` and ``optimizer``: from the plan before, or from a checkpoint."""
         self.loss = carried.loss
@@ -81,6 +81,7 @@ class Executor:
         self._control: OptimizerControl | None = None
         self._inline = InlineLane() if self.combination.is_sequential else None
         self._buffers = buffers
+        self._broadcast: Operation | None = None
         self._tickets: dict[int, Ticket] = {}
         self._flying: dict[int, Ticket] = {}
         """Exchanges of distances; a fragment's goes on over steps."""
@@ -185,19 +186,28 @@ class Executor:
         self._control = OptimizerControl(optimizer, self.combination, self.storage, self._parameters)
         return len(self._control.slots) if self._control.averages_state else 0
 
-    def begin_step(self, step: int, operations: Operations) -> None:
-        """A step's forward begins."""
+    def begin_step(self, step: int, operations: Operations, *, sends: bool) -> None:
+        """A step's forward begins; ``sends``: it needs rank 0's buffers."""
         self._step = step
         self.loss = None
+        self._broadcast = next((operation for operation in operations if operation.kind == "broadcast"), None)
+        if sends:
+            self.send_buffers()
         self.begin_again(operations)
+
+    def send_buffers(self) -> None:
+        """Take rank 0's, where the step has a broadcast of them."""
+        if self._broadcast is not None:
+            self._stopwatch.sends(wire_bytes(self._broadcast, self._communicators.trainers))
+            with self._stopwatch.waits(), self._stopwatch.collective(self._broadcast, self._step):
+                self._buffers.send(self._communicators)
 
     def begin_again(self, operations: Operations = ()) -> None:
         """The step's exchange begins again, after another that came to its end; the loss that was told stays."""
         self.release_statistics()
         self._tickets.clear()
         self._updates.clear()
-        for operation in operations:
-            assert operation.kind == "hold", f"nothing executes {operation.kind} here"
+        if any(operation.kind == "hold" for operation in operations):
             self._release_statistics = hold_statistics(self._model)
 
     def begin_backward(self) -> None:
@@ -486,7 +496,7 @@ class Executor:
         if self._plan.num_state_slots:
             for bucket in self._plan.of_bucket:
                 self._controlled().unpack_state(bucket, self.storage.transfer("state", bucket).buffer)
-        if self._plan.buffers_nbytes:
+        if self.combination.averages_buffers:
             self._buffers.unpack()
 
     def _wait(self, tickets: Mapping[int, Ticket]) -> None:

@@ -22,7 +22,7 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.training import sparse_weights
 from real.communication.communicators import Communicators
 from real.communication.lanes import host_reads
-from real.engine.buckets import BufferAverage, dense_strides
+from real.engine.buckets import ModelBuffers, dense_strides
 
 _SMALL, _LARGE = 1024, 4 * MIB  # bytes of the all-reduces that are timed
 _REPEATS = 5
@@ -64,7 +64,7 @@ class Planning:
         self.order: dict[str, int] = {}
         self.sparse = sparse_weights(model)
         """Names of the parameters whose gradients are sparse."""
-        self.buffers = BufferAverage(model)
+        self.buffers = ModelBuffers(model)
         self.setting = Setting(
             trainers=communicators.trainers,
             trainers_per_node=trainers_per_node,

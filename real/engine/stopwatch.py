@@ -246,7 +246,7 @@ class Stopwatch:
         begin = self.now()
         yield
         if begin is not None:
-            name = f"{kind or operation.kind} {operation.bucket}"
+            name = f"{kind or operation.kind} {operation.payload if operation.bucket is None else operation.bucket}"
             self._stretches.append(TimedSpan(step, name, begin, self.now(), operation.communicator))
 
     def handed_over(self, operation: Operation, step: int, queue_depth: int) -> Callable[[], None] | None:

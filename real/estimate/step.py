@@ -24,7 +24,7 @@ from fleetbench.workloads.models.registry import MODELS, check_model, loss_of, p
 from fleetbench.workloads.training import make_optimizer
 from real.compute.mixed_precision import apply_mixed_precision
 from real.compute.recompute import SavedForBackward, apply_recompute
-from real.engine.buckets import BufferAverage
+from real.engine.buckets import ModelBuffers
 from real.estimate.operations import Operation, Recorder, nothing_computed
 from real.layer_times import LayerClock, memory_bytes, table_of
 
@@ -159,7 +159,7 @@ class StepEstimate:
             "loaders": 0,
             "touched": {},
             "activation_bytes": dict(self.forward.by_name),
-            "buffers_nbytes": BufferAverage(self._model).nbytes,
+            "buffers_nbytes": ModelBuffers(self._model).nbytes,
         }
         held = {name: Bytes(size) for name, size in self._memory.items() if name != "peak"}
         precision = self._strategy.amp_configs.dtype if self._strategy.amp else "TF32" if self._tf32 else "float32"

@@ -134,6 +134,9 @@ class Replicas:
         payload, bucket = operation.payload, operation.bucket
         if payload in ("agreement", "loss", "found_inf"):
             return  # what they tell is at hand
+        if payload == "buffers" and operation.kind == "broadcast":
+            self.buffers = {name: _stacked(buffer[0], self.trainers) for name, buffer in self.buffers.items()}
+            return
         if payload == "buffers":
             self._mean_buffers = {name: _mean_buffer(buffer) for name, buffer in self.buffers.items() if buffer.dtype != torch.bool}
             return

@@ -79,6 +79,18 @@ def closure(operation: int, after: dict[int, tuple[int, ...]]) -> set[int]:
     return found
 
 
+def awaited(operations: Operations) -> set[int]:
+    """The operations for which a rank waits: those before its own, and the buffers that its forward needs."""
+    after = {operation.id: operation.after for operation in operations}
+    needed = {operation.id for operation in operations if is_before_forward(operation)}
+    return needed.union(*(closure(operation.id, after) for operation in operations if operation.kind not in COLLECTIVES))
+
+
+def is_before_forward(operation: Operation) -> bool:
+    """Whether a forward waits at once for what this brings."""
+    return (operation.kind, operation.payload) == ("broadcast", "buffers")
+
+
 def _record(strategy: CollectiveTraining, rank: int = 0) -> Recording:
     decider = Decider.start(strategy, rank, record=True, first_step=-4)
     for step in range(-4, 41):
@@ -201,7 +213,7 @@ class StrategyContract:
             assert decider.state.updates - before in (0, 1)
             if decider.state.updates == before:
                 assert (updated, skips) == ([], 1)
-                assert {operation.kind for operation in operations} <= {"hold", "accumulate", "skip"}
+                assert {operation.kind for operation in operations} <= {"broadcast", "hold", "accumulate", "skip"}
             elif "found_inf" in strategy.observes and scalar("found_inf", step):
                 assert (updated, skips) == ([], 1)
                 skipped += 1
@@ -215,9 +227,7 @@ class StrategyContract:
     def test_every_collective_is_waited_for(self, updates: list[Operations]) -> None:
         """After each collective comes an operation of the rank that waits for it: nothing is left in flight after a step."""
         for operations in updates:
-            after = {operation.id: operation.after for operation in operations}
-            waited = set().union(*(closure(operation.id, after) for operation in operations if operation.kind not in COLLECTIVES))
-            assert {operation.id for operation in operations if operation.kind in COLLECTIVES} <= waited
+            assert {operation.id for operation in operations if operation.kind in COLLECTIVES} <= awaited(operations)
 
     def test_the_update_waits_for_the_gradients_it_applies(self, strategy: CollectiveTraining, updates: list[Operations]) -> None:
         """An update of all waits for every gradient on the wire, a bucket's for its own, and a merge for all that is averaged."""
@@ -249,7 +259,7 @@ class StrategyContract:
             after = {operation.id: operation.after for operation in operations}
             before: dict[int, list[Operation]] = {}
             for operation in operations:
-                if operation.kind in COLLECTIVES:
+                if operation.kind in COLLECTIVES and not is_before_forward(operation):
                     waited = closure(operation.id, after)
                     others = before.get(operation.communicator, [])
                     assert all(other.id in waited or (is_plain(operation) and is_plain(other)) for other in others)
@@ -284,6 +294,7 @@ class StrategyContract:
                 slots = strategy.plan.num_state_slots
                 assert [what(operation) for operation in states] == [what(operation, slots) for operation in strategy.plan.exchange]
             small = [operation for operation in operations if operation.kind in COLLECTIVES and operation.bucket is None]
+            small = [operation for operation in small if not is_before_forward(operation)]
             gathers = {"agreement", "loss"}
             assert all(operation.kind == ("all_gather" if operation.payload in gathers else "all_reduce") for operation in small)
             assert all(operation.group == "world" and operation.nbytes > 0 for operation in small)

@@ -103,10 +103,10 @@ def test_the_digest_tells_plans_apart() -> None:
 
 
 def test_state_and_statistics_that_nobody_averages_are_in_no_plan() -> None:
-    """What the optimizer keeps, and batch norm's statistics, travel only where Local SGD averages them."""
+    """What the optimizer keeps, and batch norm's statistics, travel only where Local SGD averages them, or rank 0 sends these."""
     plain = Setting(trainers=4)
     rich = Setting(trainers=4, num_state_slots=2, buffers_nbytes=8)
-    for fields in ({}, {"localsgd": True}):
+    for fields in ({"broadcast_buffers": False}, {"localsgd": True}):
         strategy = DistributedStrategy(**fields)
         assert build_plan(strategy, gradients(4), rich) == build_plan(strategy, gradients(4), plain)
 

@@ -23,7 +23,7 @@ from fleetbench.plan.training import PLANNED, family
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
-from plan.contract import closure, run_step
+from plan.contract import awaited, run_step
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [DOCS / f"{name}.md" for name in ("strategies", "exchange", "local_sgd", "outer_optimizer", "gradient_merge", "compute")]
@@ -139,7 +139,7 @@ SWITCHES: dict[str, Switch] = {
     "statistics averaged": Switch(
         variants=(_local(buffers="average"),),
         called=("Local SGD", "localsgd", "buffers"),
-        shows=_payload("buffers"),
+        shows=lambda run: any((operation.kind, operation.payload) == ("all_reduce", "buffers") for operation in run.operations),
     ),
     "outer optimizer": Switch(
         variants=(_local(outer_lr=0.7, outer_momentum=0.9), _local(outer_momentum=0.5, outer_nesterov=False)),
@@ -240,9 +240,7 @@ def driven(strategy: DistributedStrategy, *, sparse: bool = False, nodes_of: int
     done.append(decider.on(0, DataEnd()))
     whole = [tuple(operation for operations in done for operation in operations)]
     for operations in whole if plan.fragments else done:  # a fragment's exchange goes on over steps
-        after = {operation.id: operation.after for operation in operations}
-        waited = set().union(*(closure(operation.id, after) for operation in operations if operation.kind not in COLLECTIVES))
-        assert {operation.id for operation in operations if operation.kind in COLLECTIVES} <= waited
+        assert {operation.id for operation in operations if operation.kind in COLLECTIVES} <= awaited(operations)
     everything = tuple(operation for operations in done for operation in operations)
     ids = [operation.id for operation in everything]
     assert ids == sorted(set(ids))

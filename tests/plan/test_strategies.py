@@ -39,7 +39,7 @@ def plan(configured: DistributedStrategy, *, trainers: int = 4, buckets: int = 3
 
 def make(*, trainers: int = 4, buckets: int = 3, sparse: bool = False, **fields: Any) -> CollectiveTraining:
     """The strategy of some fields."""
-    configured = DistributedStrategy().replace(**fields)
+    configured = DistributedStrategy(broadcast_buffers=False).replace(**fields)
     return family(configured, plan(configured, trainers=trainers, buckets=buckets, sparse=sparse))
 
 
@@ -86,6 +86,8 @@ COMBINATIONS: dict[str, Callable[[], CollectiveTraining]] = {
     "merged gradient": lambda: make(fusion="merged_gradient"),
     "optimal fusion": lambda: make(fusion="optimal"),
     "no fusion": lambda: make(fuse_all_reduce_ops=False),
+    "buffers sent": lambda: make(broadcast_buffers=True, **FREE),
+    "merge, buffers sent": lambda: make(broadcast_buffers=True, **merge(batch_norm_per="update")),
     "merge": lambda: make(**merge()),
     "merge, sum, flush": lambda: make(**merge(4, avg=False, remainder="flush")),
     "merge, drop, statistics by update": lambda: make(**merge(remainder="drop", batch_norm_per="update")),

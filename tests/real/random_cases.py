@@ -494,10 +494,6 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
             or (case.drops == "last synced" and (case.is_local or case.merge > 1 or case.by_bucket or case.amp == "fp16"))
         ),
     ),
-    "a training forward writes a buffer, each rank another value (docs/loops.md)": (
-        "is written by the training forward and differs by rank",
-        lambda case: case.writes == "own" and not case.is_local,
-    ),
     "a complex parameter (the error names it)": (
         "is not a gradient's type",
         lambda case: case.types == "complex",

@@ -35,6 +35,9 @@ class Trainer:
         self.end_epoch: Callable[[], None] = lambda: None
         self.synchronize: Callable[[], None] = lambda: None
 
+    def forward_begins(self) -> None:
+        """A training forward is about to begin."""
+
     def backward_came(self) -> None:
         """A backward outside of ``no_sync`` has come to its end."""
 
@@ -197,6 +200,7 @@ class Loop:
         """Scores and their loss."""
         if self._case.writes == "sent":
             dist.broadcast(self._trainer.network.mean, 0)
+        self._trainer.forward_begins()
         output = self._trainer.model(inputs)
         if isinstance(output, dict):
             return output["scores"], cross_entropy(output["scores"], labels) + 0.01 * output["hidden"][0].square().mean()
@@ -280,9 +284,24 @@ class WrittenOut(Trainer):
         self._hidden: list[torch.Tensor | None] = []
         self._loss = 0.0
         self._rounds = Rounds(case.strategy["adaptive_localsgd_configs"]) if case.strategy.get("adaptive_localsgd") else None
+        self._was_synced, self._keeps = True, False
+        self.no_sync = self._no_sync
         self.tell = self._tell
         self.end_epoch = self._end_epoch
         self.synchronize = self._synchronize
+
+    def forward_begins(self) -> None:
+        """See ``Trainer``: rank 0's buffers are sent, unless the last forward was inside ``no_sync``."""
+        if self._was_synced and not self.case.is_local and self._phase == 0:
+            for buffer in self.network.buffers():
+                dist.broadcast(buffer, 0)
+        self._was_synced = not self._keeps
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        before, self._keeps = self._keeps, True
+        yield
+        self._keeps = before
 
     def _tell(self, loss: torch.Tensor) -> None:
         self._loss = float(loss)

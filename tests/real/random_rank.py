@@ -99,7 +99,7 @@ class Rank:
         if case.hook:
             hook(network, case.hook.split()[0])
         if ddp:
-            model = DistributedDataParallel(network, broadcast_buffers=False, find_unused_parameters=case.finds_unused)
+            model = DistributedDataParallel(network, find_unused_parameters=case.finds_unused)
             trainer = Trainer(case, network, optimizer, model)
             trainer.no_sync = model.no_sync
         else:

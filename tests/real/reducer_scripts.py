@@ -301,12 +301,6 @@ def as_queue(module: Writes, x: torch.Tensor) -> None:
     module.table[module.calls % SIZE] = int(x.abs().sum() * 1000)
 
 
-def late(module: Writes, x: torch.Tensor) -> None:
-    """Not before the fortieth forward."""
-    if module.calls > 40:
-        in_place(module, x)
-
-
 def of_all(module: Writes, x: torch.Tensor) -> None:
     """The mean of all ranks' batches."""
     mean = x.mean(0)
@@ -318,12 +312,6 @@ def counted(module: Writes, _: torch.Tensor) -> None:
     """The same on all ranks."""
     module.table.add_(1)
     module.mean.add_(0.01)
-
-
-def scaled_once(module: Writes, x: torch.Tensor) -> None:
-    """A parameter's first value is the first batch's."""
-    if module.calls == 1:
-        module.scale.copy_(x.std(0))
 
 
 def bounded(module: Writes, _: torch.Tensor) -> None:
@@ -384,9 +372,7 @@ UNKNOWN = r"optimizer AdamW: has stepped parameters of the model, and was not gi
 UNHEARD = r"the optimizer: is no torch.optim.Optimizer, or does not call Optimizer.__init__: its steps are not heard \(got {}\)"
 THAWED = r"parameters 0.weight, 0.bias: requires gradients \(requires_grad = True\) since fleet.distributed_model"
 FROZEN = r"parameters 0.bias, 0.weight: was frozen \(requires_grad = False\) after fleet.distributed_model"
-WRITTEN = "buffer {}: is written by the training forward and differs by rank"
 SHORTENED = "embedding table: shortens its rows"
-PARTS = r"parameter {}: is written by the training forward, and by each rank in another way"
 DDP, DATA = "DistributedDataParallel", "DataParallel"
 
 REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
@@ -422,18 +408,8 @@ REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
     "frozen": (frozen, {}, FROZEN),
     "frozen, merge": (frozen, MERGE, FROZEN),
     "a later layer": (grown, {}, r"optimizer SGD: has stepped parameters that came, or were unfrozen, after.*\(got 2: 3.weight, 3.bias\)"),
-    **{
-        f"a buffer, {write.__name__}": (partial(writes, write=write), {}, WRITTEN.format("mean"))
-        for write in (in_place, as_data, as_another)
-    },
-    "a buffer, merge": (partial(writes, write=in_place), MERGE, WRITTEN.format("mean")),
-    "a buffer, by bucket": (partial(writes, write=in_place), BY_BUCKET, WRITTEN.format("mean")),
-    "a queue": (partial(writes, write=as_queue), {}, WRITTEN.format("table")),
-    "a buffer, late": (partial(writes, write=late, steps=130), {}, WRITTEN.format("mean")),
-    "a parameter": (partial(writes, write=scaled_once), {}, PARTS.format("scale")),
     **{f"an embedding with a largest norm, {kind}": (partial(looked, kind=kind), {}, SHORTENED) for kind in ("table", "bag")},
     "an embedding with a largest norm, K = 3": (partial(looked, kind="table"), LOCAL, SHORTENED),
-    "an embedding with a largest norm, function": (partial(looked, kind="function"), {}, PARTS.format("table.weight")),
 }
 """By name: the script, its strategy, and how it is refused."""
 
@@ -452,6 +428,12 @@ TRAINED: dict[str, tuple[Script, dict[str, Any], bool]] = {
     "left out, state averaged": (partial(left_out, kind=torch.optim.AdamW), STATE, False),
     "held back": (held_back, {}, True),
     "frozen, unused": (frozen, UNUSED, True),
+    "a buffer, in place": (partial(writes, write=in_place), {}, True),
+    "a buffer, by its data": (partial(writes, write=as_data), {}, True),
+    "a buffer, another in its place": (partial(writes, write=as_another), {}, False),  # of which DDP does not hear
+    "a buffer, merge": (partial(writes, write=in_place), MERGE, False),
+    "a buffer, by bucket": (partial(writes, write=in_place), BY_BUCKET, True),
+    "a queue": (partial(writes, write=as_queue), {}, True),
     "a buffer of all ranks' batches": (partial(writes, write=of_all), {}, True),
     "a buffer that the script sends": (partial(writes, write=in_place, broadcasts=True), {}, True),
     "a buffer that counts": (partial(writes, write=counted), {}, True),

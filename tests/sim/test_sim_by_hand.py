@@ -292,7 +292,7 @@ def test_buffers_are_broadcast_before_each_forward_that_follows_an_exchange(engi
     """
     slow = (SlowRank(ranks=(1,), factor=2.0),)
     specs = (LayerSpec(name="layer", params=250, buffers=Bytes(40), forward=Nanoseconds(100), backward=Nanoseconds(200)),)
-    workload = {"model": "layers", "layers": specs, "broadcast_buffers": True}
+    workload = {"model": "layers", "layers": specs}
     result = simulate(assemble(workload, inter=link(8, 10), stragglers=slow, steps=2), engine=engine)
     assert in_ns(result, "start_s") == [0, 1_670] * 2
     assert in_ns(result, "forward_s") == [100, 100, 200, 200]
@@ -306,3 +306,5 @@ def test_buffers_are_broadcast_before_each_forward_that_follows_an_exchange(engi
     local = {"localsgd": True, "localsgd_configs": {"k_steps": 2}}
     alone = simulate(assemble(workload, inter=link(8, 10), steps=3, strategy=local), engine=engine)
     assert in_ns(alone, "exposed_comm_s")[:3] == [1_020, 0, 1_020]
+    own = simulate(assemble(workload, inter=link(8, 10), steps=2, strategy={"broadcast_buffers": False}), engine=engine)
+    assert in_ns(own, "exposed_comm_s")[:2] == [1_020] * 2

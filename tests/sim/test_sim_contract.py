@@ -142,7 +142,7 @@ def test_every_field_is_executed_or_refused() -> None:
     }
     for part, (kind, executed) in parts.items():
         assert executed <= {f"{part}.{name}" for name in field_types(kind)}
-    assert {f"workload.{name}" for name in field_types(Workload)} == WORKLOAD | LOSSES | {"workload.broadcast_buffers"}
+    assert {f"workload.{name}" for name in field_types(Workload)} == WORKLOAD | LOSSES
     compute_only = {f"strategy.{name}" for name in COMPUTE_ONLY}
     assert set(leaf_fields(DistributedStrategy(), "strategy")) >= compute_only
     assert compute_only <= PLANNED
