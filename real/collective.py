@@ -235,12 +235,21 @@ class Collective:
             self._failures.begin_exit()
             with suppress(RuntimeError):  # the failures name who is gone
                 self._meeting.leave()
+            if not self._has_failed and self.driven is None:
+                self._say_open_round()
         if self._failures is not None:
             if self._failures.has_failed:
                 self._failures.leave()
             self._failures.end()
         if self._meeting is not None and not self._has_failed:
             self.communicators.close()
+
+    def _say_open_round(self) -> None:
+        """At exit: the script's last local steps were not averaged. What it has saved by ``torch.save`` nobody knows."""
+        if self.engine is not None and self.meeting.rank == 0 and not self.engine.has_agreed:
+            what = "the script ends in the middle of a round of local steps: the ranks' models differ, and a saved one is that of its rank"
+            hint = "call fleet.synchronize() on every rank after the last step, before the model is saved or evaluated"
+            print(f"fleet: {what}\nHINT: {hint}", file=sys.stderr)  # noqa: T201  # as fleet.init prints its box
 
     @property
     def _has_failed(self) -> bool:

@@ -193,6 +193,11 @@ class Engine:
         return 1.0 if scale is None else scale.value
 
     @property
+    def has_agreed(self) -> bool:
+        """Whether no trainer has updated alone since all of them last agreed."""
+        return self._decider.strategy.has_agreed(self._decider.state)
+
+    @property
     def executor(self) -> Executor:
         """What runs the plan in force."""
         assert self._executor is not None
@@ -215,8 +220,7 @@ class Engine:
         """Let what the script has done to the parameters since the last step be what training goes on from; see ``OutsideChanges``."""
         self._owners = refuse_replaced(self._owners, self._parameters, self.model)
         if self._outside is not None:
-            agreed = self._decider.strategy.has_agreed(self._decider.state)
-            self._outside.take_over(self.executor, self._agree, agreed=agreed, looks=looks)
+            self._outside.take_over(self.executor, self._agree, agreed=self.has_agreed, looks=looks)
 
     def _agree(self, lines: Sequence[str]) -> None:
         """Raise ``ConfigError``, on every rank, unless all have made one change."""
@@ -299,9 +303,7 @@ class Engine:
 
     def recordings(self) -> list[Recording]:
         """This rank's events and operations since the plan was settled, where asked for: one, or none."""
-        if self._initial is None or self._decider.log is None:
-            return []
-        return [self._decider.recording()]
+        return [] if self._initial is None or self._decider.log is None else [self._decider.recording()]
 
     def close(self) -> None:
         """Remove every hook, and leave model and optimizer with storage of their own."""
