@@ -214,6 +214,46 @@ class TestOptimizer:
             assert second.state[parameter]["momentum_buffer"].dtype == torch.float32
             assert torch.equal(second.state[parameter]["momentum_buffer"], first.state[parameter]["momentum_buffer"])
 
+    def test_nested_state_keeps_its_types_bit_by_bit(self) -> None:
+        """Tensors in lists, tuples and dictionaries, text, which torch makes a generator's name of, and counters."""
+        model = nn.Linear(3, 2).bfloat16()
+        first, second = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
+        for parameter in model.parameters():
+            values = [torch.randn(parameter.shape) for _ in range(3)] + [torch.arange(6, dtype=torch.int8), torch.randn(2).bfloat16()]
+            first.state[parameter] = {
+                "history": values,
+                "deep": {"pair": (values[0].double(), [values[1]], 3), "step": torch.tensor(4.0)},
+                "name": "quantised",
+                "seen": Counter(a=2),
+                "none": None,
+            }
+        tensors: Tensors = {}
+        unpack_optimizer(second, pack_optimizer(first, model, tensors, "o"), tensors)
+
+        def told(value: object) -> object:
+            if isinstance(value, torch.Tensor):
+                return value.dtype, value.tolist()
+            if isinstance(value, list | tuple):
+                return type(value), [told(each) for each in value]
+            return (type(value), {key: told(each) for key, each in value.items()}) if isinstance(value, dict) else value
+
+        for parameter in model.parameters():
+            assert told(second.state[parameter]) == told(first.state[parameter])
+
+    @pytest.mark.parametrize("anew", [False, True])
+    def test_a_history_in_a_list_goes_through_a_save(self, tmp_path: Path, *, anew: bool) -> None:
+        """Its numbers are those that were saved, which bfloat16 cannot hold."""
+        model, numbers = nn.Linear(3, 2).bfloat16(), torch.randn(2, 3)
+        with Training(model) as training:
+            training.step(torch.randn(5, 3).bfloat16())
+            training.optimizer.state[model.weight]["history"] = [numbers, {"last": numbers}]
+            save(training.engine, ALONE, tmp_path, extra=None)
+        with Training(model) as training:
+            load(training.engine, ALONE, tmp_path, predicate=None, resynchronize=anew)
+            first, second = training.optimizer.state[model.weight]["history"]
+            assert torch.equal(first, numbers)
+            assert torch.equal(second["last"], numbers)
+
 
 class TestDraft:
     """A save is in force as a whole, or not at all."""
