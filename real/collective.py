@@ -35,6 +35,7 @@ from real.communication.communicators import (
 )
 from real.compute.living import NotCopied
 from real.engine.engine import Engine
+from real.engine.refusals import refuse_untrainable
 from real.processes.diagnosis import NOTE
 from real.processes.exits import at_exit, keep_in_forks
 from real.processes.failures import Failures
@@ -122,7 +123,8 @@ class Collective:
         """Start from rank 0's parameters and buffers, and hook the model."""
         if self.engine is not None:
             raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
-        self._follow(next(model.parameters(), torch.empty(0)).device)
+        refuse_untrainable(model)
+        self._follow(next(model.parameters()).device)
         if self._strategy.auto:
             self._strategy = self.recommended(model)
         if self.role.trainers_per_node is None and self._strategy.use_hierarchical_allreduce:

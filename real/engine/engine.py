@@ -111,6 +111,7 @@ class Engine:
         trainers_per_node: int = 1,
         forecast: tuple[Cost, Mapping[str, int]] | None = None,
     ) -> None:
+        refuse_model(model, communicators.device)
         changes = strategy.changes().items()
         agree_on([f"{name} = {json.dumps(value)}" for name, value in changes], "the strategy", communicators)  # by which groups are made
         self.model = model
@@ -141,7 +142,6 @@ class Engine:
         self._executor: Executor | None = None
         self._reducer: PlannedReducer | None = None
         self._next_bucket = 0
-        refuse_model(model, communicators.device)
         self._num_stepping = self._num_steps = 0
         self._others: dict[int, int] = {}
         """Optimizers that step and are not fleet's, with how often that had stepped before."""

@@ -7,7 +7,9 @@ from typing import NoReturn
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.jit import RecursiveScriptModule
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
@@ -101,8 +103,27 @@ def refuse_max_norm(model: nn.Module, why: str, hint: str) -> None:
             raise ConfigError(f"shortens its rows, {why}", f"embedding {name}", f"max_norm={module.max_norm:g}", hint)
 
 
+def refuse_untrainable(model: object) -> None:
+    """Raise ``ConfigError`` for what is no module, takes no hooks, has parameters without a shape, or has none that are trained."""
+    where, kind = "fleet.distributed_model", type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise ConfigError("is given what is no torch.nn.Module", where, kind, "give it the module whose forward the loop calls")
+    if isinstance(model, RecursiveScriptModule):
+        hint = "give it the plain module, or one whose forward calls the scripted one, such as torch.nn.Sequential(scripted)"
+        raise ConfigError("is given a scripted module, which takes no hooks", where, kind, hint)
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        what = "has no shape yet: its lazy module makes it in the first forward"
+        hint = "run a batch through the model (under torch.no_grad()) before fleet.distributed_model, and make the optimizer after that"
+        raise ConfigError(what, f"parameter {lazy[0]}", f"{len(lazy)} such", hint)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        hint = "unfreeze what is to be trained (requires_grad = True) before it; an evaluation needs no fleet"
+        raise ConfigError("is given a model without parameters to train", where, kind, hint)
+
+
 def refuse_model(model: nn.Module, device: torch.device) -> None:
     """Raise ``ConfigError`` for a model that an engine cannot train on this device."""
+    refuse_untrainable(model)
     refuse_wrappers(model)
     refuse_max_norm(model, "each rank those that its batch reads", "leave max_norm out, or clip the weight after optimizer.step()")
     refuse_misplaced(model, device)
