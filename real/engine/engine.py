@@ -49,7 +49,7 @@ from real.engine.executor import Carried, Executor, started
 from real.engine.forward_writes import ForwardWrites
 from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
 from real.engine.optimizers import refuse_arguments
-from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_replaced
+from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_renamed, refuse_replaced
 from real.engine.planning import Planning, Progress
 from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
@@ -265,11 +265,12 @@ class Engine:
     def progress(self, where: str) -> Progress:
         """What ``resume`` needs; ``where`` asks.
 
-        Raises ``ConfigError`` in the middle of a step, unless it has come to nothing.
+        Raises ``ConfigError`` in the middle of a step, unless it has come to nothing, and for renamed parameters.
         """
         begun = self._is_in_vain()
         if not begun:
             refuse_in_step(self._phase, where)
+        refuse_renamed(self._parameters, self.model, where)
         return Progress(
             state=self._before[0] if begun else self._decider.state,
             order=dict(self._planning.order),

@@ -18,6 +18,7 @@ import torch
 from alone import AloneMeeting, Training
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import prune
 
 from fleetbench.digests import sealed_json
 from fleetbench.errors import ConfigError, EnvironmentLacks
@@ -570,3 +571,46 @@ def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     go_on(second, tmp_path)
     assert torch.equal(second[1].weight, first[0].weight)
     assert second[1].weight is second[0].weight
+
+
+@pytest.mark.parametrize("fields", [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 3, "outer_lr": 0.7, "outer_momentum": 0.9}}])
+def test_a_pruned_model_goes_on_as_if_nothing_was(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Its masks are buffers, and its weights, which are no leaves, are computed from them."""
+
+    def pruned(amount: float) -> nn.Module:
+        torch.manual_seed(3)
+        model = mlp()
+        prune.l1_unstructured(model.first, "weight", amount)  # type: ignore[arg-type]  # it is a Linear
+        return model
+
+    batches, found = torch.randn(8, 5, 3), []
+    with Training(pruned(0.5), **fields) as training:
+        for number, batch in enumerate(batches):
+            if number == 4:
+                save(training.engine, ALONE, tmp_path, extra=None)
+            training.step(batch)
+        found.append({name: value.clone() for name, value in training.model.state_dict().items()})
+    with Training(pruned(0.25), **fields) as training:
+        load(training.engine, ALONE, tmp_path, predicate=None, resynchronize=False)
+        for batch in batches[4:]:
+            training.step(batch)
+        found.append(training.model.state_dict())
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("undoes", [False, True])
+def test_a_model_that_is_pruned_or_made_plain_in_between_is_not_saved_under_other_names(tmp_path: Path, *, undoes: bool) -> None:
+    """An average would be saved beside the parameter that it belongs to; training itself goes on."""
+    model = mlp()
+    if undoes:
+        prune.l1_unstructured(model.first, "weight", 0.5)  # type: ignore[arg-type]  # see above
+    with Training(model, localsgd=True) as training:
+        training.step(torch.randn(5, 3))
+        if undoes:
+            prune.remove(model.first, "weight")  # type: ignore[arg-type]  # see above
+        else:
+            prune.l1_unstructured(model.first, "weight", 0.5)  # type: ignore[arg-type]  # see above
+        training.step(torch.randn(5, 3))
+        with pytest.raises(ConfigError, match=r"fleet.save_persistables: parameter first.weight.*has another name"):
+            save(training.engine, ALONE, tmp_path, extra=None)
