@@ -176,7 +176,10 @@ class Collective:
 
     def synchronize(self) -> None:
         """Make the trainers agree."""
-        self._trained("fleet.synchronize").flush()
+        engine = self._trained("fleet.synchronize")
+        if not engine.has_agreed:  # its averaging would meet the next one of a trainer that does not come
+            self.meeting.meet("fleet.synchronize")
+        engine.flush()
 
     pull_model = synchronize
 

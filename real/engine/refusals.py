@@ -170,6 +170,7 @@ def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None
     ``dropped``: the first one's gradients were thrown away. With gradients averaged over all trainers that is
     everybody's decision; a trainer that is alone with its own would count fewer updates than the others.
     """
+    inputs = "; gradients of inputs alone, as for adversarial examples, are torch.autograd.grad(loss, x) or loss.backward(inputs=[x])"
     accumulate = (
         "put every backward of a step but the last into `with fleet.no_sync():`; "
         "a GradScaler of the script's own, which leaves out optimizer.step() at an overflow, needs amp = true in its place"
@@ -178,10 +179,10 @@ def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None
         why, hint = "fleet does not know the optimizer", "call fleet.distributed_optimizer before training"
     elif what.merges or what.updates_by_bucket or what.scales:
         fields = "gradient_merge, enable_backward_optimizer_op_deps = false or amp"
-        why, hint = f"{fields} has merged, used or unscaled the first one's gradients already", accumulate
+        why, hint = f"{fields} has merged, used or unscaled the first one's gradients already", accumulate + inputs
     elif what.is_local and dropped:
         why = "the first one's gradients were thrown away, and this trainer would count fewer updates than the others"
-        hint = "skip a batch before its backward, and on every trainer; amp = true skips overflows by itself, without a GradScaler"
+        hint = f"skip a batch before its backward, and on every trainer; amp = true skips overflows by itself, without a GradScaler{inputs}"
     else:
         return
     raise ConfigError(f"a second backward comes before optimizer.step(), and {why}", "loss.backward()", hint=hint)

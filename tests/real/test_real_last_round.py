@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from processes import Ended, run_each_end
 
+from fleetbench.errors import WorkerFailed
+from real.job.launcher import launch_script
+
 BEGIN = """
 import os, sys, torch
 from fleetbench import DistributedStrategy, fleet
@@ -58,3 +61,21 @@ def test_it_is_said_after_the_scripts_own_group_is_destroyed(tmp_path: Path) -> 
     """As many scripts end."""
     first, _ = _ends("train(7); torch.distributed.destroy_process_group()", tmp_path)
     assert (first.code, first.err.count(ROUND)) == (0, 1), first.err
+
+
+@pytest.mark.usefixtures("forked_launches")
+def test_a_rank_that_synchronizes_alone_names_those_that_do_not_come(tmp_path: Path) -> None:
+    """Its average would otherwise be of this step and of a later one of theirs."""
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import torch\nfrom fleetbench import DistributedStrategy, fleet\n"
+        "fleet.init(DistributedStrategy(localsgd=True, localsgd_configs={'k_steps': 4}), timeout_s=3)\n"
+        "model = fleet.distributed_model(torch.nn.Linear(4, 1))\n"
+        "optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "for step in range(1, 30):\n"
+        "    model(torch.ones(2, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+        "    if fleet.is_first_worker() and step % 5 == 0: fleet.synchronize()\n"
+    )
+    with pytest.raises(WorkerFailed, match=r"fleet.synchronize: not every trainer came.*Ranks? 1"):
+        launch_script(2, [str(script)], log_dir=tmp_path / "log", echo=lambda _: None)
+    assert "take it out of `if fleet.is_first_worker():`" in (tmp_path / "log" / "workerlog.0").read_text()

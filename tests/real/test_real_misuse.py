@@ -60,6 +60,44 @@ def test_a_second_backward_that_cannot_be_right_is_refused(others: ZeroTrainer, 
     engine.close()
 
 
+LOCAL = {"localsgd": True, "localsgd_configs": {"k_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9}}
+INPUTS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "grad": lambda loss, x: setattr(x, "grad", *torch.autograd.grad(loss, x)),
+    "inputs": lambda loss, x: loss.backward(inputs=[x]),  # type: ignore[no-untyped-call]
+    "all": lambda loss, _: loss.backward(),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("fields", [{}, LOCAL, MERGE, BY_BUCKET, SCALED], ids=["synchronous", "local", "merge", "by bucket", "scaled"])
+def test_a_backward_to_the_inputs_is_none_of_the_strategy_s_or_is_named(others: ZeroTrainer, fields: dict[str, object]) -> None:
+    """Adversarial examples: gradients of inputs alone count as nothing; all gradients do, and the error says how to take the inputs'."""
+
+    def train_on_adversarial_examples(kind: str) -> torch.Tensor:
+        torch.manual_seed(2)
+        engine, optimizer = engine_of(six_layers(), others, **fields)
+        try:
+            for _ in range(4):
+                x = torch.randn(2, 8, requires_grad=True)
+                INPUTS[kind](engine.model(x).sum(), x)
+                optimizer.zero_grad()
+                assert x.grad is not None
+                engine.model((x + x.grad.sign()).detach()).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return torch.cat([value.detach().flatten() for value in engine.model.parameters()])
+        finally:
+            engine.close()
+
+    expected = train_on_adversarial_examples("grad")
+    assert torch.equal(train_on_adversarial_examples("inputs"), expected)
+    if not fields:
+        assert torch.equal(train_on_adversarial_examples("all"), expected)
+        return
+    with pytest.raises(ConfigError, match=SECOND) as caught:
+        train_on_adversarial_examples("all")
+    assert "loss.backward(inputs=[x])" in str(caught.value.hint)
+
+
 def test_a_second_backward_of_one_graph_is_refused_by_its_name(others: ZeroTrainer) -> None:
     """Where updates have changed what the graph has saved, the error is that of a second backward, and not autograd's."""
     model = six_layers()
