@@ -37,7 +37,7 @@ class ForwardWrites:
         self._versions: list[int] = []
         self._numbers: torch.Tensor | None = None
         """Of the buffers, as the look began; none where there is no look."""
-        self._written = torch.empty(0)
+        self._written = torch.empty(0, device="cpu")
 
     def begin(self, updates: int) -> None:
         """A step's first forward begins, after so many updates."""
@@ -45,7 +45,7 @@ class ForwardWrites:
             return
         self._versions = [parameter._version for parameter in self._parameters.values()]  # noqa: SLF001  # torch documents it
         self._numbers = self._numbers_now()
-        self._written = torch.zeros(len(self._parameters) + len(self._names), dtype=torch.float64)
+        self._written = torch.zeros(len(self._parameters) + len(self._names), dtype=torch.float64, device="cpu")
 
     def forward_ends(self) -> None:
         """A forward has ended: note what it wrote."""
@@ -54,7 +54,7 @@ class ForwardWrites:
         changed = [parameter._version != before for parameter, before in zip(self._parameters.values(), self._versions, strict=True)]  # noqa: SLF001  # see above
         with host_reads():
             moved = (self._numbers_now() != self._numbers).any(1).tolist()
-        self._written += torch.tensor([*changed, *moved], dtype=torch.float64)
+        self._written += torch.tensor([*changed, *moved], dtype=torch.float64, device="cpu")
 
     def compare(self) -> None:
         """Every rank calls it after the same exchange. Raises ``ConfigError``, on all of them, for what differs by rank."""
@@ -98,11 +98,13 @@ def _numbers(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """``(tensors, 2)``: of each, the norm and a weighted sum, which the order of elements changes; zeros for none."""
     found = []
     for tensor in tensors:
-        whole = torch.zeros(0) if tensor is None else torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        whole = (
+            torch.zeros(0, device="cpu") if tensor is None else torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        )
         flat = whole.detach().reshape(-1).double().nan_to_num()
         weights = torch.linspace(1, 2, flat.numel(), dtype=torch.float64, device=flat.device)
         found.append(torch.stack([torch.linalg.vector_norm(flat), flat @ weights]))
-    return torch.stack(found) if found else torch.empty(0, 2, dtype=torch.float64)
+    return torch.stack(found) if found else torch.empty(0, 2, dtype=torch.float64, device="cpu")
 
 
 def _apart(told: torch.Tensor, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> list[str]:
