@@ -35,6 +35,7 @@ from real.communication.communicators import (
 )
 from real.compute.living import NotCopied
 from real.engine.engine import Engine
+from real.engine.refusals import refuse_untrainable
 from real.processes.diagnosis import NOTE
 from real.processes.exits import at_exit, keep_in_forks
 from real.processes.failures import Failures
@@ -122,7 +123,8 @@ class Collective:
         """Start from rank 0's parameters and buffers, and hook the model."""
         if self.engine is not None:
             raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
-        self._follow(next(model.parameters(), torch.empty(0)).device)
+        refuse_untrainable(model)
+        self._follow(next(model.parameters()).device)
         if self._strategy.auto:
             self._strategy = self.recommended(model)
         if self.role.trainers_per_node is None and self._strategy.use_hierarchical_allreduce:
@@ -174,7 +176,10 @@ class Collective:
 
     def synchronize(self) -> None:
         """Make the trainers agree."""
-        self._trained("fleet.synchronize").flush()
+        engine = self._trained("fleet.synchronize")
+        if not engine.has_agreed:  # its averaging would meet the next one of a trainer that does not come
+            self.meeting.meet("fleet.synchronize")
+        engine.flush()
 
     pull_model = synchronize
 
@@ -235,12 +240,21 @@ class Collective:
             self._failures.begin_exit()
             with suppress(RuntimeError):  # the failures name who is gone
                 self._meeting.leave()
+            if not self._has_failed and self.driven is None:
+                self._say_open_round()
         if self._failures is not None:
             if self._failures.has_failed:
                 self._failures.leave()
             self._failures.end()
         if self._meeting is not None and not self._has_failed:
             self.communicators.close()
+
+    def _say_open_round(self) -> None:
+        """At exit: the script's last local steps were not averaged. What it has saved by ``torch.save`` nobody knows."""
+        if self.engine is not None and self.meeting.rank == 0 and not self.engine.has_agreed:
+            what = "the script ends in the middle of a round of local steps: the ranks' models differ, and a saved one is that of its rank"
+            hint = "call fleet.synchronize() on every rank after the last step, before the model is saved or evaluated"
+            print(f"fleet: {what}\nHINT: {hint}", file=sys.stderr)  # noqa: T201  # as fleet.init prints its box
 
     @property
     def _has_failed(self) -> bool:

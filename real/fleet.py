@@ -280,6 +280,11 @@ def _warn_of_what_is_the_scripts(strategy: DistributedStrategy) -> None:
     ):
         if is_set:
             warnings.warn(f"{name} has no effect in a script: its own loop decides that", FieldHasNoEffect, stacklevel=3)
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    is_unset = strategy.thread_num == DistributedStrategy().thread_num and not strategy.auto
+    if is_unset and threads.isdecimal() and int(threads) != strategy.thread_num and not os.environ.get(TUNING):  # whose legs set it
+        message = f"OMP_NUM_THREADS={threads} has no effect: a trainer has strategy.thread_num = {strategy.thread_num} threads"
+        warnings.warn(f"{message}; set thread_num = {int(threads)} for as many", FieldHasNoEffect, stacklevel=3)
 
 
 fleet = Fleet()

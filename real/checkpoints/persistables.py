@@ -169,13 +169,22 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, data: Mapping[str, Any], 
     optimizer.load_state_dict(state)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, saved in state.get("state", {}).items():
-        if not (isinstance(index, int) and isinstance(saved, dict)):
-            continue
-        loaded = optimizer.state.get(parameters[index], {})
-        for name, value in saved.items():  # torch casts floating state to the parameter's type, also where an optimizer keeps it wider
-            kept = loaded.get(name)
-            if isinstance(value, torch.Tensor) and isinstance(kept, torch.Tensor) and kept.dtype != value.dtype:
-                loaded[name] = value.to(parameters[index].device)
+        if isinstance(index, int) and parameters[index] in optimizer.state:
+            own = optimizer.state[parameters[index]]
+            optimizer.state[parameters[index]] = _uncast(saved, own, parameters[index].device)
+
+
+def _uncast(saved: Any, loaded: Any, device: torch.device) -> Any:
+    """``loaded`` in the types of ``saved``: torch casts all tensors of a state to the parameter's type, and spoils text and counters."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(device)
+    if isinstance(saved, str | Counter):
+        return saved
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {key: _uncast(saved[key], value, device) if key in saved else value for key, value in loaded.items()}
+    if isinstance(saved, list | tuple) and type(loaded) is type(saved) and len(loaded) == len(saved):
+        return type(saved)(_uncast(one, other, device) for one, other in zip(saved, loaded, strict=True))
+    return loaded
 
 
 def encode_progress(progress: Progress) -> dict[str, Any]:

@@ -5,7 +5,8 @@ leaves modules, hooks, forward methods and flags as they were. Changes are undon
 """
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 
 from torch import nn
 
@@ -16,7 +17,10 @@ Forward = Callable[..., Any]
 
 
 class NotCopied:
-    """What is put on one instance and does not follow it into its copies, by ``copy.deepcopy`` or a pickle: those have ``instead``."""
+    """What is put on one instance and does not follow it into its copies, by ``copy.deepcopy`` or a pickle: those have ``instead``.
+
+    A pickle names nothing of this package, so that a model that was saved whole loads without it.
+    """
 
     def __init__(self, call: Callable[..., Any], instead: Callable[..., Any]) -> None:
         self.call = call
@@ -26,21 +30,13 @@ class NotCopied:
         """What ``call`` does."""
         return self.call(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
-        return _itself, (self._instead,)
-
-
-def _itself(call: Callable[..., Any]) -> Callable[..., Any]:
-    return call
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[None, Callable[..., Any]]]:
+        return cast, (None, self._instead)  # which returns ``instead`` as it is
 
 
 def living_hook(call: Callable[..., Any]) -> NotCopied:
     """A hook on one instance, which does nothing on its copies."""
-    return NotCopied(call, _nothing)
-
-
-def _nothing(*_: Any) -> None:
-    """What a copied hook does."""
+    return NotCopied(call, nullcontext().__exit__)  # which takes anything, and returns None
 
 
 def override_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Undo:

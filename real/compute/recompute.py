@@ -53,6 +53,8 @@ def check_checkpoints(model: nn.Module, checkpoints: Sequence[str]) -> None:
             raise ConfigError("names one submodule twice", _WHERE, repr(name), "keep one of its names")
     for name in checkpoints:
         for module in known[name].modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ConfigError("is scripted or traced, and cannot be computed again", _WHERE, repr(name), "name plain submodules")
             outer, inner = name, owner.get(id(module), name)
             if inner != outer:
                 raise ConfigError(f"lies within {outer!r}, which is recomputed whole", _WHERE, repr(inner), f"drop {inner!r} or {outer!r}")

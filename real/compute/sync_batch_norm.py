@@ -32,6 +32,10 @@ def apply_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup, errors: Er
     """
     if dist.get_world_size(group) == 1:
         return lambda: None
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in module.original_name:
+            hint = "leave the part with the batch norm unscripted, or drop sync_batch_norm"
+            raise ConfigError("a scripted or traced batch norm cannot be synchronised", f"sync_batch_norm: {name}", hint=hint)
     norms = [item for item in model.named_modules() if isinstance(item[1], _BatchNorm) and not isinstance(item[1], nn.SyncBatchNorm)]
     for name, module in norms:
         has_torchs = getattr(module.forward, "__func__", None) is _BatchNorm.forward

@@ -109,7 +109,7 @@ class GradientBucket:
         """Make the sum over ``divisor`` the gradient, and begin a new sum."""
         assert self.merged, "there is a sum"
         torch.div(self._sum, divisor, out=self.buffer)
-        for view, parameter in zip(views_of(self.buffer, self.parameters), self.parameters, strict=True):
+        for view, parameter in zip(views_of(self.buffer, self._sum_views), self.parameters, strict=True):  # in the order of the sum
             parameter.grad = view
         self.merged = 0
 

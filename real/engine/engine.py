@@ -48,7 +48,7 @@ from real.compute.living import living_hook
 from real.engine.executor import Carried, Executor, started
 from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
 from real.engine.optimizers import refuse_arguments
-from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_replaced
+from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_renamed, refuse_replaced
 from real.engine.planning import Planning, Progress
 from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
@@ -110,6 +110,7 @@ class Engine:
         trainers_per_node: int = 1,
         forecast: tuple[Cost, Mapping[str, int]] | None = None,
     ) -> None:
+        refuse_model(model, communicators.device)
         changes = strategy.changes().items()
         agree_on([f"{name} = {json.dumps(value)}" for name, value in changes], "the strategy", communicators)  # by which groups are made
         self.model = model
@@ -141,7 +142,6 @@ class Engine:
         self._executor: Executor | None = None
         self._reducer: PlannedReducer | None = None
         self._next_bucket = 0
-        refuse_model(model, communicators.device)
         self._num_stepping = self._num_steps = 0
         self._others: dict[int, int] = {}
         """Optimizers that step and are not fleet's, with how often that had stepped before."""
@@ -193,6 +193,11 @@ class Engine:
         return 1.0 if scale is None else scale.value
 
     @property
+    def has_agreed(self) -> bool:
+        """Whether no trainer has updated alone since all of them last agreed."""
+        return self._decider.strategy.has_agreed(self._decider.state)
+
+    @property
     def executor(self) -> Executor:
         """What runs the plan in force."""
         assert self._executor is not None
@@ -215,8 +220,7 @@ class Engine:
         """Let what the script has done to the parameters since the last step be what training goes on from; see ``OutsideChanges``."""
         self._owners = refuse_replaced(self._owners, self._parameters, self.model)
         if self._outside is not None:
-            agreed = self._decider.strategy.has_agreed(self._decider.state)
-            self._outside.take_over(self.executor, self._agree, agreed=agreed, looks=looks)
+            self._outside.take_over(self.executor, self._agree, agreed=self.has_agreed, looks=looks)
 
     def _agree(self, lines: Sequence[str]) -> None:
         """Raise ``ConfigError``, on every rank, unless all have made one change."""
@@ -261,11 +265,12 @@ class Engine:
     def progress(self, where: str) -> Progress:
         """What ``resume`` needs; ``where`` asks.
 
-        Raises ``ConfigError`` in the middle of a step, unless it has come to nothing.
+        Raises ``ConfigError`` in the middle of a step, unless it has come to nothing, and for renamed parameters.
         """
         begun = self._is_in_vain()
         if not begun:
             refuse_in_step(self._phase, where)
+        refuse_renamed(self._parameters, self.model, where)
         return Progress(
             state=self._before[0] if begun else self._decider.state,
             order=dict(self._planning.order),
@@ -299,9 +304,7 @@ class Engine:
 
     def recordings(self) -> list[Recording]:
         """This rank's events and operations since the plan was settled, where asked for: one, or none."""
-        if self._initial is None or self._decider.log is None:
-            return []
-        return [self._decider.recording()]
+        return [] if self._initial is None or self._decider.log is None else [self._decider.recording()]
 
     def close(self) -> None:
         """Remove every hook, and leave model and optimizer with storage of their own."""

@@ -144,6 +144,16 @@ def refuse_replaced(owners: Owners, parameters: Mapping[str, nn.Parameter], mode
     return owners_of(model)
 
 
+def refuse_renamed(parameters: Mapping[str, nn.Parameter], model: nn.Module, where: str) -> None:
+    """Raise ``ConfigError`` for a parameter that has another name now: ``where`` saves and loads by name."""
+    now = {id(own): name for name, own in model.named_parameters()}
+    renamed = [(name, now[id(own)]) for name, own in parameters.items() if now.get(id(own), name) != name]
+    if renamed:
+        what = "has another name than when the model was distributed, and is saved and loaded by name"
+        hint = "prune, or undo it, before fleet.distributed_model; torch.save takes this model as it is, after fleet.synchronize()"
+        raise ConfigError(what, f"{where}: parameter {renamed[0][0]}", f"now {renamed[0][1]}", hint)
+
+
 def _mark(parameter: nn.Parameter) -> tuple[int, int]:
     return parameter.data_ptr(), parameter._version  # noqa: SLF001  # torch documents it
 

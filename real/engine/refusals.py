@@ -7,7 +7,9 @@ from typing import NoReturn
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.jit import RecursiveScriptModule
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
@@ -101,8 +103,27 @@ def refuse_max_norm(model: nn.Module, why: str, hint: str) -> None:
             raise ConfigError(f"shortens its rows, {why}", f"embedding {name}", f"max_norm={module.max_norm:g}", hint)
 
 
+def refuse_untrainable(model: object) -> None:
+    """Raise ``ConfigError`` for what is no module, takes no hooks, has parameters without a shape, or has none that are trained."""
+    where, kind = "fleet.distributed_model", type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise ConfigError("is given what is no torch.nn.Module", where, kind, "give it the module whose forward the loop calls")
+    if isinstance(model, RecursiveScriptModule):
+        hint = "give it the plain module, or one whose forward calls the scripted one, such as torch.nn.Sequential(scripted)"
+        raise ConfigError("is given a scripted module, which takes no hooks", where, kind, hint)
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        what = "has no shape yet: its lazy module makes it in the first forward"
+        hint = "run a batch through the model (under torch.no_grad()) before fleet.distributed_model, and make the optimizer after that"
+        raise ConfigError(what, f"parameter {lazy[0]}", f"{len(lazy)} such", hint)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        hint = "unfreeze what is to be trained (requires_grad = True) before it; an evaluation needs no fleet"
+        raise ConfigError("is given a model without parameters to train", where, kind, hint)
+
+
 def refuse_model(model: nn.Module, device: torch.device) -> None:
     """Raise ``ConfigError`` for a model that an engine cannot train on this device."""
+    refuse_untrainable(model)
     refuse_wrappers(model)
     refuse_max_norm(model, "each rank those that its batch reads", "leave max_norm out, or clip the weight after optimizer.step()")
     refuse_misplaced(model, device)
@@ -149,6 +170,7 @@ def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None
     ``dropped``: the first one's gradients were thrown away. With gradients averaged over all trainers that is
     everybody's decision; a trainer that is alone with its own would count fewer updates than the others.
     """
+    inputs = "; gradients of inputs alone, as for adversarial examples, are torch.autograd.grad(loss, x) or loss.backward(inputs=[x])"
     accumulate = (
         "put every backward of a step but the last into `with fleet.no_sync():`; "
         "a GradScaler of the script's own, which leaves out optimizer.step() at an overflow, needs amp = true in its place"
@@ -157,10 +179,10 @@ def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None
         why, hint = "fleet does not know the optimizer", "call fleet.distributed_optimizer before training"
     elif what.merges or what.updates_by_bucket or what.scales:
         fields = "gradient_merge, enable_backward_optimizer_op_deps = false or amp"
-        why, hint = f"{fields} has merged, used or unscaled the first one's gradients already", accumulate
+        why, hint = f"{fields} has merged, used or unscaled the first one's gradients already", accumulate + inputs
     elif what.is_local and dropped:
         why = "the first one's gradients were thrown away, and this trainer would count fewer updates than the others"
-        hint = "skip a batch before its backward, and on every trainer; amp = true skips overflows by itself, without a GradScaler"
+        hint = f"skip a batch before its backward, and on every trainer; amp = true skips overflows by itself, without a GradScaler{inputs}"
     else:
         return
     raise ConfigError(f"a second backward comes before optimizer.step(), and {why}", "loss.backward()", hint=hint)

@@ -12,6 +12,7 @@ import torch
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import refuse_unserved
 from fleetbench.strategy import DistributedStrategy
+from real.engine.refusals import refuse_untrainable
 from real.processes.roles import STARTUP, Role, launcher_of
 from real.servers.board import Board, Entry
 from real.servers.links import TrainerOptions
@@ -98,6 +99,7 @@ class Served:
             return model
         if self.training is not None:
             raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
+        refuse_untrainable(model)
         role = self.role
         options = TrainerOptions(rank=role.rank, endpoints=role.servers, startup_timeout_s=self._startup_timeout_s, **self._common)
         self.training = ServedTraining(model, self._strategy, options)

@@ -18,6 +18,7 @@ import torch
 from alone import AloneMeeting, Training
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import prune
 
 from fleetbench.digests import sealed_json
 from fleetbench.errors import ConfigError, EnvironmentLacks
@@ -213,6 +214,46 @@ class TestOptimizer:
         for parameter in model.parameters():
             assert second.state[parameter]["momentum_buffer"].dtype == torch.float32
             assert torch.equal(second.state[parameter]["momentum_buffer"], first.state[parameter]["momentum_buffer"])
+
+    def test_nested_state_keeps_its_types_bit_by_bit(self) -> None:
+        """Tensors in lists, tuples and dictionaries, text, which torch makes a generator's name of, and counters."""
+        model = nn.Linear(3, 2).bfloat16()
+        first, second = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
+        for parameter in model.parameters():
+            values = [torch.randn(parameter.shape) for _ in range(3)] + [torch.arange(6, dtype=torch.int8), torch.randn(2).bfloat16()]
+            first.state[parameter] = {
+                "history": values,
+                "deep": {"pair": (values[0].double(), [values[1]], 3), "step": torch.tensor(4.0)},
+                "name": "quantised",
+                "seen": Counter(a=2),
+                "none": None,
+            }
+        tensors: Tensors = {}
+        unpack_optimizer(second, pack_optimizer(first, model, tensors, "o"), tensors)
+
+        def told(value: object) -> object:
+            if isinstance(value, torch.Tensor):
+                return value.dtype, value.tolist()
+            if isinstance(value, list | tuple):
+                return type(value), [told(each) for each in value]
+            return (type(value), {key: told(each) for key, each in value.items()}) if isinstance(value, dict) else value
+
+        for parameter in model.parameters():
+            assert told(second.state[parameter]) == told(first.state[parameter])
+
+    @pytest.mark.parametrize("anew", [False, True])
+    def test_a_history_in_a_list_goes_through_a_save(self, tmp_path: Path, *, anew: bool) -> None:
+        """Its numbers are those that were saved, which bfloat16 cannot hold."""
+        model, numbers = nn.Linear(3, 2).bfloat16(), torch.randn(2, 3)
+        with Training(model) as training:
+            training.step(torch.randn(5, 3).bfloat16())
+            training.optimizer.state[model.weight]["history"] = [numbers, {"last": numbers}]
+            save(training.engine, ALONE, tmp_path, extra=None)
+        with Training(model) as training:
+            load(training.engine, ALONE, tmp_path, predicate=None, resynchronize=anew)
+            first, second = training.optimizer.state[model.weight]["history"]
+            assert torch.equal(first, numbers)
+            assert torch.equal(second["last"], numbers)
 
 
 class TestDraft:
@@ -530,3 +571,46 @@ def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     go_on(second, tmp_path)
     assert torch.equal(second[1].weight, first[0].weight)
     assert second[1].weight is second[0].weight
+
+
+@pytest.mark.parametrize("fields", [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 3, "outer_lr": 0.7, "outer_momentum": 0.9}}])
+def test_a_pruned_model_goes_on_as_if_nothing_was(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Its masks are buffers, and its weights, which are no leaves, are computed from them."""
+
+    def pruned(amount: float) -> nn.Module:
+        torch.manual_seed(3)
+        model = mlp()
+        prune.l1_unstructured(model.first, "weight", amount)  # type: ignore[arg-type]  # it is a Linear
+        return model
+
+    batches, found = torch.randn(8, 5, 3), []
+    with Training(pruned(0.5), **fields) as training:
+        for number, batch in enumerate(batches):
+            if number == 4:
+                save(training.engine, ALONE, tmp_path, extra=None)
+            training.step(batch)
+        found.append({name: value.clone() for name, value in training.model.state_dict().items()})
+    with Training(pruned(0.25), **fields) as training:
+        load(training.engine, ALONE, tmp_path, predicate=None, resynchronize=False)
+        for batch in batches[4:]:
+            training.step(batch)
+        found.append(training.model.state_dict())
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("undoes", [False, True])
+def test_a_model_that_is_pruned_or_made_plain_in_between_is_not_saved_under_other_names(tmp_path: Path, *, undoes: bool) -> None:
+    """An average would be saved beside the parameter that it belongs to; training itself goes on."""
+    model = mlp()
+    if undoes:
+        prune.l1_unstructured(model.first, "weight", 0.5)  # type: ignore[arg-type]  # see above
+    with Training(model, localsgd=True) as training:
+        training.step(torch.randn(5, 3))
+        if undoes:
+            prune.remove(model.first, "weight")  # type: ignore[arg-type]  # see above
+        else:
+            prune.l1_unstructured(model.first, "weight", 0.5)  # type: ignore[arg-type]  # see above
+        training.step(torch.randn(5, 3))
+        with pytest.raises(ConfigError, match=r"fleet.save_persistables: parameter first.weight.*has another name"):
+            save(training.engine, ALONE, tmp_path, extra=None)

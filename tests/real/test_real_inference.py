@@ -11,6 +11,7 @@ import torch
 from alone import AloneMeeting, Training
 from processes import run_python
 from torch import nn
+from torch.nn.utils import prune
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from real.checkpoints.inference import save_inference_model, served_copy
@@ -168,3 +169,17 @@ def test_an_old_model_stays_where_a_new_one_cannot_be_written(tmp_path: Path) ->
     with Training(TwoInputs()) as training, pytest.raises(EnvironmentLacks, match="cannot be written"):
         save_inference_model(training.engine, ALONE, tmp_path / "model.pt2", inputs(2), None)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
+
+
+def test_a_pruned_model_is_exported(tmp_path: Path) -> None:
+    """Its weight is computed in a forward, which torch cannot copy; the averaged one is what is served."""
+    model = TwoInputs()
+    prune.l1_unstructured(model.first, "weight", 0.5)
+    with Training(model, localsgd=True) as training:
+        training.step(*inputs(4))
+        save_inference_model(training.engine, ALONE, tmp_path / "model.pt2", inputs(2), None)
+    given = inputs(5)
+    expected = model.eval()(*given)
+    torch.testing.assert_close(torch.export.load(tmp_path / "model.pt2").module()(*given), expected)
+    values = {"first.weight_orig": torch.ones(4, 3)}
+    assert served_copy(model, values)(*given).sum() != expected.sum()

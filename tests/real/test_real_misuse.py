@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -9,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from zero_trainer import ZeroTrainer, engine_of, six_layers, train
 
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
 from real.collective import Collective
+from real.compute.recompute import apply_recompute
+from real.compute.sync_batch_norm import apply_sync_batch_norm
 from real.engine.engine import Engine
+from real.servers.served import Served
 
 
 class Stranger(ZeroTrainer):
@@ -53,6 +58,44 @@ def test_a_second_backward_that_cannot_be_right_is_refused(others: ZeroTrainer, 
     assert caught.value.hint is not None
     assert "fleet.no_sync()" in caught.value.hint
     engine.close()
+
+
+LOCAL = {"localsgd": True, "localsgd_configs": {"k_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9}}
+INPUTS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "grad": lambda loss, x: setattr(x, "grad", *torch.autograd.grad(loss, x)),
+    "inputs": lambda loss, x: loss.backward(inputs=[x]),  # type: ignore[no-untyped-call]
+    "all": lambda loss, _: loss.backward(),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("fields", [{}, LOCAL, MERGE, BY_BUCKET, SCALED], ids=["synchronous", "local", "merge", "by bucket", "scaled"])
+def test_a_backward_to_the_inputs_is_none_of_the_strategy_s_or_is_named(others: ZeroTrainer, fields: dict[str, object]) -> None:
+    """Adversarial examples: gradients of inputs alone count as nothing; all gradients do, and the error says how to take the inputs'."""
+
+    def train_on_adversarial_examples(kind: str) -> torch.Tensor:
+        torch.manual_seed(2)
+        engine, optimizer = engine_of(six_layers(), others, **fields)
+        try:
+            for _ in range(4):
+                x = torch.randn(2, 8, requires_grad=True)
+                INPUTS[kind](engine.model(x).sum(), x)
+                optimizer.zero_grad()
+                assert x.grad is not None
+                engine.model((x + x.grad.sign()).detach()).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return torch.cat([value.detach().flatten() for value in engine.model.parameters()])
+        finally:
+            engine.close()
+
+    expected = train_on_adversarial_examples("grad")
+    assert torch.equal(train_on_adversarial_examples("inputs"), expected)
+    if not fields:
+        assert torch.equal(train_on_adversarial_examples("all"), expected)
+        return
+    with pytest.raises(ConfigError, match=SECOND) as caught:
+        train_on_adversarial_examples("all")
+    assert "loss.backward(inputs=[x])" in str(caught.value.hint)
 
 
 def test_a_second_backward_of_one_graph_is_refused_by_its_name(others: ZeroTrainer) -> None:
@@ -410,3 +453,70 @@ def test_an_optimizer_that_needs_a_closure_is_refused_at_once(others: ZeroTraine
     with pytest.raises(ConfigError, match="LBFGS"):
         engine.attach_optimizer(torch.optim.LBFGS(model.parameters()))
     engine.close()
+
+
+class Frozen(nn.Linear):
+    """Nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.requires_grad_(requires_grad=False)
+
+
+UNTRAINABLE: dict[str, tuple[Callable[[], object], str]] = {
+    "no module": (lambda: torch.ones, "no torch.nn.Module .got builtin_function_or_method"),
+    "no parameters": (lambda: nn.Sequential(nn.ReLU()), "without parameters to train .got Sequential"),
+    "all frozen": (Frozen, "without parameters to train .got Frozen"),
+    "lazy": (lambda: nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(2)), r"parameter 1.weight: has no shape yet.*got 2 such"),
+    "lazy buffers": (lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(8, 8)), "parameter 0.running_mean: has no shape"),
+    "scripted": (lambda: torch.jit.script(six_layers()), "a scripted module, which takes no hooks"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")  # and still in use
+@pytest.mark.parametrize("strategy", [{}, {"auto": True}, {"mode": "ps", "a_sync": True}], ids=["collective", "auto", "servers"])
+@pytest.mark.parametrize("kind", UNTRAINABLE)
+def test_what_cannot_be_trained_is_refused(strategy: dict[str, Any], kind: str) -> None:
+    """Before anything else is asked of the model."""
+    make, what = UNTRAINABLE[kind]
+    job = object.__new__(Served if "mode" in strategy else Collective)
+    job.__dict__ |= {
+        "engine": None,
+        "training": None,
+        "role": SimpleNamespace(kind="trainer"),
+        "_strategy": DistributedStrategy(**strategy),
+    }
+    with pytest.raises(ConfigError, match=what) as caught:
+        job.distributed_model(make())  # type: ignore[arg-type]  # that is the point
+    assert caught.value.hint is not None
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")  # and still in use
+def test_a_scripted_part_is_trained_as_the_plain_one(others: ZeroTrainer) -> None:
+    """The hint's way out gives the same parameters."""
+    found = []
+    for scripts in (False, True):
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+        engine, optimizer = engine_of(nn.Sequential(torch.jit.script(inner) if scripts else inner), others)
+        for _ in range(4):
+            engine.model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([value.detach().clone() for value in engine.model.state_dict().values()])
+        engine.close()
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")  # and still in use
+@pytest.mark.parametrize(
+    "convert", [torch.jit.script, lambda norm: torch.jit.trace(norm.eval(), torch.ones(4, 8))], ids=["scripted", "traced"]
+)
+def test_a_part_of_torchscript_is_neither_synchronised_nor_computed_again(convert: Callable[[nn.Module], nn.Module]) -> None:
+    """Its batch norm has no forward to change, and would move its statistics twice."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(convert(nn.BatchNorm1d(8))))
+    with pytest.raises(ConfigError, match=r"recompute_configs.checkpoints: is scripted or traced"):
+        apply_recompute(model, ["1"])
+    group = dist.ProcessGroup(dist.HashStore(), 0, 2)  # type: ignore[attr-defined]  # missing from __all__ only
+    with pytest.raises(ConfigError, match=r"sync_batch_norm: 1.0: a scripted or traced batch norm"):
+        apply_sync_batch_norm(model, group)

@@ -192,3 +192,34 @@ def test_another_memory_format_is_refused_while_buffers_have_the_old_one(others:
     with pytest.raises(ConfigError, match=r"parameter 0.weight: has another shape, type or memory format[\s\S]*before fleet"):
         network(images)
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+        {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}, "fp16_allreduce": True},
+        {"build_strategy": {"enable_backward_optimizer_op_deps": False}},
+        {"build_strategy": {"fuse_all_optimizer_ops": True}},
+    ],
+    ids=["synchronous", "gradient merge", "gradient merge in FP16", "update by bucket", "fused update"],
+)
+@pytest.mark.parametrize("moment", [0, 1, 4, 5])
+@pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")  # torch's Reducer copies, which takes time alone
+def test_another_memory_format_changes_no_number_of_averaged_gradients(others: ZeroTrainer, fields: dict[str, Any], moment: int) -> None:
+    """Also in the middle of a gradient merge, whose sum lies in memory as the parameters did."""
+    found = []
+    for changes in (False, True):
+        torch.manual_seed(1)
+        network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Tanh(), torch.nn.Flatten(), torch.nn.Linear(144, 2)).double()
+        engine, optimizer = engine_of(network, others, **fields)
+        for step in range(8):
+            if changes and step == moment:
+                network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # see above
+            network(torch.randn(2, 3, 8, 8, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(problem.flat(network))
+        engine.close()
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)

@@ -242,6 +242,19 @@ def test_two_ranks_of_nccl_on_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch)
     assert "torch.cuda.set_device" in str(caught.value.hint)
 
 
+def test_threads_of_the_environment_that_a_strategy_does_not_take_are_said(tmp_path: Path) -> None:
+    """OpenMP's variable does not count beside ``thread_num``, whose default is 1."""
+    begin = "import os, torch\nfrom fleetbench import DistributedStrategy, fleet"
+    cases = [("3", ""), ("3,2", ""), ("3", "thread_num=2"), ("1", ""), ("", "")]
+    ends = [
+        f"os.environ['OMP_NUM_THREADS'] = {threads!r}\nfleet.init(DistributedStrategy({fields}))\n{LINES}\nprint(torch.get_num_threads())"
+        for threads, fields in cases
+    ]
+    found = run_each_end(begin, ends, tmp_path)
+    assert [(each.code, each.out) for each in found] == [(0, "1\n"), (0, "1\n"), (0, "2\n"), (0, "1\n"), (0, "1\n")], found
+    assert ["OMP_NUM_THREADS=3 has no effect" in each.err for each in found] == [True, True, False, False, False], found
+
+
 FORKING = f"""
 import os, sys, torch
 from fleetbench import fleet
