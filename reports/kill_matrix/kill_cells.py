@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,12 @@ def cells() -> list[Cell]:
         Cell(command, moment, victim, which)
         for command, (victims, moments) in MATRIX.items()
         for moment, victim, which in itertools.product(moments, victims, SIGNALS)
-    ] + [Cell(command, moment, victim, which) for command, moment, victim, signals in PHASES for which in signals]
+    ] + phase_cells()
+
+
+def phase_cells() -> list[Cell]:
+    """Those of later phases, whose command is given again afterwards."""
+    return [Cell(command, moment, victim, which) for command, moment, victim, signals in PHASES for which in signals]
 
 
 def expected(cell: Cell) -> Expected:
@@ -277,7 +282,7 @@ def _shared_memory() -> set[str]:
     return {f"shm: {name}" for name in names if name.startswith(("torch", "sem.", "psm_", "gloo", "fleetbench"))}
 
 
-_PHASE_CELLS = {Cell(command, moment, victim, which) for command, moment, victim, signals in PHASES for which in signals}
+_PHASE_CELLS = frozenset(phase_cells())
 
 
 def _command(cell: Cell, marks: Path) -> list[str]:
@@ -421,5 +426,6 @@ def read(path: Path) -> list[Outcome]:
     for line in path.read_text(encoding="utf-8").splitlines():
         data = json.loads(line)
         cell = Cell(*(data.pop(name) for name in ("command", "moment", "victim", "signal")))
-        found[cell] = Outcome(cell, **{name: data[name] for name in ("struck", "code", "said", "gone_s", "left_processes", "left_folders")})
+        names = {each.name for each in fields(Outcome)} & set(data)  # earlier lines have fewer
+        found[cell] = Outcome(cell, **{name: data[name] for name in names})
     return list(found.values())

@@ -78,7 +78,8 @@ SURROUNDINGS = (
     Surroundings("locale POSIX", "export LC_ALL=POSIX", out="café", commands=("sim", "launch")),
     Surroundings("locale tr_TR", "export LC_ALL=tr_TR.UTF-8", out="İıç", commands=PLAIN),
     Surroundings("no locale", "unset LANG LC_ALL LC_CTYPE", out="café", commands=("sim", "tune")),
-    *(Surroundings(f"own {name}", f"mkdir -p real; echo 'raise SystemExit(77)' > {name}", commands=PLAIN) for name in SHADOWS),
+    *(Surroundings(f"own {name}", f"mkdir -p real; echo 'raise SystemExit(77)' > {name}", commands=("sim",)) for name in SHADOWS),
+    *(Surroundings(f"own {name}", f"echo 'raise SystemExit(77)' > {name}", commands=("real",)) for name in ("simpy.py", "sim.py")),
     Surroundings("own sim.py", "echo 'raise SystemExit(77)' > sim.py", codes=(4,), commands=("launch",)),  # the script cannot have ours
     Surroundings("stdin is closed", after="<&-"),
     Surroundings("stdout is closed", after=">&-", codes=(3,), commands=("sim", "launch")),
@@ -86,25 +87,23 @@ SURROUNDINGS = (
     Surroundings("nobody reads", "set -o pipefail", "| head -0", commands=("sim", "tune", "launch")),
     Surroundings("one column", after="", commands=("sim", "tune")),
     Surroundings("NO_COLOR", "export NO_COLOR=1 FORCE_COLOR=1", commands=("sim",)),
-    Surroundings("PYTHONOPTIMIZE", "export PYTHONOPTIMIZE=2", commands=("sim", "real", "launch")),
+    Surroundings("PYTHONOPTIMIZE", "export PYTHONOPTIMIZE=2", commands=("sim", "launch")),
     Surroundings("no bytecode", "export PYTHONDONTWRITEBYTECODE=1", commands=("sim",)),
-    Surroundings("nice", "renice -n 19 $$ >/dev/null", commands=PLAIN),
-    Surroundings("OMP_NUM_THREADS is no number", "export OMP_NUM_THREADS=abc", commands=("sim", "real", "launch")),
+    Surroundings("nice", "renice -n 19 $$ >/dev/null", commands=("sim",)),
+    Surroundings("OMP_NUM_THREADS is no number", "export OMP_NUM_THREADS=abc", commands=("sim", "launch")),
     Surroundings("umask 777", "umask 777", codes=(3,)),
-    Surroundings("TMPDIR of somebody else", "chmod 0 tmp", codes=(0, 3), needs_root=True, commands=("real", "launch")),
-    Surroundings("--out of somebody else", "chmod 0 full", codes=(2, 3), needs_root=True, out="full/out"),
+    Surroundings("TMPDIR of somebody else", "chmod 0 tmp", codes=(0, 3), needs_root=True, commands=("launch",)),
+    Surroundings("--out of somebody else", "chmod 0 full", codes=(2, 3), needs_root=True, out="full/out", commands=("sim", "real", "tune")),
     Surroundings("full TMPDIR", f"{TMPFS} size=16k tmpfs tmp", needs_root=True, commands=("sim", "tune")),
     Surroundings("full TMPDIR", f"{TMPFS} size=16k tmpfs tmp", codes=(3,), needs_root=True, commands=("real", "launch")),
-    Surroundings("read-only TMPDIR", f"{TMPFS} ro tmpfs tmp", codes=(0, 3), needs_root=True, commands=("sim", "real", "launch")),
-    Surroundings(
-        "full --out", f"{TMPFS} size=16k tmpfs full", codes=(3,), needs_root=True, out="full/out", commands=("sim", "real", "tune")
-    ),
+    Surroundings("read-only TMPDIR", f"{TMPFS} ro tmpfs tmp", codes=(0, 3), needs_root=True, commands=("sim", "launch")),
+    Surroundings("full --out", f"{TMPFS} size=16k tmpfs full", codes=(3,), needs_root=True, out="full/out", commands=("sim", "tune")),
     Surroundings("read-only --out", f"{TMPFS} ro tmpfs full", codes=(2, 3), needs_root=True, out="full/out"),
     Surroundings(
         "read-only working directory", "mount --bind . . && mount -o remount,bind,ro . && cd ../here", codes=(2, 3), needs_root=True
     ),
-    Surroundings("tiny /dev/shm", f"{TMPFS} size=4k tmpfs /dev/shm", needs_root=True, commands=("sim", "real", "launch")),
-    Surroundings("read-only /dev/shm", f"{TMPFS} ro tmpfs /dev/shm", needs_root=True, commands=("sim", "real", "launch")),
+    Surroundings("tiny /dev/shm", f"{TMPFS} size=4k tmpfs /dev/shm", needs_root=True, commands=PLAIN),
+    Surroundings("read-only /dev/shm", f"{TMPFS} ro tmpfs /dev/shm", needs_root=True, commands=("sim",)),
 )
 QUICK = (
     ("umask 777", "real"),
