@@ -18,7 +18,8 @@ from fleetbench.cli.your_script import split_command
 from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, Interrupted
 from fleetbench.name_clashes import refuse_strangers
 
-_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG)
+_OF_THE_MACHINE = (*_FULL, errno.EACCES, errno.EPERM)
 """What the system may answer to any program that writes files."""
 
 _OF_THE_SCRIPT = ("script", "arguments", "command_line")
@@ -90,12 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse_what_no_file_holds(arguments: argparse.Namespace) -> None:
-    """Raise ``EnvironmentLacks`` where the working directory is gone, ``ConfigError`` for a word of this command that is no text."""
+    """Raise ``EnvironmentLacks`` for a removed working directory or a umask without its user, ``ConfigError`` for no text in UTF-8."""
     try:
         os.getcwd()  # noqa: PTH109  # as Path.cwd, of which only the error counts
     except FileNotFoundError:
         hint = "cd to a folder that is there"
         raise EnvironmentLacks("the working directory has been removed", "this machine", hint=hint) from None
+    os.umask(mask := os.umask(0o077))  # there is no other way to read it
+    if mask & 0o700:
+        raise EnvironmentLacks("shuts this user out of the files that it makes", "umask", f"{mask:03o}", "umask 022")
     for name, value in vars(arguments).items():
         words = value if isinstance(value, list) else [value]
         for word in () if name in _OF_THE_SCRIPT else words:
@@ -111,7 +115,8 @@ def _of_the_machine(error: OSError) -> FleetbenchError:
     if error.errno not in _OF_THE_MACHINE:
         raise error
     kind = ConfigError if error.errno == errno.ENAMETOOLONG else EnvironmentLacks
-    hint = "make room there, or name another folder: --out DIR, or TMPDIR for what is temporary"
+    remedy = "make room there" if error.errno in _FULL else "see its permissions and `umask`"
+    hint = f"{remedy}, or name another folder: --out DIR, or TMPDIR for what is temporary"
     return kind(str(error.strerror), str(error.filename or "this machine"), hint=hint)
 
 

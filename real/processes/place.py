@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleetbench.config import Config, decode, encode
-from fleetbench.errors import ConfigError
+from fleetbench.errors import ConfigError, EnvironmentLacks
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
@@ -87,16 +87,28 @@ def _stat(pid: int) -> list[str]:
 
 
 PREFIX = "fleetbench-"
+_ROOM_BYTES = 4 << 20
+"""Free space that a job's folder needs for heartbeats, logs and results."""
 OWNER = "owner.json"
 """File of such a folder that names the process that made it."""
 
 
 def make_folder(within: Path | None = None) -> Path:
-    """Make a folder that only this user may enter, below ``within`` or the temporary folder, and sweep there before."""
+    """Make a folder that only this user may enter, below ``within`` or the temporary folder, and sweep there before.
+
+    Raises ``EnvironmentLacks`` where the temporary folder has too little room.
+    """
     root = Path(tempfile.gettempdir()) if within is None else within
     sweep(root)
+    if within is None and (room := shutil.disk_usage(root)).total and room.free < _ROOM_BYTES:
+        free, hint = f"{room.free / 2**20:.2g} MiB free", f"{_ROOM_BYTES >> 20} MiB are enough: make room there, or TMPDIR=/another/folder"
+        raise EnvironmentLacks("too little room for temporary files", str(root), free, hint)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-    (folder / OWNER).write_text(json.dumps(encode(Place.here())), encoding="utf-8")
+    try:
+        (folder / OWNER).write_text(json.dumps(encode(Place.here())), encoding="utf-8")
+    except OSError:  # such as of a full disk
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return folder
 
 

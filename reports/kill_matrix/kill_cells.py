@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ STOPPED_DRIVER_S = 3.0
 """So long is a stopped driver left alone before it is killed."""
 
 SCRIPT = Path(__file__).with_name("kill_script.py")
+TUNED = Path(__file__).with_name("kill_tuned.toml")
 FLEETBENCH = [sys.executable, "-m", "fleetbench"]
 TIMEOUTS = ["--set", f"run.timeout={TIMEOUT_S:g} s", "--set", f"run.startup_timeout={STARTUP_S:g} s"]
 EVEN = ["--set", "cluster.stragglers=[]"]  # which need no layer times
@@ -50,6 +51,32 @@ MATRIX: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tune -- SCRIPT": (_SCRIPT, ("start", "middle")),
     "profile -- SCRIPT": (_SCRIPT, ("start", "middle")),
 }
+_DEADLY = ("KILL", "TERM", "INT")
+# Later phases: a command, a moment, a victim, and the signals.
+PHASES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("launch", "load", "worker", _DEADLY),
+    ("launch", "load", "driver", _DEADLY),
+    ("tune", "searching", "driver", ("KILL", "TERM")),
+    ("tune", "trials", "worker", ("KILL",)),
+    ("tune", "trials", "driver", ("INT",)),
+    ("tune FILE", "searching", "driver", _DEADLY),
+    ("tune FILE", "trials", "worker", _DEADLY),
+    ("tune FILE", "trials", "driver", _DEADLY),
+    ("tune FILE", "verifying", "worker", _DEADLY),
+    ("tune FILE", "verifying", "driver", _DEADLY),
+    ("tune FILE", "saving", "driver", _DEADLY),
+    ("tune -- SCRIPT", "searching", "driver", ("KILL", "TERM")),
+    ("tune -- SCRIPT", "trials", "worker", ("KILL", "TERM")),
+    ("tune -- SCRIPT", "trials", "driver", ("KILL", "INT")),
+    ("profile -- SCRIPT", "saving", "driver", ("KILL", "TERM")),
+)
+_LINES = {
+    "searching": r"simulated trials: 0 of",
+    "trials": r"real runs of every arm: [1-9]\d* of",
+    "verifying": r"fresh pairs of .*: [1-9]\d* of",
+}
+"""What a tuning has printed at a moment."""
+_VERDICT = r"^(USE|KEEP DEFAULT)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +108,21 @@ def cells() -> list[Cell]:
         Cell(command, moment, victim, which)
         for command, (victims, moments) in MATRIX.items()
         for moment, victim, which in itertools.product(moments, victims, SIGNALS)
-    ]
+    ] + phase_cells()
+
+
+def phase_cells() -> list[Cell]:
+    """Those of later phases, whose command is given again afterwards."""
+    return [Cell(command, moment, victim, which) for command, moment, victim, signals in PHASES for which in signals]
 
 
 def expected(cell: Cell) -> Expected:
     """What is to come of a cell; at the end, a process may have done its part before it is struck."""
     if cell.victim == "driver":
-        if cell.moment == "end" and cell.signal in ("TERM", "INT"):
-            return Expected((130, 0))
+        if cell.moment in ("end", "saving"):  # it may be done before it hears the signal
+            return Expected(
+                (130, 0) if cell.signal in ("TERM", "INT") else (-signal.SIGKILL, 0) if cell.moment == "saving" else (-signal.SIGKILL,)
+            )
         return Expected((130,) if cell.signal in ("TERM", "INT") else (-signal.SIGKILL,))
     at_end = (0,) if cell.moment == "end" else ()
     if cell.command.startswith(("tune", "profile")):  # a broken launch of a script is replaced once, and noted
@@ -122,6 +156,10 @@ class Outcome:
     left_processes: list[str]
     left_folders: list[str]
     """In the temporary folder, after the next start; ``torchinductor_USER`` is torch's cache, and no fault."""
+    left_files: list[str] = field(default_factory=list)
+    """What is half-written or left over below ``runs``, in the checkpoint's folder and in /dev/shm, after the command was given again."""
+    again: str | None = None
+    """What the same command said when it was given again: a tuning its verdict; none where nothing is to go on."""
 
     @property
     def faults(self) -> list[str]:
@@ -136,7 +174,13 @@ class Outcome:
             found.append(f"does not say {told.says}")
         if self.gone_s > limit_s(self.cell):
             found.append(f"{self.gone_s:.0f} s")
-        found += [f"left: {what}" for what in (*self.left_processes, *self.left_folders) if not what.startswith("torchinductor_")]
+        if self.again == "":
+            found.append("given again, it came to no end")
+        found += [
+            f"left: {what}"
+            for what in (*self.left_processes, *self.left_folders, *self.left_files)
+            if not what.startswith("torchinductor_")
+        ]
         return found
 
     def record(self) -> dict[str, Any]:
@@ -158,13 +202,13 @@ def _run(cell: Cell, folder: Path) -> Outcome:
     marks, temporary = folder / "marks", folder / "tmp"
     marks.mkdir()
     temporary.mkdir()
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    log = folder / "output"
+    environment = {**os.environ, "TMPDIR": str(temporary), "FLEETBENCH_BUSY": "accept"}  # cells run side by side
+    log, shared = folder / "output", _shared_memory()
     with log.open("wb") as output:
         command = subprocess.Popen(_command(cell, marks), cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
     mark = f"TMPDIR={temporary}".encode()
     try:
-        victim = _await(cell, command, marks, temporary)
+        victim = _await(cell, command, folder)
         struck_s = time.monotonic()
         living = set(_marked(mark))
         if victim is not None:
@@ -191,6 +235,7 @@ def _run(cell: Cell, folder: Path) -> Outcome:
         command.kill()
         command.wait()
     sweep(temporary)  # as the next start does
+    again = _again(cell, code, folder, marks, environment) if cell in _PHASE_CELLS and victim is not None else None
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     said = [line.strip() for line in lines if re.search(r"error:|rank \d|server 0|launcher of", line)]
     return Outcome(
@@ -201,7 +246,43 @@ def _run(cell: Cell, folder: Path) -> Outcome:
         gone_s=round(gone_s, 2),
         left_processes=left,
         left_folders=[path.name for path in temporary.iterdir()],
+        left_files=[*_half_written(folder), *sorted(_shared_memory() - shared)] if cell in _PHASE_CELLS else [],
+        again=again,
     )
+
+
+def _again(cell: Cell, code: int | None, folder: Path, marks: Path, environment: dict[str, str]) -> str | None:
+    """What the command says in the end when it is given once more, in peace; "" where it fails or comes to no verdict."""
+    if code == 0 and not cell.command.startswith("launch"):
+        return None
+    if cell.command.startswith("launch"):  # what was saved before is loaded
+        (marks / "again").touch()
+    try:
+        done = subprocess.run(
+            _command(cell, marks), cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        return ""
+    wanted = {"tune": _VERDICT, "profile": r"ms"}.get(cell.command.split()[0], r"went on")
+    said = [line for line in done.stdout.splitlines() if re.search(wanted, line)]
+    return said[-1][:200] if done.returncode == 0 and said else ""
+
+
+def _half_written(folder: Path) -> list[str]:
+    """Temporary files, tunings without a recommendation, and what a tuning keeps to resume although it is done."""
+    found = [path for path in folder.glob("runs/**/*") if path.name.startswith(".") or path.suffix in (".tmp", ".part")]
+    found += [path for path in folder.glob("runs/*-tune-*") if not (path / "recommendation.json").exists()]
+    found += list(folder.glob("runs/resume-*"))
+    return [str(path.relative_to(folder)) for path in found]
+
+
+def _shared_memory() -> set[str]:
+    """Files in /dev/shm that torch or a library may have made."""
+    names = (path.name for path in Path("/dev/shm").iterdir())  # noqa: S108  # only listed
+    return {f"shm: {name}" for name in names if name.startswith(("torch", "sem.", "psm_", "gloo", "fleetbench"))}
+
+
+_PHASE_CELLS = frozenset(phase_cells())
 
 
 def _command(cell: Cell, marks: Path) -> list[str]:
@@ -216,24 +297,39 @@ def _command(cell: Cell, marks: Path) -> list[str]:
         "real": ["real", *TIMEOUTS, "--set", f"workload.profile={profile}", *EVEN, "--set", f"workload.steps={num_steps}"],
         "launch": [*script, steps],
         "launch --servers": served,
-        "tune": ["tune", *TIMEOUTS, *SHORT],
+        "tune": ["tune", *TIMEOUTS, *SHORT, *(["--set", "tune.search_seconds=5"] if cell in _PHASE_CELLS else [])],
+        "tune FILE": ["tune", str(TUNED), *TIMEOUTS],
         "tune -- SCRIPT": ["tune", *TIMEOUTS, *SHORT, "--", *FLEETBENCH, *script, "100000"],
         "profile -- SCRIPT": ["profile", *TIMEOUTS, "--", *FLEETBENCH, *script, "100000"],
     }
     return [*FLEETBENCH, *by_command[cell.command]]
 
 
-def _await(cell: Cell, command: subprocess.Popen[bytes], marks: Path, temporary: Path) -> int | None:
+def _await(cell: Cell, command: subprocess.Popen[bytes], folder: Path) -> int | None:
     """The victim, once its moment has come; none where the command ended before."""
+    marks, temporary = folder / "marks", folder / "tmp"
     with_marks = "SCRIPT" in cell.command or cell.command.startswith("launch")
-    deadline = time.monotonic() + 90.0
+    in_phase = cell in _PHASE_CELLS and not cell.command.startswith("launch")
+    deadline = time.monotonic() + (300.0 if in_phase else 90.0)
     while command.poll() is None and time.monotonic() < deadline:
-        if (_marks_say if with_marks else _folder_says)(cell, command.pid, marks if with_marks else temporary):
+        if in_phase:
+            has_come = _phase_has_come(cell, folder)
+        else:
+            has_come = (_marks_say if with_marks else _folder_says)(cell, command.pid, marks if with_marks else temporary)
+        if has_come:
             victim = _victims()[cell.victim](command.pid)
             if victim is not None:
                 return victim
         time.sleep(0.005)
     return None
+
+
+def _phase_has_come(cell: Cell, folder: Path) -> bool:
+    if cell.moment == "saving":
+        if cell.command.startswith("tune"):
+            return any(folder.glob("runs/resume-*/draft/recommendation.json")) or any(folder.glob("runs/*-tune-*"))
+        return bool(re.search(r"profile: (\d+) of \1\b", (folder / "output").read_text(encoding="utf-8", errors="replace")))
+    return bool(re.search(_LINES[cell.moment], (folder / "output").read_text(encoding="utf-8", errors="replace")))
 
 
 def _marks_say(cell: Cell, _driver: int, marks: Path) -> bool:
@@ -330,5 +426,6 @@ def read(path: Path) -> list[Outcome]:
     for line in path.read_text(encoding="utf-8").splitlines():
         data = json.loads(line)
         cell = Cell(*(data.pop(name) for name in ("command", "moment", "victim", "signal")))
-        found[cell] = Outcome(cell, **{name: data[name] for name in ("struck", "code", "said", "gone_s", "left_processes", "left_folders")})
+        names = {each.name for each in fields(Outcome)} & set(data)  # earlier lines have fewer
+        found[cell] = Outcome(cell, **{name: data[name] for name in names})
     return list(found.values())

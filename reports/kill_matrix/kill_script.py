@@ -1,7 +1,9 @@
 """A user's script that says how far it has come, by empty files: ``kill_script.py FOLDER STEPS [served]``.
 
 ``MOMENT.NAME`` appears in FOLDER as NAME (``0``, ``1``, ``server0``) comes to ``start`` (before torch is imported), ``middle``,
-``save`` (a file of a checkpoint is written, and not on the disk yet) and ``end`` (the training is over, the process is not).
+``save`` (a file of a checkpoint is written, and not on the disk yet), ``load`` (a file of one is about to be read) and ``end``
+(the training is over, the process is not).
+Where FOLDER holds ``again``, it only loads the checkpoint that is there, if any, says so, and ends.
 The environment variable ``KILL_SCRIPT_START_S`` is how many seconds a process stays at ``start``; none without it.
 """
 
@@ -11,6 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 folder, steps, served = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == ["served"]
 is_server = os.environ.get("TRAINING_ROLE") == "PSERVER"
@@ -27,6 +30,7 @@ def reach(moment: str, stay_s: float = 0.0) -> None:
 
 reach("start", float(os.environ.get("KILL_SCRIPT_START_S", "0")))
 
+import safetensors  # noqa: E402
 import torch  # noqa: E402  # takes seconds in which a process may be struck
 
 from fleetbench import DistributedStrategy, fleet  # noqa: E402
@@ -38,6 +42,15 @@ def slow_fsync(handle: int) -> None:
     """Give who watches the time to strike within the save."""
     reach("save", 1.0)
     fsync(handle)
+
+
+safe_open = safetensors.safe_open
+
+
+def slow_open(*arguments: Any, **named: Any) -> Any:
+    """Give who watches the time to strike within the load."""
+    reach("load", 1.0)
+    return safe_open(*arguments, **named)
 
 
 strategy = DistributedStrategy.from_dict({"mode": "ps", "a_sync": True, "a_sync_configs": {"k_steps": 0}} if served else {})
@@ -52,6 +65,12 @@ if is_server:
     sys.exit()
 if served:
     fleet.init_worker()
+if (folder / "again").exists():
+    if (folder / "checkpoint").exists():
+        fleet.load_persistables(folder / "checkpoint")
+    print(f"rank {name} went on")
+    sys.exit()
+is_plain = not served and "FLEETBENCH_TUNING" not in os.environ
 for step in range(1, steps + 1):
     model(torch.ones(4, 64)).sum().backward()
     optimizer.step()
@@ -59,10 +78,15 @@ for step in range(1, steps + 1):
     time.sleep(0.01)
     if step == 10:
         reach("middle")
-    if step == 50 and not served and "FLEETBENCH_TUNING" not in os.environ:
+    if step == 20 and is_plain:
+        fleet.save_persistables(folder / "checkpoint")  # it stays in force while the next is written
+    if step == 50 and is_plain:
         os.fsync = slow_fsync
         fleet.save_persistables(folder / "checkpoint")
         os.fsync = fsync
+        safetensors.safe_open = slow_open  # type: ignore[misc]  # a class
+        fleet.load_persistables(folder / "checkpoint")
+        safetensors.safe_open = safe_open  # type: ignore[misc]  # as it was
 if served:
     fleet.stop_worker()
 reach("end", 1.0)

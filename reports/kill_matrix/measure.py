@@ -17,9 +17,11 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kill_cells import GRACE_S, MATRIX, SIGNALS, STARTUP_S, TIMEOUT_S, Cell, Outcome, cells, expected, read, run_cell
+from kill_cells import GRACE_S, MATRIX, PHASES, SIGNALS, STARTUP_S, TIMEOUT_S, Cell, Outcome, cells, expected, read, run_cell
 
 HERE = Path(__file__).parent
+MOMENTS = ("start", "middle", "save", "load", "searching", "trials", "verifying", "saving", "end")
+COMMANDS = tuple(dict.fromkeys([*MATRIX, *(command for command, *_ in PHASES)]))
 RAW, README = HERE / "raw.jsonl", HERE / "README.md"
 MARK = "<!-- what follows is written by measure.py -->\n"
 
@@ -59,7 +61,7 @@ def main() -> int:
 def _order(cell: Cell) -> tuple[int, ...]:
     """All commands early, the harshest signals first, and what takes longest later."""
     is_long = cell.command.startswith(("tune", "profile"))
-    return SIGNALS.index(cell.signal) + 4 * is_long, ("start", "middle", "save", "end").index(cell.moment), list(MATRIX).index(cell.command)
+    return SIGNALS.index(cell.signal) + 4 * is_long, MOMENTS.index(cell.moment), COMMANDS.index(cell.command)
 
 
 def _commit() -> str:
@@ -83,10 +85,10 @@ def _tables(found: dict[Cell, Outcome]) -> str:
     text += f" (limit: {limits}).\n\n| command | victim | moment | {' | '.join(SIGNALS)} | expected |\n"
     text += "|---|---|---|" + "---|" * (len(SIGNALS) + 1) + "\n"
     for (command, victim, moment), by_signal in rows.items():
-        told = {which: " or ".join(map(str, expected(Cell(command, moment, victim, which)).codes)) for which in SIGNALS}
+        told = {which: " or ".join(map(str, expected(Cell(command, moment, victim, which)).codes)) for which in by_signal}
         each = ", ".join(f"{which} {codes}" for which, codes in told.items())
-        short = told["KILL"] if len(set(told.values())) == 1 else each
-        text += f"| {command} | {victim} | {moment} | {' | '.join(by_signal[which] for which in SIGNALS)} | {short} |\n"
+        short = next(iter(told.values())) if len(set(told.values())) == 1 else each
+        text += f"| {command} | {victim} | {moment} | {' | '.join(by_signal.get(which, '') for which in SIGNALS)} | {short} |\n"
     if wrong:
         text += "\nNot as expected:\n\n" + "".join(f"- {outcome.cell}: {'; '.join(outcome.faults)}\n" for outcome in wrong)
     return text

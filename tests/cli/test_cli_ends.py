@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kill_cells import Cell, cells, run_cell
+from kill_cells import Cell, cells, phase_cells, run_cell
 from processes import fork_command
 
 FOUR_LINES = Path(__file__).parents[1] / "real" / "four_lines.py"
-SAMPLE = cells()[::17]
+PHASE_CELLS = phase_cells()
+PHASE_FEW = [cell for cell in PHASE_CELLS if (cell.command, cell.moment) == ("tune FILE", "verifying") and cell.signal == "KILL"]
+"""What ``make test-all`` strikes of them; ``make test SLOW=--whole`` strikes all."""
+SAMPLE = [cell for cell in cells() if cell not in PHASE_CELLS][::17]
 """Every seventeenth: all commands, victims, moments and signals are among them. All: ``python reports/kill_matrix/measure.py``."""
 FEW = SAMPLE[::4]
 """What ``make test-all`` strikes; ``make test SLOW=--whole`` strikes the sample."""
@@ -46,6 +49,25 @@ def test_the_kernel_ends_children_with_their_parents(cell: Cell, monkeypatch: py
 @pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=() if cell in FEW else pytest.mark.whole) for cell in SAMPLE])
 def test_a_struck_command_ends_in_time_and_leaves_nothing(cell: Cell) -> None:
     """With the exit code and the name that belong to it."""
+    outcome = run_cell(cell)
+    assert not outcome.faults, outcome
+
+
+@pytest.mark.parametrize("cell", [Cell("launch", "load", "driver", "TERM")], ids=str)
+def test_a_struck_load_leaves_a_checkpoint_that_loads(cell: Cell) -> None:
+    """The same script loads it afterwards, and nothing of the launch is left."""
+    outcome = run_cell(cell)
+    assert not outcome.faults, outcome
+    assert outcome.again is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, id=str(cell), marks=() if cell in PHASE_FEW else pytest.mark.whole) for cell in PHASE_CELLS]
+)
+def test_a_command_struck_in_any_phase_comes_to_its_end_when_it_is_given_again(cell: Cell) -> None:
+    """A tuning to its verdict, a profile to its table, a script to its checkpoint; nothing half-written stays."""
     outcome = run_cell(cell)
     assert not outcome.faults, outcome
 

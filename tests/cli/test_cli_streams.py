@@ -97,7 +97,7 @@ def test_a_full_file_system_is_the_environments_fault(command: Callable, experim
     assert left == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 3), (errno.EMFILE, 3), (errno.ENAMETOOLONG, 2)])
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 3), (errno.EMFILE, 3), (errno.EACCES, 3), (errno.ENAMETOOLONG, 2)])
 def test_what_the_system_refuses_is_no_bug(number: int, code: int, monkeypatch: pytest.MonkeyPatch, command: Callable) -> None:
     """Wherever it is met, such as in a full folder for temporary files; the file is named."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import tarfile
@@ -79,3 +80,36 @@ def test_constraints_pin_what_the_project_depends_on() -> None:
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
     assert all("==" in line and "+" not in line and "/" not in line for line in lines)
     assert {requirement.split(">")[0].lower() for requirement in wanted} <= pinned
+
+
+@pytest.mark.slow
+def test_the_wheel_works_where_the_source_is_not(tmp_path: Path) -> None:
+    """In a fresh environment with the libraries of this one, without its fleetbench: help, the built-in experiment, a public name."""
+    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    libraries, environment, here = tmp_path / "libraries", tmp_path / "environment", tmp_path / "here"
+    here.mkdir()
+    libraries.mkdir()
+    for folder in (Path(entry) for entry in sys.path if entry.endswith("site-packages")):
+        for path in folder.iterdir():  # links, as a .pth file among them would bring the source back
+            if path.suffix != ".pth" and not path.name.startswith(("fleetbench", "__editable__")) and not (libraries / path.name).exists():
+                (libraries / path.name).symlink_to(path)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "libraries.pth").write_text(f"{libraries}\n", encoding="utf-8")
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [environment / "bin" / words[0], *words[1:]], cwd=here, env=variables, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("python", "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", str(wheel))
+    assert run("python", "-c", "import fleetbench; print(fleetbench.__file__)").startswith(str(environment))
+    assert run("fleetbench", "--help").startswith("usage: fleetbench")
+    table = run("fleetbench", "sim", "--set", "workload.steps=20")
+    assert "step" in table
+    assert len(list((here / "runs").glob("quickstart-sim-*/manifest.json"))) == 1
+    assert "distributed_model" in run("python", "-c", "from fleetbench import fleet; print(dir(fleet))")
