@@ -75,6 +75,7 @@ OWN_FIELDS = {  # ours, or Fleet's without a published default
     "bf16_allreduce",
     "lr_scale",
     "find_unused_parameters",
+    "broadcast_buffers",
     "conv_workspace_size_limit",
     "fraction_of_gpu_memory_to_use",
     "fetch_every_n_steps",

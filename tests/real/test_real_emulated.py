@@ -234,13 +234,13 @@ def test_percentiles_are_those_of_all_ranks_together() -> None:
 
 
 def test_parameters_and_buffers_are_the_tables() -> None:
-    """Names, sizes and types are the table's, in registration order; buffers hold as many numbers as travel, in 8 bytes each."""
+    """Names, sizes and types are the table's, in registration order; buffers are as large as the table's."""
     wide = dataclasses.replace(INTERLEAVED.layers[2].gradients[0], dtype="bfloat16")
     layers = (*INTERLEAVED.layers[:2], dataclasses.replace(INTERLEAVED.layers[2], gradients=(wide,)), INTERLEAVED.layers[3])
     model = EmulatedModel(dataclasses.replace(INTERLEAVED, layers=layers))
     found = {name: (parameter.numel(), parameter.dtype) for name, parameter in model.named_parameters()}
     assert found == {"stem.1.weight": (6, torch.float32), "b.weight": (3, torch.bfloat16), "top": (4, torch.float32)}
-    assert sum(buffer.numel() * 8 for buffer in model.buffers()) == 24
+    assert sum(buffer.nbytes for buffer in model.buffers()) == 24
 
 
 def test_gradients_differ_by_rank_and_parameter_and_are_handed_over_without_a_copy() -> None:
