@@ -252,7 +252,7 @@ class Collective:
     def _say_open_round(self) -> None:
         """At exit: the script's last local steps were not averaged. What it has saved by ``torch.save`` nobody knows."""
         if self.engine is not None and self.meeting.rank == 0 and not self.engine.has_agreed:
-            what = "the script ends in the middle of a round of local steps: the ranks' models differ, and a saved one is that of its rank"
+            what = "the script ends in the middle of a round of local steps: ranks' models differ, and so do files not saved by fleet"
             hint = "call fleet.synchronize() on every rank after the last step, before the model is saved or evaluated"
             print(f"fleet: {what}\nHINT: {hint}", file=sys.stderr)  # noqa: T201  # as fleet.init prints its box
 

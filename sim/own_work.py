@@ -63,8 +63,8 @@ class OwnWork:
         return operation.kind, self._whole_ns.get(operation.kind, 0)
 
 
-def is_before_forward(operation: Operation) -> bool:
-    """Whether a rank waits at once for a collective, because its forward needs what that carries."""
+def holds_rank(operation: Operation) -> bool:
+    """Whether a rank waits at once for a collective: for rank 0's buffers, which no update follows where buckets update on their own."""
     return operation.kind == "broadcast" and operation.payload == "buffers"
 
 

@@ -112,7 +112,7 @@ def _of_the_machine(error: OSError) -> FleetbenchError:
     """What is to be said where the system refuses a file; raises what is a bug of ours."""
     if str(error.strerror).startswith("No usable temporary directory"):  # tempfile's own words
         return EnvironmentLacks("no folder for temporary files can be written", "TMPDIR", hint="name one: TMPDIR=/some/folder")
-    if error.errno not in _OF_THE_MACHINE:
+    if error.errno not in _OF_THE_MACHINE or (error.errno not in _FULL and error.filename is None):
         raise error
     kind = ConfigError if error.errno == errno.ENAMETOOLONG else EnvironmentLacks
     remedy = "make room there" if error.errno in _FULL else "see its permissions and `umask`"

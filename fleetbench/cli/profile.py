@@ -105,7 +105,7 @@ def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
     if buffers:
         took = "over a link that is not known" if broadcast_s is None else f"in {units.seconds(broadcast_s)}"
         emit(
-            f"buffers: {units.size(buffers)}. Rank 0 sends them before every forward, {took}; batch norm trains without that: "
+            f"buffers: {units.size(buffers)}. Rank 0 sends them in every step, {took}; batch norm trains without that: "
             "broadcast_buffers = false"
         )
     if said:

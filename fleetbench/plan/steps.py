@@ -107,15 +107,12 @@ class _Builder:
 def operations_of(plan: Plan, what: Combination, step: StepKind) -> StepOperations:
     """The operations of a step."""
     build = _Builder(plan)
-    sends = plan.buffers_nbytes and plan.trainers > 1 and not what.is_local and step.merged == 1  # the step before has met
-    begin: Operations = (build.operation("broadcast", payload="buffers", nbytes=plan.buffers_nbytes),) if sends else ()
-    if what.holds_statistics and not step.closes:
-        begin += (build.operation("hold", payload="buffers", after=[operation.id for operation in begin]),)
+    begin = (build.operation("hold", payload="buffers"),) if what.holds_statistics and not step.closes else ()
     buckets = tuple(_bucket(what, step, build, bucket.id) for bucket in plan.buckets)
     if not step.closes:
         return StepOperations(on_begin=begin, on_bucket=buckets, on_backward_end=(build.operation("skip"),))
-    end = _unused(what, build)
-    waits = tuple(operation.id for operation in end) or build.leaves
+    end = _closing(what, build)
+    waits = (end[-1].id,) if end else build.leaves
     if not what.scales:
         return StepOperations(on_begin=begin, on_bucket=buckets, on_backward_end=(*end, *_update(what, step, build, "update", waits)))
     if what.is_local and (asked := build.small("found_inf", SCALAR_NBYTES, waits)):
@@ -136,9 +133,18 @@ def remainder_of(plan: Plan, what: Combination, step: StepKind) -> Operations:
     operations: list[Operation] = []
     for bucket in plan.buckets:
         operations += _release(what, step, build, bucket.id)
-    unused = _unused(what, build)
-    waits = tuple(operation.id for operation in unused) or build.leaves
-    return (*operations, *unused, *_update(what, step, build, "update", waits))
+    end = _closing(what, build)
+    waits = (end[-1].id,) if end else build.leaves
+    return (*operations, *end, *_update(what, step, build, "update", waits))
+
+
+def _closing(what: Combination, build: _Builder) -> Operations:
+    """What follows the last bucket before the update: flags of unused parameters, and rank 0's buffers."""
+    operations = _unused(what, build)
+    if build.plan.buffers_nbytes and build.plan.trainers > 1 and not what.is_local:
+        after = (operations[-1].id,) if operations else build.leaves
+        operations += (build.operation("broadcast", payload="buffers", nbytes=build.plan.buffers_nbytes, after=after),)
+    return operations
 
 
 def _bucket(what: Combination, step: StepKind, build: _Builder, bucket: int) -> Operations:

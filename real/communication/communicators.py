@@ -319,9 +319,11 @@ class Communicators:
         pieces = [tensor.view(torch.uint8) for tensor in plain]  # gloo knows neither complex numbers nor 8-bit floats
         whole = torch.cat(pieces)
         self.spread(whole, "world", 0)
-        for tensor, piece in zip(found, torch.split(whole, [piece.numel() for piece in pieces]), strict=True):
-            once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())  # an expanded tensor is written to once
-            tensor[once].copy_(piece.view(tensor.dtype).view(tensor.shape)[once])
+        sent = torch.split(whole, [piece.numel() for piece in pieces])
+        for tensor, piece in zip(found, sent, strict=True):
+            own = piece.view(tensor.dtype).view(tensor.shape)
+            once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())
+            tensor[once].copy_(own[once])  # an expanded tensor is written to once
 
     def barrier(self) -> None:
         """Meet all ranks."""

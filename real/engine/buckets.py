@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.modules.batchnorm import _NormBase
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
@@ -238,52 +240,57 @@ class DeltaBucket:
             copy_all(views_of(self.residual, self.parameters), [residual[name] for name in self.names])
 
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
 class ModelBuffers:
     """A model's buffers on their way between trainers: rank 0's are sent to all, or they are averaged.
 
-    What travels is what the model had at first; later buffers stay each rank's own. Averaged are floating-point numbers; of a count,
-    which is a single ``int32`` or ``int64``, all take the largest; and others stay each rank's own.
+    What travels is what the model had when this was made; later buffers stay each rank's own. Averaged are floating-point numbers; of a
+    count, which is a single ``int32`` or ``int64``, all take the largest; and others stay each rank's own.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = {name: buffer for name, buffer in model.named_buffers() if buffer.layout == torch.strided and buffer.numel()}
-        self._places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in found]
-        self._names = [*found]
-        self._sent = [*found.values()]
+        self._model = model
+        self._shapes = {name: buffer.shape for name, buffer in model.named_buffers() if buffer.layout == torch.strided and buffer.numel()}
+        norms = [prefix for prefix, module in model.named_modules() if isinstance(module, _NormBase)]
+        self._unread = {f"{prefix}.{name}".lstrip(".") for prefix in norms for name in _STATISTICS}
+        """Names of those that no training forward reads."""
         self._packed: list[tuple[list[torch.Tensor], torch.Tensor, str]] = []
         """Buffers of a type, their numbers in one tensor, and how these are reduced."""
 
     @property
     def nbytes(self) -> int:
         """Size of all of them, in bytes."""
-        return sum(buffer.nbytes for buffer in self._sent)
+        return sum(buffer.nbytes for name, buffer in self._model.named_buffers() if name in self._shapes)
+
+    def _found(self) -> dict[str, torch.Tensor]:
+        """Those of now: a module may have put others in their place. Raises ``ConfigError`` for one that is gone or has another shape."""
+        now = dict(self._model.named_buffers(remove_duplicate=False))
+        for name, shape in self._shapes.items():
+            if name not in now or now[name].shape != shape:
+                found = str(list(now[name].shape)) if name in now else "none"
+                what = "has changed its shape, and trainers send or average it"
+                hint = 'keep the shapes of buffers, or set broadcast_buffers = false, with local steps buffers = "local"'
+                raise ConfigError(what, f"buffer {name}", f"{found}, before {list(shape)}", hint)
+        return {name: now[name] for name in self._shapes}
 
     @torch.no_grad()
-    def send(self, communicators: Communicators) -> None:
-        """Replace them by rank 0's. A module may have put another in a place: one of another shape or type stays each rank's own."""
-        for number, (owner, name) in enumerate(self._places):
-            now, before = getattr(owner, name, None), self._sent[number]
-            if isinstance(now, torch.Tensor) and (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device):
-                self._sent[number] = now
-        communicators.broadcast(*self._sent)
+    def send(self, communicators: Communicators, *, read: bool = False) -> None:
+        """Replace them by rank 0's; ``read``: those that a training forward may read."""
+        found = self._found()
+        kept = [buffer for name, buffer in found.items() if name in self._unread]  # a graph of before remains good
+        sent = [buffer for name, buffer in found.items() if not (read and name in self._unread)]
+        with _unsafe_preserve_version_counter(tuple(kept)):  # as DDP does
+            communicators.broadcast(*sent)
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Gather what is averaged; a module may have put others in their place.
-
-        Raises ``ConfigError`` for one that is missing or has another shape, which other ranks may not have.
-        """
+        """Gather what is averaged."""
         kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-        for (owner, place), name, before in zip(self._places, self._names, self._sent, strict=True):
-            if not _is_averaged(before):
-                continue
-            now = getattr(owner, place, None)
-            if not isinstance(now, torch.Tensor) or now.shape != before.shape:
-                found = str(list(now.shape)) if isinstance(now, torch.Tensor) else "none"
-                what = 'cannot be averaged (buffers = "average"), because its shape has changed'
-                hint = 'keep the shapes of buffers, or set buffers = "local"'
-                raise ConfigError(what, f"buffer {name}", f"{found}, before {list(before.shape)}", hint)
-            kinds.setdefault(torch.promote_types(now.dtype, torch.float32) if now.is_floating_point() else torch.int64, []).append(now)
+        for buffer in filter(_is_averaged, self._found().values()):
+            wide = torch.promote_types(torch.float32, buffer.dtype) if buffer.dtype.itemsize > 1 else torch.float32  # torch promotes no FP8
+            kinds.setdefault(wide if buffer.is_floating_point() else torch.int64, []).append(buffer)
         self._packed = [
             (buffers, torch.cat([buffer.reshape(-1).to(dtype) for buffer in buffers]), "mean" if dtype.is_floating_point else "max")
             for dtype, buffers in kinds.items()

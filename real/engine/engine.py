@@ -134,11 +134,9 @@ class Engine:
         """Parameters that the backward under way has left without a gradient, where those are looked for."""
         self._hidden: RemovableHandle | None = None
         """Hears of a backward's first gradient, where the model's outputs are not found."""
-        self._keeps, self._holds, self._num_moves = False, False, 0
-        """Whether a backward would only leave its gradients in ``.grad``; whether one of this step has; how often parameters
-        were replaced in the middle of a step."""
-        self._was_synced = True
-        """Whether the last training forward was outside of ``no_sync``: as under DDP, buffers are then sent before the next."""
+        self._keeps, self._holds, self._was_synced, self._num_moves = False, False, False, 0
+        """Whether a backward would only leave its gradients in ``.grad``; whether one of this step has; whether the step's last forward was
+        outside of ``no_sync``, so that its next reads rank 0's buffers, as under DDP; how often parameters were replaced in mid-step."""
         self._executor: Executor | None = None
         self._reducer: PlannedReducer | None = None
         self._next_bucket = 0
@@ -323,6 +321,8 @@ class Engine:
         if state is None:
             agree_on(self._planning.lines(), "the model", self.communicators)
         plan = self._planning.plan(order)
+        if state is not None and plan.buffers_nbytes:
+            self._planning.take_buffers()
         self.communicators.require(self.strategy.nccl_comm_num, plan.parts)
         agree_on([plan.digest], "the plan of exchanges", self.communicators)
         if state is None:  # all ranks start from rank 0's parameters and buffers
@@ -379,8 +379,8 @@ class Engine:
             self._phase = "forward"
         if self._phase == "idle":
             self._begin_step()
-        elif self._was_synced:
-            self.executor.send_buffers()
+        elif self._phase == "forward" and self._was_synced and self._decider.strategy.closes(self._decider.state):
+            self.executor.forward_goes_on()
 
     def _begin_step(self) -> None:
         refuse_moved(self._members[0], self._dtype, self._device)
@@ -390,13 +390,13 @@ class Engine:
         self._phase = "forward"
         self.step += 1
         self._next_bucket = self._num_stepping = 0
-        self._holds = False
+        self._holds = self._was_synced = False
         self._outputs.clear()
         self.stopwatch.begin_step(self.step)
         self._before = self._decider.mark()
         if self.num_updates.bit_count() <= 1:  # now and then
             refuse_wrappers(self.model)
-        self.executor.begin_step(self.step, started(self._tell(StepBegin(self.step))), sends=self._was_synced)
+        self.executor.begin_step(self.step, started(self._tell(StepBegin(self.step))))
         if self.on_step is not None:
             self.on_step(self.step)
 

@@ -81,7 +81,6 @@ class Executor:
         self._control: OptimizerControl | None = None
         self._inline = InlineLane() if self.combination.is_sequential else None
         self._buffers = buffers
-        self._broadcast: Operation | None = None
         self._tickets: dict[int, Ticket] = {}
         self._flying: dict[int, Ticket] = {}
         """Exchanges of distances; a fragment's goes on over steps."""
@@ -186,21 +185,17 @@ class Executor:
         self._control = OptimizerControl(optimizer, self.combination, self.storage, self._parameters)
         return len(self._control.slots) if self._control.averages_state else 0
 
-    def begin_step(self, step: int, operations: Operations, *, sends: bool) -> None:
-        """A step's forward begins; ``sends``: it needs rank 0's buffers."""
+    def begin_step(self, step: int, operations: Operations) -> None:
+        """A step's forward begins."""
         self._step = step
         self.loss = None
-        self._broadcast = next((operation for operation in operations if operation.kind == "broadcast"), None)
-        if sends:
-            self.send_buffers()
         self.begin_again(operations)
 
-    def send_buffers(self) -> None:
-        """Take rank 0's, where the step has a broadcast of them."""
-        if self._broadcast is not None:
-            self._stopwatch.sends(wire_bytes(self._broadcast, self._communicators.trainers))
-            with self._stopwatch.waits(), self._stopwatch.collective(self._broadcast, self._step):
-                self._buffers.send(self._communicators)
+    def forward_goes_on(self) -> None:
+        """Another forward of the step begins: as under DDP, it reads rank 0's buffers."""
+        if self._plan.buffers_nbytes and not self.combination.is_local:
+            with self._stopwatch.waits():
+                self._buffers.send(self._communicators, read=True)
 
     def begin_again(self, operations: Operations = ()) -> None:
         """The step's exchange begins again, after another that came to its end; the loss that was told stays."""
@@ -435,6 +430,8 @@ class Executor:
             assert isinstance(sparse, SparseBucket)
             sparse.pack()
             return lambda: self._row_bytes.append(gather_rows(sparse, operation, communicators))
+        if payload == "buffers" and operation.kind == "broadcast":
+            return lambda: self._buffers.send(communicators)
         if payload == "buffers":
             self._buffers.pack()
             return lambda: self._buffers.run(operation, communicators)

@@ -20,7 +20,7 @@ from fleetbench.plan.state import State
 from fleetbench.quantities import MIB, Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.training import sparse_weights
-from real.communication.communicators import Communicators
+from real.communication.communicators import Communicators, agree_on
 from real.communication.lanes import host_reads
 from real.engine.buckets import ModelBuffers, dense_strides
 
@@ -88,7 +88,16 @@ class Planning:
             sparse = ", sparse gradients" if name in self.sparse else ""
             kind = "parameter" if name in trained else "frozen parameter"
             found.append(f"{kind} {name} {list(tensor.shape)} {tensor.dtype}{strides}{sparse}")
-        return found + [f"buffer {name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in self._model.named_buffers()]
+        return found + self._buffer_lines()
+
+    def take_buffers(self) -> None:
+        """Those that the model has now are what trainers send or average. Raises ``ConfigError``, on every rank, where they differ."""
+        hint = 'let each rank have the same buffers, or set broadcast_buffers = false, with local steps buffers = "local"'
+        agree_on(self._buffer_lines(), "the model", self._communicators, hint)
+        self.buffers = ModelBuffers(self._model)
+
+    def _buffer_lines(self) -> list[str]:
+        return [f"buffer {name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in self._model.named_buffers()]
 
     def registered(self) -> list[str]:
         """The order that is taken before one is known."""

@@ -115,7 +115,7 @@ def refuse_untrainable(model: object) -> None:
     if lazy:
         what = "has no shape yet: its lazy module makes it in the first forward"
         hint = "run a batch through the model (under torch.no_grad()) before fleet.distributed_model, and make the optimizer after that"
-        raise ConfigError(what, f"parameter {lazy[0]}", f"{len(lazy)} such", hint)
+        raise ConfigError(what, lazy[0], f"{len(lazy)} such", hint)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         hint = "unfreeze what is to be trained (requires_grad = True) before it; an evaluation needs no fleet"
         raise ConfigError("is given a model without parameters to train", where, kind, hint)

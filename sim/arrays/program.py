@@ -16,7 +16,7 @@ from fleetbench.plan.operations import COLLECTIVES, Operation, Operations
 from fleetbench.plan.replay import Decider
 from fleetbench.plan.state import closed_round
 from fleetbench.plan.steps import StepOperations
-from sim.own_work import OwnWork, bucket_readiness, is_before_forward
+from sim.own_work import OwnWork, bucket_readiness, holds_rank
 from sim.scenario import Scenario
 
 Told = tuple[tuple[Event, Operations], ...]
@@ -148,7 +148,7 @@ class Compiler:
         for operation in operations:
             if operation.kind in COLLECTIVES:
                 if operation.group in self._meets:
-                    holds = self._scenario.strategy.combination.is_sequential or is_before_forward(operation)
+                    holds = self._scenario.strategy.combination.is_sequential or holds_rank(operation)
                     yield Join(operation, self._own.joining(operation), holds)
             elif operation.kind == "update" and operation.bucket is not None:
                 yield Share(self._own.bucket_update(operation.bucket), operation.after)

@@ -33,7 +33,7 @@ WHO = "virtual trainers"
 
 _CLOCK = """
 fuse_all_reduce_ops fusion fuse_grad_size_in_MB fuse_grad_count fuse_grad_size_in_num last_comm_group_size_MB sync_nccl_allreduce
-nccl_comm_num find_unused_parameters broadcast_buffers thread_num cudnn_exhaustive_search conv_workspace_size_limit
+nccl_comm_num find_unused_parameters thread_num cudnn_exhaustive_search conv_workspace_size_limit
 fraction_of_gpu_memory_to_use
 fetch_every_n_steps recompute recompute_configs.checkpoints build_strategy.fuse_all_optimizer_ops build_strategy.compile_split
 build_strategy.fuse_elewise_add_act_ops build_strategy.fuse_bn_act_ops build_strategy.fuse_relu_depthwise_conv
@@ -48,7 +48,7 @@ _CONFIGS = {
     "adaptive_localsgd": f"init_k_steps begin_step variant alpha {_AVERAGING}",
     "gradient_merge": "k_steps avg remainder lr_per batch_norm_per",
 }
-_PLAIN = "use_hierarchical_allreduce hierarchical_inner_ranks hierarchical_variant fp16_allreduce bf16_allreduce lr_scale"
+_PLAIN = "broadcast_buffers use_hierarchical_allreduce hierarchical_inner_ranks hierarchical_variant fp16_allreduce bf16_allreduce lr_scale"
 LEARNT: frozenset[str] = frozenset(
     [f"strategy.{name}" for name in (*_PLAIN.split(), *_CONFIGS)]
     + [f"strategy.{name}_configs.{key}" for name, keys in _CONFIGS.items() for key in keys.split()]

@@ -18,7 +18,7 @@ from fleetbench.stragglers import stretch
 from fleetbench.timeline import COMPUTE, HOST, Span, start_name
 from sim.clock import LATEST_NS, Clock, half_up
 from sim.execution import Spans
-from sim.own_work import OwnWork, bucket_readiness, is_before_forward
+from sim.own_work import OwnWork, bucket_readiness, holds_rank
 from sim.reference.network import Collectives, Computing, Meeting
 from sim.scenario import Scenario
 
@@ -155,7 +155,7 @@ class Trainer:
         self._progress.slows_during(meeting.start, meeting.end)
         self._tally.arrival_ns = self._clock.now
         self._tally.bytes_sent += wire_bytes(operation, len(part))
-        if self._scenario.strategy.combination.is_sequential or is_before_forward(operation):
+        if self._scenario.strategy.combination.is_sequential or holds_rank(operation):
             computed = self._computing.ends(self.rank)
             yield from self._wait([meeting])
             if computed:

@@ -146,7 +146,7 @@ def test_a_profile_says_what_ddp_broadcasts(tmp_path: Path, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)["ddp_buffers_broadcast_s"] == pytest.approx(46e-6 + 1e-2, abs=1e-9)
     _shown(TWO_NODES, tmp_path, nbytes=1_000_000)
     told = capsys.readouterr().out
-    assert "buffers: 1.00 MB. Rank 0 sends them before every forward, in 10.05 ms" in told
+    assert "buffers: 1.00 MB. Rank 0 sends them in every step, in 10.05 ms" in told
     assert "broadcast_buffers = false" in told
 
 

@@ -80,14 +80,14 @@ def closure(operation: int, after: dict[int, tuple[int, ...]]) -> set[int]:
 
 
 def awaited(operations: Operations) -> set[int]:
-    """The operations for which a rank waits: those before its own, and the buffers that its forward needs."""
+    """The operations for which a rank waits: those before its own, and rank 0's buffers."""
     after = {operation.id: operation.after for operation in operations}
-    needed = {operation.id for operation in operations if is_before_forward(operation)}
+    needed = {operation.id for operation in operations if brings_buffers(operation)}
     return needed.union(*(closure(operation.id, after) for operation in operations if operation.kind not in COLLECTIVES))
 
 
-def is_before_forward(operation: Operation) -> bool:
-    """Whether a forward waits at once for what this brings."""
+def brings_buffers(operation: Operation) -> bool:
+    """Whether it brings rank 0's, for which a rank waits at once."""
     return (operation.kind, operation.payload) == ("broadcast", "buffers")
 
 
@@ -213,7 +213,7 @@ class StrategyContract:
             assert decider.state.updates - before in (0, 1)
             if decider.state.updates == before:
                 assert (updated, skips) == ([], 1)
-                assert {operation.kind for operation in operations} <= {"broadcast", "hold", "accumulate", "skip"}
+                assert {operation.kind for operation in operations} <= {"hold", "accumulate", "skip"}
             elif "found_inf" in strategy.observes and scalar("found_inf", step):
                 assert (updated, skips) == ([], 1)
                 skipped += 1
@@ -259,7 +259,7 @@ class StrategyContract:
             after = {operation.id: operation.after for operation in operations}
             before: dict[int, list[Operation]] = {}
             for operation in operations:
-                if operation.kind in COLLECTIVES and not is_before_forward(operation):
+                if operation.kind in COLLECTIVES:
                     waited = closure(operation.id, after)
                     others = before.get(operation.communicator, [])
                     assert all(other.id in waited or (is_plain(operation) and is_plain(other)) for other in others)
@@ -294,7 +294,7 @@ class StrategyContract:
                 slots = strategy.plan.num_state_slots
                 assert [what(operation) for operation in states] == [what(operation, slots) for operation in strategy.plan.exchange]
             small = [operation for operation in operations if operation.kind in COLLECTIVES and operation.bucket is None]
-            small = [operation for operation in small if not is_before_forward(operation)]
+            small = [operation for operation in small if not brings_buffers(operation)]
             gathers = {"agreement", "loss"}
             assert all(operation.kind == ("all_gather" if operation.payload in gathers else "all_reduce") for operation in small)
             assert all(operation.group == "world" and operation.nbytes > 0 for operation in small)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -183,9 +183,17 @@ def script(fleet: Fleet, rank: int, *, run: Script, truth: bool, **strategy: Any
     network = run(Way(rank, lambda model: _joined(fleet, model, **strategy), fleet.distributed_optimizer))
     if truth:
         other = run(Way(rank, partial(DistributedDataParallel, find_unused_parameters=bool(strategy)), lambda optimizer: optimizer))
-        return {"off": max(float((one - two).abs().max()) for one, two in zip(network.parameters(), other.parameters(), strict=True))}
-    fleet.synchronize()
-    return {"off": max(float((parameter - _mean(parameter.detach())).abs().max()) for parameter in network.parameters())}
+        off = max(float((one - two).abs().max()) for one, two in zip(network.parameters(), other.parameters(), strict=True))
+    else:
+        fleet.synchronize()
+        off = _apart(network.parameters())
+    return {"off": off if "localsgd" in strategy else max(off, _apart(network.buffers()))}
+
+
+def _apart(tensors: Iterable[torch.Tensor]) -> float:
+    """By how much ranks differ."""
+    numbers = [tensor.detach().double() for tensor in tensors]
+    return max((float((own - _mean(own)).abs().max()) for own in numbers), default=0.0)
 
 
 def _joined(fleet: Fleet, model: nn.Module, **strategy: Any) -> nn.Module:

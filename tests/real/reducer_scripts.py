@@ -21,6 +21,7 @@ SIZE = 6
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 LOCAL: dict[str, Any] = {"localsgd": True, "localsgd_configs": {"k_steps": 3}}
 STATE: dict[str, Any] = {"localsgd": True, "localsgd_configs": {"k_steps": 3, "optimizer_state": "average"}}
+HELD: dict[str, Any] = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "batch_norm_per": "update"}}
 MERGE: dict[str, Any] = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
 BY_BUCKET: dict[str, Any] = {"build_strategy": {"enable_backward_optimizer_op_deps": False}}
 SCALED: dict[str, Any] = {"amp": True}
@@ -45,7 +46,7 @@ def layers(number: int = 3) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(SIZE, SIZE, dtype=torch.float64) for _ in range(number)))
 
 
-def train(way: Way, model: nn.Module, *optimizers: Any, steps: int = 4, before: Callable[[int], object] = lambda _: None) -> None:
+def train(way: Way, model: Any, *optimizers: Any, steps: int = 4, before: Callable[[int], object] = lambda _: None) -> None:
     """The usual loop, with data by rank; ``before`` runs before every step."""
     for step in range(1, steps + 1):
         before(step)
@@ -335,10 +336,21 @@ def spectral(way: Way) -> nn.Module:
     return network
 
 
-def normed(way: Way) -> nn.Module:
-    """A batch norm, whose statistics are each rank's own."""
+def normed(way: Way, *, forwards: int = 1, evaluates: bool = False, more: bool = False) -> nn.Module:
+    """A batch norm, with several forwards a backward, from the third step on in evaluation mode, or with a forward ``more`` on rank 1."""
     network = nn.Sequential(*layers(), nn.BatchNorm1d(SIZE, dtype=torch.float64), *layers(1))
-    train(way, way.wrap(network), way.give(SGD(network.parameters())))
+    model, optimizer = way.wrap(network), way.give(SGD(network.parameters()))
+
+    def several(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([model(x + number) for number in range(forwards)])
+
+    def before(step: int) -> None:
+        model.train(not (evaluates and step > 2))
+        if more and way.rank == 1:
+            model(torch.ones(3, SIZE, dtype=torch.float64))
+
+    several.parameters = model.parameters  # type: ignore[attr-defined]  # whose type the loop asks for
+    train(way, several, optimizer, before=before)
     return network
 
 
@@ -430,7 +442,7 @@ TRAINED: dict[str, tuple[Script, dict[str, Any], bool]] = {
     "frozen, unused": (frozen, UNUSED, True),
     "a buffer, in place": (partial(writes, write=in_place), {}, True),
     "a buffer, by its data": (partial(writes, write=as_data), {}, True),
-    "a buffer, another in its place": (partial(writes, write=as_another), {}, False),  # of which DDP does not hear
+    "a buffer, another in its place": (partial(writes, write=as_another), {}, True),
     "a buffer, merge": (partial(writes, write=in_place), MERGE, False),
     "a buffer, by bucket": (partial(writes, write=in_place), BY_BUCKET, True),
     "a queue": (partial(writes, write=as_queue), {}, True),
@@ -441,5 +453,10 @@ TRAINED: dict[str, tuple[Script, dict[str, Any], bool]] = {
     "a parameter in bounds": (partial(writes, write=bounded), {}, True),
     "a spectral norm": (spectral, {}, True),
     "a batch norm": (normed, {}, True),
+    "a batch norm, trained in evaluation mode": (partial(normed, evaluates=True), {}, True),
+    "a batch norm, two forwards": (partial(normed, forwards=2), {}, True),
+    "a batch norm, two forwards, merge": (partial(normed, forwards=2), MERGE, False),
+    "a batch norm, two forwards, held": (partial(normed, forwards=2), HELD, False),
+    "a batch norm, one forward more on rank 1": (partial(normed, more=True), {}, False),
 }
 """By name: the script, its strategy, and whether DDP is its truth; elsewhere it is to end with ranks that are equal."""

@@ -40,7 +40,7 @@ def test_statistics_are_averaged_and_counts_are_the_largest(how: str) -> None:
 def test_a_buffer_whose_shape_has_changed_is_named(change: str) -> None:
     """It is an error on the rank that has it, before any number of it is sent; where ranks still begin, on all of them."""
     one, other = run_ranks(RANK, 2, change)
-    where = "the model: differs between rank 0 and rank 1" if change == "before the optimizer" else "buffer numbers: cannot be averaged"
+    where = "the model: differs between rank 0 and rank 1" if change == "before the optimizer" else "buffer numbers: has changed its shape"
     assert str(other["error"]).startswith(where), other["error"]
     assert "numbers" in str(other["error"])
     assert (str(one["error"]) == str(other["error"])) == (change == "before the optimizer")
