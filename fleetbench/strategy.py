@@ -291,7 +291,7 @@ class DistributedStrategy(Config):
     find_unused_parameters: bool = False
     """Handle parameters that a step's loss does not reach, instead of refusing the step."""
     broadcast_buffers: bool = True
-    """Behind each exchange of gradients rank 0 sends its buffers, which DDP does before the next forward; local steps have ``buffers``."""
+    """After each exchange of gradients rank 0 sends its buffers, which DDP does before the next forward; local steps have ``buffers``."""
 
     thread_num: int = 1
     """CPU threads of a trainer (torch's intra-op threads)."""

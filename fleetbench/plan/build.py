@@ -36,7 +36,7 @@ class Plan:
     num_state_slots: int = 0
     """Tensors that the optimizer keeps for each parameter, in the parameter's shape."""
     buffers_nbytes: int = 0
-    """Batch-norm statistics and such, all together: averaged with local steps, else sent by rank 0 behind each exchange; 0: neither."""
+    """Batch-norm statistics and such, all together: averaged with local steps, else sent by rank 0 after each exchange; 0: neither."""
 
     @functools.cached_property
     def digest(self) -> str:

@@ -467,8 +467,8 @@ UNTRAINABLE: dict[str, tuple[Callable[[], object], str]] = {
     "no module": (lambda: torch.ones, "no torch.nn.Module .got builtin_function_or_method"),
     "no parameters": (lambda: nn.Sequential(nn.ReLU()), "without parameters to train .got Sequential"),
     "all frozen": (Frozen, "without parameters to train .got Frozen"),
-    "lazy": (lambda: nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(2)), r"parameter 1.weight: has no shape yet.*got 2 such"),
-    "lazy buffers": (lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(8, 8)), "parameter 0.running_mean: has no shape"),
+    "lazy": (lambda: nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(2)), r"1.weight: has no shape yet.*got 2 such"),
+    "lazy buffers": (lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(8, 8)), "0.running_mean: has no shape"),
     "scripted": (lambda: torch.jit.script(six_layers()), "a scripted module, which takes no hooks"),
 }
 
