@@ -294,7 +294,10 @@ class WrittenOut(Trainer):
         """See ``Trainer``: rank 0's buffers are sent, unless the last forward was inside ``no_sync``."""
         if self._was_synced and not self.case.is_local and self._phase == 0:
             for buffer in self.network.buffers():
-                dist.broadcast(buffer, 0)
+                sent = buffer.contiguous()
+                dist.broadcast(sent, 0)
+                with torch.no_grad():
+                    buffer.copy_(sent)
         self._was_synced = not self._keeps
 
     @contextmanager

@@ -64,7 +64,7 @@ class Network(nn.Module):
             wide = torch.cat([self.first.weight.detach(), torch.full((out, 3), torch.nan, dtype=dtype)], 1)
             self.first.weight = nn.Parameter(wide[:, :into], requires_grad=self.first.weight.requires_grad)  # with gaps
             self.last.weight = nn.Parameter(self.last.weight.detach().t().contiguous().t())
-            self.register_buffer("gaps", wide[:, :into])
+            self.register_buffer("gaps", wide.clone()[:, :into])
         if case.types == "float32":
             self.scale = nn.Parameter(torch.ones(CLASSES, dtype=torch.float32))
         elif case.types == "complex":
