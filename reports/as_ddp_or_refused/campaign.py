@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -57,17 +58,23 @@ def concerned(arguments: argparse.Namespace) -> list[int]:
     return sorted({index for indices in found for index in indices})
 
 
+RENEWED = 100
+"""Cases after which ranks are started anew: the threads of each case's process groups stay with their process."""
+
+
 def campaign(seed: int, cases: Iterable[int], out: Path) -> None:
     """Those cases of a seed that the file does not have yet."""
     done = {(int(row["seed"]), int(row["case"])) for row in rows_of(out)} if out.exists() else set()
     counts: Counter[str] = Counter()
-    with Pool() as pool, out.open("a", newline="") as file:
+    left = [index for index in cases if (seed, index) not in done]
+    with ExitStack() as stack, out.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if not done:
             writer.writeheader()
-        for index in cases:
-            if (seed, index) in done:
-                continue
+        for number, index in enumerate(left):
+            if number % RENEWED == 0:
+                stack.close()
+                pool = stack.enter_context(Pool())
             case, start = draw(seed, index), time.monotonic()
             verdict = pool.judge(case)
             writer.writerow({"seed": seed, "case": index, "verdict": verdict.kind, "off": f"{verdict.off:.2g}", "reason": verdict.reason})
