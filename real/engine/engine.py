@@ -128,8 +128,8 @@ class Engine:
         self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast)
         self._phase = "idle"
         self._nodes = nodes_of(self._members)
-        self._outputs: list[torch.Tensor] = []
-        """Of the model, for the search for unused parameters."""
+        self._outputs, self._spent = list[torch.Tensor](), list[torch.Tensor]()
+        """Of the model, for the search for unused parameters; and those whose backward was inside ``no_sync``, which may have another."""
         self._unused: list[str] = []
         """Parameters that the backward under way has left without a gradient, where those are looked for."""
         self._hidden: RemovableHandle | None = None
@@ -435,7 +435,7 @@ class Engine:
             if self._phase == "update":
                 self._begin_again(dropped=False)
             self._phase, self._holds = "kept", True
-            self._outputs.clear()
+            self._outputs, self._spent = [], self._outputs or self._spent
             return
         self._behind, self._phase = self._phase, "backward"
         what = self.executor.combination
@@ -449,7 +449,7 @@ class Engine:
             refuse_graph_of_gradients(self._reducer is not None)
         self._versions = [] if self._comes else versions(self._members)
         if self._reducer is not None and self._decider.strategy.closes(self._decider.state):
-            self._reducer.expect(self._outputs)
+            self._reducer.expect(self._outputs or self._spent)
         end = self._or_fails(self._backward_ends)
         queue_callback = Variable._execution_engine.queue_callback  # noqa: SLF001  # as DDP learns of the backward's end
         queue_callback(lambda: queue_callback(end))  # after the Reducer's own, which it queues in the backward
@@ -485,7 +485,7 @@ class Engine:
 
     def _start_bucket(self) -> None:
         bucket, begin = self._next_bucket, self.stopwatch.now()
-        if self.executor.combination.finds_unused:
+        if self.executor.combination.finds_unused or self.executor.combination.is_local:
             self._unused += [name for name in self.plan.buckets[bucket].gradients if self._parameters[name].grad is None]
         operations = started(self._tell(BucketReady(bucket)))
         self._next_bucket += 1
@@ -525,7 +525,7 @@ class Engine:
         self._num_stepping += 1
         self._num_steps += 1
         if self._phase == "update" and self._num_stepping == 1:  # a subclass's step calls that of its base, hooks and all
-            self._outputs.clear()
+            self._outputs, self._spent = [], []
             self.stopwatch.update_begins()
             self.executor.begin_update()
 

@@ -135,7 +135,7 @@ class Executor:
     @property
     def _merges_unused(self) -> bool:
         """Whether a parameter's use is looked for in several steps; in that of one backward it is by the Reducer."""
-        return self.combination.finds_unused and self.combination.merges
+        return self.combination.merges and (self.combination.finds_unused or self.combination.is_local)
 
     @property
     def in_flight(self) -> set[str]:

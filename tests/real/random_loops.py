@@ -296,8 +296,7 @@ class WrittenOut(Trainer):
             for buffer in self.network.buffers():
                 sent = buffer.contiguous()
                 dist.broadcast(sent, 0)
-                with torch.no_grad():
-                    buffer.copy_(sent)
+                buffer.data.copy_(sent)  # which leaves a graph of before good
         self._was_synced = not self._keeps
 
     @contextmanager
