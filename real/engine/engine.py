@@ -50,7 +50,7 @@ from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
 from real.engine.optimizers import refuse_arguments
 from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_renamed, refuse_replaced
 from real.engine.planning import Planning, Progress
-from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
+from real.engine.reducer import PlannedReducer, is_reached, leaves_gradients, nodes_of
 from real.engine.refusals import (
     refuse_again,
     refuse_graph_of_gradients,
@@ -128,8 +128,8 @@ class Engine:
         self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast)
         self._phase = "idle"
         self._nodes = nodes_of(self._members)
-        self._outputs, self._spent = list[torch.Tensor](), list[torch.Tensor]()
-        """Of the model, for the search for unused parameters; and those whose backward was inside ``no_sync``, which may have another."""
+        self._outputs: list[torch.Tensor] = []
+        """Of the model in this step, for the search for unused parameters."""
         self._unused: list[str] = []
         """Parameters that the backward under way has left without a gradient, where those are looked for."""
         self._hidden: RemovableHandle | None = None
@@ -435,7 +435,6 @@ class Engine:
             if self._phase == "update":
                 self._begin_again(dropped=False)
             self._phase, self._holds = "kept", True
-            self._outputs, self._spent = [], self._outputs or self._spent
             return
         self._behind, self._phase = self._phase, "backward"
         what = self.executor.combination
@@ -449,7 +448,7 @@ class Engine:
             refuse_graph_of_gradients(self._reducer is not None)
         self._versions = [] if self._comes else versions(self._members)
         if self._reducer is not None and self._decider.strategy.closes(self._decider.state):
-            self._reducer.expect(self._outputs or self._spent)
+            self._reducer.expect([output for output in self._outputs if is_reached(output)])
         end = self._or_fails(self._backward_ends)
         queue_callback = Variable._execution_engine.queue_callback  # noqa: SLF001  # as DDP learns of the backward's end
         queue_callback(lambda: queue_callback(end))  # after the Reducer's own, which it queues in the backward
@@ -525,7 +524,7 @@ class Engine:
         self._num_stepping += 1
         self._num_steps += 1
         if self._phase == "update" and self._num_stepping == 1:  # a subclass's step calls that of its base, hooks and all
-            self._outputs, self._spent = [], []
+            self._outputs.clear()
             self.stopwatch.update_begins()
             self.executor.begin_update()
 

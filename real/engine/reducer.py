@@ -105,6 +105,11 @@ def nodes_of(parameters: Collection[nn.Parameter]) -> list[Any]:
     return [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
 
 
+def is_reached(output: torch.Tensor) -> bool:
+    """Whether the backward under way comes through this output of the model; one of a forward that is left out is not reached."""
+    return output.grad_fn is None or bool(torch._C._will_engine_execute_node(output.grad_fn))  # noqa: SLF001  # as below
+
+
 def leaves_gradients(nodes: Collection[Any]) -> bool:
     """Whether the backward under way leaves a gradient by any of these nodes; a ``torch.autograd.grad`` leaves none."""
     try:

@@ -464,7 +464,8 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
     "a second backward outside of no_sync, where gradients have been merged, unscaled or used (docs/loops.md)": (
         "a second backward comes before optimizer.step\\(\\), and (?!the first)",
         lambda case: (
-            (case.num_exchanges > 1 or bool(case.drops) or case.skips) and (case.merge > 1 or case.by_bucket or case.amp == "fp16")
+            (case.num_exchanges > 1 or bool(case.drops) or case.skips or case.second == "new")
+            and (case.merge > 1 or case.by_bucket or case.amp == "fp16")
         ),
     ),
     "under Local SGD gradients are thrown away after a backward (docs/loops.md)": (

@@ -120,7 +120,8 @@ def can_ddp(case: Case) -> bool:
     kinds = {kind for kind, _ in case.backwards}
     if case.finds_unused and "two forwards" in kinds:  # it takes a parameter for ready before its second gradient
         return False
-    if case.drops == "forward" and not all(synced for _, synced in case.backwards):  # it exchanges in the next backward inside of no_sync
+    is_left_out = case.drops == "forward" or case.evaluates  # a forward without backward, after which it exchanges inside no_sync
+    if is_left_out and not all(synced for _, synced in case.backwards):
         return False
     return not case.is_local and case.merge == 1 and not case.amp and not kinds & {"two losses", "one of two losses", "create graph"}
 
