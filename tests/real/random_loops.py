@@ -473,6 +473,9 @@ class WrittenOut(Trainer):
     def _synchronize(self) -> None:
         if self.case.is_local and self._updates != self._last:
             self._meet()
+            if self._rounds is not None and self._rounds.variant == "qsr":  # a round begins, at the learning rate of now
+                (lr,) = _mean([torch.tensor(float(self.optimizer.param_groups[0]["lr"]), dtype=torch.float64)])
+                self._rounds.met(self._updates, float(lr), 0.0, epoch_ended=False)
 
 
 class Rounds:
@@ -481,29 +484,29 @@ class Rounds:
     def __init__(self, configs: dict[str, Any]) -> None:
         self.k = self._k0 = configs["init_k_steps"]
         self.begin = configs.get("begin_step", 1)
-        self._variant = configs["variant"]
+        self.variant = configs["variant"]
         self._alpha = configs.get("alpha", 0.01)
         self._first: tuple[float, float] | None = None
 
     def met(self, update: int, lr: float, loss: float, *, epoch_ended: bool) -> bool:
         """Choose the next K; whether the loss was looked at."""
-        if self._variant == "qsr":
+        if self.variant == "qsr":
             self.k = max(self._k0, math.floor((self._alpha / lr) ** 2))
             return False
         if self._first is None:
             self._first = lr, loss
             return True
-        if not (epoch_ended if self._variant == "document" else update > self.begin):
+        if not (epoch_ended if self.variant == "document" else update > self.begin):
             return False
         lr0, loss0 = self._first
-        if self._variant == "document":
+        if self.variant == "document":
             if loss >= 0.6:
                 grown = max(1, int(self._k0 * math.sqrt(lr0 * (loss - 0.6) / (lr * max(loss0 - 0.6, 1e-12)))))
                 self.k = self.k if grown - self.k > 20 else grown
             return True
         ratio = lr0 * loss / (lr * loss0)
         self.k = (
-            math.ceil(self._k0 * math.sqrt(ratio)) if self._variant == "paper" else min(max(1, math.ceil(math.sqrt(ratio * self._k0))), 16)
+            math.ceil(self._k0 * math.sqrt(ratio)) if self.variant == "paper" else min(max(1, math.ceil(math.sqrt(ratio * self._k0))), 16)
         )
         return True
 
