@@ -252,7 +252,9 @@ class ModelBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._shapes = {name: buffer.shape for name, buffer in model.named_buffers() if buffer.layout == torch.strided and buffer.numel()}
+        parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}  # noqa: SLF001  # which fake tensors have, too
+        plain = {name: buffer for name, buffer in model.named_buffers() if buffer.layout == torch.strided and buffer.numel()}
+        self._shapes = {name: own.shape for name, own in plain.items() if own.untyped_storage()._cdata not in parameters}  # noqa: SLF001  # as above
         norms = [prefix for prefix, module in model.named_modules() if isinstance(module, _NormBase)]
         self._unread = {f"{prefix}.{name}".lstrip(".") for prefix in norms for name in _STATISTICS}
         """Names of those that no training forward reads."""
