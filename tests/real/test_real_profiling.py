@@ -349,7 +349,7 @@ def test_a_scaled_table_keeps_its_shape_and_its_sums() -> None:
 
 
 def test_sparse_gradients_and_buffers_are_in_the_table() -> None:
-    """An embedding of 9 rows of 4, of which a step touches 3; batch statistics of 4 channels in float64 and one counter."""
+    """An embedding of 9 rows of 4, of which a step touches 3; batch statistics of 4 channels in float32 and one counter."""
 
     class Looked(nn.Module):
         def __init__(self) -> None:
@@ -364,7 +364,7 @@ def test_sparse_gradients_and_buffers_are_in_the_table() -> None:
     gradients = {gradient.name: gradient for layer in table.layers for gradient in layer.gradients}
     assert (gradients["rows.weight"].sparse, gradients["rows.weight"].touched, gradients["rows.weight"].numel) == (True, 3 * 4, 36)
     assert (gradients["norm.weight"].sparse, gradients["norm.weight"].touched) == (False, 0)
-    assert table.buffers_nbytes == (4 + 4 + 1) * 8
+    assert table.buffers_nbytes == (4 + 4) * 4 + 8
 
 
 def test_a_bucketwise_update_is_measured_whole() -> None:
