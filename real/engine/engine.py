@@ -50,7 +50,7 @@ from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
 from real.engine.optimizers import refuse_arguments
 from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_renamed, refuse_replaced
 from real.engine.planning import Planning, Progress
-from real.engine.reducer import PlannedReducer, is_reached, leaves_gradients, nodes_of
+from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
     refuse_again,
     refuse_graph_of_gradients,
@@ -128,8 +128,6 @@ class Engine:
         self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast)
         self._phase = "idle"
         self._nodes = nodes_of(self._members)
-        self._outputs: list[torch.Tensor] = []
-        """Of the model in this step, for the search for unused parameters."""
         self._unused: list[str] = []
         """Parameters that the backward under way has left without a gradient, where those are looked for."""
         self._hidden: RemovableHandle | None = None
@@ -391,7 +389,6 @@ class Engine:
         self.step += 1
         self._next_bucket = self._num_stepping = 0
         self._holds = self._was_synced = False
-        self._outputs.clear()
         self.stopwatch.begin_step(self.step)
         self._before = self._decider.mark()
         if self.num_updates.bit_count() <= 1:  # now and then
@@ -412,10 +409,6 @@ class Engine:
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         for tensor in outputs:
             tensor.register_hook(partial(self._backward_begins, num_moves=self._num_moves))
-        if reducer is not None:
-            if self._phase == "update":  # the last backward was of others
-                self._outputs.clear()
-            self._outputs += outputs
         if not outputs and self.model.training and self._hidden is None:  # an object hides them
             self._hidden = register_multi_grad_hook(self._members, self._backward_begins, mode="any")
         return output
@@ -448,7 +441,7 @@ class Engine:
             refuse_graph_of_gradients(self._reducer is not None)
         self._versions = [] if self._comes else versions(self._members)
         if self._reducer is not None and self._decider.strategy.closes(self._decider.state):
-            self._reducer.expect([output for output in self._outputs if is_reached(output)])
+            self._reducer.expect(self._nodes)
         end = self._or_fails(self._backward_ends)
         queue_callback = Variable._execution_engine.queue_callback  # noqa: SLF001  # as DDP learns of the backward's end
         queue_callback(lambda: queue_callback(end))  # after the Reducer's own, which it queues in the backward
@@ -484,7 +477,7 @@ class Engine:
 
     def _start_bucket(self) -> None:
         bucket, begin = self._next_bucket, self.stopwatch.now()
-        if self.executor.combination.finds_unused or self.executor.combination.is_local:
+        if self.executor.looks_for_unused:
             self._unused += [name for name in self.plan.buckets[bucket].gradients if self._parameters[name].grad is None]
         operations = started(self._tell(BucketReady(bucket)))
         self._next_bucket += 1
@@ -524,7 +517,6 @@ class Engine:
         self._num_stepping += 1
         self._num_steps += 1
         if self._phase == "update" and self._num_stepping == 1:  # a subclass's step calls that of its base, hooks and all
-            self._outputs.clear()
             self.stopwatch.update_begins()
             self.executor.begin_update()
 
@@ -577,7 +569,6 @@ class Engine:
         self.note_parameters()
         if begun:
             self._num_moves += has_moved
-            self._outputs.clear()
             self._before = self._decider.mark()
             self.executor.begin_again(started(self._tell(StepBegin(self.step))))
 

@@ -133,6 +133,11 @@ class Executor:
         return self.combination.is_local and (self._communicators.trainers > 1 or self.steps_outside)
 
     @property
+    def looks_for_unused(self) -> bool:
+        """Whether each backward is asked which parameters it has left without a gradient."""
+        return self.combination.finds_unused or self._merges_unused
+
+    @property
     def _merges_unused(self) -> bool:
         """Whether a parameter's use is looked for in several steps; in that of one backward it is by the Reducer."""
         return self.combination.merges and (self.combination.finds_unused or self.combination.is_local)
@@ -195,7 +200,8 @@ class Executor:
         """Another forward of the step begins: as under DDP, it reads rank 0's buffers."""
         if self._plan.buffers_nbytes and not self.combination.is_local:
             with self._stopwatch.waits():
-                self._buffers.send(self._communicators, read=True)
+                nbytes = self._buffers.send(self._communicators, read=True)
+            self._stopwatch.sends((self._communicators.trainers - 1) * nbytes // self._communicators.trainers)
 
     def begin_again(self, operations: Operations = ()) -> None:
         """The step's exchange begins again, after another that came to its end; the loss that was told stays."""
@@ -421,7 +427,7 @@ class Executor:
     def _after(self, operation: Operation) -> list[Ticket]:
         return [tickets[other] for other in operation.after for tickets in (self._tickets, self._flying) if other in tickets]
 
-    def _work(self, operation: Operation) -> Callable[[], None]:
+    def _work(self, operation: Operation) -> Callable[[], object]:
         """Gather what a collective carries that is no bucket in a flat buffer, and return what its lane runs."""
         payload, communicators = operation.payload, self._communicators
         if payload == "rows":
@@ -431,7 +437,7 @@ class Executor:
             sparse.pack()
             return lambda: self._row_bytes.append(gather_rows(sparse, operation, communicators))
         if payload == "buffers" and operation.kind == "broadcast":
-            return lambda: self._buffers.send(communicators)
+            return partial(self._buffers.send, communicators)
         if payload == "buffers":
             self._buffers.pack()
             return lambda: self._buffers.run(operation, communicators)

@@ -59,9 +59,16 @@ class PlannedReducer(DistributedDataParallel):
 
         self.register_comm_hook(None, hear)
 
-    def expect(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The backward under way is exchanged; ``outputs``: of the model, since the last one."""
-        self.reducer.prepare_for_backward(list(outputs) if self.find_unused_parameters else [])
+    def expect(self, nodes: Sequence[Any]) -> None:
+        """The backward under way is exchanged; ``nodes``: those of the parameters in their order, see ``nodes_of``.
+
+        The Reducer takes all parameters for unused that cannot be reached from some tensors: views of those that the backward comes to. One
+        that comes to none (``torch.autograd.grad``) leaves nothing to exchange, and no parameter is unused.
+        """
+        parameters = [*self.__dict__["_laid_out"][1].values()] if self.find_unused_parameters else []
+        used = [parameter for parameter, node in zip(parameters, nodes, strict=False) if leaves_gradients([node])]
+        with torch.enable_grad():
+            self.reducer.prepare_for_backward([parameter.view_as(parameter) for parameter in used or parameters])
 
     @property
     def missing(self) -> list[int] | None:
@@ -103,11 +110,6 @@ class PlannedReducer(DistributedDataParallel):
 def nodes_of(parameters: Collection[nn.Parameter]) -> list[Any]:
     """What leaves each parameter's gradient in a backward; alive as long as the list is."""
     return [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
-
-
-def is_reached(output: torch.Tensor) -> bool:
-    """Whether the backward under way comes through this output of the model; one of a forward that is left out is not reached."""
-    return output.grad_fn is None or bool(torch._C._will_engine_execute_node(output.grad_fn))  # noqa: SLF001  # as below
 
 
 def leaves_gradients(nodes: Collection[Any]) -> bool:
