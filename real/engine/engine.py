@@ -377,7 +377,7 @@ class Engine:
             self._phase = "forward"
         if self._phase == "idle":
             self._begin_step()
-        elif self._phase == "forward" and self._was_synced and self._decider.strategy.closes(self._decider.state):
+        elif self._was_synced and self._decider.strategy.closes(self._decider.state):
             self.executor.forward_goes_on()
 
     def _begin_step(self) -> None:
