@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import tomli_w
 
@@ -270,7 +270,7 @@ class Experiment(Config):
         """Whose framing links have where they declare none: ``run.backend``, or NCCL where the simulated collectives are NCCL's."""
         return "nccl" if self.cluster.collective.startswith("nccl-") else self.run.backend
 
-    def replace(self, **changes: Any) -> Experiment:
+    def replace(self, **changes: Any) -> Self:
         """A copy with some parts changed."""
         return dataclasses.replace(self, **changes)
 

@@ -167,13 +167,13 @@ class RealRuns:
             self.void.setdefault(arm, []).append(stored.path.name)
         return stored
 
-    def pairs(self, finalist: str, strategy: DistributedStrategy, *, first: int = 0) -> Iterator[Pair]:
-        """Pairs of the experiment's own strategy and another, ``tune.pairs`` at the most, from the ``first``: A B, B A, A B, ....
+    def pairs(self, finalist: str, strategy: DistributedStrategy, default: DistributedStrategy, *, first: int = 0) -> Iterator[Pair]:
+        """Pairs of the default's strategy and another, ``tune.pairs`` at the most, from the ``first``: A B, B A, A B, ....
 
         Each has a window of injected stragglers of its own, which its legs share. A pair of which a leg is void says nothing, and is
         left out. Raises what the legs raise.
         """
-        arms, default_first = [(DEFAULT, self.experiment.strategy), (finalist, strategy)], first % 2 == 0
+        arms, default_first = [(DEFAULT, default), (finalist, strategy)], first % 2 == 0
         steps = leg_steps_of(self.experiment)
         for window in range(ROUNDS + first, ROUNDS + self.experiment.tune.pairs):
             ordered, void = arms if default_first else arms[::-1], self.num_void

@@ -95,7 +95,7 @@ class Arm(Config):
     """``default``, ``advice`` (Fleet's documents), ``candidate 1``, ..."""
     strategy: DistributedStrategy
     paced_by: DistributedStrategy | None = None
-    """What its legs run, where its rounds differ: a fixed K that exchanges as often on the way to the target. Runs to it are its own."""
+    """What its legs run, where its rounds differ: fixed rounds that meet as often as a whole training's. Runs to the target are its own."""
     simulated_s: float
     """Simulated seconds of a step."""
     measured_s: tuple[float, ...] = ()

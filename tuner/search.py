@@ -31,6 +31,15 @@ RECORDED = 10
 WARMUP_STEPS = 2
 STEADY_STEPS = 3
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window(Experiment):
+    """An experiment that is shortened to a few steps of a training."""
+
+    of_steps: int
+    """The training's."""
+
+
 StepS = Callable[[DistributedStrategy], float]
 """Simulated seconds of a step under a strategy, in as many steps as ``shortened`` says."""
 
@@ -131,7 +140,7 @@ def search(
     return dataclasses.replace(found, notes=(*space.notes, *found.notes))
 
 
-def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
+def shortened(experiment: Experiment, least: int | None = None) -> Window:
     """The experiment with at least so many counted steps, whole rounds of every strategy that is tried; those of a trial where none.
 
     Where no straggler is drawn, steps are alike, and a few are enough.
@@ -146,12 +155,13 @@ def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
     return with_steps(experiment, least, rounds * strategy.gradient_merge_configs.k_steps, beside=OUTSIDE)
 
 
-def with_steps(experiment: Experiment, least: int, rounds: int, *, beside: int = 0) -> Experiment:
+def with_steps(experiment: Experiment, least: int, rounds: int, *, beside: int = 0) -> Window:
     """The experiment with at least so many counted steps, or its own if fewer, in whole rounds, and ``beside`` more; and little warm-up."""
     steps = rounds * math.ceil(min(least, experiment.workload.steps) / rounds) + beside
     workload = dataclasses.replace(experiment.workload, steps=steps)
     run = dataclasses.replace(experiment.run, warmup_steps=min(WARMUP_STEPS, experiment.run.warmup_steps))
-    return experiment.replace(workload=workload, run=run)
+    parts = {one.name: getattr(experiment, one.name) for one in dataclasses.fields(Experiment)}
+    return Window(**{**parts, "workload": workload, "run": run}, of_steps=experiment.workload.steps)
 
 
 def different(space: Space, same: Equivalence, arms: Sequence[DistributedStrategy]) -> dict[str, DistributedStrategy]:

@@ -17,7 +17,7 @@ from sim.servers.simulate import hosts_of
 from tuner.learning import Progress
 from tuner.real_runs import largest_geo_k
 from tuner.recommendation import Trial
-from tuner.search import Search, StepS, Tried, with_steps
+from tuner.search import Search, StepS, Tried, Window, with_steps
 from tuner.space import parameters_of
 
 MERGED = (4, 16)
@@ -56,7 +56,7 @@ def search_modes(experiment: Experiment, step_s: StepS, progress: Progress | Non
     return Search(tuple(found), tuple(notes))
 
 
-def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
+def shortened(experiment: Experiment, least: int | None = None) -> Window:
     """The experiment with few counted steps: at least ``least``, or those of a trial; whole rounds of GeoSGD, or all."""
     rounds = min(_ROUNDS * largest_geo_k(experiment), experiment.workload.steps)
     return with_steps(experiment, least or experiment.tune.simulated_steps, rounds)

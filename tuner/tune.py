@@ -13,7 +13,9 @@ from pathlib import Path
 from fleetbench.advice import LOCAL_SGD, MIXED_PRECISION, OP_FUSION, Advice, advice
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.plan.combination import OUTSIDE
 from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.rounds import in_leg, levels
 from fleetbench.profile import profile_of, table_for
 from fleetbench.quantities import counted
 from fleetbench.recommended import folder_of, keep, key_of_profiled
@@ -92,7 +94,7 @@ def tune(
         best, seeds = [one.strategy for one in tried], range(first, first + _VIRTUAL_SEEDS)
         learning = _stage(progress, "virtual trainers of other seeds")
         ways = over_seeds(experiment, ways, best, learn, out, seeds, learning, limit_s=experiment.tune.search_seconds)
-    arms, notes = _arms(found, experiment.tune.finalists, ways)
+    arms, notes = _arms(experiment, found, ways)
     kept = resumption.legs if resumption is not None else runner.folder if isinstance(runner, Journal) else None
     if len(arms) > 1 and not (kept is not None and kept.exists()) and not (held is not None and held.legs):
         refuse_small_budget(experiment, arms, 0.0 if spent_s is None else spent_s())
@@ -119,7 +121,7 @@ def tune(
             legs,
             progress,
             others=_searched(found, ways),
-            prepare=lambda arm: _simulated(_priced(arm, ways), experiment, simulate, runs),
+            prepare=lambda arm: _simulated(_priced(arm, ways, experiment), experiment, simulate, runs),
             held=held,
         )
     cost_s = max(time.monotonic() - began, legs.spent_s / experiment.cluster.trainers)  # a resumed tuning has spent more than it took now
@@ -271,9 +273,9 @@ def _searched(found: Search, ways: Ways) -> dict[DistributedStrategy, float]:
     return {strategy: ratio * weights[way] for strategy, ratio in step_s.items() if (way := way_of(strategy)) in weights}
 
 
-def _arms(found: Search, finalists: int, ways: Ways) -> tuple[list[Arm], list[str]]:
+def _arms(experiment: Experiment, found: Search, ways: Ways) -> tuple[list[Arm], list[str]]:
     """The default, Fleet's advice where it is another strategy, the best candidates, and ways that only real runs can price."""
-    chosen = [(DEFAULT, found.default)]
+    chosen, finalists = [(DEFAULT, found.default)], experiment.tune.finalists
     notes = [*ways.notes]
     if found.advice is not None and found.advice.key != found.default.key:
         chosen.append(("advice", found.advice))
@@ -282,11 +284,15 @@ def _arms(found: Search, finalists: int, ways: Ways) -> tuple[list[Arm], list[st
     best = found.best(finalists, ways.others, ways.seconds) if ways.updates else (*found.best(finalists), *ways.others)
     chosen += [(f"candidate {number}", tried) for number, tried in enumerate(best, start=1)]
     arms = [Arm(name=name, strategy=tried.strategy, simulated_s=tried.trial.simulated_s) for name, tried in chosen]
-    return [_priced(arm, ways) for arm in arms], notes
+    return [_priced(arm, ways, experiment) for arm in arms], notes
 
 
-def _priced(arm: Arm, ways: Ways) -> Arm:
-    paced = ways.paced(arm.strategy)
+def _priced(arm: Arm, ways: Ways, experiment: Experiment) -> Arm:
+    """With what its legs run, and what virtual trainers say."""
+    workload, found = experiment.workload, ways.levels(arm.strategy)
+    if len(found) == 1:
+        found = levels(found[0][0], workload.steps, workload.steps_per_epoch)
+    paced = in_leg(found, (leg_steps_of(experiment) - OUTSIDE) // arm.strategy.gradient_merge_configs.k_steps)
     updates = ways.weight(arm.strategy) if way_of(arm.strategy) in ways.updates else None
     return dataclasses.replace(arm, virtual_updates=updates, paced_by=None if paced == arm.strategy else paced)
 

@@ -507,7 +507,7 @@ class _Verifier:
         self.left -= self.error if found is None else 0.0
         known = () if found is None else found.pairs
         try:
-            fresh = self.legs.pairs(finalist.name, finalist.timed, first=len(known))
+            fresh = self.legs.pairs(finalist.name, finalist.timed, self.arms[DEFAULT].timed, first=len(known))
             for pair in itertools.chain(known, fresh):
                 self.pairs.append(pair)
                 count = len(self.pairs)

@@ -4,7 +4,7 @@ Bucket sizes and communicators move the seconds of a step; local steps, an outer
 are. What a strategy promises is the product; real runs decide, with other seeds.
 
 Ways beside the search space take the fastest timing knobs that the search found for as many local steps. Rounds of adaptive K, and local
-steps that begin late, are not alike: seconds are those of a fixed K that exchanges as often on the way to the target (``Ways.paced``).
+steps that begin late, are not alike: seconds are those of a fixed K that exchanges as often on the way to the target (``Ways.levels``).
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Tune
+from fleetbench.plan.rounds import Levels, at_pace
 from fleetbench.quantities import counted
 from fleetbench.strategy import AdaptiveLocalSGDConfigs, Averaging, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
 from fleetbench.target import HITS_IN_A_ROW
@@ -89,19 +90,17 @@ class Ways:
         """Simulated seconds to the target, or of a step where no ways are known; none of a way that does not arrive, or is not known."""
         return self.weight(tried.strategy) * tried.trial.simulated_s if self.arrives(tried.strategy) else None
 
-    def paced(self, strategy: DistributedStrategy) -> DistributedStrategy:
-        """What has its seconds of a step: itself, or, where its rounds differ, the largest fixed K that exchanges no less often.
+    def levels(self, strategy: DistributedStrategy) -> Levels:
+        """What has its seconds of a step: itself, or, where rounds were observed on the way to the target, fixed ones that meet as often.
 
         At the experiment's learning rate, which does not move them: one that is too high leaves a living script with losses that are none.
         """
         pace, strategy = self.paces.get(way_of(strategy)), strategy.replace(lr_scale=self.lr_scale)
-        if pace is None:
-            return strategy
-        configs = strategy.localsgd_configs if strategy.localsgd else LocalSGDConfigs(**_averaging(strategy.adaptive_localsgd_configs))
-        k_steps = math.floor(pace) // configs.fragments * configs.fragments
-        fixed = dataclasses.replace(configs, k_steps=k_steps, begin_step=1) if k_steps > 1 else LocalSGDConfigs()
-        never = {"adaptive_localsgd": False, "adaptive_localsgd_configs": AdaptiveLocalSGDConfigs()}
-        return strategy.replace(localsgd=k_steps > 1, localsgd_configs=fixed, **never)
+        return ((strategy, 1.0),) if pace is None else at_pace(strategy, pace)
+
+    def step_s(self, strategy: DistributedStrategy, measure: StepS) -> float:
+        """By ``measure``, which times one kind of rounds."""
+        return math.fsum(share * measure(one) for one, share in self.levels(strategy))
 
     def weight(self, strategy: DistributedStrategy) -> float:
         """Steps to the target, the default's in the mean over seeds and others by their mean ratio to it; 1 where no ways are known."""
@@ -245,14 +244,14 @@ def _refined(scaled: Sequence[tuple[Tried, list[DistributedStrategy]]], trained:
 
 
 def _with_varying(ways: Ways, arriving: Sequence[DistributedStrategy], arrivals: Mapping[Way, Arrival | None], step_s: StepS) -> Ways:
-    """With those whose rounds differ, timed as a fixed K that exchanges no less often."""
+    """With those whose rounds differ, timed with fixed rounds that meet as often."""
     paces = {way_of(one): arrival.k for one in arriving if (arrival := arrivals[way_of(one)]) is not None}
     paced_ways = dataclasses.replace(ways, paces=paces)
-    paced, beside = _simulated([(one, {}) for one in arriving], lambda one: step_s(paced_ways.paced(one)), 0)
+    paced, beside = _simulated([(one, {}) for one in arriving], lambda one: paced_ways.step_s(one, step_s), 0)
     fastest = sorted(paced, key=lambda one: ways.weight(one.strategy) * one.trial.simulated_s)
     adaptive = [one for one in fastest if one.strategy.adaptive_localsgd]  # the rules' legs are alike: one of them is enough
     timed = [
-        f"{name_of(one)}: its steps are timed as those of K = {max(1, math.floor(pace))}, for mean rounds of {pace:.3g} to the target"
+        f"{name_of(one)}: its steps are timed with fixed rounds that meet as often, of {pace:.3g} in the mean to the target"
         for one in arriving
         if (pace := paces[way_of(one)])
     ]

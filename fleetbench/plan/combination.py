@@ -8,6 +8,7 @@ from fleetbench.plan.adaptive_k import AdaptiveK
 from fleetbench.plan.local_sgd import Cadence
 from fleetbench.plan.loss_scaling import LossScaler
 from fleetbench.plan.outer import Fragments, Outer
+from fleetbench.plan.rounds import Constant, Rounds, Varying, rounds_of
 from fleetbench.strategy import DistributedStrategy
 
 MOMENTA = frozenset({"momentum_buffer", "exp_avg"})
@@ -102,21 +103,27 @@ class Combination:
         return kept + 1 + self.feeds_back if self.is_local else 0
 
     @property
+    def rounds(self) -> Rounds:
+        """How many updates lie between two meetings of the trainers."""
+        return rounds_of(self.cadence)
+
+    @property
     def steps_per_round(self) -> int:
-        """Steps after which the same operations come again; of those whose rounds have no fixed length, of an update."""
-        if self.fragments is not None:
-            return self.steps_per_update * self.fragments.number * self.fragments.period
-        k_steps = None if self.cadence is None else self.cadence.k_steps
-        return self.steps_per_update * (k_steps or 1)
+        """Steps of a round, the longest of a schedule; of an update where nobody knows before the training."""
+        rounds = self.rounds
+        k = rounds.k if isinstance(rounds, Constant) else self.cadence and self.cadence.k_steps
+        return self.steps_per_update * (k or 1)
 
     def whole_rounds(self, steps: int) -> tuple[int, int] | None:
         """The first step, and a later one, between whose ends whole rounds lie; none where ``steps``, numbered from 1, hold no round.
 
         A round of Local SGD ends with the first step already, and training that ends in the middle of one averages once more: ``n``
-        rounds from a first step to a last one would have ``n + 1`` exchanges. So neither these two steps count.
+        rounds from a first step to a last one would have ``n + 1`` exchanges. So neither these two steps count. Steps before the first
+        round of a schedule that begins late do.
         """
-        rounds = (steps - OUTSIDE) // self.steps_per_round
-        return (1, 1 + rounds * self.steps_per_round) if rounds > 0 else None
+        before = self.steps_per_update * (self.rounds.cadence.begin_step - 1) if isinstance(self.rounds, Varying) else 0
+        rounds = (steps - OUTSIDE - before) // self.steps_per_round
+        return (1, 1 + before + rounds * self.steps_per_round) if rounds > 0 else None
 
     @property
     def merges(self) -> bool:

@@ -369,7 +369,9 @@ def test_rounds_that_differ_are_timed_as_a_fixed_k_that_exchanges_as_often(tmp_p
     late = {"K = 16 from step 20": 110 * (0.010 + 0.009 / 2), "K = 4 from step 20": 110 * (0.010 + 0.009 / 2)}
     assert priced == pytest.approx({"adaptive K from 16 (paper)": 115 * (0.010 + 0.009 / 8)} | late)
     adaptive = next(tried.strategy for tried in ways.others if tried.strategy.adaptive_localsgd)
-    assert parameters_of(ways.paced(adaptive)) == parameters_of(adaptive) | {"local_steps": 8}
+    ((paced, share),) = ways.levels(adaptive)
+    assert share == 1
+    assert parameters_of(paced) == parameters_of(adaptive) | {"local_steps": 8}
     runner = FakeRunner(experiment, step_s, updates=lambda leg: 115.0 if leg.strategy.adaptive_localsgd else 400.0)
     monkeypatch.setattr("tuner.tune.by_virtual_trainers", learn)
     ran, folder = tune(experiment, out=tmp_path, runner=runner)
@@ -397,9 +399,9 @@ def test_a_fixed_k_takes_as_long_as_the_rounds_that_it_stands_for(
     whole = simulate(experiment, learnt=train(experiment)).summary
     assert whole.steps_to_target == pytest.approx(arrival.steps)
     assert whole.time_to_target_s is not None
-    fixed = Ways(paces={way_of(strategy): arrival.k}).paced(strategy)
     longer = experiment.replace(workload=replace(experiment.workload, steps=200))
-    assert StepTime(longer)(fixed) * arrival.steps == pytest.approx(whole.time_to_target_s, rel=0.03)
+    step_s = Ways(paces={way_of(strategy): arrival.k}).step_s(strategy, StepTime(longer))
+    assert step_s * arrival.steps == pytest.approx(whole.time_to_target_s, rel=0.03)
 
 
 def simulated_only(tmp_path: Path, on_a_node: int = 1, **tune: object) -> Experiment:

@@ -232,7 +232,7 @@ class _Answering:
         for name in self._told("other assumptions", list(assumed)):  # with the first of the answer's seeds
             first = assumed[name].replace(run=candidates.seeded(assumed[name])[0].run)
             trial = candidates.step_time(candidates.shortened(first), self.served)
-            trials_s[name] = {strategy: trial(self.ways.paced(strategy)) * self.ways.weight(strategy) for strategy in retried}
+            trials_s[name] = {strategy: self.ways.step_s(strategy, trial) * self.ways.weight(strategy) for strategy in retried}
 
         def at_worst(strategy: DistributedStrategy) -> float:
             costs = (found[strategy] / min(found.values()) for found in trials_s.values())
@@ -291,8 +291,8 @@ class _Answering:
 
     def _over_seeds(self, experiment: Experiment) -> Callable[[DistributedStrategy], list[float]]:
         """Seconds of a step by strategy, under each of the answer's seeds, times the steps to the target, where these are known."""
-        measure = candidates.over_seeds(experiment, self.served)
-        return lambda strategy: [step_s * self.ways.weight(strategy) for step_s in measure(self.ways.paced(strategy))]
+        measures = candidates.over_seeds(experiment, self.served)
+        return lambda strategy: [self.ways.step_s(strategy, step_s) * self.ways.weight(strategy) for step_s in measures]
 
     def _rival(self, strategy: DistributedStrategy, objective_s: candidates.Times, interval: tuple[float, ...]) -> Rival:
         to_target = objective_s[self.experiment.strategy] / objective_s[strategy] if self.ways.updates else None
@@ -307,7 +307,8 @@ class _Answering:
         self.progress(what, len(items), len(items))
 
     def _parts(self, chosen: DistributedStrategy) -> dict[str, float]:
-        experiments = [experiment.replace(strategy=self.ways.paced(chosen)) for experiment in candidates.seeded(self.experiment)]
+        most, _ = max(self.ways.levels(chosen), key=lambda level: level[1])
+        experiments = [experiment.replace(strategy=most) for experiment in candidates.seeded(self.experiment)]
         found = [parts_of(candidates.simulated(experiment, self.served)) for experiment in experiments]
         table = on_cores(experiments[0], table_for(experiments[0]))
         means = {name: statistics.fmean(parts[name] for parts in found) for name in found[0]}
@@ -334,7 +335,7 @@ class _Answering:
                 without = chosen.replace(**{field: getattr(default, field) for field in fields})
                 if self.ways.arrives(without):
                     weights = self.ways.weight(without) / self.ways.weight(chosen)
-                    found.append(Knob(name=name, worth=weights * step_s(self.ways.paced(without)) / step_s(self.ways.paced(chosen))))
+                    found.append(Knob(name=name, worth=weights * self.ways.step_s(without, step_s) / self.ways.step_s(chosen, step_s)))
             except ConfigError:  # it goes with another knob alone
                 continue
         return tuple(sorted(found, key=lambda knob: -knob.worth))

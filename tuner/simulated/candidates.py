@@ -5,8 +5,10 @@ They are those of ``fleetbench tune``: a space, or Fleet's modes of parameter se
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.hardware import gpu_named
 from fleetbench.plan.combination import Combination
+from fleetbench.plan.rounds import levels
 from fleetbench.profile import profile_of
 from fleetbench.result import RunResult, step_s_of
 from fleetbench.strategy import DistributedStrategy
@@ -23,7 +26,7 @@ from sim.many.objective import StepTime
 from sim.run import simulate
 from tuner.learning import Learn, Progress
 from tuner.real_runs import seeds_of
-from tuner.search import StepS, Tried, search
+from tuner.search import StepS, Tried, Window, search
 from tuner.search import shortened as of_collectives
 from tuner.served import search_modes
 from tuner.served import shortened as of_servers
@@ -111,7 +114,7 @@ def ranked(
     return Ranking(step_s={one: step_s[one] for one in by_price}, num_trials=num_trials, notes=distinct, ways=ways)
 
 
-def shortened(experiment: Experiment, least: int | None = None) -> Experiment:
+def shortened(experiment: Experiment, least: int | None = None) -> Window:
     """The experiment with few counted steps: at least ``least``, or those of a trial."""
     return (of_servers if experiment.strategy.mode == "ps" else of_collectives)(experiment, least)
 
@@ -121,12 +124,24 @@ def ordered(step_s: Times) -> Times:
     return dict(sorted(step_s.items(), key=lambda item: (item[1], len(flat(item[0].changes())))))
 
 
-def step_time(experiment: Experiment, known: dict[str, RunResult] | None = None) -> StepS:
-    """Seconds of a step by strategy; strategies of one experiment share their draws. ``known``: see ``simulated``."""
+def step_time(experiment: Window, known: dict[str, RunResult] | None = None) -> StepS:
+    """Seconds of a step of the whole training by strategy; strategies share their draws. ``known``: see ``simulated``."""
     if experiment.strategy.mode != "ps":
-        return StepTime(experiment)
+        whole = dataclasses.replace(experiment.workload, steps=experiment.of_steps)
+        return partial(mean_step_s, StepTime(experiment), StepTime(experiment.replace(workload=whole)), experiment)
     kept = {} if known is None else known
     return lambda strategy: step_s_of(simulated(experiment.replace(strategy=strategy.replace(lr_scale=1.0)), kept))
+
+
+def mean_step_s(step_s: StepS, whole: StepS, window: Window, strategy: DistributedStrategy) -> float:
+    """Of the lengths of round that a training has under the strategy, each timed by ``step_s``; see ``fleetbench.plan.rounds``.
+
+    Rounds that follow a declared loss are those of the ``whole`` training.
+    """
+    if strategy.follows_loss and window.workload.loss_curve is not None:
+        return whole(strategy)
+    found = levels(strategy, window.of_steps, window.workload.steps_per_epoch)
+    return math.fsum(share * step_s(one) for one, share in found)
 
 
 def simulated(experiment: Experiment, known: dict[str, RunResult]) -> RunResult:
@@ -138,7 +153,7 @@ def simulated(experiment: Experiment, known: dict[str, RunResult]) -> RunResult:
     return known[key]
 
 
-def seeded(experiment: Experiment) -> list[Experiment]:
+def seeded(experiment: Experiment) -> list[Window]:
     """The experiment under the seeds of an answer, which the ranking has not seen; under one where nothing is drawn."""
     number, steps = (SERVED_SEEDS, None) if experiment.strategy.mode == "ps" else (SEEDS, FINAL_STEPS)
     length, first = shortened(experiment, steps), experiment.run.seed + 1
@@ -146,10 +161,9 @@ def seeded(experiment: Experiment) -> list[Experiment]:
     return [length.replace(run=dataclasses.replace(length.run, seed=seed)) for seed in seeds]
 
 
-def over_seeds(experiment: Experiment, known: dict[str, RunResult] | None = None) -> Callable[[DistributedStrategy], list[float]]:
-    """Seconds of a step by strategy, under each of ``seeded``: equal clusters give equal times. ``known``: see ``simulated``."""
-    measures = [step_time(each, known) for each in seeded(experiment)]
-    return lambda strategy: [measure(strategy) for measure in measures]
+def over_seeds(experiment: Experiment, known: dict[str, RunResult] | None = None) -> list[StepS]:
+    """``step_time`` under each of ``seeded``: equal clusters give equal times. ``known``: see ``simulated``."""
+    return [step_time(each, known) for each in seeded(experiment)]
 
 
 def finalists(own: DistributedStrategy, ranking: Iterable[DistributedStrategy]) -> list[DistributedStrategy]:

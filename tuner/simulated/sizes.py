@@ -144,9 +144,10 @@ def _carried(experiment: Experiment, neighbours: Sequence[candidates.Times]) -> 
 
 def _of_best(experiment: Experiment, ranking: candidates.Times) -> candidates.Times:
     """The best again, as in an answer for this size alone; the experiment's own where no trial gains enough."""
-    own, measure = experiment.strategy, candidates.over_seeds(experiment)
+    own, measures = experiment.strategy, candidates.over_seeds(experiment)
     gains = ranking[own] / next(iter(ranking.values())) - 1 > experiment.tune.min_gain - candidates.TIE
-    return {strategy: statistics.fmean(measure(strategy)) for strategy in (candidates.finalists(own, ranking) if gains else [own])}
+    asked = candidates.finalists(own, ranking) if gains else [own]
+    return {strategy: statistics.fmean(measure(strategy) for measure in measures) for strategy in asked}
 
 
 def _size(value: str, experiment: Experiment, times: candidates.Times, searched: bool, first: Size | None) -> Size:
