@@ -4,7 +4,7 @@ Bucket sizes and communicators move the seconds of a step; local steps, an outer
 are. What a strategy promises is the product; real runs decide, with other seeds.
 
 Ways beside the search space take the fastest timing knobs that the search found for as many local steps. Rounds of adaptive K, and local
-steps that begin late, are not alike: seconds are those of a fixed K that exchanges as often on the way to the target (``Ways.levels``).
+steps that begin late, are not alike: seconds are those of fixed rounds that meet as often on the way to the target (``Ways.levels``).
 """
 
 import dataclasses
