@@ -16,6 +16,7 @@ from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from real.testbed.noise import TRIES
 from tuner.recommendation import Pair
+from tuner.sequential import LEAST_PAIRS
 from tuner.to_target import FEWEST_SEEDS
 
 DEFAULT = "default"
@@ -186,6 +187,19 @@ class RealRuns:
     def affords(self, number: int, *, num_targets: int = 0) -> bool:
         """Whether the budget has room for so many legs, and runs to the target, if there is one."""
         return self.spent_s + self.expected_s(number, num_targets=num_targets) <= budget_of(self.experiment)[0]
+
+    def refuse_small_budget(self, num_arms: int) -> None:
+        """Raise ``BudgetSpent`` where, by the first leg, there is no room to choose among so many arms and for an interval's pairs."""
+        if sum(map(len, self.runs.values())) > 1 or self.affords(wanted := 2 * (num_arms + LEAST_PAIRS) - 1, num_targets=1):
+            return
+        (_, setting), workload, trainers = budget_of(self.experiment), self.experiment.workload, self.experiment.cluster.trainers
+        needs_s = self.spent_s + self.expected_s(wanted, num_targets=1)
+        to_target = "" if workload.target_loss is None else f", a run of {workload.steps} steps to the target"
+        what = f"{2 * num_arms} runs of {leg_steps_of(self.experiment)} steps to choose among {num_arms} strategies{to_target}"
+        takes = f"{what} and {LEAST_PAIRS} pairs would take {needs_s / trainers / 60:.2g} minutes by the first run"
+        raise BudgetSpent(
+            f"{setting} has no room for a verdict: {takes}; set {budget_for(self.experiment, needs_s)}, or fewer tune.finalists"
+        )
 
     def expected_s(self, number: int, *, num_targets: int) -> float:
         """Seconds of all trainers together that so many legs and runs to the target take, one of which may be longer than all so far."""

@@ -5,7 +5,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,10 @@ from fleetbench.workload import LAYERS
 from sim.run import simulate as in_simulator
 from tuner.earlier import RUNS, Earlier, Held, keep_inputs
 from tuner.learning import by_virtual_trainers
-from tuner.real_runs import DEFAULT, SECONDS_PER_HOUR, SPENT, RealRuns, Runner, budget_for, budget_of, leg_steps_of, seeds_of
+from tuner.real_runs import DEFAULT, SPENT, RealRuns, Runner, budget_of, leg_steps_of, seeds_of
 from tuner.recommendation import Arm, Recommendation
 from tuner.resumption import Journal, Resumption, inputs_of
 from tuner.search import Search, StepS, search
-from tuner.sequential import LEAST_PAIRS
 from tuner.served import refuse_unpriced, search_modes
 from tuner.simulated.candidates import shortened, step_time
 from tuner.space import search_space, way_of
@@ -95,9 +94,6 @@ def tune(
         learning = _stage(progress, "virtual trainers of other seeds")
         ways = over_seeds(experiment, ways, best, learn, out, seeds, learning, limit_s=experiment.tune.search_seconds)
     arms, notes = _arms(experiment, found, ways)
-    kept = resumption.legs if resumption is not None else runner.folder if isinstance(runner, Journal) else None
-    if len(arms) > 1 and not (kept is not None and kept.exists()) and not (held is not None and held.legs):
-        refuse_small_budget(experiment, arms, 0.0 if spent_s is None else spent_s())
     folder = _new_folder(experiment, out, draft if resumption is None else resumption.draft)
     runs = folder / RUNS
     notes += [] if held is None else [held.note]
@@ -215,25 +211,6 @@ def spending(experiment: Experiment, progress: Progress | None, resumption: Resu
             progress(SPENT, round(spent_s), round(budget_s))
 
     return hear
-
-
-def refuse_small_budget(experiment: Experiment, arms: Sequence[Arm], spent_s: float) -> None:
-    """Raise ``ConfigError`` where the budget, of which so many seconds are gone, has no room for the pairs that an interval needs.
-
-    By simulated times: of runs that choose among the arms, one to the target, if any, and the pairs; without starts.
-    """
-    (budget_s, setting), trainers = budget_of(experiment), experiment.cluster.trainers
-    leg = leg_steps_of(experiment) + experiment.run.warmup_steps
-    times, to_target = [arm.simulated_s for arm in arms], experiment.workload.steps if experiment.workload.target_loss is not None else 0
-    of_target = f", a run of {to_target} steps to the target" if to_target else ""
-    steps_s = 2 * leg * sum(times) + to_target * times[0] + LEAST_PAIRS * leg * (times[0] + min(times[1:]))
-    least_s = spent_s + trainers * steps_s
-    if least_s > budget_s:
-        what = f"{2 * len(arms)} runs of {leg_steps_of(experiment)} steps to choose among {len(arms)} strategies{of_target}"
-        in_minutes, in_hours = least_s / trainers / 60, least_s / SECONDS_PER_HOUR
-        value = f"{what} and {LEAST_PAIRS} pairs would take {in_minutes:.2g} minutes, or {in_hours:.2g} trainer hours"
-        hint = f"set {budget_for(experiment, least_s)}, or fewer tune.finalists or tune.leg_steps"
-        raise ConfigError("has no room for a verdict", setting, value, hint)
 
 
 def cost_note(recommendation: Recommendation, cost_s: float) -> str:

@@ -60,8 +60,7 @@ def verify(
 
     ``others``: simulated time over the default's, of strategies that may become arms, and of those that are: to the target where virtual
     trainers were asked, else of a step. ``prepare`` completes what becomes one. ``held``: of an earlier tuning, whose legs, runs to the
-    target and pairs are not run again.
-    The recommendation knows nothing of the search yet.
+    target and pairs are not run again. The recommendation knows nothing of the search yet.
     """
     named = {arm.name: arm for arm in arms}
     tell, seeds, left = progress or (lambda *_: None), seeds_of(experiment), ERROR if held is None else held.error_left
@@ -108,10 +107,10 @@ class _Verifier:
             self._check_target(DEFAULT)
             self._run_rates()
             reason = self._compare()
-        except BudgetSpent:
-            _, setting = budget_of(self.experiment)
-            busy = f"; {counted(self.legs.num_void, 'real run')} did not count, because the machine was busy" if self.legs.num_void else ""
-            reason, self.undecided = f"the budget ({setting}) ended before the comparison did{busy}", True
+        except BudgetSpent as spent:
+            self.undecided, num_void = True, self.legs.num_void
+            busy = f"; {counted(num_void, 'real run')} did not count, because the machine was busy" if num_void else ""
+            reason = f"{spent}" or f"the budget ({budget_of(self.experiment)[1]}) ended before the comparison did{busy}"
             self.notes.append(reason)
             if self.judged is None:
                 self._judge(final=True)
@@ -284,6 +283,7 @@ class _Verifier:
             with self._rejecting(name):
                 window = ROUNDS * done // len(order)  # of each round, so that arms share draws, and two are seen
                 result = self.legs.run(name, self.arms[name].timed, steps=leg_steps_of(self.experiment), window=window)
+                self.legs.refuse_small_budget(len(self.arms))
                 arm = self.arms[name]
                 peaks = [*result.peak_bytes, *([] if arm.peak_bytes is None else [arm.peak_bytes])]  # of all ranks and legs
                 took.setdefault(name, []).append(step_s_of(result))
