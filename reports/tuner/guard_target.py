@@ -168,7 +168,9 @@ def tables(data: dict[str, Any]) -> None:
     columns = "seeds", "spread", "shared", "never arrive", "budgets end after", *(f"{100 * (gain - 1):+.0f} %" for gain in GAINS), "covered"
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for case in CASES:
-        own = [one for one in data["cells"] if [one[name] for name in Case._fields] == [*case[:-1], [*case.ended]]]
+        own = [
+            one for one in data["cells"] if Case(**{name: one[name] for name in Case._fields})._replace(ended=tuple(one["ended"])) == case
+        ]
         shares = " | ".join(f"{100 * one['USE']:.1f}" for one in own)
         covered = f"{100 * min(one['covered'] for one in own):.1f} to {100 * max(one['covered'] for one in own):.1f}"
         what = f"{case.seeds} | {100 * case.spread:.0f} % | {100 * case.shared:.0f} % | {100 * case.lost:.0f} % | {len(case.ended) or ''}"
