@@ -202,6 +202,7 @@ class Measured:
     activation_bytes: dict[str, int] = field(default_factory=dict)
     """Saved for the backward, by layer."""
     buffers_nbytes: int = 0
+    averaged_nbytes: int = 0
 
 
 class Alone(Communicators):
@@ -313,12 +314,14 @@ class ProfileLeg:
                     self._touched.setdefault(name, []).append(gradient.coalesce().values().numel())
 
     def _measured(self, engine: Engine, saved: dict[str, int], noise: dict[str, Any] | None) -> Measured:
+        buffers = ModelBuffers(self._model)
         measured = Measured(
             gradient_noise=noise,
             layers=self._clock.times(),
             touched=self._touched,
             activation_bytes=saved,
-            buffers_nbytes=ModelBuffers(self._model).nbytes,
+            buffers_nbytes=buffers.nbytes,
+            averaged_nbytes=buffers.averaged_nbytes,
             memory=memory_bytes(self._model, self._optimizer, sum(saved.values())),
         )
         forwards = map(sum, measured.layers.forward)
@@ -389,6 +392,7 @@ def table_of(key: str, parts: list[dict[str, Any]]) -> LayerTable:
         load=Nanoseconds(round(_median(parts, "load")) if first["loaders"] else 0),
         loaders=first["loaders"],
         buffers_nbytes=Bytes(first["buffers_nbytes"]),
+        averaged_nbytes=Bytes(first["averaged_nbytes"]),
     )
 
 

@@ -110,6 +110,7 @@ def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
         cost=all_reduce_cost(experiment),
         num_state_slots=len(Combination.of(experiment.strategy).slots(OPTIMIZER_STATE[experiment.workload.optimizer])),
         buffers_nbytes=table.buffers_nbytes,
+        averaged_nbytes=table.averaged_nbytes,
         order=tuple(gradient.name for layer in table.layers for gradient in layer.gradients),
     )
 

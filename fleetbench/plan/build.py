@@ -93,6 +93,9 @@ class Setting:
     """Of an all-reduce over all trainers; ``fusion = "merged_gradient"`` and ``"optimal"`` need it."""
     num_state_slots: int = 0
     buffers_nbytes: int = 0
+    """Of all buffers, which rank 0 sends."""
+    averaged_nbytes: int | None = None
+    """That an average of the buffers carries: masks stay, and short numbers are widened. None: ``buffers_nbytes``."""
     order: tuple[str, ...] = ()
     """Names of the gradients as the model has them, which its fragments follow; none: in the reverse order of readiness."""
 
@@ -119,7 +122,10 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
         laid_out = lay_out(fragment, strategy, setting.trainers, inner)
         exchange += tuple(operation.shifted(len(exchange)) for operation in laid_out)
     groups = {"world": world_of(setting.trainers)} | (hierarchy_of(setting.trainers, inner) if inner else {})
-    carries_buffers = strategy.averaging.buffers == "average" if strategy.is_local else strategy.broadcast_buffers
+    buffers_nbytes = setting.buffers_nbytes if strategy.broadcast_buffers else 0
+    if strategy.is_local:
+        averaged = setting.buffers_nbytes if setting.averaged_nbytes is None else setting.averaged_nbytes
+        buffers_nbytes = averaged if strategy.averaging.buffers == "average" else 0
     return Plan(
         trainers=setting.trainers,
         buckets=buckets,
@@ -128,5 +134,5 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
         queue_depth=setting.queue_depth,
         fragments=() if rounds is None else tuple(tuple(bucket.id for bucket in fragment) for fragment in fragments),
         num_state_slots=setting.num_state_slots if strategy.averages_state else 0,
-        buffers_nbytes=setting.buffers_nbytes if carries_buffers else 0,
+        buffers_nbytes=buffers_nbytes,
     )

@@ -91,6 +91,8 @@ class LayerTable(Config):
     """Reading results back from the device, every ``fetch_every_n_steps`` steps, where that is told apart from ``read``."""
     buffers_nbytes: Bytes = Bytes(0)
     """Batch-norm statistics and such, all together."""
+    averaged_nbytes: Bytes | None = None
+    """That an average of the buffers carries, as in ``Setting``; None in older profiles, and where layers are declared: all."""
     merge: Nanoseconds = Nanoseconds(0)
     """Building the parameters' deltas and applying their average, at a Local SGD synchronisation."""
     host_per_collective: Nanoseconds = Nanoseconds(0)

@@ -79,7 +79,17 @@ class EmulatedModel(nn.Module):
             for position, gradient in enumerate(gradients)
         )
         if table.buffers_nbytes:
-            self.register_buffer("emulated_statistics", torch.zeros(-(-table.buffers_nbytes // 4)))
+            averaged = table.buffers_nbytes if table.averaged_nbytes is None else table.averaged_nbytes
+            halves = max(0, averaged - table.buffers_nbytes) // 2  # of 2 bytes each, which are averaged in 4
+            masks = max(0, table.buffers_nbytes - averaged)
+            kinds = (
+                ("statistics", -(-averaged // 4) - halves, torch.float32),
+                ("halves", halves, torch.bfloat16),
+                ("masks", masks, torch.uint8),
+            )
+            for kind, numel, dtype in kinds:
+                if numel > 0:
+                    self.register_buffer(f"emulated_{kind}", torch.zeros(numel, dtype=dtype))
 
     def forward(self) -> torch.Tensor:
         """Compute the forward; the graph is built while the first layer's time passes."""

@@ -266,6 +266,11 @@ class ModelBuffers:
         """Size of all of them, in bytes."""
         return sum(buffer.nbytes for name, buffer in self._model.named_buffers() if name in self._shapes)
 
+    @property
+    def averaged_nbytes(self) -> int:
+        """Bytes that an average of them carries: fewer where there are masks, more where numbers are widened."""
+        return sum(buffer.numel() * _carrier(buffer).itemsize for buffer in filter(_is_averaged, self._found().values()))
+
     def _found(self) -> dict[str, torch.Tensor]:
         """Those of now: a module may have put others in their place. Raises ``ConfigError`` for one that is gone or has another shape."""
         now = dict(self._model.named_buffers(remove_duplicate=False))
@@ -292,8 +297,7 @@ class ModelBuffers:
         """Gather what is averaged."""
         kinds: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in filter(_is_averaged, self._found().values()):
-            wide = torch.promote_types(torch.float32, buffer.dtype) if buffer.dtype.itemsize > 1 else torch.float32  # torch promotes no FP8
-            kinds.setdefault(wide if buffer.is_floating_point() else torch.int64, []).append(buffer)
+            kinds.setdefault(_carrier(buffer), []).append(buffer)
         self._packed = [
             (buffers, torch.cat([buffer.reshape(-1).to(dtype) for buffer in buffers]), "mean" if dtype.is_floating_point else "max")
             for dtype, buffers in kinds.items()
@@ -315,6 +319,13 @@ class ModelBuffers:
 def _is_averaged(buffer: torch.Tensor) -> bool:
     is_count = buffer.dim() == 0 and buffer.dtype in (torch.int32, torch.int64)
     return 0 not in buffer.stride() and (buffer.is_floating_point() or is_count)
+
+
+def _carrier(buffer: torch.Tensor) -> torch.dtype:
+    """The type in which a buffer is averaged."""
+    if not buffer.is_floating_point():
+        return torch.int64
+    return torch.promote_types(torch.float32, buffer.dtype) if buffer.dtype.itemsize > 1 else torch.float32  # torch promotes no FP8
 
 
 class Storage:

@@ -71,6 +71,7 @@ class Planning:
             queue_depth=communicators.queue_depth,
             cost=cost or (measured_cost(communicators) if strategy.fuses_by_cost else None),
             buffers_nbytes=self.buffers.nbytes,
+            averaged_nbytes=self.buffers.averaged_nbytes,
             order=tuple(parameters),
         )
         self._model = model

@@ -151,6 +151,7 @@ class StepEstimate:
         """The table under ``key``, and the memory."""
         times = self._clock.times()
         last, end = self.recorder.resolve([self._clock.forward_end, self._end])
+        buffers = ModelBuffers(self._model)
         part = {
             "layers": dataclasses.asdict(times),
             "backward": [end - last],
@@ -159,7 +160,8 @@ class StepEstimate:
             "loaders": 0,
             "touched": {},
             "activation_bytes": dict(self.forward.by_name),
-            "buffers_nbytes": ModelBuffers(self._model).nbytes,
+            "buffers_nbytes": buffers.nbytes,
+            "averaged_nbytes": buffers.averaged_nbytes,
         }
         held = {name: Bytes(size) for name, size in self._memory.items() if name != "peak"}
         precision = self._strategy.amp_configs.dtype if self._strategy.amp else "TF32" if self._tf32 else "float32"

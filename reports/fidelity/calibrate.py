@@ -24,7 +24,7 @@ from fleetbench.store import machine
 from fleetbench.strategy import DistributedStrategy
 from real.job.session import Session
 from real.profile import measuring as profile_legs
-from real.profile.costs import communication_of, fit_points, points_of
+from real.profile.costs import fit_points, points_of
 from real.profile.measuring import Legs
 from real.testbed import noise
 
@@ -88,7 +88,14 @@ def _measured(place: Place, effort: Effort) -> Entry:
         foreign = noise.between(before, noise.read({})).foreign_cores  # while the workers are there to be counted as ours
     points = points_of(whole, queued)
     hockney = fit_points(points, place.trainers)
-    communication = communication_of(points, hockney, "gloo", (), between_nodes=place.nodes > 1)
+    communication = Communication(
+        backend="gloo",
+        trainers=place.trainers,
+        link=hockney.link,
+        between="nodes" if place.nodes > 1 else "trainers",
+        points=points,
+        largest_residual=round(hockney.line.largest_residual, 4),
+    )
     void = [reason for result in (whole, queued) for reason in _void(result)]
     if place.nodes == 1 and foreign > FOREIGN_LIMIT:
         void.append(f"other processes took {100 * foreign:.0f} % of a core")

@@ -21,7 +21,6 @@ from typing import Any
 
 from fleetbench import DistributedStrategy, Experiment, tune
 from fleetbench.config import encode
-from fleetbench.profile import profile_of
 from fleetbench.store import machine, versions
 from real.job.session import Session
 from tuner.real_runs import RealRuns
@@ -104,7 +103,7 @@ def one_round(name: str, path: Path, seed: int) -> dict[str, Any]:
 def remeasure(experiment: Experiment, strategy: DistributedStrategy) -> tuple[Speedup, list[Pair]]:
     """Measure a recommendation again in a launch of its own."""
     experiment = experiment.replace(tune=dataclasses.replace(experiment.tune, pairs=6))
-    with tempfile.TemporaryDirectory() as folder, Session(experiment, profile_of(experiment)) as session:
+    with tempfile.TemporaryDirectory() as folder, Session(experiment) as session:
         legs = RealRuns(experiment=experiment, runner=session, folder=Path(folder), step_s=0.0)
         pairs = list(legs.pairs("again", strategy))
     return paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs]), pairs

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from fleetbench.config import encode
 from fleetbench.experiment import Experiment
+from fleetbench.measurements import FOREIGN_LIMIT
 from fleetbench.report.folder import save_profile
 from fleetbench.result import RunResult, step_times
 from fleetbench.store import machine, versions
@@ -119,7 +120,7 @@ class Try(Generic[T]):
     @property
     def counts(self) -> bool:
         """Whether the machine was quiet."""
-        return self.foreign_cores <= noise.FOREIGN_LIMIT
+        return self.foreign_cores <= FOREIGN_LIMIT
 
 
 def quietly(measure: Callable[[], T]) -> list[Try[T]]:

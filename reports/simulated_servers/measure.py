@@ -21,7 +21,7 @@ from sim.servers.actor import Job, Linear
 from sim.servers.ports import Hosts
 from sim.servers.server import load_summary, staleness_summary
 from sim.servers.simulate import execute
-from sim.servers.traffic import TouchedRows, Traffic
+from sim.servers.traffic import Traffic
 
 THINK_NS = 1_000_000
 SERVICE_NS = 1_000
@@ -29,14 +29,13 @@ FAST = Link(bandwidth=BitsPerSecond(10**11), latency=Nanoseconds(20_000))
 
 
 def job(trainers: int, steps: int, kind: str, *, service_ns: int = SERVICE_NS) -> Job:
-    """Trainers that think a millisecond, exponentially; ``rows``, looked up and pushed, ``dense`` parameters, or neither (``pushes``)."""
+    """Trainers that think a millisecond, exponentially, and exchange ``dense`` parameters, or none (``pushes``)."""
     generator = np.random.default_rng(0)
     draws = np.rint((generator.exponential(1.0, (trainers, steps)) - 1) * 2**24).astype(int).tolist()
-    tables = (TouchedRows(rows=20_000, row_bytes=256, draws=700.0, exponent=1.3),) if kind == "rows" else ()
     return Job(
         rules=ServerRules(mode="asynchronous", trainers=trainers, servers=1, has_dense=kind == "dense"),
         table=LayerTable(key="report", layers=(Layer(name="all", forward=Nanoseconds(0), backward=Nanoseconds(THINK_NS)),)),
-        traffic=Traffic(servers=1, dense_bytes=100_000 if kind == "dense" else 0, tables=tables),
+        traffic=Traffic(servers=1, dense_bytes=100_000 if kind == "dense" else 0),
         costs=Linear(push_ns=service_ns),
         hosts=Hosts(trainers=tuple(range(trainers)), servers=(trainers,), link=FAST),
         steps=range(1, steps + 1),

@@ -1,6 +1,7 @@
 """How often is the verdict of time to target wrong? Replays of planted truths through the product's own decision, without a launch.
 
-Run from the repository's root: ``python reports/tuner/guard_target.py [REPLAYS]``. Writes ``guard_target.json``, prints README.md's tables.
+Run from the repository's root: ``python reports/tuner/guard_target.py [REPLAYS]``. Adds to ``guard_target.json`` what it lacks, and
+prints README.md's tables.
 
 A replay plants a true ratio of times to the target: steps are 1.3 times as fast, and updates make up the rest. Runs to the target
 differ by 15 or 18 % between seeds, of whose variance the two runs of a seed share a part, and a share of them does not arrive.
@@ -147,16 +148,17 @@ def _crossing(curve: list[list[float]], target: float) -> float | None:
 
 
 def main(count: int) -> None:
-    """Write the raw result and print the tables."""
-    noise = recorded_noise()
-    head = {"commit": commit(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine(), "versions": versions()}
-    cells = []
+    """Replay the cells that the raw result lacks, each of which is written at once, and print the tables."""
+    path, noise, now = HERE / "guard_target.json", recorded_noise(), {"commit": commit(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    head = {**now, "machine": machine(), "versions": versions()}
+    data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {**head, "spreads": spreads(), "cells": []}
+    known = {(*(one[name] if name != "ended" else tuple(one[name]) for name in Case._fields), one["gain"]) for one in data["cells"]}
     for case in CASES:
         for gain in GAINS:
-            cells.append(replays(count // 10 if case.lost else count, gain, case, noise))  # a likelihood takes long
-            print(json.dumps(cells[-1]), file=sys.stderr, flush=True)
-    data = {**head, "spreads": spreads(), "cells": cells}
-    (HERE / "guard_target.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            if (*case, gain) not in known:
+                data["cells"].append(replays(count // 10 if case.lost else count, gain, case, noise) | now)  # a likelihood takes long
+                print(json.dumps(data["cells"][-1]), file=sys.stderr, flush=True)
+                path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     tables(data)
 
 
@@ -166,7 +168,9 @@ def tables(data: dict[str, Any]) -> None:
     columns = "seeds", "spread", "shared", "never arrive", "budgets end after", *(f"{100 * (gain - 1):+.0f} %" for gain in GAINS), "covered"
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for case in CASES:
-        own = [one for one in data["cells"] if [one[name] for name in Case._fields] == [*case]]
+        own = [
+            one for one in data["cells"] if Case(**{name: one[name] for name in Case._fields})._replace(ended=tuple(one["ended"])) == case
+        ]
         shares = " | ".join(f"{100 * one['USE']:.1f}" for one in own)
         covered = f"{100 * min(one['covered'] for one in own):.1f} to {100 * max(one['covered'] for one in own):.1f}"
         what = f"{case.seeds} | {100 * case.spread:.0f} % | {100 * case.shared:.0f} % | {100 * case.lost:.0f} % | {len(case.ended) or ''}"

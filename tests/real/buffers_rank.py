@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +28,12 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=int(sys.argv[2]))
     torch.set_num_threads(1)
     communicators = Communicators("gloo", timedelta(seconds=30))
+    handed = count()
     found = {"error": np.array("")}
     try:
-        model = train(rank, kind, communicators)
+        model, told = train(rank, kind, communicators)
         found |= {name: buffer.to(torch.complex128).numpy() for name, buffer in model.named_buffers()}
+        found |= {"bytes told": np.array(told), "bytes handed over": np.array(sum(handed))}
     except (CollectiveFailed, ConfigError) as error:  # what one rank refuses, others lose
         found["error"] = np.array(str(error))
     np.savez(sys.argv[4], **found)
@@ -39,8 +42,21 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def train(rank: int, kind: str, communicators: Communicators) -> nn.Module:
-    """Three steps, after each of which trainers average; then no forward changes a buffer."""
+def count() -> list[int]:
+    """The bytes of each all-reduce from now on."""
+    handed: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counted(tensor: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        handed.append(tensor.nbytes)
+        return all_reduce(tensor, *rest, **named)
+
+    dist.all_reduce = counted
+    return handed
+
+
+def train(rank: int, kind: str, communicators: Communicators) -> tuple[nn.Module, int]:
+    """Three steps, after each of which trainers average; then no forward changes a buffer. And the bytes that the engine says it sent."""
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     averaging = {"k_steps": 1, "momentum": "average", "buffers": "local" if kind == "local" else "average"}
     engine = Engine(
@@ -65,7 +81,8 @@ def train(rank: int, kind: str, communicators: Communicators) -> nn.Module:
                 del model.numbers
         model(torch.ones(3 + rank, 4)).sum().backward()
         optimizer.step()
-    return model
+    engine.stopwatch.finish()
+    return model, sum(step.record.bytes_sent for step in engine.stopwatch.steps)
 
 
 def model_with_buffers(model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from real.collective import Collective
 from real.communication.communicators import collective_errors
+from real.communication.lanes import ThreadLane
 from real.fleet import Fleet
 
 
@@ -16,6 +17,15 @@ def be_rank(rank: int, ranks: int) -> None:
     """Set what a launcher sets; a rank that fails lives on, and does not end the others."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     Collective._watch_failures = lambda _: collective_errors  # type: ignore[method-assign]  # which would end the process
+
+
+def in_flight(fleet: Fleet) -> bool:
+    """Whether a training that was refused has left a collective that others may never join: ``leave`` would wait for it."""
+    if (job := fleet._job) is None:
+        return False
+    assert isinstance(job, Collective)
+    lanes = [lane for lane in job.communicators._lanes if isinstance(lane, ThreadLane)]
+    return not all(left.is_done() for lane in lanes for left in (*lane._handed, *([lane._last] if lane._last else [])))
 
 
 def leave(fleet: Fleet) -> None:

@@ -96,6 +96,8 @@ class Pool:
             tolerance = ROUNDED if case.wire or case.amp else EXACT
             return Verdict("equal" if off <= tolerance else "differs", "", off)
         if ends == {"refused"}:
+            if any(answer.get("in_flight") for answer in trained):  # each refuses where it is: a process of its own would end now
+                self._kill()
             return Verdict("refused", reason_of(trained[0]["what"]))
         self._kill()
         kind = next((end for end in ("hangs", "died", "raised") if end in ends), "one rank")

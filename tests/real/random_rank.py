@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from living_fleet import be_rank, leave
+from living_fleet import be_rank, in_flight, leave
 from random_cases import Case
 from random_loops import Loop, Trainer, WrittenOut, autocast
 from random_models import Network, flat_of, hook, network_of, optimizer_of
@@ -54,7 +54,8 @@ class Rank:
         try:
             self._trained = self._under_fleet()
         except FleetbenchError as error:
-            return {"end": "refused", "what": f"{error.where}: {error.what}", "error": str(error)}
+            what = f"{error.where}: {error.what}"
+            return {"end": "refused", "what": what, "error": str(error), "in_flight": in_flight(self._fleet)}
         except CollectiveFailed as error:
             return {"end": "lost", "what": str(error)[:200]}
         except Exception as error:  # noqa: BLE001  # any other is a finding, and named

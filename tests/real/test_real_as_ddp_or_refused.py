@@ -19,7 +19,7 @@ FIRST = (
 )
 SECOND = (
     18, 22, 36, 50, 59, 82, 85, 86, 95, 122, 124, 128, 158, 201, 214, 220, 224, 229, 244, 254,
-    259, 283, 292, 294, 299, 452, 475, 616, 863, 962, 1111, 1386, 1495,
+    259, 283, 292, 294, 299, 398, 399, 452, 475, 616, 863, 962, 1111, 1386, 1495,
 )
 OTHERS = (
     13, 24, 28, 37, 45, 51, 65, 74, 78, 79, 85, 86, 99, 104, 108, 109, 122, 124, 128, 132,
@@ -29,6 +29,8 @@ OTHERS = (
 )
 # fmt: on
 """Of seeds 1 and 2 one of each combination that was wrong once, and what covers most pairs of features; and others of seed 1.
+
+Case 398 of seed 2 leaves one rank with an exchange that the other never joins: 399 comes after it.
 
 ``make test SLOW=--whole`` trains these, too.
 """

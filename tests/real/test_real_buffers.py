@@ -14,7 +14,10 @@ RANK = Path(__file__).with_name("buffers_rank.py")
 
 @pytest.mark.parametrize("how", ["average", "local"])
 def test_statistics_are_averaged_and_counts_are_the_largest(how: str) -> None:
-    """Complex numbers, masks, words of bits and what the model gets later are each rank's own, whatever is averaged."""
+    """Complex numbers, masks, words of bits and what the model gets later are each rank's own, whatever is averaged.
+
+    The plan, whose bytes the simulator takes and the engine tells, counts what is averaged, in the type in which it is.
+    """
     one, other = run_ranks(RANK, 2, how)
     for name in ("numbers", "halves", "1.running_mean", "1.running_var"):
         assert np.array_equal(one[name], other[name]) == (how == "average"), name
@@ -32,6 +35,8 @@ def test_statistics_are_averaged_and_counts_are_the_largest(how: str) -> None:
                 "count": [max(own, key=abs)] * 2,
             }.get(name, own)
         assert [np.unique(rank[name]).tolist() for rank in (one, other)] == [[own[0]], [own[1]]], name
+    for rank in (one, other):  # of two ranks each sends as much as an all-reduce carries
+        assert rank["bytes told"] == rank["bytes handed over"] > 0
     assert "later" not in one
     assert np.unique(other["later"]) == 22  # the tenth, in the third step, on rank 1
 

@@ -106,6 +106,7 @@ def profile(experiment: Experiment) -> Profile:
         update=Nanoseconds(3_000_000),
         read=Nanoseconds(2_000_000),
         buffers_nbytes=Bytes(80),
+        averaged_nbytes=Bytes(56),
     )
     keys = {compute_key(experiment, DistributedStrategy.from_dict(fields)) for fields in STRATEGIES.values()}
     tables = tuple(dataclasses.replace(table, key=key) for key in sorted(keys))

@@ -53,7 +53,7 @@ def test_communicators_carry_what_they_can_without_it(others: ZeroTrainer, commu
 
 @pytest.mark.alone
 def test_spans_are_those_of_the_collectives(others: ZeroTrainer) -> None:
-    """Of twelve that are handed over at once each span lies around its 5 ms, begins as one of two ends, and no third is under way."""
+    """Of twelve handed over together each span lies around its 5 ms and begins when a place is free, and no third is under way."""
     engine, optimizer = engine_of(six_layers(), others, fuse_all_reduce_ops=False, sync_nccl_allreduce=False)
     train(engine, optimizer, 1)
     engine.stopwatch.finish()
@@ -64,7 +64,7 @@ def test_spans_are_those_of_the_collectives(others: ZeroTrainer) -> None:
     for (start_ns, _), (begin_ns, _) in zip(spans, carried, strict=True):
         assert start_ns <= begin_ns
     assert all(over_ns <= end_ns for (_, over_ns), end_ns in zip(sorted(carried, key=lambda flight: flight[1]), ends, strict=True))
-    assert [start_ns for start_ns, _ in spans[2:]] == ends[:-2]
+    assert all(start_ns >= free_ns for (start_ns, _), free_ns in zip(spans[2:], ends[:-2], strict=True))
     assert _most_at_once([(0, start_ns, end_ns) for start_ns, end_ns in spans]) == 2
     engine.close()
 

@@ -365,6 +365,7 @@ def test_sparse_gradients_and_buffers_are_in_the_table() -> None:
     assert (gradients["rows.weight"].sparse, gradients["rows.weight"].touched, gradients["rows.weight"].numel) == (True, 3 * 4, 36)
     assert (gradients["norm.weight"].sparse, gradients["norm.weight"].touched) == (False, 0)
     assert table.buffers_nbytes == (4 + 4) * 4 + 8
+    assert table.averaged_nbytes == table.buffers_nbytes
 
 
 def test_a_bucketwise_update_is_measured_whole() -> None:

@@ -59,7 +59,15 @@ def test_recordings_replay_to_the_recorded_operations(name: str) -> None:
     """Every rank's events, fed to a fresh state, give its operations; all ranks decided the same; parts of steps add up."""
     experiment, profile = profiled(
         [([250, 70], [10_000, 60_000], 10_000, 20_000), ([500], [20_000], 30_000, 40_000)],
-        {"read": 11, "update": 1_000, "merge": 500, "buffers_nbytes": 40, "contention": 0.25, "host_per_collective": 100},
+        {
+            "read": 11,
+            "update": 1_000,
+            "merge": 500,
+            "buffers_nbytes": 40,
+            "averaged_nbytes": 24,
+            "contention": 0.25,
+            "host_per_collective": 100,
+        },
         nodes=2,
         trainers_per_node=2,
         intra=link(80, 10),

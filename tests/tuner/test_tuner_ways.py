@@ -334,10 +334,10 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: 
     of_ways = {name_of(arm.strategy.replace(lr_scale=1.0)) for arm in found.arms}
     assert {"synchronous", "K = 4", "K = 4 and an outer optimizer"} <= of_ways
     assert found.line.startswith("USE ")
-    assert "localsgd = true, localsgd_configs.outer_lr" in found.line
     expected = {name: steps * step_s(arm.strategy) for arm in found.arms if (steps := known[name := name_of(arm.strategy)]) is not None}
     best = min(expected, key=lambda name: expected[name])
-    assert name_of(found.strategy) == best
+    assert name_of(found.strategy) == best == "K = 4 and an outer optimizer"
+    assert sorted(expected.values())[1] > 1.3 * expected[best]  # no rounding of a machine's sums makes another way the first
     assert {leg.seed for leg in runner.legs if leg.evaluate} == {0, 1, 2, 3, 4}
     once = experiment.replace(run=replace(experiment.run, seed=4), tune=replace(experiment.tune, target_seeds=1))
     simulated, _ = tune_simulated(once, out=tmp_path / "simulated")
