@@ -97,6 +97,10 @@ class Engine:
     """The backward under way leaves gradients, and is no ``torch.autograd.grad``."""
     _keeps = False
     """Backwards leave their gradients on this rank."""
+    has_optimizer = False
+    """The script has handed over an optimizer."""
+    _is_passed = False
+    """The last backward came through this model on its way to another, which was updated since: see ``FleetEngine``."""
 
     def __init__(
         self,
@@ -206,6 +210,7 @@ class Engine:
         self.take_over()
         self._handles.append(optimizer.register_step_pre_hook(lambda _optimizer, arguments, named: self._update_begins(arguments, named)))
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._or_fails(self._update_ends)()))
+        self.has_optimizer = True
         slots = self.executor.attach(optimizer)
         if slots:
             self._planning.setting = dataclasses.replace(self._planning.setting, num_state_slots=slots)
@@ -350,10 +355,14 @@ class Engine:
         self._executor = None  # and its buffers, before there are new ones
         carried = carried or Carried()
         shared = (self.communicators, self.stopwatch, carried, optimizer, self._planning.buffers)
-        self._executor = Executor(self.model, self._parameters, strategy, *shared)
+        self._executor = Executor(self.model, self._parameters, strategy, *shared, known=self._known)
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
         return Decider.start(strategy, self.communicators.rank, record=self._record, state=state)
+
+    def _known(self) -> set[int]:
+        """Ids of the parameters that fleet trains."""
+        return set(map(id, self._members))
 
     def _or_fails(self, part: Callable[..., None]) -> Callable[..., None]:
         """A part of a step that tells ``on_failure`` what it raises."""
@@ -430,8 +439,8 @@ class Engine:
             self._phase, self._holds = "kept", True
             return
         self._behind, self._phase = self._phase, "backward"
-        what = self.executor.combination
-        self._dropped = self._behind == "update" and what.is_local and is_cleared(self._members)
+        is_alone = self.executor.combination.is_local and not self._is_passed
+        self._dropped = self._behind == "update" and is_alone and is_cleared(self._members)
         self._backward_begin_ns = time.monotonic_ns()
         self.executor.begin_backward()
         self._comes = False
@@ -455,7 +464,8 @@ class Engine:
 
     def _begin_again(self, *, dropped: bool) -> None:
         """A backward comes before the last one's update: what lies in ``.grad`` is exchanged again, and nothing was decided before."""
-        refuse_again(self.executor.combination, is_attached=self.executor.optimizer is not None, dropped=dropped)
+        is_attached = self.executor.optimizer is not None or self._is_passed
+        refuse_again(self.executor.combination, is_attached=is_attached, dropped=dropped)
         self._decider.rewind(self._before)
         self._next_bucket = 0
         self.executor.begin_again(started(self._tell(StepBegin(self.step))))

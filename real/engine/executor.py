@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -57,7 +57,7 @@ class Carried:
 class Executor:
     """What a plan's operations do. Made again with every plan, between updates; ``carried`` is what outlives one."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what outlives a plan, one by one
         self,
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
@@ -67,8 +67,11 @@ class Executor:
         carried: Carried,
         optimizer: torch.optim.Optimizer | None,
         buffers: ModelBuffers,
+        *,
+        known: Callable[[], Collection[int]],
     ) -> None:
-        """``carried`` and ``optimizer``: from the plan before, or from a checkpoint."""
+        """``carried`` and ``optimizer``: from the plan before, or from a checkpoint. ``known``: see ``OptimizerControl``."""
+        self._known = known
         self.loss = carried.loss
         """The step's loss, where it was told."""
         self._model = model
@@ -187,7 +190,7 @@ class Executor:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> int:
         """Control this optimizer; the number of tensors of its state, for each parameter, that are averaged."""
-        self._control = OptimizerControl(optimizer, self.combination, self.storage, self._parameters)
+        self._control = OptimizerControl(optimizer, self.combination, self.storage, self._parameters, self._known)
         return len(self._control.slots) if self._control.averages_state else 0
 
     def begin_step(self, step: int, operations: Operations) -> None:
@@ -311,7 +314,8 @@ class Executor:
         Sums and norms show what ``torch.amp.GradScaler`` and ``grad.data.mul_()`` write without being counted.
         """
         gradients = [gradient for parameter in self._parameters.values() if (gradient := parameter.grad) is not None]
-        buckets = [bucket.values for bucket in self.storage.gradients]
+        found = [bucket.values for bucket in self.storage.gradients]
+        buckets = [torch.view_as_real(values) if values.is_complex() else values for values in found]
         numbers = [one for each in buckets for one in (each.sum(dtype=torch.float64), torch.linalg.vector_norm(each, dtype=torch.float64))]
         return gradients, [gradient._version for gradient in gradients], torch.stack(numbers).view(torch.int64)  # noqa: SLF001  # torch documents it
 

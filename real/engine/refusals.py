@@ -173,7 +173,8 @@ def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None
     inputs = "; gradients of inputs alone, as for adversarial examples, are torch.autograd.grad(loss, x) or loss.backward(inputs=[x])"
     accumulate = (
         "put every backward of a step but the last into `with fleet.no_sync():`; "
-        "a GradScaler of the script's own, which leaves out optimizer.step() at an overflow, needs amp = true in its place"
+        "a GradScaler of the script's own, which leaves out optimizer.step() at an overflow, needs amp = true in its place; "
+        "where another model is trained through this one, put that backward into `with model.no_sync():` of this one"
     )
     if not is_attached:
         why, hint = "fleet does not know the optimizer", "call fleet.distributed_optimizer before training"
@@ -272,6 +273,16 @@ def refuse_in_step(phase: str, where: str) -> None:
         way = "skip its backward, or run that inside fleet.no_sync() and clear the gradients"
         hint = f"call it after optimizer.step(); to leave a batch out, {way}"
         raise ConfigError("comes in the middle of a step", where, hint=hint)
+
+
+def refuse_open(has_agreed: bool, merged: int, where: str) -> None:
+    """Raise ``ConfigError`` for what ends an engine in the middle of a round of local steps, or of a gradient merge."""
+    if not has_agreed:
+        what, hint = "comes in the middle of a round of local steps", "call fleet.synchronize() on every trainer before it"
+        raise ConfigError(what, where, hint=hint)
+    if merged:
+        what, hint = "comes while gradients wait for more before their update", "call it after the k-th batch of a gradient merge"
+        raise ConfigError(what, where, f"{merged} merged", hint)
 
 
 def _way_out(model: nn.Module) -> str:

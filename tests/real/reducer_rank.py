@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from living_fleet import be_rank, leave
+from model_scripts import MODELS_REFUSED, MODELS_TRAINED, averaged_by_hand
 from reducer_scripts import REFUSED, TRAINED, Script, Way
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -178,26 +179,56 @@ def other_strategy(fleet: Fleet, rank: int) -> Found:
     return {}
 
 
-def script(fleet: Fleet, rank: int, *, run: Script, truth: bool, **strategy: Any) -> Found:
-    """A script under fleet; ``off`` from plain DDP where that is the ``truth``, else ranks from each other, once they have met."""
-    network = run(Way(rank, lambda model: _joined(fleet, model, **strategy), fleet.distributed_optimizer))
-    if truth:
-        other = run(Way(rank, partial(DistributedDataParallel, find_unused_parameters=bool(strategy)), lambda optimizer: optimizer))
-        off = max(float((one - two).abs().max()) for one, two in zip(network.parameters(), other.parameters(), strict=True))
+def script(fleet: Fleet, rank: int, *, run: Script, truth: bool | int, **strategy: Any) -> Found:
+    """A script under fleet; ``off`` from plain DDP where that is the ``truth``, or from averages by hand after every so many updates.
+
+    Else ranks from each other, once they have met.
+    """
+
+    def meet() -> None:
+        fleet.synchronize()
+        fleet.end_epoch()
+
+    def give_by_hand(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        counts: dict[int, int] = {}
+
+        def stepped(*_: object) -> None:
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                if parameter.grad is not None:
+                    counts[id(parameter)] = count = counts.get(id(parameter), 0) + 1
+                    if count % truth == 1:
+                        averaged_by_hand([parameter], _mean)
+
+        optimizer.register_step_post_hook(stepped)
+        return optimizer
+
+    def wrapped(model: nn.Module) -> nn.Module:
+        return _joined(fleet, model, **strategy)
+
+    network = run(Way(rank, wrapped, fleet.distributed_optimizer, meet, lambda: fleet.save_persistables("nowhere")))
+    if truth is True:
+        ddp = partial(DistributedDataParallel, find_unused_parameters="find_unused_parameters" in strategy)
+        other = run(Way(rank, ddp, lambda optimizer: optimizer))
+    elif truth:
+        fleet.synchronize()
+        other = run(Way(rank, lambda model: model, give_by_hand))
+        averaged_by_hand(other.parameters(), _mean)
     else:
         fleet.synchronize()
-        off = _apart(network.parameters())
+        return {"off": max(_apart(network.parameters()), 0.0 if "localsgd" in strategy else _apart(network.buffers()))}
+    off = max(float((one - two).abs().max()) for one, two in zip(network.parameters(), other.parameters(), strict=True))
     return {"off": off if "localsgd" in strategy else max(off, _apart(network.buffers()))}
 
 
 def _apart(tensors: Iterable[torch.Tensor]) -> float:
     """By how much ranks differ."""
-    numbers = [tensor.detach().double() for tensor in tensors]
+    numbers = [tensor.detach() if tensor.is_complex() else tensor.detach().double() for tensor in tensors]
     return max((float((own - _mean(own)).abs().max()) for own in numbers), default=0.0)
 
 
 def _joined(fleet: Fleet, model: nn.Module, **strategy: Any) -> nn.Module:
-    fleet.init(DistributedStrategy.from_dict({"fuse_grad_size_in_MB": 0.0001, **strategy}), timeout_s=20.0)
+    if fleet._job is None:
+        fleet.init(DistributedStrategy.from_dict({"fuse_grad_size_in_MB": 0.0001, **strategy}), timeout_s=20.0)
     return fleet.distributed_model(model)
 
 
@@ -231,6 +262,8 @@ BY_RANK = {
 }
 """How models differ by rank, and what is said of them."""
 Case = Callable[[Fleet, int], Found]
+ALL_REFUSED = REFUSED | MODELS_REFUSED
+ALL_TRAINED = TRAINED | MODELS_TRAINED
 CASES: dict[str, Case] = {
     "layouts": layouts,
     "layouts, K = 2": partial(layouts, **LOCAL),
@@ -242,8 +275,8 @@ CASES: dict[str, Case] = {
     },
     **{f"by rank: {kind}": partial(by_rank, kind=kind) for kind in BY_RANK},
     "another strategy": other_strategy,
-    **{f"refused: {name}": partial(script, run=run, truth=False, **fields) for name, (run, fields, _) in REFUSED.items()},
-    **{f"trained: {name}": partial(script, run=run, truth=truth, **fields) for name, (run, fields, truth) in TRAINED.items()},
+    **{f"refused: {name}": partial(script, run=run, truth=False, **fields) for name, (run, fields, _) in ALL_REFUSED.items()},
+    **{f"trained: {name}": partial(script, run=run, truth=truth, **fields) for name, (run, fields, truth) in ALL_TRAINED.items()},
     "parameter hooks after, by bucket": partial(own_hooks, where="after", kind="parameter", **BY_BUCKET),
 }
 

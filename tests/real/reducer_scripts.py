@@ -35,6 +35,9 @@ class Way:
     rank: int
     wrap: Callable[[nn.Module], nn.Module]
     give: Callable[[Any], Any]
+    meet: Callable[[], None] = lambda: None
+    """Trainers agree, and an epoch ends."""
+    save: Callable[[], None] = lambda: None
 
 
 Script = Callable[[Way], nn.Module]

@@ -1,0 +1,112 @@
+"""FleetEngine: an engine beside those of the other models that one process trains."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from real.engine.engine import Engine
+from real.engine.gradients import is_cleared
+from real.engine.planning import Progress
+from real.engine.refusals import refuse_in_step, refuse_open
+
+
+class FleetEngine(Engine):
+    """An engine that knows of the others.
+
+    A backward may pass through several models, as a generator's loss does through the discriminator: all of them exchange their gradients
+    in it. A model that it has only passed through is not updated, where another is: its step is then as if it had not begun, and a
+    script may throw the gradients away, or leave them for the next backward to add to.
+    """
+
+    _task = -1
+    """Autograd's number of the last backward that left gradients here."""
+
+    def __init__(self, *arguments: Any, company: Iterable["FleetEngine"] = (), **named: Any) -> None:
+        """As an ``Engine``; ``company``: the engines of the process's models, whenever it is asked."""
+        self._company = company
+        super().__init__(*arguments, **named)
+
+    def progress(self, where: str) -> Progress:
+        """See ``Engine``."""
+        self._give_up()
+        return super().progress(where)
+
+    def retire(self, where: str) -> None:
+        """Close between two steps, for another engine of the model; gradients stay.
+
+        Raises ``ConfigError`` where something would be lost.
+        """
+        self._give_up()
+        if not self._is_in_vain():
+            refuse_in_step(self._phase, where)
+        refuse_open(self.has_agreed, self._decider.state.merged, where)
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        self.close()
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        """See ``Engine``; one that was inherited is attached already."""
+        if optimizer is self.executor.optimizer:
+            self.has_optimizer = True
+        else:
+            super().attach_optimizer(optimizer)
+
+    def inherit(self, optimizers: Iterable[Optimizer]) -> None:
+        """Go on with what the engine before was handed, where all of its parameters are known; the script may hand over others."""
+        for optimizer in optimizers:
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if {id(parameter) for parameter in held if parameter.requires_grad} <= self._known():
+                self.attach_optimizer(optimizer)
+        self.has_optimizer = False
+
+    def hear_update(self, task: int) -> None:
+        """Another model was updated after this backward."""
+        what = self.executor.combination
+        takes_back = not (what.merges or what.updates_by_bucket or what.scales)
+        self._is_passed |= takes_back and (self._phase, self._task) == ("update", task)
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters."""
+        return self._members
+
+    def _known(self) -> set[int]:
+        return {id(parameter) for engine in (self, *self._company) for parameter in engine.trained()}
+
+    def _update_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        if not self._rests():
+            super()._update_begins(arguments, named)
+
+    def _rests(self) -> bool:
+        """Whether an optimizer of several models steps others than this one, which has no gradients now."""
+        optimizer, what = self.executor.optimizer, self.executor.combination
+        if self._phase not in ("idle", "forward") or all(
+            engine is self or engine.executor.optimizer is not optimizer for engine in self._company
+        ):
+            return False
+        return is_cleared(self._members) if what.leaves_averages else all(parameter.grad is None for parameter in self._members)
+
+    def _backward_comes(self) -> None:
+        super()._backward_comes()
+        self._task, self._is_passed = torch._C._current_graph_task_id(), False  # noqa: SLF001  # as register_multi_grad_hook asks
+
+    def _update_ends(self) -> None:
+        was_updated = self._phase == "update"
+        super()._update_ends()
+        if was_updated and self._phase == "idle":
+            for other in self._company:
+                other.hear_update(self._task)
+
+    def _run_between(self, event: Any, where: str) -> None:
+        self._give_up()
+        super()._run_between(event, where)
+
+    def _give_up(self) -> None:
+        """A step whose backward was another model's has not begun; gradients stay where they are."""
+        if self._is_passed and self._phase == "update":
+            self._decider.rewind(self._before)
+            self.executor.begin_again()
+            self.step, self._phase, self._is_passed = self.step - 1, "idle", False
