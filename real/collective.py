@@ -148,6 +148,8 @@ class Collective:
             warnings.warn(message, HierarchySwitchedOff, stacklevel=3)
         if not hasattr(model, "module"):
             model.__dict__["module"] = model  # what scripts of DDP ask for; set as usual, it would be a part of the model
+        if not hasattr(model, "join"):
+            model.join = NotCopied(partial(self.models.join, self.communicators, model), nullcontext)  # type: ignore[assignment]  # as below
         if not hasattr(model, "no_sync"):
             model.no_sync = NotCopied(partial(self.models.no_sync, model), nullcontext)  # type: ignore[assignment]  # modules take any
         return model
@@ -184,6 +186,10 @@ class Collective:
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards inside add to ``.grad`` on this trainer alone."""
         return self.models.no_sync()
+
+    def join(self, *, enable: bool, throw_on_early_termination: bool) -> AbstractContextManager[None]:
+        """Trainers may have unequally many batches inside."""
+        return self.models.join(self.communicators, enable=enable, throw_on_early_termination=throw_on_early_termination)
 
     def synchronize(self) -> None:
         """Make the trainers agree."""

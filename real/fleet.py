@@ -136,6 +136,15 @@ class Fleet:
         """
         return self._joined("fleet.no_sync").no_sync()
 
+    def join(self, *, enable: bool = True, throw_on_early_termination: bool = False) -> AbstractContextManager[None]:
+        """Let trainers have unequally many batches inside, as ``DistributedDataParallel.join`` does; every trainer enters and leaves it.
+
+        Those that have run out of data take part in the exchanges of the others with zeros, and gradients are
+        divided by the number of all trainers. At the end all have the model of the last one, but each its own state of the optimizer,
+        and its ``.grad``. Works where every backward averages gradients. ``model.join()`` is the same for one model.
+        """
+        return self._joined("fleet.join").join(enable=enable, throw_on_early_termination=throw_on_early_termination)
+
     @torch.inference_mode(mode=False)  # see ``Fleet``
     def synchronize(self) -> None:
         """Make the trainers agree between two averagings of Local SGD, before a save or an evaluation.

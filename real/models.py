@@ -1,14 +1,16 @@
 """Models: the models that one process trains, each with an engine of its own on the job's communicators."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from fleetbench.errors import ConfigError
+from real.communication.communicators import Communicators
 from real.engine.engine import Engine
 from real.engine.fleet_engine import FleetEngine
+from real.engine.uneven import UnevenInputs
 
 MODEL = "fleet.distributed_model"
 
@@ -79,6 +81,28 @@ class Models:
                 if model in (None, engine.model):
                     stack.enter_context(engine.no_sync())
             yield
+
+    def join(
+        self,
+        communicators: Communicators,
+        model: nn.Module | None = None,
+        *,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """See ``Fleet.join``: of one model, or of all."""
+        where = "fleet.join" if model is None else "model.join"
+        if not divide_by_initial_world_size:
+            hint = "leave it out: gradients are divided by the number of all trainers"
+            raise ConfigError("divides by the trainers that go on, which no strategy does", where, "False", hint)
+        self.all(where)
+        engines = [engine for engine in self if model in (None, engine.model)]
+        if not enable or communicators.trainers == 1:
+            return nullcontext()
+        if not engines:
+            raise ConfigError("is not followed by a profile or a tuning", where, hint="give every trainer as many batches there")
+        return UnevenInputs(engines, communicators).joined(where, throws=throw_on_early_termination)
 
     def refuse_another(self, model: nn.Module, *, is_auto: bool, is_driven: bool) -> None:
         """Raise ``ConfigError`` for a model beside others, or wrapped again, that would not train as under DistributedDataParallel."""

@@ -279,13 +279,13 @@ class ModelBuffers:
         return {name: now[name] for name in self._shapes}
 
     @torch.no_grad()
-    def send(self, communicators: Communicators, *, read: bool = False) -> int:
-        """Replace them by rank 0's, and return their bytes; ``read``: those that a training forward may read."""
+    def send(self, communicators: Communicators, *, read: bool = False, source: int = 0) -> int:
+        """Replace them by rank ``source``'s, and return their bytes; ``read``: those that a training forward may read."""
         found = self._found()
         kept = [buffer for name, buffer in found.items() if name in self._unread]  # a graph of before remains good
         sent = [buffer for name, buffer in found.items() if not (read and name in self._unread)]
         with _unsafe_preserve_version_counter(tuple(kept)):  # as DDP does
-            communicators.broadcast(*sent)
+            communicators.broadcast(*sent, source=source)
         return sum(buffer.nbytes for buffer in sent)
 
     @torch.no_grad()

@@ -57,6 +57,9 @@ class Carried:
 class Executor:
     """What a plan's operations do. Made again with every plan, between updates; ``carried`` is what outlives one."""
 
+    buffers_from: Callable[[], int] | None = None
+    """With uneven inputs: tells trainers without data that buffers are sent, and returns the rank whose buffers all take."""
+
     def __init__(  # noqa: PLR0913  # what outlives a plan, one by one
         self,
         model: nn.Module,
@@ -203,8 +206,16 @@ class Executor:
         """Another forward of the step begins: as under DDP, it reads rank 0's buffers."""
         if self._plan.buffers_nbytes and not self.combination.is_local:
             with self._stopwatch.waits():
-                nbytes = self._buffers.send(self._communicators, read=True)
+                is_even = self.buffers_from is None
+                nbytes = self._buffers.send(self._communicators, read=is_even, source=self._source_of_buffers())
             self._stopwatch.sends((self._communicators.trainers - 1) * nbytes // self._communicators.trainers)
+
+    def send_buffers(self, source: int) -> None:
+        """Take part where others' buffers are sent: all take those of rank ``source``."""
+        self._buffers.send(self._communicators, source=source)
+
+    def _source_of_buffers(self) -> int:
+        return 0 if self.buffers_from is None else self.buffers_from()
 
     def begin_again(self, operations: Operations = ()) -> None:
         """The step's exchange begins again, after another that came to its end; the loss that was told stays."""
@@ -441,7 +452,7 @@ class Executor:
             sparse.pack()
             return lambda: self._row_bytes.append(gather_rows(sparse, operation, communicators))
         if payload == "buffers" and operation.kind == "broadcast":
-            return partial(self._buffers.send, communicators)
+            return partial(self._buffers.send, communicators, source=self._source_of_buffers())
         if payload == "buffers":
             self._buffers.pack()
             return lambda: self._buffers.run(operation, communicators)

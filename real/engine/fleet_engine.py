@@ -1,16 +1,21 @@
 """FleetEngine: an engine beside those of the other models that one process trains."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fleetbench.plan.events import BackwardEnd, StepBegin
+from fleetbench.plan.state import State
+from real.engine.buckets import GradientBucket
 from real.engine.engine import Engine
+from real.engine.executor import started
 from real.engine.gradients import is_cleared
 from real.engine.planning import Progress
-from real.engine.refusals import refuse_in_step, refuse_open
+from real.engine.refusals import refuse_in_step, refuse_open, refuse_uneven
 
 
 class FleetEngine(Engine):
@@ -21,6 +26,8 @@ class FleetEngine(Engine):
     script may throw the gradients away, or leave them for the next backward to add to.
     """
 
+    announce: Callable[[], None] | None = None
+    """With uneven inputs: tells trainers without data that a backward's gradients are exchanged."""
     _task = -1
     """Autograd's number of the last backward that left gradients here."""
 
@@ -69,6 +76,55 @@ class FleetEngine(Engine):
         takes_back = not (what.merges or what.updates_by_bucket or what.scales)
         self._is_passed |= takes_back and (self._phase, self._task) == ("update", task)
 
+    def begin_uneven(self, where: str) -> None:
+        """Trainers may have unequally many batches from now on: settle now what they settle together."""
+        refuse_uneven(self.executor.combination, self.strategy, where)
+        self._give_up()
+        if not self._is_in_vain():
+            refuse_in_step(self._phase, where)
+        if self._initial is None:
+            self._planning.settle()
+            self._stay(self._decider.state)
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether a backward is under way, some of whose gradients are not on their way yet."""
+        return self._phase == "backward" and 0 < self._next_bucket < len(self.plan.buckets)
+
+    def shadow_backward(self) -> None:
+        """Take part, with zeros, in a backward of the trainers that have data; nothing of it stays."""
+        mark, gradients, storage = self._decider.mark(), [parameter.grad for parameter in self._members], self.executor.storage
+        if self._phase != "idle":
+            self._decider.rewind(self._before)
+        for parameter in self._members:
+            parameter.grad = None
+        for gathered in storage.gradients:
+            if isinstance(gathered, GradientBucket):
+                storage.place(gathered.id, torch.zeros_like(gathered.buffer))
+        started(self._tell(StepBegin(self._decider.state.next_step)))
+        self._next_bucket = 0
+        while self._next_bucket < len(self.plan.buckets):
+            self._start_bucket()
+        if self._reducer is not None:
+            self._reducer.shadow_flags()
+        self.executor.end_backward(self._tell(BackwardEnd()), (), 1.0)
+        self._unused.clear()
+        self.executor.begin_again()
+        self._decider.rewind(mark)
+        for parameter, gradient in zip(self._members, gradients, strict=True):
+            parameter.grad = gradient
+
+    def end_uneven(self, source: int) -> None:
+        """All take the model of rank ``source``, and are where its training is."""
+        state = self._decider.state if self._phase == "idle" else self._before[0]
+        buffers = self.model.buffers() if self.plan.buffers_nbytes else ()
+        for tensor in (*self.model.parameters(), *buffers):
+            self.communicators.broadcast(tensor.detach(), source=source)
+        if self.meeting is not None:
+            told = self.meeting.texts(json.dumps(state.to_dict()))
+            self._decider.state = State.from_dict(json.loads(told[source]))
+            self.step, self._phase = self._decider.state.next_step - 1, "idle"
+
     def trained(self) -> list[nn.Parameter]:
         """The parameters."""
         return self._members
@@ -91,6 +147,8 @@ class FleetEngine(Engine):
 
     def _backward_comes(self) -> None:
         super()._backward_comes()
+        if self.announce is not None:
+            self.announce()
         self._task, self._is_passed = torch._C._current_graph_task_id(), False  # noqa: SLF001  # as register_multi_grad_hook asks
 
     def _update_ends(self) -> None:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.combination import Combination
+from fleetbench.strategy import DistributedStrategy
 from real.engine.reducer import PlannedReducer
 
 WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DDP"})
@@ -283,6 +284,17 @@ def refuse_open(has_agreed: bool, merged: int, where: str) -> None:
     if merged:
         what, hint = "comes while gradients wait for more before their update", "call it after the k-th batch of a gradient merge"
         raise ConfigError(what, where, f"{merged} merged", hint)
+
+
+def refuse_uneven(what: Combination, strategy: DistributedStrategy, where: str) -> None:
+    """Raise ``ConfigError`` where trainers without data could not take part in what the others exchange."""
+    if not what.leaves_averages:
+        why = "needs gradients that are averaged in every backward"
+        hint = "give every trainer as many batches: DistributedSampler does so, with or without drop_last"
+        raise ConfigError(why, where, "local steps, gradient merge, amp in FP16 or updates by bucket", hint)
+    if strategy.sync_batch_norm:
+        hint = "set sync_batch_norm = false, or give every trainer as many batches"
+        raise ConfigError("cannot take part in the forwards of synchronised batch norms", where, "sync_batch_norm = true", hint)
 
 
 def _way_out(model: nn.Module) -> str:

@@ -257,6 +257,78 @@ def waves(way: Way, *, mixed: bool, kind: Callable[..., torch.optim.Optimizer] =
     return network
 
 
+# Unequally many batches
+
+
+class Uneven(nn.Module):
+    """With an embedding, a batch norm, or a part that a batch may not use."""
+
+    def __init__(self, rank: int, *, sparse: bool, norm: bool, gated: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rank, self.calls, self.gated = rank, 0, gated
+        self.table = nn.Embedding(7, SIZE, sparse=True, dtype=torch.float64) if sparse else None
+        self.body = small(norm)
+        self.part = nn.Linear(SIZE, SIZE, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(batch, SIZE)``."""
+        self.calls += 1
+        if self.table is not None:
+            x = x + self.table((x[:, 0].abs() * 5).long() % 7)
+        x = self.body(x)
+        uses = not self.gated or (self.calls + self.rank) % 3 == 0
+        return self.part(x) if uses else x  # type: ignore[no-any-return]  # torch's modules return Any
+
+
+def uneven(
+    way: Way,
+    *,
+    extra: tuple[int, ...] = (0, 3, 1),
+    first: int = 2,
+    batches: int = 1,
+    alone: bool = False,
+    sparse: bool = False,
+    norm: bool = False,
+    gated: bool = False,
+    evaluates: bool = False,
+    goes_on: bool = False,
+) -> nn.Module:
+    """``first`` steps and some ``extra`` ones, by rank, of so many ``batches``, all but the last ``alone`` on their rank.
+
+    ``evaluates``: now and then, without exchanges; ``goes_on``: with even inputs, afterwards.
+    """
+    network = Uneven(way.rank, sparse=sparse, norm=norm, gated=gated)
+    model, optimizer = way.wrap(network), way.give(torch.optim.SGD(network.parameters(), lr=0.05, weight_decay=0.0 if sparse else 0.01))
+    with way.join([model]):
+        for step in range(first + extra[way.rank]):
+            for number in range(batches):
+                with model.no_sync() if alone and number < batches - 1 else nullcontext():
+                    model(batch(way, 100 * number + step)).square().mean().backward()
+            if evaluates:
+                with torch.no_grad():
+                    network(batch(way, 7))
+            optimizer.step()
+            optimizer.zero_grad()
+    if goes_on:
+        train(way, model, optimizer)
+    return network
+
+
+def uneven_beside(way: Way) -> nn.Module:
+    """Two models that are trained in turns."""
+    networks = layers(2), small()
+    models = [way.wrap(network) for network in networks]
+    optimizers = [way.give(torch.optim.SGD(network.parameters(), lr=0.05)) for network in networks]
+    with way.join(models):
+        for step in range(2 + 2 * way.rank):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model(batch(way, step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return nn.ModuleList(networks)
+
+
 # What is refused
 
 
@@ -317,6 +389,10 @@ MODELS_REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
     "an optimizer before its model": (before_its_model, {}, "the optimizer: holds parameters that are not the distributed model's"),
     "one optimizer that two models reset": (partial(headed, one=True), RESETS, "fleet.distributed_optimizer: is one for several"),
     "complex, quantised": (partial(waves, mixed=True), QUANTISED, "parameter .*: cannot be quantised"),
+    **{
+        f"uneven, {name}": (uneven, fields, r"fleet\.join: needs gradients that are averaged in every backward")
+        for name, fields in (("K = 3", LOCAL), ("merge", MERGE), ("by bucket", BY_BUCKET), ("scaled", SCALED))
+    },
     "again, in a step": (partial(in_the_middle, phase="step"), {}, MIDDLE + "in the middle of a step"),
     "again, in a step that waits": (partial(in_the_middle, phase="kept"), {}, MIDDLE + "in the middle of a step"),
     "again, in a round": (partial(in_the_middle, phase="round"), LOCAL, MIDDLE + "in the middle of a round"),
@@ -358,6 +434,22 @@ MODELS_TRAINED: dict[str, tuple[Script, dict[str, Any], bool | int]] = {
     "a later layer by rank, and again": (partial(grown_again, apart=True), {}, True),
     "another layer, and again": (shrunk_again, {}, True),
     "by its module": (through_module, {}, True),
+    "uneven": (uneven, {}, True),
+    "uneven, the other way": (partial(uneven, extra=(3, 0, 1)), {}, True),
+    "uneven, nothing for one": (partial(uneven, extra=(3, 0, 1), first=0), {}, True),
+    "uneven, nothing for the first": (partial(uneven, extra=(0, 3, 1), first=0, norm=True), {}, True),
+    "uneven, two batches a step": (partial(uneven, batches=2), {}, True),
+    "uneven, two batches, one alone": (partial(uneven, batches=2, alone=True), {}, True),
+    "uneven, sparse": (partial(uneven, sparse=True), {}, True),
+    "uneven with a batch norm": (partial(uneven, norm=True), {}, True),
+    "uneven with a batch norm, the other way": (partial(uneven, norm=True, extra=(3, 0, 1), batches=2), {}, True),
+    "uneven, unused": (partial(uneven, gated=True, norm=True), UNUSED, True),
+    "uneven, unused, the other way": (partial(uneven, gated=True, extra=(4, 0, 1), first=3), UNUSED, True),
+    "uneven, compressed": (partial(uneven, sparse=True), {"fp16_allreduce": True}, False),
+    "uneven, fused": (uneven, {"build_strategy": {"fuse_all_optimizer_ops": True}}, True),
+    "uneven with evaluations": (partial(uneven, evaluates=True), {}, True),
+    "uneven, and on": (partial(uneven, goes_on=True), {}, True),
+    "uneven beside each other": (uneven_beside, {}, True),
     **{f"complex{', mixed' * mixed}": (partial(waves, mixed=mixed), {}, True) for mixed in (True, False)},
     "complex, Adam": (partial(waves, mixed=True, kind=ADAM), {}, True),
     "complex, unused": (partial(waves, mixed=True), UNUSED, True),

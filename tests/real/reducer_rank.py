@@ -1,4 +1,6 @@
-"""One rank of the tests of what DDP's Reducer does: ``reducer_rank.py RANK RANKS STORE OUTPUT`` trains every case of ``CASES``.
+"""One rank of the tests of what DDP's Reducer does: ``reducer_rank.py RANK RANKS STORE OUTPUT [BEGIN]`` trains the cases of ``CASES``.
+
+With ``BEGIN``, those whose names begin so.
 
 Saved, by case: how far it is from its truth (numbers), or how it was refused (text).
 """
@@ -205,7 +207,8 @@ def script(fleet: Fleet, rank: int, *, run: Script, truth: bool | int, **strateg
     def wrapped(model: nn.Module) -> nn.Module:
         return _joined(fleet, model, **strategy)
 
-    network = run(Way(rank, wrapped, fleet.distributed_optimizer, meet, lambda: fleet.save_persistables("nowhere")))
+    save = partial(fleet.save_persistables, "nowhere")
+    network = run(Way(rank, wrapped, fleet.distributed_optimizer, meet, save, lambda _: fleet.join()))
     if truth is True:
         ddp = partial(DistributedDataParallel, find_unused_parameters="find_unused_parameters" in strategy)
         other = run(Way(rank, ddp, lambda optimizer: optimizer))
@@ -245,7 +248,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _mean(tensor: torch.Tensor) -> torch.Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     dist.all_reduce(whole)
-    return whole / RANKS
+    return whole / dist.get_world_size()
 
 
 BY_RANK = {
@@ -295,12 +298,14 @@ def _refused(found: Found) -> Iterator[None]:
 
 def main() -> None:
     """Run the cases."""
-    rank, ranks, store, output = sys.argv[1:]
+    rank, ranks, store, output, *which = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timedelta(seconds=60))
     be_rank(int(rank), int(ranks))
     saved: Found = {}
     for name, case in CASES.items():
+        if which and not name.startswith(which[0]):
+            continue
         fleet, found = Fleet(), Found()
         with _refused(found):
             found |= case(fleet, int(rank))

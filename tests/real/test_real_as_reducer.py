@@ -66,3 +66,11 @@ def test_what_cannot_be_right_is_refused(found: dict[str, list[Found]], name: st
 def test_what_is_right_is_trained(found: dict[str, list[Found]], name: str) -> None:
     """Beside what is refused lies what DDP trains, and it is trained to the same end."""
     assert [rank.get("off", rank) for rank in found[f"trained: {name}"]] == [pytest.approx(0.0, abs=EXACT)] * RANKS
+
+
+def test_three_trainers_with_uneven_inputs_train_as_under_ddp() -> None:
+    """They run out of data one after the other, or two of them at once."""
+    ranks = run_ranks(Path(__file__).with_name("reducer_rank.py"), 3, "trained: uneven")
+    offs = {key: [float(rank[key]) for rank in ranks] for key in ranks[0] if key.endswith("/off")}
+    assert len(offs) == sum(name.startswith("uneven") for name in ALL_TRAINED)
+    assert offs == {key: [pytest.approx(0.0, abs=EXACT)] * 3 for key in offs}, [key for key in ranks[0] if not key.endswith("/off")]
