@@ -20,6 +20,7 @@ from torch import nn
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import HierarchySwitchedOff
 from fleetbench.overview import overview
+from fleetbench.plan.combination import Combination
 from fleetbench.plan.training import PLANNED
 from fleetbench.recommended import folder_of, key_of, text_of
 from fleetbench.strategy import DistributedStrategy
@@ -125,6 +126,8 @@ class Collective:
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Start from rank 0's parameters and buffers, and hook the model: another one, or one that was hooked before, as it is now."""
         refuse_untrainable(model)
+        if self.driven is None:
+            self.models.sweep(self.meeting, collects=True)
         self.models.refuse_another(model, is_auto=self._is_auto, is_driven=self.driven is not None)
         before = self.models.of(model)
         optimizers = [] if before is None else [before.executor.optimizer]
@@ -189,11 +192,12 @@ class Collective:
 
     def join(self, *, enable: bool, throw_on_early_termination: bool) -> AbstractContextManager[None]:
         """Trainers may have unequally many batches inside."""
+        self.models.sweep(self.meeting)
         return self.models.join(self.communicators, enable=enable, throw_on_early_termination=throw_on_early_termination)
 
     def synchronize(self) -> None:
         """Make the trainers agree."""
-        engines = self.models.all("fleet.synchronize")
+        engines = self._met("fleet.synchronize")
         if not self.models.have_agreed:  # an averaging would meet the next one of a trainer that does not come
             self.meeting.meet("fleet.synchronize")
         for engine in engines:
@@ -208,9 +212,16 @@ class Collective:
             for engine in engines:
                 engine.report(loss)
 
+    def _met(self, where: str) -> list[Engine]:
+        """The engines, the same on all trainers where they may exchange something now."""
+        what = Combination.of(self._strategy)
+        if what.is_local or what.merges:
+            self.models.sweep(self.meeting)
+        return self.models.all(where)
+
     def end_epoch(self) -> None:
         """The data of an epoch are used up."""
-        for engine in self.models.all("fleet.end_epoch"):
+        for engine in self._met("fleet.end_epoch"):
             engine.end_epoch()
 
     def worker_index(self) -> int:

@@ -93,11 +93,14 @@ class Fleet:
             self._log = TrainingLog(log_every) if log_every else None
 
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Start all trainers from rank 0's parameters and buffers, and hook the model; returns the same model."""
+        """Start all trainers from rank 0's parameters and buffers, and hook the model; returns the same model.
+
+        For each of several models, and again, between two steps, for one whose parameters are others now, or require gradients now.
+        """
         return self._joined("fleet.distributed_model").distributed_model(model)
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let ``optimizer.step()`` be the strategy's update; returns the same optimizer."""
+        """Let ``optimizer.step()`` be the strategy's update of the model, or models, that it holds; returns the same optimizer."""
         return self._joined("fleet.distributed_optimizer").distributed_optimizer(optimizer)
 
     def init_server(self, path: str | Path | None = None) -> bool:

@@ -1,12 +1,15 @@
 """Models: the models that one process trains, each with an engine of its own on the job's communicators."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from weakref import ref
 
 import torch
 from torch import nn
 
 from fleetbench.errors import ConfigError
+from real.checkpoints.meeting import Meeting
 from real.communication.communicators import Communicators
 from real.engine.engine import Engine
 from real.engine.fleet_engine import FleetEngine
@@ -16,10 +19,33 @@ MODEL = "fleet.distributed_model"
 
 
 class Models:
-    """The engines, one a model, in the order of ``fleet.distributed_model``; iterating gives those that know of each other."""
+    """The engines, one a model, in the order of ``fleet.distributed_model``; iterating gives those that know of each other.
+
+    An engine lives as long as its model: where a script has let go of that, as of an earlier fold's, ``sweep`` forgets it. The last one is
+    kept, to tell at exit of a round that is open.
+    """
 
     def __init__(self) -> None:
-        self.engines: list[Engine] = []
+        self._found: list[ref[Engine]] = []
+        self._last: Engine | None = None
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Those whose models are there."""
+        return [engine for own in self._found if (engine := own()) is not None]
+
+    def sweep(self, meeting: Meeting, *, collects: bool = False) -> None:
+        """Forget models that some trainer's script has let go of; every trainer calls it, before what engines do together.
+
+        ``collects``: free their memory now.
+        """
+        if len(self._found) < (1 if collects else 2):
+            return
+        if collects:
+            self._last = None
+            gc.collect()
+        alive = meeting.gather([int(own() is not None) for own in self._found])
+        self._found = [own for own, told in zip(self._found, zip(*alive, strict=True), strict=True) if all(told)]
 
     def __iter__(self) -> Iterator[FleetEngine]:
         """The engines that were made by ``fleet.distributed_model``, and not by a driver's orders."""
@@ -32,11 +58,12 @@ class Models:
 
     def put(self, engine: Engine) -> None:
         """This engine runs its model from now on."""
-        for index, before in enumerate(self.engines):
-            if before.model is engine.model:
-                self.engines[index] = engine
+        self._last = engine
+        for index, own in enumerate(self._found):
+            if (before := own()) is not None and before.model is engine.model:
+                self._found[index] = ref(engine)
                 return
-        self.engines.append(engine)
+        self._found.append(ref(engine))
 
     def of(self, model: nn.Module) -> Engine | None:
         """The model's engine, where it has one."""
@@ -44,9 +71,9 @@ class Models:
 
     def all(self, where: str) -> list[Engine]:
         """Every engine. Raises ``ConfigError`` where there is none."""
-        if not self.engines:
+        if not (engines := self.engines):
             raise ConfigError("there is no model yet", where, hint=f"call {MODEL} first")
-        return self.engines
+        return engines
 
     def only(self, where: str) -> Engine:
         """The one that there is. Raises ``ConfigError`` for several."""
@@ -129,5 +156,5 @@ def _refuse_shared(known: nn.Module, model: nn.Module) -> None:
     shared = [(name, names[id(own)][0]) for name, own in model.named_parameters() if id(own) in names and own.requires_grad]
     if shared:
         what = "has a parameter of another distributed model, of which it is a part, or which is a part of it: both would average it"
-        hint = "distribute the parts alone, or the whole, which the loop then calls; a changed model is distributed again by itself"
+        hint = "distribute the parts alone, or the whole, which the loop then calls; `del` a model that the new one takes the place of"
         raise ConfigError(what, MODEL, f"{shared[0][0]}, there {shared[0][1]}", hint)

@@ -21,17 +21,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import finalize, ref
 
 import torch
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
 from fleetbench.plan.drive import Requests, tell
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, StepBegin
@@ -44,7 +45,7 @@ from real.communication.clocks import clock_of
 from real.communication.communicators import Communicators, agree_on
 from real.communication.lanes import StreamLane
 from real.compute.compute import apply_compute
-from real.compute.living import living_hook
+from real.compute.living import living_hook, weakly
 from real.engine.executor import Carried, Executor, started
 from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
 from real.engine.optimizers import refuse_arguments
@@ -52,10 +53,12 @@ from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refus
 from real.engine.planning import Planning, Progress
 from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
+    one_number,
     refuse_again,
     refuse_graph_of_gradients,
     refuse_in_step,
     refuse_late,
+    refuse_missing,
     refuse_model,
     refuse_moved,
     refuse_optimizer,
@@ -64,11 +67,9 @@ from real.engine.refusals import (
     refuse_sparse,
     refuse_unfinished,
     refuse_unfrozen,
-    refuse_unused,
     refuse_update,
     refuse_wrapper_around,
     refuse_wrappers,
-    watch_wrappers,
 )
 from real.engine.sparse import refuse_unknown_sparse
 from real.engine.stopwatch import Stopwatch
@@ -167,10 +168,12 @@ class Engine:
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(living_hook(lambda *_: self._forward_begins())),
             model.register_forward_hook(living_hook(lambda _module, _inputs, output: self._forward_ends(output))),
-            watch_wrappers(self._members),
-            register_optimizer_step_pre_hook(lambda optimizer, *_: self._other_begins(optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._other_ends(optimizer)),
+            register_module_module_registration_hook(weakly(self._refuse_wrapper)),
+            register_optimizer_step_pre_hook(weakly(self._other_begins)),
+            register_optimizer_step_post_hook(weakly(self._other_ends)),
         ]
+        for handle in self._handles[2:]:  # of torch's lists, which outlive the model
+            finalize(self, handle.remove)
         self._measuring = [
             parameter.register_post_accumulate_grad_hook(partial(self._or_fails(self._is_final), name))
             for name, parameter in self._parameters.items()
@@ -237,14 +240,7 @@ class Engine:
 
     def report(self, loss: torch.Tensor | float) -> None:
         """Tell the step's loss, one number; adaptive steps need it before the optimizer's step. Raises ``ConfigError`` for several."""
-        if not isinstance(loss, torch.Tensor):
-            loss = torch.as_tensor(loss, dtype=torch.float64, device="cpu")
-        told = loss.detach()
-        if told.numel() != 1:
-            raise ConfigError(
-                "the loss is one number", "fleet.report(loss=...)", f"a tensor of shape {list(told.shape)}", "report loss.mean()"
-            )
-        self.executor.loss = told.to(self._device, non_blocking=True)
+        self.executor.loss = one_number(loss).to(self._device, non_blocking=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -365,14 +361,15 @@ class Engine:
         return set(map(id, self._members))
 
     def _or_fails(self, part: Callable[..., None]) -> Callable[..., None]:
-        """A part of a step that tells ``on_failure`` what it raises."""
+        """A part of a step that tells ``on_failure`` what it raises; it does not keep the engine alive."""
+        own, call = ref(self), weakly(part)
 
         def run(*arguments: Any) -> None:
             try:
-                part(*arguments)
+                call(*arguments)
             except Exception as error:
-                if self.on_failure is not None:
-                    self.on_failure(error)
+                if (engine := own()) is not None and engine.on_failure is not None:
+                    engine.on_failure(error)
                 raise
 
         return run
@@ -505,19 +502,13 @@ class Engine:
             self.on_compute_end()
         self.stopwatch.backward_ends()
         if self._reducer is not None:
-            self._refuse_missing(self._reducer)
+            refuse_missing(self._reducer, self.plan, self._parameters)
         while self._next_bucket < len(self.plan.buckets):
             self._start_bucket()
         unused = tuple(sorted(self._unused))
         requests = self._tell(BackwardEnd(unused=unused))
         self._phase = "update"
         self.executor.end_backward(requests, unused, self.loss_scale)
-
-    def _refuse_missing(self, reducer: PlannedReducer) -> None:
-        """Refuse a backward that has not left a gradient for every parameter, where the Reducer waits for it."""
-        if (missing := reducer.missing) is not None:
-            names = [name for bucket in self.plan.buckets for name in bucket.gradients]
-            refuse_unused(sorted(names[index] for index in missing), self._parameters)
 
     def _update_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         if self._num_stepping == 0:
@@ -530,11 +521,14 @@ class Engine:
             self.stopwatch.update_begins()
             self.executor.begin_update()
 
-    def _other_begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def _refuse_wrapper(self, wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
+        refuse_wrapper_around(self._members, wrapper, module)
+
+    def _other_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if optimizer is not self.executor.optimizer and self._num_stepping == 0:
             self._others.setdefault(id(optimizer), self._num_steps)
 
-    def _other_ends(self, optimizer: torch.optim.Optimizer) -> None:
+    def _other_ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """An optimizer that was not given to fleet has stepped; one that wraps fleet's is none."""
         if self._others.pop(id(optimizer), None) == self._num_steps:
             what = self.executor.combination

@@ -1,7 +1,7 @@
 """FleetEngine: an engine beside those of the other models that one process trains."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -132,9 +132,9 @@ class FleetEngine(Engine):
     def _known(self) -> set[int]:
         return {id(parameter) for engine in (self, *self._company) for parameter in engine.trained()}
 
-    def _update_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    def _update_begins(self, *arguments: Any, **named: Any) -> None:
         if not self._rests():
-            super()._update_begins(arguments, named)
+            super()._update_begins(*arguments, **named)
 
     def _rests(self) -> bool:
         """Whether an optimizer of several models steps others than this one, which has no gradients now."""

@@ -293,14 +293,15 @@ def uneven(
     gated: bool = False,
     evaluates: bool = False,
     goes_on: bool = False,
+    **own: bool,
 ) -> nn.Module:
     """``first`` steps and some ``extra`` ones, by rank, of so many ``batches``, all but the last ``alone`` on their rank.
 
-    ``evaluates``: now and then, without exchanges; ``goes_on``: with even inputs, afterwards.
+    ``evaluates``: now and then, without exchanges; ``goes_on``: with even inputs, afterwards; ``own``: options of the model's own ``join``.
     """
     network = Uneven(way.rank, sparse=sparse, norm=norm, gated=gated)
     model, optimizer = way.wrap(network), way.give(torch.optim.SGD(network.parameters(), lr=0.05, weight_decay=0.0 if sparse else 0.01))
-    with way.join([model]):
+    with model.join(**own) if own else way.join([model]):
         for step in range(first + extra[way.rank]):
             for number in range(batches):
                 with model.no_sync() if alone and number < batches - 1 else nullcontext():
@@ -393,6 +394,7 @@ MODELS_REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
         f"uneven, {name}": (uneven, fields, r"fleet\.join: needs gradients that are averaged in every backward")
         for name, fields in (("K = 3", LOCAL), ("merge", MERGE), ("by bucket", BY_BUCKET), ("scaled", SCALED))
     },
+    "uneven, divided": (partial(uneven, divide_by_initial_world_size=False), {}, r"model\.join: divides by the trainers that go on"),
     "again, in a step": (partial(in_the_middle, phase="step"), {}, MIDDLE + "in the middle of a step"),
     "again, in a step that waits": (partial(in_the_middle, phase="kept"), {}, MIDDLE + "in the middle of a step"),
     "again, in a round": (partial(in_the_middle, phase="round"), LOCAL, MIDDLE + "in the middle of a round"),
@@ -448,6 +450,8 @@ MODELS_TRAINED: dict[str, tuple[Script, dict[str, Any], bool | int]] = {
     "uneven, compressed": (partial(uneven, sparse=True), {"fp16_allreduce": True}, False),
     "uneven, fused": (uneven, {"build_strategy": {"fuse_all_optimizer_ops": True}}, True),
     "uneven with evaluations": (partial(uneven, evaluates=True), {}, True),
+    "uneven, by the model": (partial(uneven, enable=True), {}, True),
+    "uneven, not enabled": (partial(uneven, enable=False, extra=(1, 1, 1)), {}, True),
     "uneven, and on": (partial(uneven, goes_on=True), {}, True),
     "uneven beside each other": (uneven_beside, {}, True),
     **{f"complex{', mixed' * mixed}": (partial(waves, mixed=mixed), {}, True) for mixed in (True, False)},

@@ -8,22 +8,27 @@ Saved, by case: how far it is from its truth (numbers), or how it was refused (t
 from __future__ import annotations
 
 import copy
+import gc
+import io
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from living_fleet import be_rank, leave
 from model_scripts import MODELS_REFUSED, MODELS_TRAINED, averaged_by_hand
-from reducer_scripts import REFUSED, TRAINED, Script, Way
+from reducer_scripts import REFUSED, TRAINED, Script, Way, layers, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fleetbench.errors import FleetbenchError
 from fleetbench.strategy import DistributedStrategy
@@ -223,6 +228,48 @@ def script(fleet: Fleet, rank: int, *, run: Script, truth: bool | int, **strateg
     return {"off": off if "localsgd" in strategy else max(off, _apart(network.buffers()))}
 
 
+def let_go(fleet: Fleet, _rank: int, *, number: int, **strategy: Any) -> Found:
+    """Folds one after the other, each of which the script lets go of: how many models live on, and by how much the process grows."""
+    models, sizes = [], []
+    for _ in range(number):
+        network = layers(2)
+        models.append(ref(network))
+        train(Way(0, lambda model: model, lambda own: own), _joined(fleet, network, **strategy), _given(fleet, network), steps=3)
+        fleet.synchronize()
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        sizes.append((threads, len(dist.distributed_c10d._world.pg_map), len(_global_optimizer_pre_hooks)))
+    del network
+    gc.collect()
+    grown = [f"{first} to {last}" for first, last in zip(sizes[2], sizes[-1], strict=True) if last > first]
+    return {"alive": float(sum(own() is not None for own in models)), "grown": ", ".join(grown)}
+
+
+def copies(fleet: Fleet, _rank: int) -> Found:
+    """A model's copies, files, exports and compiled forms are what they would be without fleet."""
+    network, x = layers(2), torch.ones(2, 6, dtype=torch.float64)
+    model = _joined(fleet, network)
+    other = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    names = [name for name, _ in network.named_parameters()]
+    named = all(list(one.state_dict()) == names and one.module is one for one in (model, other, loaded))
+    same = torch.export.export(other.eval(), (x,)).module()(x), torch.compile(model, backend="eager")(x), loaded(x)
+    kept = fleet.distributed_model(Holder(2, 2)).module
+    return {"off": max(float((one - network(x)).abs().max()) for one in same), "named": float(named and kept == "its own")}
+
+
+class Holder(nn.Linear):
+    """A model with attributes that fleet would set."""
+
+    module = "its own"
+
+
+def _given(fleet: Fleet, network: nn.Module) -> torch.optim.Optimizer:
+    return fleet.distributed_optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+
+
 def _apart(tensors: Iterable[torch.Tensor]) -> float:
     """By how much ranks differ."""
     numbers = [tensor.detach() if tensor.is_complex() else tensor.detach().double() for tensor in tensors]
@@ -278,6 +325,9 @@ CASES: dict[str, Case] = {
     },
     **{f"by rank: {kind}": partial(by_rank, kind=kind) for kind in BY_RANK},
     "another strategy": other_strategy,
+    "let go": partial(let_go, number=20),
+    "let go, K = 2": partial(let_go, number=5, **LOCAL),
+    "copies": copies,
     **{f"refused: {name}": partial(script, run=run, truth=False, **fields) for name, (run, fields, _) in ALL_REFUSED.items()},
     **{f"trained: {name}": partial(script, run=run, truth=truth, **fields) for name, (run, fields, truth) in ALL_TRAINED.items()},
     "parameter hooks after, by bucket": partial(own_hooks, where="after", kind="parameter", **BY_BUCKET),

@@ -68,6 +68,17 @@ def test_what_is_right_is_trained(found: dict[str, list[Found]], name: str) -> N
     assert [rank.get("off", rank) for rank in found[f"trained: {name}"]] == [pytest.approx(0.0, abs=EXACT)] * RANKS
 
 
+@pytest.mark.parametrize("case", [name for name in CASES if name.startswith("let go")])
+def test_folds_that_a_script_lets_go_of_leave_nothing(found: dict[str, list[Found]], case: str) -> None:
+    """No model but the last lives on, and there are no more threads, process groups and hooks than after the third."""
+    assert found[case] == [{"alive": 1.0, "grown": ""}] * RANKS
+
+
+def test_copies_of_a_model_know_nothing_of_fleet(found: dict[str, list[Found]]) -> None:
+    """State, copies, files, exports and compiled models; ``.module`` is the model, or what the model has by that name."""
+    assert found["copies"] == [{"off": 0.0, "named": 1.0}] * RANKS
+
+
 def test_three_trainers_with_uneven_inputs_train_as_under_ddp() -> None:
     """They run out of data one after the other, or two of them at once."""
     ranks = run_ranks(Path(__file__).with_name("reducer_rank.py"), 3, "trained: uneven")
