@@ -1,7 +1,8 @@
 """FleetEngine: an engine beside those of the other models that one process trains."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -148,7 +149,8 @@ class FleetEngine(Engine):
     def _backward_comes(self) -> None:
         super()._backward_comes()
         if self.announce is not None:
-            self.announce()
+            with self._taken_back():
+                self.announce()
         self._task, self._is_passed = torch._C._current_graph_task_id(), False  # noqa: SLF001  # as register_multi_grad_hook asks
 
     def _update_ends(self) -> None:
@@ -162,9 +164,27 @@ class FleetEngine(Engine):
         self._give_up()
         super()._run_between(event, where)
 
+    def _begin_step(self) -> None:
+        with self._taken_back():
+            super()._begin_step()
+
+    @contextmanager
+    def _taken_back(self) -> Iterator[None]:
+        """What torch's ``Join`` raises, where trainers are to end with the first that has no data, leaves no step under way."""
+        try:
+            yield
+        except RuntimeError:
+            if self.announce is not None:
+                self._take_back()
+            raise
+
     def _give_up(self) -> None:
-        """A step whose backward was another model's has not begun; gradients stay where they are."""
+        """A step whose backward was another model's has not begun."""
         if self._is_passed and self._phase == "update":
-            self._decider.rewind(self._before)
-            self.executor.begin_again()
-            self.step, self._phase, self._is_passed = self.step - 1, "idle", False
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """The step under way has not begun; gradients stay where they are."""
+        self._decider.rewind(self._before)
+        self.executor.begin_again()
+        self.step, self._phase, self._is_passed = self.step - 1, "idle", False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -43,14 +43,18 @@ def gan(
     one: bool = False,
     norm: bool = False,
     keeps: bool = True,
+    spectral: bool = False,
+    penalty: bool = False,
 ) -> nn.Module:
     """The generator's loss passes through the discriminator, which is stepped ``critics`` times as often.
 
     ``freezes``: it is frozen meanwhile; ``alone``: its gradients of that backward stay on this rank; ``clears``: they are cleared at once,
-    rather than before its next backward; ``meets``: trainers meet after every step; ``one``: one optimizer holds both; ``keeps``: only of
-    two losses of the discriminator, rather than one.
+    rather than before its next backward; ``meets``: trainers meet after every step; ``one``: one optimizer holds both; ``keeps``: the
+    discriminator has two losses, rather than one; ``spectral``: and a spectral norm; ``penalty``: on the gradient of its inputs.
     """
     networks = small(norm), layers(2)
+    if spectral:
+        nn.utils.parametrizations.spectral_norm(networks[1][0])
     generator, discriminator = way.wrap(networks[0]), way.wrap(networks[1])
     if one:
         shared = way.give(SGD([*networks[0].parameters(), *networks[1].parameters()]))
@@ -64,7 +68,12 @@ def gan(
             real = discriminator(batch(way, step + 50 * number)).sigmoid().mean().neg()
             if keeps:
                 real.backward()
-                discriminator(fakes).sigmoid().mean().backward()
+                false = discriminator(fakes).sigmoid().mean()
+                if penalty:
+                    between = fakes.clone().requires_grad_()
+                    (slope,) = torch.autograd.grad(discriminator(between).sigmoid().sum(), between, create_graph=True)
+                    false = false + 0.1 * slope.square().mean()
+                false.backward()
             else:
                 (real + discriminator(fakes).sigmoid().mean()).backward()
             ways[1].step()
@@ -316,6 +325,20 @@ def uneven(
     return network
 
 
+def thrown(way: Way, *, norm: bool) -> nn.Module:
+    """All trainers end an epoch with the first that has no data left, and begin another."""
+    network = Uneven(way.rank, sparse=False, norm=norm, gated=False)
+    model, optimizer = way.wrap(network), way.give(SGD(network.parameters()))
+    for epoch in range(2):
+        with suppress(RuntimeError), model.join(throw_on_early_termination=True):
+            for step in range(2 + 2 * (way.rank + epoch) % 4):
+                optimizer.zero_grad()
+                model(batch(way, 10 * epoch + step)).square().mean().backward()
+                optimizer.step()
+    train(way, model, optimizer)
+    return network
+
+
 def uneven_beside(way: Way) -> nn.Module:
     """Two models that are trained in turns."""
     networks = layers(2), small()
@@ -410,6 +433,9 @@ MODELS_TRAINED: dict[str, tuple[Script, dict[str, Any], bool | int]] = {
     "a GAN, frozen, unused": (partial(gan, freezes=True), UNUSED, True),
     "a GAN, cleared later": (partial(gan, clears=False, meets=True), {}, True),
     "a GAN, alone": (partial(gan, alone=True), {}, True),
+    "a GAN with a spectral norm": (partial(gan, spectral=True, norm=True), {}, True),
+    "a GAN with a penalty": (partial(gan, penalty=True), {}, True),
+    "a GAN with a penalty, K = 3": (partial(gan, penalty=True), LOCAL, 3),
     "a GAN, one optimizer": (partial(gan, one=True, meets=True), {}, True),
     "a GAN, K = 3": (gan, LOCAL, 3),
     "a GAN, K = 3, cleared later": (partial(gan, clears=False), LOCAL, 3),
@@ -423,6 +449,7 @@ MODELS_TRAINED: dict[str, tuple[Script, dict[str, Any], bool | int]] = {
     **{f"a loss with parameters, K = 3, {one}": (partial(headed, one=one), LOCAL, 3) for one in (True, False)},
     "two models in one loss": (partial(summed, one=False), {}, True),
     "two models in one loss, one optimizer": (partial(summed, one=True), {}, True),
+    "two models in one loss, one optimizer, K = 3": (partial(summed, one=True), LOCAL, 3),
     "two models in one loss, K = 3": (partial(summed, one=False), LOCAL, 3),
     "a teacher": (distilled, {}, True),
     "a teacher, K = 3": (distilled, LOCAL, 3),
@@ -452,6 +479,8 @@ MODELS_TRAINED: dict[str, tuple[Script, dict[str, Any], bool | int]] = {
     "uneven with evaluations": (partial(uneven, evaluates=True), {}, True),
     "uneven, by the model": (partial(uneven, enable=True), {}, True),
     "uneven, not enabled": (partial(uneven, enable=False, extra=(1, 1, 1)), {}, True),
+    "uneven, thrown": (partial(thrown, norm=False), {}, True),
+    "uneven, thrown with a batch norm": (partial(thrown, norm=True), {}, True),
     "uneven, and on": (partial(uneven, goes_on=True), {}, True),
     "uneven beside each other": (uneven_beside, {}, True),
     **{f"complex{', mixed' * mixed}": (partial(waves, mixed=mixed), {}, True) for mixed in (True, False)},
