@@ -95,7 +95,7 @@ class Fleet:
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Start all trainers from rank 0's parameters and buffers, and hook the model; returns the same model.
 
-        For each of several models, and again, between two steps, for one whose parameters are others now, or require gradients now.
+        Call it once for each model; and again, between two steps, after layers were unfrozen, added or replaced.
         """
         return self._joined("fleet.distributed_model").distributed_model(model)
 
@@ -135,16 +135,16 @@ class Fleet:
         """Let backwards inside add to ``.grad`` on this trainer alone, invisible to the strategy; the next one outside exchanges the sum.
 
         For a loop that accumulates gradients by itself, in every step but the last before
-        ``optimizer.step()``. ``model.no_sync()`` is the same, as a DistributedDataParallel's.
+        ``optimizer.step()``. ``model.no_sync()`` is the same for one model, as a DistributedDataParallel's.
         """
         return self._joined("fleet.no_sync").no_sync()
 
     def join(self, *, enable: bool = True, throw_on_early_termination: bool = False) -> AbstractContextManager[None]:
-        """Let trainers have unequally many batches inside, as ``DistributedDataParallel.join`` does; every trainer enters and leaves it.
+        """Let trainers have unequally many batches inside, as ``DistributedDataParallel.join`` does; every trainer enters it.
 
-        Those that have run out of data take part in the exchanges of the others with zeros, and gradients are
-        divided by the number of all trainers. At the end all have the model of the last one, but each its own state of the optimizer,
-        and its ``.grad``. Works where every backward averages gradients. ``model.join()`` is the same for one model.
+        Trainers without data contribute zeros, and gradients are divided by the number of all trainers. At the end all
+        trainers have the model of the last one; the optimizer's state and ``.grad`` stay each trainer's own. It needs
+        gradients that are averaged in every backward. ``model.join()`` is the same for one model.
         """
         return self._joined("fleet.join").join(enable=enable, throw_on_early_termination=throw_on_early_termination)
 

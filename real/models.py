@@ -19,10 +19,10 @@ MODEL = "fleet.distributed_model"
 
 
 class Models:
-    """The engines, one a model, in the order of ``fleet.distributed_model``; iterating gives those that know of each other.
+    """The engines, one a model, in the order of ``fleet.distributed_model``; iterating gives those that know each other.
 
-    An engine lives as long as its model: where a script has let go of that, as of an earlier fold's, ``sweep`` forgets it. The last one is
-    kept, to tell at exit of a round that is open.
+    An engine lives as long as its model. If a script drops a model, such as that of an earlier fold, ``sweep`` forgets
+    it. The last engine is kept, to warn at exit of an open round.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Models:
         return [engine for own in self._found if (engine := own()) is not None]
 
     def sweep(self, meeting: Meeting, *, collects: bool = False) -> None:
-        """Forget models that some trainer's script has let go of; every trainer calls it, before what engines do together.
+        """Forget models that some trainer's script has dropped; every trainer calls it, before engines communicate.
 
         ``collects``: free their memory now.
         """
@@ -85,7 +85,10 @@ class Models:
         return engine
 
     def holding(self, optimizer: torch.optim.Optimizer, where: str) -> list[Engine]:
-        """The engines some of whose parameters the optimizer holds. Raises ``ConfigError`` for one that belongs to none of several."""
+        """The engines some of whose parameters the optimizer holds.
+
+        Raises ``ConfigError`` for an optimizer that holds parameters of none of several models.
+        """
         engines = self.all(where)
         if len(engines) == 1 or not hasattr(optimizer, "param_groups"):
             return engines[:1]
@@ -132,7 +135,7 @@ class Models:
         return UnevenInputs(engines, communicators).joined(where, throws=throw_on_early_termination)
 
     def refuse_another(self, model: nn.Module, *, is_auto: bool, is_driven: bool) -> None:
-        """Raise ``ConfigError`` for a model beside others, or wrapped again, that would not train as under DistributedDataParallel."""
+        """Raise ``ConfigError`` for a model beside others, or again, that would not train as under DistributedDataParallel."""
         if not self.engines:
             return
         if is_driven:

@@ -260,6 +260,11 @@ class Communicators:
         for lane in (*self._lanes, *((self._update_lane,) if self._update_lane else ())):
             lane.submit(lambda: None, ()).wait()
 
+    def order_several(self) -> None:
+        """Where there are several communicators, begin no more operations at once than one plan does: order what comes after all lanes."""
+        if len(self._lanes) > 1:
+            self.order_lanes()
+
     @property
     def world(self) -> dist.ProcessGroup:
         """The group of communicator 0."""

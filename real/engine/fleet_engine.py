@@ -22,8 +22,8 @@ from real.engine.refusals import refuse_in_step, refuse_open, refuse_uneven
 class FleetEngine(Engine):
     """An engine that knows of the others.
 
-    A backward may pass through several models, as a generator's loss does through the discriminator: all of them exchange their gradients
-    in it. A model that it has only passed through is not updated, where another is: its step is then as if it had not begun, and a
+    A backward may pass through several models, as a generator's loss does through the discriminator: all of them
+    exchange their gradients in it. If then another model is updated, and this one is not, its step has not begun: the
     script may throw the gradients away, or leave them for the next backward to add to.
     """
 
@@ -51,6 +51,7 @@ class FleetEngine(Engine):
         if not self._is_in_vain():
             refuse_in_step(self._phase, where)
         refuse_open(self.has_agreed, self._decider.state.merged, where)
+        self._num_moves += 1  # a backward of an earlier forward would find no hooks
         gradients = [parameter.grad for parameter in self.model.parameters()]
         self.close()
         for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
@@ -64,7 +65,7 @@ class FleetEngine(Engine):
             super().attach_optimizer(optimizer)
 
     def inherit(self, optimizers: Iterable[Optimizer]) -> None:
-        """Go on with what the engine before was handed, where all of its parameters are known; the script may hand over others."""
+        """Attach the optimizers of the engine before, if all of their parameters are known; the script may hand over others."""
         for optimizer in optimizers:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if {id(parameter) for parameter in held if parameter.requires_grad} <= self._known():
@@ -86,6 +87,11 @@ class FleetEngine(Engine):
         if self._initial is None:
             self._planning.settle()
             self._stay(self._decider.state)
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward is under way that has come to this model."""
+        return self._phase == "backward"
 
     @property
     def is_exchanging(self) -> bool:
@@ -148,6 +154,8 @@ class FleetEngine(Engine):
 
     def _backward_comes(self) -> None:
         super()._backward_comes()
+        if any(other is not self and other.is_in_backward for other in self._company):
+            self.communicators.order_several()
         if self.announce is not None:
             with self._taken_back():
                 self.announce()
@@ -170,7 +178,7 @@ class FleetEngine(Engine):
 
     @contextmanager
     def _taken_back(self) -> Iterator[None]:
-        """What torch's ``Join`` raises, where trainers are to end with the first that has no data, leaves no step under way."""
+        """An error of torch's ``Join``, if all trainers end with the first that has no data, leaves no step under way."""
         try:
             yield
         except RuntimeError:

@@ -1,7 +1,8 @@
-"""Uneven inputs: trainers that have run out of data take part, with zeros, in the exchanges of those that go on.
+"""Uneven inputs: trainers without data take part, with zeros, in the exchanges of trainers that have more.
 
-torch's ``Join`` finds out whether a trainer goes on. Before it sends anything, such a trainer tells what: a model's buffers, before a
-forward, or its gradients, in a backward. So evaluations, backwards inside ``no_sync`` and several backwards before a step are no matter.
+torch's ``Join`` finds out which trainers have data. Such a trainer tells the others what it exchanges next: a model's
+buffers, before a forward, or its gradients, in a backward. Evaluations, backwards inside ``no_sync`` and several
+backwards before a step therefore need no rule of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from real.engine.fleet_engine import FleetEngine
 
 
 class UnevenInputs(Joinable):  # type: ignore[misc]  # torch's, untyped
-    """Models that trainers train on unequally many batches. Every trainer enters and leaves ``joined`` at the same place of its script."""
+    """Models that trainers train on unequally many batches.
+
+    Every trainer enters and leaves ``joined`` at the same place of its script.
+    """
 
     def __init__(self, engines: Sequence[FleetEngine], communicators: Communicators) -> None:
         super().__init__()
@@ -80,7 +84,7 @@ class UnevenInputs(Joinable):  # type: ignore[misc]  # torch's, untyped
             engine.shadow_backward()
 
     def take_last(self, *, is_last: bool) -> None:
-        """All take the model of the last trainer, of those the one with the largest rank, and are where its training is."""
+        """All take the model, and the place in training, of the last trainer: of several, that with the largest rank."""
         source = self.largest(self._communicators.rank if is_last else -1)
         for engine in self._engines:
             engine.end_uneven(source)

@@ -214,7 +214,10 @@ def in_the_middle(way: Way, *, phase: str) -> nn.Module:
     elif phase == "kept":
         with model.no_sync():
             model(batch(way, 1)).square().mean().backward()
+    loss = model(batch(way, 1)).square().mean() if phase == "graph" else None
     way.wrap(network)
+    if loss is not None:
+        loss.backward()
     return network
 
 
@@ -420,6 +423,7 @@ MODELS_REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
     "uneven, divided": (partial(uneven, divide_by_initial_world_size=False), {}, r"model\.join: divides by the trainers that go on"),
     "again, in a step": (partial(in_the_middle, phase="step"), {}, MIDDLE + "in the middle of a step"),
     "again, in a step that waits": (partial(in_the_middle, phase="kept"), {}, MIDDLE + "in the middle of a step"),
+    "again, before a backward": (partial(in_the_middle, phase="graph"), {}, r"loss\.backward\(\): its forward read parameters"),
     "again, in a round": (partial(in_the_middle, phase="round"), LOCAL, MIDDLE + "in the middle of a round"),
     "again, in a merge": (partial(in_the_middle, phase="merge"), MERGE, MIDDLE + "while gradients wait"),
 }
