@@ -144,7 +144,8 @@ class Fleet:
 
         Trainers without data contribute zeros, and gradients are divided by the number of all trainers. At the end all
         trainers have the model of the last one; the optimizer's state and ``.grad`` stay each trainer's own. It needs
-        gradients that are averaged in every backward. ``model.join()`` is the same for one model.
+        gradients that are averaged in every backward. With ``throw_on_early_termination`` all trainers raise
+        ``RuntimeError`` in their next step instead, once one has no data. ``model.join()`` is the same for one model.
         """
         return self._joined("fleet.join").join(enable=enable, throw_on_early_termination=throw_on_early_termination)
 
