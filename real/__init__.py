@@ -1,7 +1,7 @@
 """The real executor: executes a plan on processes, with torch.distributed.
 
 ``fleet`` is what a user's script imports; ``training`` is a model that trains under a strategy, ``collective`` and ``servers`` are the two
-kinds of job that it trains in. One package a room:
+kinds of job that it trains in, ``models`` the engines of a process that trains several. One package a room:
 
 - ``job``: one launch that runs many legs: what the driver does (``session``, ``launch``), and what each rank (``rank_legs``);
 - ``processes``: how ranks are started, joined, watched and blamed, on one machine or several;

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,6 +20,7 @@ from torch import nn
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import HierarchySwitchedOff
 from fleetbench.overview import overview
+from fleetbench.plan.combination import Combination
 from fleetbench.plan.training import PLANNED
 from fleetbench.recommended import folder_of, key_of, text_of
 from fleetbench.strategy import DistributedStrategy
@@ -35,7 +37,9 @@ from real.communication.communicators import (
 )
 from real.compute.living import NotCopied
 from real.engine.engine import Engine
-from real.engine.refusals import refuse_untrainable
+from real.engine.fleet_engine import FleetEngine
+from real.engine.refusals import refuse_model, refuse_untrainable
+from real.models import MODEL, Models
 from real.processes.diagnosis import NOTE
 from real.processes.exits import at_exit, keep_in_forks
 from real.processes.failures import Failures
@@ -73,9 +77,9 @@ class Collective:
         else:
             refuse_unexecuted(strategy, "strategy", PLANNED, "the real executor")
         self.role = role_of(os.environ)
-        self.engine: Engine | None = None
+        self.models = Models()
         self._strategy = strategy
-        self._has_optimizer = False
+        self._is_auto = strategy.auto
         self._failures: Failures | None = None
         self.driven: RankLegs | None = None
         """The legs of this rank, where a driver orders them."""
@@ -120,11 +124,17 @@ class Collective:
         }
 
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Start from rank 0's parameters and buffers, and hook the model."""
-        if self.engine is not None:
-            raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
+        """Start from rank 0's parameters and buffers, and hook the model: another one, or one that was hooked before, as it is now."""
         refuse_untrainable(model)
+        if self.driven is None:
+            self.models.sweep(self.meeting, collects=True)
+        self.models.refuse_another(model, is_auto=self._is_auto, is_driven=self.driven is not None)
+        before = self.models.of(model)
+        optimizers = [] if before is None else [before.executor.optimizer]
         self._follow(next(model.parameters()).device)
+        if isinstance(before, FleetEngine):
+            refuse_model(model, self.communicators.device)
+            before.retire(MODEL)
         if self._strategy.auto:
             self._strategy = self.recommended(model)
         if self.role.trainers_per_node is None and self._strategy.use_hierarchical_allreduce:
@@ -132,13 +142,19 @@ class Collective:
             what = "nodes differ in their number of trainers, or ranks are not numbered node by node"
             raise ConfigError(what, "strategy.use_hierarchical_allreduce", "true", hint)
         nodes = self.role.trainers_per_node or 1
-        engine = Engine(model, self._strategy, self.communicators, keep_times=False, trainers_per_node=nodes)
+        shared = (self._strategy, self.communicators)
+        engine = FleetEngine(model, *shared, keep_times=False, trainers_per_node=nodes, company=self.models)
         self.use(engine)
+        engine.inherit([optimizer for optimizer in optimizers if optimizer is not None])
         if self._strategy.use_hierarchical_allreduce and "inner" not in engine.plan.parts:
             message = "one node, or one group of hierarchical_inner_ranks, has no hierarchy: use_hierarchical_allreduce is switched off"
             warnings.warn(message, HierarchySwitchedOff, stacklevel=3)
+        if not hasattr(model, "module"):
+            model.__dict__["module"] = model  # what scripts of DDP ask for; set as usual, it would be a part of the model
+        if not hasattr(model, "join"):
+            model.join = NotCopied(partial(self.models.join, self.communicators, model), nullcontext)  # type: ignore[assignment]  # as below
         if not hasattr(model, "no_sync"):
-            model.no_sync = NotCopied(self.no_sync, nullcontext)  # type: ignore[assignment]  # modules take any attribute
+            model.no_sync = NotCopied(partial(self.models.no_sync, model), nullcontext)  # type: ignore[assignment]  # modules take any
         return model
 
     def _follow(self, place: torch.device) -> None:
@@ -149,49 +165,64 @@ class Collective:
         if len(set(kinds)) > 1:
             hint = "move it to one kind of device on all trainers before fleet.distributed_model"
             raise ConfigError("is on another kind of device than other trainers'", "the model", ", ".join(kinds), hint)
-        if place.type == "cuda":
+        if place.type == "cuda" and place != self.communicators.device:
             self.communicators.move(place)
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let its steps be the strategy's updates."""
-        engine = self._trained("fleet.distributed_optimizer")
-        if self._has_optimizer:
+        engines = self.models.holding(optimizer, "fleet.distributed_optimizer")
+        if any(engine.has_optimizer for engine in engines):
             hint = "put all parameters into the groups of one optimizer, later ones by optimizer.add_param_group(...)"
             raise ConfigError("this process has its optimizer already", "fleet.distributed_optimizer", type(optimizer).__name__, hint)
         if self._strategy.needs_linear_optimizer and not isinstance(optimizer, torch.optim.SGD):
             what = "averaging parameters after every update (k_steps = 1) is not a step of averages for this optimizer"
             hint = 'use torch.optim.SGD, raise k_steps, or set optimizer_state = "average"'
             raise ConfigError(what, "fleet.distributed_optimizer", type(optimizer).__name__, hint)
-        engine.attach_optimizer(optimizer)
-        self._has_optimizer = True
+        for engine in engines:
+            engine.attach_optimizer(optimizer)
         if self.driven is not None:
             from real.job.rank_legs import EngineSwitch
 
-            self.driven.begin(EngineSwitch(engine, optimizer, self.use, self.role.trainers_per_node or 1))
+            self.driven.begin(EngineSwitch(engines[0], optimizer, self.use, self.role.trainers_per_node or 1))
         return optimizer
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards inside add to ``.grad`` on this trainer alone."""
-        return self._trained("fleet.no_sync").no_sync()
+        return self.models.no_sync()
+
+    def join(self, *, enable: bool, throw_on_early_termination: bool) -> AbstractContextManager[None]:
+        """Trainers may have unequally many batches inside."""
+        self.models.sweep(self.meeting)
+        return self.models.join(self.communicators, enable=enable, throw_on_early_termination=throw_on_early_termination)
 
     def synchronize(self) -> None:
         """Make the trainers agree."""
-        engine = self._trained("fleet.synchronize")
-        if not engine.has_agreed:  # its averaging would meet the next one of a trainer that does not come
+        engines = self._met("fleet.synchronize")
+        if not self.models.have_agreed:  # an averaging would meet the next one of a trainer that does not come
             self.meeting.meet("fleet.synchronize")
-        engine.flush()
+        for engine in engines:
+            engine.flush()
 
     pull_model = synchronize
 
     def report(self, loss: torch.Tensor | float, metrics: Mapping[str, torch.Tensor | float]) -> None:
         """Tell the step's loss, and whatever else a tuning may look at."""
-        engine = self._trained("fleet.report")
+        engines = self.models.all("fleet.report")
         if self.driven is None or not self.driven.report(loss, metrics):
-            engine.report(loss)
+            for engine in engines:
+                engine.report(loss)
+
+    def _met(self, where: str) -> list[Engine]:
+        """The engines, the same on all trainers where they may exchange something now."""
+        what = Combination.of(self._strategy)
+        if what.is_local or what.merges:
+            self.models.sweep(self.meeting)
+        return self.models.all(where)
 
     def end_epoch(self) -> None:
         """The data of an epoch are used up."""
-        self._trained("fleet.end_epoch").end_epoch()
+        for engine in self._met("fleet.end_epoch"):
+            engine.end_epoch()
 
     def worker_index(self) -> int:
         """This trainer's rank."""
@@ -213,13 +244,13 @@ class Collective:
             return
         from real.checkpoints.saving import save  # which training without a checkpoint need not pay for
 
-        save(self._trained("fleet.save_persistables"), self.meeting, path, extra=extra)
+        save(self.models.only("fleet.save_persistables"), self.meeting, path, extra=extra)
 
     def load(self, path: Path, *, predicate: Callable[[str], bool] | None, resynchronize: bool) -> Loaded:
         """Go on from what was saved."""
         from real.checkpoints.saving import load
 
-        engine = self._trained("fleet.load_persistables")
+        engine = self.models.only("fleet.load_persistables")
         resynchronize = resynchronize or self.driven is not None  # a leg's strategy is another than the one that was saved
         return load(engine, self.meeting, path, predicate=predicate, resynchronize=resynchronize)
 
@@ -229,7 +260,7 @@ class Collective:
             return
         from real.checkpoints.inference import save_inference_model
 
-        save_inference_model(self._trained("fleet.save_inference_model"), self.meeting, path, example_inputs, dynamic_shapes)
+        save_inference_model(self.models.only("fleet.save_inference_model"), self.meeting, path, example_inputs, dynamic_shapes)
 
     def leave(self) -> None:
         """At exit: leave together, unless this process leaves because of an error, or another has failed.
@@ -251,7 +282,7 @@ class Collective:
 
     def _say_open_round(self) -> None:
         """At exit: the script's last local steps were not averaged. What it has saved by ``torch.save`` nobody knows."""
-        if self.engine is not None and self.meeting.rank == 0 and not self.engine.has_agreed:
+        if self.meeting.rank == 0 and not self.models.have_agreed:
             what = "the script ends in the middle of a round of local steps: ranks' models differ, and so do files not saved by fleet"
             hint = "call fleet.synchronize() on every rank after the last step, before the model is saved or evaluated"
             print(f"fleet: {what}\nHINT: {hint}", file=sys.stderr)  # noqa: T201  # as fleet.init prints its box
@@ -269,15 +300,15 @@ class Collective:
             dist.distributed_c10d._get_default_store(),  # noqa: SLF001  # torch has no other name for it
             dist.get_rank(),
             dist.get_world_size(),
-            step=lambda: 0 if self.engine is None else self.engine.step,
+            step=lambda: max((engine.step for engine in self.models.engines), default=0),
             note=None if joined is None else Path(joined).with_name(NOTE),
         )
         self._failures.start()
         return self._failures.broken
 
     def use(self, engine: Engine) -> None:
-        """Another engine runs the model from now on."""
-        self.engine = engine
+        """Another engine runs its model from now on."""
+        self.models.put(engine)
         engine.meeting = self.meeting
         if self._failures is not None:
             engine.on_failure = self._failures.announce
@@ -291,11 +322,6 @@ class Collective:
         if self.worker_index() == 0:
             print(overview(strategy), file=sys.stderr)  # noqa: T201  # as fleet.init prints the script's own
         return strategy
-
-    def _trained(self, where: str) -> Engine:
-        if self.engine is None:
-            raise ConfigError("there is no model yet", where, hint="call fleet.distributed_model first")
-        return self.engine
 
 
 def _part() -> None:

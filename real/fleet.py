@@ -93,11 +93,14 @@ class Fleet:
             self._log = TrainingLog(log_every) if log_every else None
 
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Start all trainers from rank 0's parameters and buffers, and hook the model; returns the same model."""
+        """Start all trainers from rank 0's parameters and buffers, and hook the model; returns the same model.
+
+        Call it once for each model; and again, between two steps, after layers were unfrozen, added or replaced.
+        """
         return self._joined("fleet.distributed_model").distributed_model(model)
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let ``optimizer.step()`` be the strategy's update; returns the same optimizer."""
+        """Let ``optimizer.step()`` be the strategy's update of the model, or models, that it holds; returns the same optimizer."""
         return self._joined("fleet.distributed_optimizer").distributed_optimizer(optimizer)
 
     def init_server(self, path: str | Path | None = None) -> bool:
@@ -132,9 +135,19 @@ class Fleet:
         """Let backwards inside add to ``.grad`` on this trainer alone, invisible to the strategy; the next one outside exchanges the sum.
 
         For a loop that accumulates gradients by itself, in every step but the last before
-        ``optimizer.step()``. ``model.no_sync()`` is the same, as a DistributedDataParallel's.
+        ``optimizer.step()``. ``model.no_sync()`` is the same for one model, as a DistributedDataParallel's.
         """
         return self._joined("fleet.no_sync").no_sync()
+
+    def join(self, *, enable: bool = True, throw_on_early_termination: bool = False) -> AbstractContextManager[None]:
+        """Let trainers have unequally many batches inside, as ``DistributedDataParallel.join`` does; every trainer enters it.
+
+        Trainers without data contribute zeros, and gradients are divided by the number of all trainers. At the end all
+        trainers have the model of the last one; the optimizer's state and ``.grad`` stay each trainer's own. It needs
+        gradients that are averaged in every backward. With ``throw_on_early_termination`` all trainers raise
+        ``RuntimeError`` in their next step instead, once one has no data. ``model.join()`` is the same for one model.
+        """
+        return self._joined("fleet.join").join(enable=enable, throw_on_early_termination=throw_on_early_termination)
 
     @torch.inference_mode(mode=False)  # see ``Fleet``
     def synchronize(self) -> None:

@@ -14,6 +14,7 @@ which send what an all-reduce of as many bytes sends.
 import dataclasses
 from collections.abc import Sequence
 
+from fleetbench.errors import ConfigError
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import DTYPE_BYTES
 from fleetbench.plan.operations import Collective, Operation, Operations
@@ -72,11 +73,19 @@ def is_plain(chain: Sequence[Operation], dtype: str) -> bool:
 
 
 def wire_dtype(bucket: Bucket, strategy: DistributedStrategy) -> str:
-    """The type in which a bucket travels: a smaller one where the strategy says so, but never a larger."""
+    """The type in which a bucket travels: a smaller one where the strategy says so, but never a larger, and complex numbers as they are.
+
+    Raises ``ConfigError`` for complex numbers that would be quantised.
+    """
+    is_complex = bucket.dtype.startswith("complex")
     if strategy.quantises:
+        if is_complex:
+            hint = "exchange them in full, or keep real and imaginary parts in two parameters"
+            raise ConfigError("cannot be quantised", f"parameter {bucket.gradients[0]}", bucket.dtype, hint)
         return "int8"
     wanted = "float16" if strategy.fp16_allreduce else "bfloat16" if strategy.bf16_allreduce else bucket.dtype
-    return wanted if DTYPE_BYTES[wanted] < DTYPE_BYTES[bucket.dtype] and not bucket.sparse else bucket.dtype
+    is_kept = bucket.sparse or is_complex or DTYPE_BYTES[wanted] >= DTYPE_BYTES[bucket.dtype]
+    return bucket.dtype if is_kept else wanted
 
 
 def _chain(bucket: Bucket, dtype: str, strategy: DistributedStrategy, trainers: int, inner: int) -> list[Operation]:

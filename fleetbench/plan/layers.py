@@ -14,7 +14,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.workload import Workload
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,8 +116,8 @@ def _canary_error(what: str, where: str, together: Sequence[Way], device: torch.
 _CPU = torch.device("cpu")
 Errors = Callable[[], AbstractContextManager[None]]
 """Turns what breaks a collective inside into a ``CollectiveFailed``."""
-_BESIDE = -1
-"""The communicator whose collectives are the compute's own, in the order of the caller's stream."""
+_BESIDE, _UNEVEN = -1, -2
+"""Communicators whose collectives are the compute's own, in the order of the caller's stream; the second: of uneven inputs."""
 _OPERATORS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
@@ -260,6 +260,11 @@ class Communicators:
         for lane in (*self._lanes, *((self._update_lane,) if self._update_lane else ())):
             lane.submit(lambda: None, ()).wait()
 
+    def order_several(self) -> None:
+        """Where there are several communicators, begin no more operations at once than one plan does: order what comes after all lanes."""
+        if len(self._lanes) > 1:
+            self.order_lanes()
+
     @property
     def world(self) -> dist.ProcessGroup:
         """The group of communicator 0."""
@@ -271,10 +276,25 @@ class Communicators:
 
         Every rank asks for it at the same place.
         """
+        return self._aside(_BESIDE, "beside")
+
+    @property
+    def uneven(self) -> dist.ProcessGroup:
+        """The group of what trainers with unequally many batches tell one another. Every rank asks for it at the same place."""
+        return self._aside(_UNEVEN, "uneven")
+
+    def _aside(self, number: int, name: str) -> dist.ProcessGroup:
         world = self._parts["world"]
-        if (world, _BESIDE) not in self._made:
-            self._made[world, _BESIDE] = self._make(world, "beside")
-        return self._group("world", _BESIDE)
+        if (world, number) not in self._made:
+            self._made[world, number] = self._make(world, name)
+        return self._group("world", number)
+
+    def largest(self, number: int) -> int:
+        """Of all ranks' numbers, told in the group of uneven inputs; the host waits."""
+        told = torch.tensor([number], device=self.device)
+        self.all_reduce(told, "max", communicator=_UNEVEN)
+        with host_reads():
+            return int(told)
 
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str = "world", communicator: int = 0) -> None:
         """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``, bit-identical on each of its ranks."""
@@ -294,9 +314,9 @@ class Communicators:
         """Replace ``tensor`` on the part's first rank by the sum over the part."""
         self._run(partial(dist.reduce, tensor, dst=self.part(group)[0]), group, communicator)
 
-    def spread(self, tensor: torch.Tensor, group: str, communicator: int) -> None:
-        """Replace ``tensor`` by that of the part's first rank."""
-        self._run(partial(dist.broadcast, tensor, src=self.part(group)[0]), group, communicator)
+    def spread(self, tensor: torch.Tensor, group: str, communicator: int, *, source: int = 0) -> None:
+        """Replace ``tensor`` by that of the part's first rank, or of another of its ranks."""
+        self._run(partial(dist.broadcast, tensor, src=self.part(group)[source]), group, communicator)
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, group: str, communicator: int) -> None:
         """Put this rank's piece of the sum of ``whole`` into ``own``; ``whole`` is as many of it as the part has ranks."""
@@ -310,15 +330,15 @@ class Communicators:
         """Give every rank its piece of ``sent``, which is cut along its first dimension; ``received`` is all ranks' pieces for this one."""
         self._run(partial(dist.all_to_all_single, received, sent), "world", communicator)
 
-    def broadcast(self, *tensors: torch.Tensor) -> None:
-        """Replace ``tensors`` by rank 0's, in one collective: their elements in logical order; strides may differ by rank."""
+    def broadcast(self, *tensors: torch.Tensor, source: int = 0) -> None:
+        """Replace ``tensors`` by rank ``source``'s, in one collective: their elements in logical order; strides may differ by rank."""
         if self.trainers == 1 or not tensors:
             return
         found = sorted(tensors, key=lambda tensor: -tensor.element_size())  # each begins at a multiple of its own elements' size
         plain = [tensor.resolve_conj().resolve_neg().reshape(-1).contiguous() for tensor in found]
         pieces = [tensor.view(torch.uint8) for tensor in plain]  # gloo knows neither complex numbers nor 8-bit floats
         whole = torch.cat(pieces)
-        self.spread(whole, "world", 0)
+        self.spread(whole, "world", 0, source=source)
         sent = torch.split(whole, [piece.numel() for piece in pieces])
         for tensor, piece in zip(found, sent, strict=True):
             own = piece.view(tensor.dtype).view(tensor.shape)

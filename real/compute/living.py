@@ -7,6 +7,7 @@ leaves modules, hooks, forward methods and flags as they were. Changes are undon
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
+from weakref import WeakMethod
 
 from torch import nn
 
@@ -37,6 +38,17 @@ class NotCopied:
 def living_hook(call: Callable[..., Any]) -> NotCopied:
     """A hook on one instance, which does nothing on its copies."""
     return NotCopied(call, nullcontext().__exit__)  # which takes anything, and returns None
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a method of an object that this does not keep alive: for what outlives a model, or hides from Python's collector."""
+    found = WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        own = found()
+        return None if own is None else own(*arguments)
+
+    return call
 
 
 def override_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Undo:

@@ -79,7 +79,8 @@ class GradientBucket:
         """Gradients lie here; whether they lay elsewhere before."""
         if self._buffer is not None and buffer.numel() and self._buffer.data_ptr() == buffer.data_ptr():
             return False
-        self._buffer = buffer
+        is_pairs = self.parameters[0].is_complex() and not buffer.is_complex()  # as the Reducer shows complex numbers
+        self._buffer = torch.view_as_complex(buffer.view(-1, 2)) if is_pairs else buffer
         return True
 
     @property
@@ -283,13 +284,13 @@ class ModelBuffers:
         return {name: now[name] for name in self._shapes}
 
     @torch.no_grad()
-    def send(self, communicators: Communicators, *, read: bool = False) -> int:
-        """Replace them by rank 0's, and return their bytes; ``read``: those that a training forward may read."""
+    def send(self, communicators: Communicators, *, read: bool = False, source: int = 0) -> int:
+        """Replace them by rank ``source``'s, and return their bytes; ``read``: those that a training forward may read."""
         found = self._found()
         kept = [buffer for name, buffer in found.items() if name in self._unread]  # a graph of before remains good
         sent = [buffer for name, buffer in found.items() if not (read and name in self._unread)]
         with _unsafe_preserve_version_counter(tuple(kept)):  # as DDP does
-            communicators.broadcast(*sent)
+            communicators.broadcast(*sent, source=source)
         return sum(buffer.nbytes for buffer in sent)
 
     @torch.no_grad()
@@ -419,23 +420,25 @@ class Transfer:
 
     A plain all-reduce averages, and so does one in INT8. Everything else divides by the number of trainers, casts and then
     sums, so that a small type overflows neither in the cast nor in the sum (Fleet; DistributedDataParallel's
-    ``fp16_compress_hook`` casts first).
+    ``fp16_compress_hook`` casts first). Complex numbers travel as pairs of real ones, which every backend knows.
     """
 
     def __init__(self, buffer: torch.Tensor, chain: Operations, communicators: Communicators, residual: torch.Tensor | None = None) -> None:
         """``residual``: of an all-reduce in INT8, see ``average_quantised``."""
         self.buffer = buffer
+        """What is packed before and read after, in the parameters' type."""
+        self._numbers = numbers = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
         self._residual = residual
         self._communicators = communicators
         self._first, self._last = _place(chain[0]), _place(chain[-1])
         pieces = len(communicators.part(chain[0].group)) if chain[0].kind == "reduce_scatter" else 1
         self._quantises = chain[0].wire_dtype == "int8"
-        wire = None if self._quantises else chain[0].wire_dtype
-        dtype = getattr(torch, wire or str(buffer.dtype).removeprefix("torch."))
-        padded = -(-buffer.numel() // pieces) * pieces
-        self._copies = dtype != buffer.dtype or padded != buffer.numel()
-        self._averages = len(chain) == 1 and dtype == buffer.dtype
-        self._whole = torch.zeros(padded, dtype=dtype, device=buffer.device) if self._copies else buffer
+        wire = None if self._quantises or buffer.is_complex() else chain[0].wire_dtype
+        dtype = getattr(torch, wire or str(numbers.dtype).removeprefix("torch."))
+        padded = -(-numbers.numel() // pieces) * pieces
+        self._copies = dtype != numbers.dtype or padded != numbers.numel()
+        self._averages = len(chain) == 1 and dtype == numbers.dtype
+        self._whole = torch.zeros(padded, dtype=dtype, device=buffer.device) if self._copies else numbers
         self._own = torch.empty(padded // pieces, dtype=dtype, device=buffer.device) if pieces > 1 else self._whole
 
     def is_first(self, operation: Operation) -> bool:
@@ -446,11 +449,11 @@ class Transfer:
     def run(self, operation: Operation, timed: Timed) -> None:
         """Execute one operation of the chain; runs on its lane. ``timed``: its parts."""
         if _place(operation) == self._first and not self._averages:
-            torch.div(self.buffer, self._communicators.trainers, out=self._whole[: self.buffer.numel()])
+            torch.div(self._numbers, self._communicators.trainers, out=self._whole[: self._numbers.numel()])
         communicators, group, number = self._communicators, operation.group, operation.communicator
         match operation.kind:
             case "all_reduce" if self._quantises:
-                average_quantised(self.buffer, communicators, number, timed, self._residual)
+                average_quantised(self._numbers, communicators, number, timed, self._residual)
             case "all_reduce":
                 communicators.all_reduce(self._own, "mean" if self._averages else "sum", group, number)
             case "reduce":
@@ -464,7 +467,7 @@ class Transfer:
             case _:
                 raise AssertionError(f"nothing executes {operation.kind}")
         if _place(operation) == self._last and self._copies:
-            self.buffer.copy_(self._whole[: self.buffer.numel()])
+            self._numbers.copy_(self._whole[: self._numbers.numel()])
 
     @property
     def is_plain(self) -> bool:
@@ -473,7 +476,7 @@ class Transfer:
 
     def begin(self, operation: Operation, ended: Callable[[], None] | None) -> Started | None:
         """Begin the operation of a plain chain; see ``Communicators.start_average``."""
-        return self._communicators.start_average(self.buffer, operation.communicator, ended)
+        return self._communicators.start_average(self._numbers, operation.communicator, ended)
 
 
 def _place(operation: Operation) -> tuple[str, str]:

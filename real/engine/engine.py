@@ -21,17 +21,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import finalize, ref
 
 import torch
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
 from fleetbench.plan.drive import Requests, tell
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, StepBegin
@@ -44,7 +45,7 @@ from real.communication.clocks import clock_of
 from real.communication.communicators import Communicators, agree_on
 from real.communication.lanes import StreamLane
 from real.compute.compute import apply_compute
-from real.compute.living import living_hook
+from real.compute.living import living_hook, weakly
 from real.engine.executor import Carried, Executor, started
 from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
 from real.engine.optimizers import refuse_arguments
@@ -52,10 +53,12 @@ from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refus
 from real.engine.planning import Planning, Progress
 from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
+    one_number,
     refuse_again,
     refuse_graph_of_gradients,
     refuse_in_step,
     refuse_late,
+    refuse_missing,
     refuse_model,
     refuse_moved,
     refuse_optimizer,
@@ -64,11 +67,9 @@ from real.engine.refusals import (
     refuse_sparse,
     refuse_unfinished,
     refuse_unfrozen,
-    refuse_unused,
     refuse_update,
     refuse_wrapper_around,
     refuse_wrappers,
-    watch_wrappers,
 )
 from real.engine.sparse import refuse_unknown_sparse
 from real.engine.stopwatch import Stopwatch
@@ -97,6 +98,10 @@ class Engine:
     """The backward under way leaves gradients, and is no ``torch.autograd.grad``."""
     _keeps = False
     """Backwards leave their gradients on this rank."""
+    has_optimizer = False
+    """The script has handed over an optimizer."""
+    _is_passed = False
+    """The last backward came through this model on its way to another, which was updated since: see ``FleetEngine``."""
 
     def __init__(
         self,
@@ -163,10 +168,12 @@ class Engine:
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(living_hook(lambda *_: self._forward_begins())),
             model.register_forward_hook(living_hook(lambda _module, _inputs, output: self._forward_ends(output))),
-            watch_wrappers(self._members),
-            register_optimizer_step_pre_hook(lambda optimizer, *_: self._other_begins(optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._other_ends(optimizer)),
+            register_module_module_registration_hook(weakly(self._refuse_wrapper)),
+            register_optimizer_step_pre_hook(weakly(self._other_begins)),
+            register_optimizer_step_post_hook(weakly(self._other_ends)),
         ]
+        for handle in self._handles[2:]:  # of torch's lists, which outlive the model
+            finalize(self, handle.remove)
         self._measuring = [
             parameter.register_post_accumulate_grad_hook(partial(self._or_fails(self._is_final), name))
             for name, parameter in self._parameters.items()
@@ -206,6 +213,7 @@ class Engine:
         self.take_over()
         self._handles.append(optimizer.register_step_pre_hook(lambda _optimizer, arguments, named: self._update_begins(arguments, named)))
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._or_fails(self._update_ends)()))
+        self.has_optimizer = True
         slots = self.executor.attach(optimizer)
         if slots:
             self._planning.setting = dataclasses.replace(self._planning.setting, num_state_slots=slots)
@@ -232,14 +240,7 @@ class Engine:
 
     def report(self, loss: torch.Tensor | float) -> None:
         """Tell the step's loss, one number; adaptive steps need it before the optimizer's step. Raises ``ConfigError`` for several."""
-        if not isinstance(loss, torch.Tensor):
-            loss = torch.as_tensor(loss, dtype=torch.float64, device="cpu")
-        told = loss.detach()
-        if told.numel() != 1:
-            raise ConfigError(
-                "the loss is one number", "fleet.report(loss=...)", f"a tensor of shape {list(told.shape)}", "report loss.mean()"
-            )
-        self.executor.loss = told.to(self._device, non_blocking=True)
+        self.executor.loss = one_number(loss).to(self._device, non_blocking=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -350,20 +351,25 @@ class Engine:
         self._executor = None  # and its buffers, before there are new ones
         carried = carried or Carried()
         shared = (self.communicators, self.stopwatch, carried, optimizer, self._planning.buffers)
-        self._executor = Executor(self.model, self._parameters, strategy, *shared)
+        self._executor = Executor(self.model, self._parameters, strategy, *shared, known=self._known)
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
         return Decider.start(strategy, self.communicators.rank, record=self._record, state=state)
 
+    def _known(self) -> set[int]:
+        """Ids of the parameters that fleet trains."""
+        return set(map(id, self._members))
+
     def _or_fails(self, part: Callable[..., None]) -> Callable[..., None]:
-        """A part of a step that tells ``on_failure`` what it raises."""
+        """A part of a step that tells ``on_failure`` what it raises; it does not keep the engine alive."""
+        own, call = ref(self), weakly(part)
 
         def run(*arguments: Any) -> None:
             try:
-                part(*arguments)
+                call(*arguments)
             except Exception as error:
-                if self.on_failure is not None:
-                    self.on_failure(error)
+                if (engine := own()) is not None and engine.on_failure is not None:
+                    engine.on_failure(error)
                 raise
 
         return run
@@ -430,8 +436,8 @@ class Engine:
             self._phase, self._holds = "kept", True
             return
         self._behind, self._phase = self._phase, "backward"
-        what = self.executor.combination
-        self._dropped = self._behind == "update" and what.is_local and is_cleared(self._members)
+        is_alone = self.executor.combination.is_local and not self._is_passed
+        self._dropped = self._behind == "update" and is_alone and is_cleared(self._members)
         self._backward_begin_ns = time.monotonic_ns()
         self.executor.begin_backward()
         self._comes = False
@@ -455,7 +461,8 @@ class Engine:
 
     def _begin_again(self, *, dropped: bool) -> None:
         """A backward comes before the last one's update: what lies in ``.grad`` is exchanged again, and nothing was decided before."""
-        refuse_again(self.executor.combination, is_attached=self.executor.optimizer is not None, dropped=dropped)
+        is_attached = self.executor.optimizer is not None or self._is_passed
+        refuse_again(self.executor.combination, is_attached=is_attached, dropped=dropped)
         self._decider.rewind(self._before)
         self._next_bucket = 0
         self.executor.begin_again(started(self._tell(StepBegin(self.step))))
@@ -495,19 +502,13 @@ class Engine:
             self.on_compute_end()
         self.stopwatch.backward_ends()
         if self._reducer is not None:
-            self._refuse_missing(self._reducer)
+            refuse_missing(self._reducer, self.plan, self._parameters)
         while self._next_bucket < len(self.plan.buckets):
             self._start_bucket()
         unused = tuple(sorted(self._unused))
         requests = self._tell(BackwardEnd(unused=unused))
         self._phase = "update"
         self.executor.end_backward(requests, unused, self.loss_scale)
-
-    def _refuse_missing(self, reducer: PlannedReducer) -> None:
-        """Refuse a backward that has not left a gradient for every parameter, where the Reducer waits for it."""
-        if (missing := reducer.missing) is not None:
-            names = [name for bucket in self.plan.buckets for name in bucket.gradients]
-            refuse_unused(sorted(names[index] for index in missing), self._parameters)
 
     def _update_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         if self._num_stepping == 0:
@@ -520,11 +521,14 @@ class Engine:
             self.stopwatch.update_begins()
             self.executor.begin_update()
 
-    def _other_begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def _refuse_wrapper(self, wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
+        refuse_wrapper_around(self._members, wrapper, module)
+
+    def _other_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if optimizer is not self.executor.optimizer and self._num_stepping == 0:
             self._others.setdefault(id(optimizer), self._num_steps)
 
-    def _other_ends(self, optimizer: torch.optim.Optimizer) -> None:
+    def _other_ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """An optimizer that was not given to fleet has stepped; one that wraps fleet's is none."""
         if self._others.pop(id(optimizer), None) == self._num_steps:
             what = self.executor.combination

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -57,7 +57,10 @@ class Carried:
 class Executor:
     """What a plan's operations do. Made again with every plan, between updates; ``carried`` is what outlives one."""
 
-    def __init__(
+    buffers_from: Callable[[], int] | None = None
+    """With uneven inputs: tells trainers without data that buffers are sent, and returns the rank whose buffers all take."""
+
+    def __init__(  # noqa: PLR0913  # what outlives a plan, one by one
         self,
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
@@ -67,8 +70,11 @@ class Executor:
         carried: Carried,
         optimizer: torch.optim.Optimizer | None,
         buffers: ModelBuffers,
+        *,
+        known: Callable[[], Collection[int]],
     ) -> None:
-        """``carried`` and ``optimizer``: from the plan before, or from a checkpoint."""
+        """``carried`` and ``optimizer``: from the plan before, or from a checkpoint. ``known``: see ``OptimizerControl``."""
+        self._known = known
         self.loss = carried.loss
         """The step's loss, where it was told."""
         self._model = model
@@ -187,7 +193,7 @@ class Executor:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> int:
         """Control this optimizer; the number of tensors of its state, for each parameter, that are averaged."""
-        self._control = OptimizerControl(optimizer, self.combination, self.storage, self._parameters)
+        self._control = OptimizerControl(optimizer, self.combination, self.storage, self._parameters, self._known)
         return len(self._control.slots) if self._control.averages_state else 0
 
     def begin_step(self, step: int, operations: Operations) -> None:
@@ -200,8 +206,16 @@ class Executor:
         """Another forward of the step begins: as under DDP, it reads rank 0's buffers."""
         if self._plan.buffers_nbytes and not self.combination.is_local:
             with self._stopwatch.waits():
-                nbytes = self._buffers.send(self._communicators, read=True)
+                is_even = self.buffers_from is None
+                nbytes = self._buffers.send(self._communicators, read=is_even, source=self._source_of_buffers())
             self._stopwatch.sends((self._communicators.trainers - 1) * nbytes // self._communicators.trainers)
+
+    def send_buffers(self, source: int) -> None:
+        """Take part where others' buffers are sent: all take those of rank ``source``."""
+        self._buffers.send(self._communicators, source=source)
+
+    def _source_of_buffers(self) -> int:
+        return 0 if self.buffers_from is None else self.buffers_from()
 
     def begin_again(self, operations: Operations = ()) -> None:
         """The step's exchange begins again, after another that came to its end; the loss that was told stays."""
@@ -311,7 +325,8 @@ class Executor:
         Sums and norms show what ``torch.amp.GradScaler`` and ``grad.data.mul_()`` write without being counted.
         """
         gradients = [gradient for parameter in self._parameters.values() if (gradient := parameter.grad) is not None]
-        buckets = [bucket.values for bucket in self.storage.gradients]
+        found = [bucket.values for bucket in self.storage.gradients]
+        buckets = [torch.view_as_real(values) if values.is_complex() else values for values in found]
         numbers = [one for each in buckets for one in (each.sum(dtype=torch.float64), torch.linalg.vector_norm(each, dtype=torch.float64))]
         return gradients, [gradient._version for gradient in gradients], torch.stack(numbers).view(torch.int64)  # noqa: SLF001  # torch documents it
 
@@ -437,7 +452,7 @@ class Executor:
             sparse.pack()
             return lambda: self._row_bytes.append(gather_rows(sparse, operation, communicators))
         if payload == "buffers" and operation.kind == "broadcast":
-            return partial(self._buffers.send, communicators)
+            return partial(self._buffers.send, communicators, source=self._source_of_buffers())
         if payload == "buffers":
             self._buffers.pack()
             return lambda: self._buffers.run(operation, communicators)

@@ -46,10 +46,19 @@ _KERNELS: dict[str, tuple[type[Optimizer], ...]] = {
 class OptimizerControl:
     """One optimizer under one plan. ``begin`` and ``end`` stand around the user's ``optimizer.step()``."""
 
-    def __init__(self, optimizer: Optimizer, combination: Combination, storage: Storage, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        combination: Combination,
+        storage: Storage,
+        parameters: Mapping[str, nn.Parameter],
+        known: Callable[[], Collection[int]],
+    ) -> None:
+        """``known``: ids of all parameters that fleet trains in this process, those of other models, too."""
         self.optimizer = optimizer
         refuse_whole(optimizer)
-        self._known = {id(parameter) for parameter in parameters.values()}
+        self._own = {id(parameter) for parameter in parameters.values()}
+        self._known = known
         self._refuse_foreign()
         self._storage = storage
         self._parameters = parameters
@@ -133,10 +142,12 @@ class OptimizerControl:
     def _refuse_foreign(self) -> None:
         """Raise ``ConfigError`` for trained parameters that are not averaged: ranks would drift apart in them."""
         held = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        trained = [parameter for parameter in held if id(parameter) not in self._known and parameter.requires_grad]
+        others = [parameter for parameter in held if id(parameter) not in self._own and parameter.requires_grad]
+        known = self._known() if others else ()
+        trained = [parameter for parameter in others if id(parameter) not in known]
         if trained:
             what = "holds parameters that are not the distributed model's, or did not require gradients when it was distributed"
-            hint = "put all that is trained into one module, let it require gradients, and give that to fleet.distributed_model"
+            hint = "let all that is trained require gradients, and give its model, or each of them, to fleet.distributed_model before"
             raise ConfigError(what, "the optimizer", f"{len(trained)}, the first of shape {list(trained[0].shape)}", hint)
 
 

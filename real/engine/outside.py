@@ -139,7 +139,7 @@ def refuse_replaced(owners: Owners, parameters: Mapping[str, nn.Parameter], mode
     gone = [name for name, parameter in parameters.items() if id(parameter) not in there]
     if gone:
         what = "was replaced after fleet.distributed_model, and neither fleet nor the optimizer knows the new one"
-        hint = "load with load_state_dict(..., assign=False), or replace parameters before fleet.distributed_model"
+        hint = "load with load_state_dict(..., assign=False), or call fleet.distributed_model(model) again, between two steps"
         raise ConfigError(what, f"parameter {gone[0]}", f"{len(gone)} of {len(parameters)}", hint)
     return owners_of(model)
 

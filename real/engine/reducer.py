@@ -80,6 +80,11 @@ class PlannedReducer(DistributedDataParallel):
             return [] if listed is None else [int(index) for index in listed[1].split()]
         return None
 
+    def shadow_flags(self) -> None:
+        """Where flags of unused parameters are exchanged, take part; as DDP's join does, with those of the last backward here."""
+        if self.find_unused_parameters:
+            dist.all_reduce(self.reducer._get_local_used_map(), group=self.process_group)  # noqa: SLF001  # torch has no public name for it
+
     def remove(self) -> None:
         """Take the hooks off the parameters."""
         self.reducer._remove_autograd_hooks()  # noqa: SLF001  # torch has no public name for it

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.jit import RecursiveScriptModule
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
+from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
+from fleetbench.strategy import DistributedStrategy
 from real.engine.reducer import PlannedReducer
 
 WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DDP"})
@@ -37,11 +37,6 @@ def refuse_wrapper_around(parameters: Collection[nn.Parameter], wrapper: nn.Modu
     known = set(map(id, parameters))
     if any(id(parameter) in known for held in (wrapper, module) if held is not None for parameter in held.parameters()):
         _refuse_wrapper(kind, f"{kind}(...) around the model")
-
-
-def watch_wrappers(parameters: Collection[nn.Parameter]) -> RemovableHandle:
-    """Refuse a wrapper of these parameters where it is made, whoever makes it, until the handle is removed."""
-    return register_module_module_registration_hook(lambda wrapper, _, module: refuse_wrapper_around(parameters, wrapper, module))
 
 
 def _torch_class(value: object, names: Collection[str]) -> str | None:
@@ -83,7 +78,7 @@ def refuse_other_optimizer(
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None}
     strange = [name for name, own in model.named_parameters() if id(own) in held and name not in parameters]
     why = "has stepped parameters that came, or were unfrozen, after fleet.distributed_model: nobody averages their gradients"
-    hint = "put all that is ever trained into the model, with requires_grad = True, before fleet.distributed_model"
+    hint = "call fleet.distributed_model(model) again, between two steps, when the model has changed"
     if not strange and not is_averaged:
         strange = [name for name, own in parameters.items() if id(own) in held]
         why = "has stepped parameters of the model, and was not given to fleet: ranks would end with different models"
@@ -154,6 +149,15 @@ def refuse_sparse(sparse: Collection[str], what: Combination) -> None:
         raise ConfigError("has sparse gradients, which Local SGD neither merges nor updates as one", where, hint=hint)
 
 
+def one_number(loss: torch.Tensor | float) -> torch.Tensor:
+    """The loss that is reported, detached. Raises ``ConfigError`` for several numbers."""
+    told = loss.detach() if isinstance(loss, torch.Tensor) else torch.as_tensor(loss, dtype=torch.float64, device="cpu")
+    if told.numel() != 1:
+        shown = f"a tensor of shape {list(told.shape)}"
+        raise ConfigError("the loss is one number", "fleet.report(loss=...)", shown, "report loss.mean()")
+    return told
+
+
 def refuse_scaler(what: Combination) -> None:
     """Raise ``ConfigError`` where a GradScaler of the script's own calls ``optimizer.step()``, and would not do what it does under DDP."""
     if what.leaves_averages or not _is_stepped_by_scaler():
@@ -173,7 +177,8 @@ def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None
     inputs = "; gradients of inputs alone, as for adversarial examples, are torch.autograd.grad(loss, x) or loss.backward(inputs=[x])"
     accumulate = (
         "put every backward of a step but the last into `with fleet.no_sync():`; "
-        "a GradScaler of the script's own, which leaves out optimizer.step() at an overflow, needs amp = true in its place"
+        "a GradScaler of the script's own, which leaves out optimizer.step() at an overflow, needs amp = true in its place; "
+        "where another model is trained through this one, put that backward into `with model.no_sync():` of this one"
     )
     if not is_attached:
         why, hint = "fleet does not know the optimizer", "call fleet.distributed_optimizer before training"
@@ -230,14 +235,18 @@ def refuse_late() -> NoReturn:
     raise ConfigError(what, "loss.backward()", hint=hint)
 
 
-def refuse_unused(unused: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> NoReturn:
-    """Raise ``ConfigError`` for parameters that the loss did not reach, or that were frozen."""
+def refuse_missing(reducer: PlannedReducer, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ``ConfigError`` where a backward has not left a gradient for every parameter, and the Reducer waits for it."""
+    if (missing := reducer.missing) is None:
+        return
+    names = [name for bucket in plan.buckets for name in bucket.gradients]
+    unused = sorted(names[index] for index in missing)
     frozen = [name for name in unused if not parameters[name].requires_grad]
     what = "got no gradient in this step"
     hint = "let the loss reach every parameter, set requires_grad = False on those before fleet.distributed_model"
     if frozen:
         what = "was frozen (requires_grad = False) after fleet.distributed_model, and gets no gradient any more"
-        hint = "freeze before fleet.distributed_model"
+        hint = "call fleet.distributed_model(model) again, between two steps"
     shown = ", ".join((frozen or unused)[:5])
     hint += ", or set strategy.find_unused_parameters = true"
     raise ConfigError(what, f"parameters {shown}", f"{len(frozen or unused)} of {len(parameters)}", hint)
@@ -248,8 +257,8 @@ def refuse_unfrozen(frozen: Mapping[str, nn.Parameter]) -> None:
     if unfrozen := [name for name, parameter in frozen.items() if parameter.requires_grad]:
         what = "requires gradients (requires_grad = True) since fleet.distributed_model, and nobody averages them"
         hint = (
-            "let all that is ever trained require gradients before fleet.distributed_model, and leave it out of the optimizer "
-            "until optimizer.add_param_group(...)"
+            "call fleet.distributed_model(model) again, between two steps; or let all that is ever trained require gradients before it, "
+            "and leave it out of the optimizer until optimizer.add_param_group(...)"
         )
         raise ConfigError(what, f"parameters {', '.join(unfrozen[:5])}", f"{len(unfrozen)} of {len(frozen)} frozen ones", hint)
 
@@ -272,6 +281,27 @@ def refuse_in_step(phase: str, where: str) -> None:
         way = "skip its backward, or run that inside fleet.no_sync() and clear the gradients"
         hint = f"call it after optimizer.step(); to leave a batch out, {way}"
         raise ConfigError("comes in the middle of a step", where, hint=hint)
+
+
+def refuse_open(has_agreed: bool, merged: int, where: str) -> None:
+    """Raise ``ConfigError`` for what ends an engine in the middle of a round of local steps, or of a gradient merge."""
+    if not has_agreed:
+        what, hint = "comes in the middle of a round of local steps", "call fleet.synchronize() on every trainer before it"
+        raise ConfigError(what, where, hint=hint)
+    if merged:
+        what, hint = "comes while gradients wait for more before their update", "call it after the k-th batch of a gradient merge"
+        raise ConfigError(what, where, f"{merged} merged", hint)
+
+
+def refuse_uneven(what: Combination, strategy: DistributedStrategy, where: str) -> None:
+    """Raise ``ConfigError`` where trainers without data could not take part in what the others exchange."""
+    if not what.leaves_averages:
+        why = "needs gradients that are averaged in every backward"
+        hint = "give every trainer as many batches: DistributedSampler does so, with or without drop_last"
+        raise ConfigError(why, where, "local steps, gradient merge, amp in FP16 or updates by bucket", hint)
+    if strategy.sync_batch_norm:
+        hint = "set sync_batch_norm = false, or give every trainer as many batches"
+        raise ConfigError("cannot take part in the forwards of synchronised batch norms", where, "sync_batch_norm = true", hint)
 
 
 def _way_out(model: nn.Module) -> str:

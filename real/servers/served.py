@@ -130,6 +130,11 @@ class Served:
         hint = "it is not needed: gradients go out at optimizer.step() alone, however many backwards came before it"
         raise ConfigError("trainers of parameter servers do not have this", "fleet.no_sync", hint=hint)
 
+    def join(self, **_: bool) -> NoReturn:
+        """Refused."""
+        hint = "in asynchronous training each trainer may have as many batches as it likes; in synchronous training give all as many"
+        raise ConfigError("trainers of parameter servers do not have this", "fleet.join", hint=hint)
+
     def report(self, loss: torch.Tensor | float, _metrics: Mapping[str, torch.Tensor | float]) -> None:
         """Nothing follows it here."""
 

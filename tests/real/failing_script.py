@@ -15,7 +15,7 @@ model = fleet.distributed_model(torch.nn.Linear(4, 1))
 optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
 seen, since = 32.0, 0
 while True:
-    how = fleet._job.engine.strategy.fuse_grad_size_in_MB
+    how = fleet._job.models.engines[0].strategy.fuse_grad_size_in_MB
     since = since + 1 if how == seen else 0
     seen = how
     loss = model(torch.ones(2, 4)).square().mean()

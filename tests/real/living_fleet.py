@@ -33,8 +33,8 @@ def leave(fleet: Fleet) -> None:
     if (job := fleet._job) is not None:
         assert isinstance(job, Collective)
         atexit.unregister(job.leave)
-        if job.engine is not None:
-            job.engine.close()
+        for engine in job.models.engines:
+            engine.close()
         job.communicators.close()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

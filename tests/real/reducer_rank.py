@@ -1,4 +1,6 @@
-"""One rank of the tests of what DDP's Reducer does: ``reducer_rank.py RANK RANKS STORE OUTPUT`` trains every case of ``CASES``.
+"""One rank of the tests of what DDP's Reducer does: ``reducer_rank.py RANK RANKS STORE OUTPUT [BEGIN]`` trains the cases of ``CASES``.
+
+With ``BEGIN``, those whose names begin so.
 
 Saved, by case: how far it is from its truth (numbers), or how it was refused (text).
 """
@@ -6,21 +8,27 @@ Saved, by case: how far it is from its truth (numbers), or how it was refused (t
 from __future__ import annotations
 
 import copy
+import gc
+import io
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from living_fleet import be_rank, leave
-from reducer_scripts import REFUSED, TRAINED, Script, Way
+from model_scripts import MODELS_REFUSED, MODELS_TRAINED, averaged_by_hand
+from reducer_scripts import REFUSED, TRAINED, Script, Way, layers, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fleetbench.errors import FleetbenchError
 from fleetbench.strategy import DistributedStrategy
@@ -178,26 +186,99 @@ def other_strategy(fleet: Fleet, rank: int) -> Found:
     return {}
 
 
-def script(fleet: Fleet, rank: int, *, run: Script, truth: bool, **strategy: Any) -> Found:
-    """A script under fleet; ``off`` from plain DDP where that is the ``truth``, else ranks from each other, once they have met."""
-    network = run(Way(rank, lambda model: _joined(fleet, model, **strategy), fleet.distributed_optimizer))
-    if truth:
-        other = run(Way(rank, partial(DistributedDataParallel, find_unused_parameters=bool(strategy)), lambda optimizer: optimizer))
-        off = max(float((one - two).abs().max()) for one, two in zip(network.parameters(), other.parameters(), strict=True))
+def script(fleet: Fleet, rank: int, *, run: Script, truth: bool | int, **strategy: Any) -> Found:
+    """A script under fleet; ``off`` from plain DDP where that is the ``truth``, or from averages by hand after every so many updates.
+
+    Else ranks from each other, once they have met.
+    """
+
+    def meet() -> None:
+        fleet.synchronize()
+        fleet.end_epoch()
+
+    def give_by_hand(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        counts: dict[int, int] = {}
+
+        def stepped(*_: object) -> None:
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                if parameter.grad is not None:
+                    counts[id(parameter)] = count = counts.get(id(parameter), 0) + 1
+                    if count % truth == 1:
+                        averaged_by_hand([parameter], _mean)
+
+        optimizer.register_step_post_hook(stepped)
+        return optimizer
+
+    def wrapped(model: nn.Module) -> nn.Module:
+        return _joined(fleet, model, **strategy)
+
+    save = partial(fleet.save_persistables, "nowhere")
+    network = run(Way(rank, wrapped, fleet.distributed_optimizer, meet, save, lambda _: fleet.join()))
+    if truth is True:
+        ddp = partial(DistributedDataParallel, find_unused_parameters="find_unused_parameters" in strategy)
+        other = run(Way(rank, ddp, lambda optimizer: optimizer))
+    elif truth:
+        fleet.synchronize()
+        other = run(Way(rank, lambda model: model, give_by_hand))
+        averaged_by_hand(other.parameters(), _mean)
     else:
         fleet.synchronize()
-        off = _apart(network.parameters())
+        return {"off": max(_apart(network.parameters()), 0.0 if "localsgd" in strategy else _apart(network.buffers()))}
+    off = max(float((one - two).abs().max()) for one, two in zip(network.parameters(), other.parameters(), strict=True))
     return {"off": off if "localsgd" in strategy else max(off, _apart(network.buffers()))}
+
+
+def let_go(fleet: Fleet, _rank: int, *, number: int, **strategy: Any) -> Found:
+    """Folds one after the other, each of which the script lets go of: how many models live on, and by how much the process grows."""
+    models, sizes = [], []
+    for _ in range(number):
+        network = layers(2)
+        models.append(ref(network))
+        train(Way(0, lambda model: model, lambda own: own), _joined(fleet, network, **strategy), _given(fleet, network), steps=3)
+        fleet.synchronize()
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        sizes.append((threads, len(dist.distributed_c10d._world.pg_map), len(_global_optimizer_pre_hooks)))
+    del network
+    gc.collect()
+    grown = [f"{first} to {last}" for first, last in zip(sizes[2], sizes[-1], strict=True) if last > first]
+    return {"alive": float(sum(own() is not None for own in models)), "grown": ", ".join(grown)}
+
+
+def copies(fleet: Fleet, _rank: int) -> Found:
+    """A model's copies, files, exports and compiled forms are what they would be without fleet."""
+    network, x = layers(2), torch.ones(2, 6, dtype=torch.float64)
+    model = _joined(fleet, network)
+    other = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    names = [name for name, _ in network.named_parameters()]
+    named = all(list(one.state_dict()) == names and one.module is one for one in (model, other, loaded))
+    same = torch.export.export(other.eval(), (x,)).module()(x), torch.compile(model, backend="eager")(x), loaded(x)
+    kept = fleet.distributed_model(Holder(2, 2)).module
+    return {"off": max(float((one - network(x)).abs().max()) for one in same), "named": float(named and kept == "its own")}
+
+
+class Holder(nn.Linear):
+    """A model with attributes that fleet would set."""
+
+    module = "its own"
+
+
+def _given(fleet: Fleet, network: nn.Module) -> torch.optim.Optimizer:
+    return fleet.distributed_optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
 
 
 def _apart(tensors: Iterable[torch.Tensor]) -> float:
     """By how much ranks differ."""
-    numbers = [tensor.detach().double() for tensor in tensors]
+    numbers = [tensor.detach() if tensor.is_complex() else tensor.detach().double() for tensor in tensors]
     return max((float((own - _mean(own)).abs().max()) for own in numbers), default=0.0)
 
 
 def _joined(fleet: Fleet, model: nn.Module, **strategy: Any) -> nn.Module:
-    fleet.init(DistributedStrategy.from_dict({"fuse_grad_size_in_MB": 0.0001, **strategy}), timeout_s=20.0)
+    if fleet._job is None:
+        fleet.init(DistributedStrategy.from_dict({"fuse_grad_size_in_MB": 0.0001, **strategy}), timeout_s=20.0)
     return fleet.distributed_model(model)
 
 
@@ -214,7 +295,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _mean(tensor: torch.Tensor) -> torch.Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     dist.all_reduce(whole)
-    return whole / RANKS
+    return whole / dist.get_world_size()
 
 
 BY_RANK = {
@@ -231,6 +312,8 @@ BY_RANK = {
 }
 """How models differ by rank, and what is said of them."""
 Case = Callable[[Fleet, int], Found]
+ALL_REFUSED = REFUSED | MODELS_REFUSED
+ALL_TRAINED = TRAINED | MODELS_TRAINED
 CASES: dict[str, Case] = {
     "layouts": layouts,
     "layouts, K = 2": partial(layouts, **LOCAL),
@@ -242,8 +325,11 @@ CASES: dict[str, Case] = {
     },
     **{f"by rank: {kind}": partial(by_rank, kind=kind) for kind in BY_RANK},
     "another strategy": other_strategy,
-    **{f"refused: {name}": partial(script, run=run, truth=False, **fields) for name, (run, fields, _) in REFUSED.items()},
-    **{f"trained: {name}": partial(script, run=run, truth=truth, **fields) for name, (run, fields, truth) in TRAINED.items()},
+    "let go": partial(let_go, number=20),
+    "let go, K = 2": partial(let_go, number=5, **LOCAL),
+    "copies": copies,
+    **{f"refused: {name}": partial(script, run=run, truth=False, **fields) for name, (run, fields, _) in ALL_REFUSED.items()},
+    **{f"trained: {name}": partial(script, run=run, truth=truth, **fields) for name, (run, fields, truth) in ALL_TRAINED.items()},
     "parameter hooks after, by bucket": partial(own_hooks, where="after", kind="parameter", **BY_BUCKET),
 }
 
@@ -262,12 +348,14 @@ def _refused(found: Found) -> Iterator[None]:
 
 def main() -> None:
     """Run the cases."""
-    rank, ranks, store, output = sys.argv[1:]
+    rank, ranks, store, output, *which = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timedelta(seconds=60))
     be_rank(int(rank), int(ranks))
     saved: Found = {}
     for name, case in CASES.items():
+        if which and not name.startswith(which[0]):
+            continue
         fleet, found = Fleet(), Found()
         with _refused(found):
             found |= case(fleet, int(rank))

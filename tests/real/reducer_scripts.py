@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
 
 SIZE = 6
@@ -35,6 +37,11 @@ class Way:
     rank: int
     wrap: Callable[[nn.Module], nn.Module]
     give: Callable[[Any], Any]
+    meet: Callable[[], None] = lambda: None
+    """Trainers agree, and an epoch ends."""
+    save: Callable[[], None] = lambda: None
+    join: Callable[[list[Any]], AbstractContextManager[Any]] = Join
+    """Around a loop that has unequally many batches on the ranks."""
 
 
 Script = Callable[[Way], nn.Module]

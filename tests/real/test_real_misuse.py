@@ -20,6 +20,7 @@ from real.collective import Collective
 from real.compute.recompute import apply_recompute
 from real.compute.sync_batch_norm import apply_sync_batch_norm
 from real.engine.engine import Engine
+from real.models import Models
 from real.servers.served import Served
 
 
@@ -431,6 +432,19 @@ def test_a_model_converted_later_is_refused(others: ZeroTrainer) -> None:
     model.double()
     with pytest.raises(ConfigError, match="moved or converted after it was distributed"):
         model(torch.ones(2, 8, dtype=torch.float64))
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("called", "match"), [("is_auto", "strategy.auto: is looked up for one model"), ("is_driven", "is called again, and a profile")]
+)
+def test_a_second_model_where_one_is_followed_is_refused(others: ZeroTrainer, called: str, match: str) -> None:
+    """A recommendation is for one model, and a profile or a tuning follows one."""
+    models = Models()
+    engine, _ = engine_of(six_layers(), others)
+    models.put(engine)
+    with pytest.raises(ConfigError, match=match):
+        models.refuse_another(six_layers(), **{"is_auto": False, "is_driven": False, called: True})
     engine.close()
 
 

@@ -106,7 +106,7 @@ class ZeroTrainer:
         """What trainers tell one another: the other trainer tells the same."""
         whole.copy_(own.repeat(self.trainers))
 
-    def broadcast(self, *tensors: torch.Tensor) -> None:
+    def broadcast(self, *tensors: torch.Tensor, source: int = 0) -> None:
         """Rank 0 is this one: nothing changes."""
 
     def close(self) -> None:

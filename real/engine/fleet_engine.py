@@ -1,0 +1,198 @@
+"""FleetEngine: an engine beside those of the other models that one process trains."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fleetbench.plan.events import BackwardEnd, StepBegin
+from fleetbench.plan.state import State
+from real.engine.buckets import GradientBucket
+from real.engine.engine import Engine
+from real.engine.executor import started
+from real.engine.gradients import is_cleared
+from real.engine.planning import Progress
+from real.engine.refusals import refuse_in_step, refuse_open, refuse_uneven
+
+
+class FleetEngine(Engine):
+    """An engine that knows of the others.
+
+    A backward may pass through several models, as a generator's loss does through the discriminator: all of them
+    exchange their gradients in it. If then another model is updated, and this one is not, its step has not begun: the
+    script may throw the gradients away, or leave them for the next backward to add to.
+    """
+
+    announce: Callable[[], None] | None = None
+    """With uneven inputs: tells trainers without data that a backward's gradients are exchanged."""
+    _task = -1
+    """Autograd's number of the last backward that left gradients here."""
+
+    def __init__(self, *arguments: Any, company: Iterable["FleetEngine"] = (), **named: Any) -> None:
+        """As an ``Engine``; ``company``: the engines of the process's models, whenever it is asked."""
+        self._company = company
+        super().__init__(*arguments, **named)
+
+    def progress(self, where: str) -> Progress:
+        """See ``Engine``."""
+        self._give_up()
+        return super().progress(where)
+
+    def retire(self, where: str) -> None:
+        """Close between two steps, for another engine of the model; gradients stay.
+
+        Raises ``ConfigError`` where something would be lost.
+        """
+        self._give_up()
+        if not self._is_in_vain():
+            refuse_in_step(self._phase, where)
+        refuse_open(self.has_agreed, self._decider.state.merged, where)
+        self._num_moves += 1  # a backward of an earlier forward would find no hooks
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        self.close()
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        """See ``Engine``; one that was inherited is attached already."""
+        if optimizer is self.executor.optimizer:
+            self.has_optimizer = True
+        else:
+            super().attach_optimizer(optimizer)
+
+    def inherit(self, optimizers: Iterable[Optimizer]) -> None:
+        """Attach the optimizers of the engine before, if all of their parameters are known; the script may hand over others."""
+        for optimizer in optimizers:
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if {id(parameter) for parameter in held if parameter.requires_grad} <= self._known():
+                self.attach_optimizer(optimizer)
+        self.has_optimizer = False
+
+    def hear_update(self, task: int) -> None:
+        """Another model was updated after this backward."""
+        what = self.executor.combination
+        takes_back = not (what.merges or what.updates_by_bucket or what.scales)
+        self._is_passed |= takes_back and (self._phase, self._task) == ("update", task)
+
+    def begin_uneven(self, where: str) -> None:
+        """Trainers may have unequally many batches from now on: settle now what they settle together."""
+        refuse_uneven(self.executor.combination, self.strategy, where)
+        self._give_up()
+        if not self._is_in_vain():
+            refuse_in_step(self._phase, where)
+        if self._initial is None:
+            self._planning.settle()
+            self._stay(self._decider.state)
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward is under way that has come to this model."""
+        return self._phase == "backward"
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether a backward is under way, some of whose gradients are not on their way yet."""
+        return self._phase == "backward" and 0 < self._next_bucket < len(self.plan.buckets)
+
+    def shadow_backward(self) -> None:
+        """Take part, with zeros, in a backward of the trainers that have data; nothing of it stays."""
+        mark, gradients, storage = self._decider.mark(), [parameter.grad for parameter in self._members], self.executor.storage
+        if self._phase != "idle":
+            self._decider.rewind(self._before)
+        for parameter in self._members:
+            parameter.grad = None
+        for gathered in storage.gradients:
+            if isinstance(gathered, GradientBucket):
+                storage.place(gathered.id, torch.zeros_like(gathered.buffer))
+        started(self._tell(StepBegin(self._decider.state.next_step)))
+        self._next_bucket = 0
+        while self._next_bucket < len(self.plan.buckets):
+            self._start_bucket()
+        if self._reducer is not None:
+            self._reducer.shadow_flags()
+        self.executor.end_backward(self._tell(BackwardEnd()), (), 1.0)
+        self._unused.clear()
+        self.executor.begin_again()
+        self._decider.rewind(mark)
+        for parameter, gradient in zip(self._members, gradients, strict=True):
+            parameter.grad = gradient
+
+    def end_uneven(self, source: int) -> None:
+        """All take the model of rank ``source``, and are where its training is."""
+        state = self._decider.state if self._phase == "idle" else self._before[0]
+        buffers = self.model.buffers() if self.plan.buffers_nbytes else ()
+        for tensor in (*self.model.parameters(), *buffers):
+            self.communicators.broadcast(tensor.detach(), source=source)
+        if self.meeting is not None:
+            told = self.meeting.texts(json.dumps(state.to_dict()))
+            self._decider.state = State.from_dict(json.loads(told[source]))
+            self.step, self._phase = self._decider.state.next_step - 1, "idle"
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters."""
+        return self._members
+
+    def _known(self) -> set[int]:
+        return {id(parameter) for engine in (self, *self._company) for parameter in engine.trained()}
+
+    def _update_begins(self, *arguments: Any, **named: Any) -> None:
+        if not self._rests():
+            super()._update_begins(*arguments, **named)
+
+    def _rests(self) -> bool:
+        """Whether an optimizer of several models steps others than this one, which has no gradients now."""
+        optimizer, what = self.executor.optimizer, self.executor.combination
+        if self._phase not in ("idle", "forward") or all(
+            engine is self or engine.executor.optimizer is not optimizer for engine in self._company
+        ):
+            return False
+        return is_cleared(self._members) if what.leaves_averages else all(parameter.grad is None for parameter in self._members)
+
+    def _backward_comes(self) -> None:
+        super()._backward_comes()
+        if any(other is not self and other.is_in_backward for other in self._company):
+            self.communicators.order_several()
+        if self.announce is not None:
+            with self._taken_back():
+                self.announce()
+        self._task, self._is_passed = torch._C._current_graph_task_id(), False  # noqa: SLF001  # as register_multi_grad_hook asks
+
+    def _update_ends(self) -> None:
+        was_updated = self._phase == "update"
+        super()._update_ends()
+        if was_updated and self._phase == "idle":
+            for other in self._company:
+                other.hear_update(self._task)
+
+    def _run_between(self, event: Any, where: str) -> None:
+        self._give_up()
+        super()._run_between(event, where)
+
+    def _begin_step(self) -> None:
+        with self._taken_back():
+            super()._begin_step()
+
+    @contextmanager
+    def _taken_back(self) -> Iterator[None]:
+        """An error of torch's ``Join``, if all trainers end with the first that has no data, leaves no step under way."""
+        try:
+            yield
+        except RuntimeError:
+            if self.announce is not None:
+                self._take_back()
+            raise
+
+    def _give_up(self) -> None:
+        """A step whose backward was another model's has not begun."""
+        if self._is_passed and self._phase == "update":
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """The step under way has not begun; gradients stay where they are."""
+        self._decider.rewind(self._before)
+        self.executor.begin_again()
+        self.step, self._phase, self._is_passed = self.step - 1, "idle", False

@@ -1,0 +1,163 @@
+"""Models: the models that one process trains, each with an engine of its own on the job's communicators."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from weakref import ref
+
+import torch
+from torch import nn
+
+from fleetbench.errors import ConfigError
+from real.checkpoints.meeting import Meeting
+from real.communication.communicators import Communicators
+from real.engine.engine import Engine
+from real.engine.fleet_engine import FleetEngine
+from real.engine.uneven import UnevenInputs
+
+MODEL = "fleet.distributed_model"
+
+
+class Models:
+    """The engines, one a model, in the order of ``fleet.distributed_model``; iterating gives those that know each other.
+
+    An engine lives as long as its model. If a script drops a model, such as that of an earlier fold, ``sweep`` forgets
+    it. The last engine is kept, to warn at exit of an open round.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[ref[Engine]] = []
+        self._last: Engine | None = None
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Those whose models are there."""
+        return [engine for own in self._found if (engine := own()) is not None]
+
+    def sweep(self, meeting: Meeting, *, collects: bool = False) -> None:
+        """Forget models that some trainer's script has dropped; every trainer calls it, before engines communicate.
+
+        ``collects``: free their memory now.
+        """
+        if len(self._found) < (1 if collects else 2):
+            return
+        if collects:
+            self._last = None
+            gc.collect()
+        alive = meeting.gather([int(own() is not None) for own in self._found])
+        self._found = [own for own, told in zip(self._found, zip(*alive, strict=True), strict=True) if all(told)]
+
+    def __iter__(self) -> Iterator[FleetEngine]:
+        """The engines that were made by ``fleet.distributed_model``, and not by a driver's orders."""
+        return (engine for engine in self.engines if isinstance(engine, FleetEngine))
+
+    @property
+    def have_agreed(self) -> bool:
+        """Whether no trainer has updated alone since all of them last agreed."""
+        return all(engine.has_agreed for engine in self.engines)
+
+    def put(self, engine: Engine) -> None:
+        """This engine runs its model from now on."""
+        self._last = engine
+        for index, own in enumerate(self._found):
+            if (before := own()) is not None and before.model is engine.model:
+                self._found[index] = ref(engine)
+                return
+        self._found.append(ref(engine))
+
+    def of(self, model: nn.Module) -> Engine | None:
+        """The model's engine, where it has one."""
+        return next((engine for engine in self.engines if engine.model is model), None)
+
+    def all(self, where: str) -> list[Engine]:
+        """Every engine. Raises ``ConfigError`` where there is none."""
+        if not (engines := self.engines):
+            raise ConfigError("there is no model yet", where, hint=f"call {MODEL} first")
+        return engines
+
+    def only(self, where: str) -> Engine:
+        """The one that there is. Raises ``ConfigError`` for several."""
+        engine, *others = self.all(where)
+        if others:
+            what = "serves a process that trains one model"
+            hint = "after fleet.synchronize(), save each model's and optimizer's state_dict() by torch.save on rank 0, or export it there"
+            raise ConfigError(what, where, f"{1 + len(others)} models", hint)
+        return engine
+
+    def holding(self, optimizer: torch.optim.Optimizer, where: str) -> list[Engine]:
+        """The engines some of whose parameters the optimizer holds.
+
+        Raises ``ConfigError`` for an optimizer that holds parameters of none of several models.
+        """
+        engines = self.all(where)
+        if len(engines) == 1 or not hasattr(optimizer, "param_groups"):
+            return engines[:1]
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = [engine for engine in engines if any(id(parameter) in held for parameter in engine.model.parameters())]
+        if not found:
+            hint = f"give its model to {MODEL} first"
+            raise ConfigError("holds parameters of no distributed model", where, type(optimizer).__name__, hint)
+        what = found[0].executor.combination
+        if len(found) > 1 and (what.resets_state or what.lr_scale != 1):
+            why = "is one for several models, and the strategy resets its state or scales its learning rate for each of them"
+            raise ConfigError(why, where, type(optimizer).__name__, "give each model an optimizer of its own")
+        return found
+
+    @contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Backwards inside leave their gradients on this trainer alone: those of one model, or of all."""
+        with ExitStack() as stack:
+            for engine in self.all("fleet.no_sync"):
+                if model in (None, engine.model):
+                    stack.enter_context(engine.no_sync())
+            yield
+
+    def join(
+        self,
+        communicators: Communicators,
+        model: nn.Module | None = None,
+        *,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """See ``Fleet.join``: of one model, or of all."""
+        where = "fleet.join" if model is None else "model.join"
+        if not divide_by_initial_world_size:
+            hint = "leave it out: gradients are divided by the number of all trainers"
+            raise ConfigError("divides by the trainers that go on, which no strategy does", where, "False", hint)
+        self.all(where)
+        engines = [engine for engine in self if model in (None, engine.model)]
+        if not enable or communicators.trainers == 1:
+            return nullcontext()
+        if not engines:
+            raise ConfigError("is not followed by a profile or a tuning", where, hint="give every trainer as many batches there")
+        return UnevenInputs(engines, communicators).joined(where, throws=throw_on_early_termination)
+
+    def refuse_another(self, model: nn.Module, *, is_auto: bool, is_driven: bool) -> None:
+        """Raise ``ConfigError`` for a model beside others, or again, that would not train as under DistributedDataParallel."""
+        if not self.engines:
+            return
+        if is_driven:
+            hint = "profile or tune a script that trains one model, and makes it distributed once"
+            raise ConfigError("is called again, and a profile or a tuning follows one model", MODEL, type(model).__name__, hint)
+        if self.of(model) is not None:
+            return
+        if is_auto:
+            hint = "load the strategy that all of them share: DistributedStrategy.load(FILE)"
+            raise ConfigError("is looked up for one model, and this process trains several", "strategy.auto", "true", hint)
+        if self.engines[0].executor.combination.adaptive is not None:
+            hint = "use fixed local steps: localsgd with k_steps, or train one model"
+            raise ConfigError("follows one reported loss, and this process trains several models", "strategy.adaptive_localsgd", hint=hint)
+        for engine in self.engines:
+            _refuse_shared(engine.model, model)
+
+
+def _refuse_shared(known: nn.Module, model: nn.Module) -> None:
+    """Raise ``ConfigError`` for a parameter of both models that one of them trains."""
+    names = {id(parameter): (name, parameter) for name, parameter in known.named_parameters()}
+    shared = [(name, names[id(own)][0]) for name, own in model.named_parameters() if id(own) in names and own.requires_grad]
+    if shared:
+        what = "has a parameter of another distributed model, of which it is a part, or which is a part of it: both would average it"
+        hint = "distribute the parts alone, or the whole, which the loop then calls; `del` a model that the new one takes the place of"
+        raise ConfigError(what, MODEL, f"{shared[0][0]}, there {shared[0][1]}", hint)
