@@ -75,7 +75,6 @@ class Collective:
         self.role = role_of(os.environ)
         self.engine: Engine | None = None
         self._strategy = strategy
-        self._has_optimizer = False
         self._failures: Failures | None = None
         self.driven: RankLegs | None = None
         """The legs of this rank, where a driver orders them."""
@@ -153,17 +152,17 @@ class Collective:
             self.communicators.move(place)
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let its steps be the strategy's updates."""
+        """Let its steps be the strategy's updates, beside those of the others; it takes the place of others of its parameters."""
         engine = self._trained("fleet.distributed_optimizer")
-        if self._has_optimizer:
+        if engine.optimizers and self.driven is not None:
+            what = "a script that gives fleet several optimizers, or one anew, is neither profiled nor tuned"
             hint = "put all parameters into the groups of one optimizer, later ones by optimizer.add_param_group(...)"
-            raise ConfigError("this process has its optimizer already", "fleet.distributed_optimizer", type(optimizer).__name__, hint)
+            raise ConfigError(what, "fleet.distributed_optimizer", type(optimizer).__name__, hint)
         if self._strategy.needs_linear_optimizer and not isinstance(optimizer, torch.optim.SGD):
             what = "averaging parameters after every update (k_steps = 1) is not a step of averages for this optimizer"
             hint = 'use torch.optim.SGD, raise k_steps, or set optimizer_state = "average"'
             raise ConfigError(what, "fleet.distributed_optimizer", type(optimizer).__name__, hint)
         engine.attach_optimizer(optimizer)
-        self._has_optimizer = True
         if self.driven is not None:
             from real.job.rank_legs import EngineSwitch
 

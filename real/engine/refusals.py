@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -86,10 +86,13 @@ def refuse_other_optimizer(
     hint = "put all that is ever trained into the model, with requires_grad = True, before fleet.distributed_model"
     if not strange and not is_averaged:
         strange = [name for name, own in parameters.items() if id(own) in held]
-        why = "has stepped parameters of the model, and was not given to fleet: ranks would end with different models"
+        why = (
+            "has stepped parameters of the model, and was not given to fleet, or another has taken its place: "
+            "ranks would end with different models"
+        )
         hint = (
-            "put all parameters into the groups of one optimizer, and give that to fleet.distributed_optimizer; without local steps, "
-            "gradient merge and amp in FP16, several optimizers may step after loss.backward(), as under DDP"
+            "give every optimizer to fleet.distributed_optimizer, also one that is made anew; without local steps, "
+            "gradient merge and amp in FP16, others may step after loss.backward(), as under DDP"
         )
     if strange:
         where = f"optimizer {type(optimizer).__name__}"
@@ -175,8 +178,14 @@ def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None
         "put every backward of a step but the last into `with fleet.no_sync():`; "
         "a GradScaler of the script's own, which leaves out optimizer.step() at an overflow, needs amp = true in its place"
     )
+    if what.leaves_averages:
+        return
     if not is_attached:
-        why, hint = "fleet does not know the optimizer", "call fleet.distributed_optimizer before training"
+        why = f"fleet does not know the optimizer, whose steps {fields_of(what)} counts"
+        hint = (
+            "call fleet.distributed_optimizer before training; updates by hand (p -= lr * p.grad) "
+            "need gradients that are averaged in every step, or go into a torch.optim.Optimizer of your own"
+        )
     elif what.merges or what.updates_by_bucket or what.scales:
         fields = "gradient_merge, enable_backward_optimizer_op_deps = false or amp"
         why, hint = f"{fields} has merged, used or unscaled the first one's gradients already", accumulate + inputs
@@ -252,6 +261,42 @@ def refuse_unfrozen(frozen: Mapping[str, nn.Parameter]) -> None:
             "until optimizer.add_param_group(...)"
         )
         raise ConfigError(what, f"parameters {', '.join(unfrozen[:5])}", f"{len(unfrozen)} of {len(frozen)} frozen ones", hint)
+
+
+def fields_of(what: Combination) -> str:
+    """The fields because of which an update is more than what optimizers make of gradients that are averaged in every step."""
+    named = {
+        "localsgd": what.is_local and what.adaptive is None,
+        "adaptive_localsgd": what.adaptive is not None,
+        "gradient_merge": what.merges,
+        "amp in FP16": what.scales,
+        "build_strategy.enable_backward_optimizer_op_deps = false": what.updates_by_bucket,
+    }
+    return " with ".join(name for name, is_set in named.items() if is_set)
+
+
+def given_of(arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+    """What ``optimizer.step`` was given beside the optimizer."""
+    return [item for item in (*arguments[1:], *named.values()) if item is not None]
+
+
+def refuse_arguments(given: Sequence[Any], what: Combination | None = None) -> None:
+    """Raise ``ConfigError`` for what ``optimizer.step`` is given, such as a closure, where the update begins before it, or elsewhere.
+
+    ``what``: none with parameter servers.
+    """
+    if what is None:
+        why = "parameter servers take the gradients when it is called"
+    elif not what.leaves_averages:
+        why = f"{fields_of(what)} decides what it does when the step's backward has ended, before it is called"
+    elif what.fuses_update:
+        why = "build_strategy.fuse_all_optimizer_ops chooses how to update from the gradients, before a closure makes them"
+    else:
+        return
+    if given:
+        hint = "call loss.backward() and then optimizer.step(); set what else it needs on the optimizer or its groups"
+        shown = "a closure" if callable(given[0]) else type(given[0]).__name__
+        raise ConfigError(f"must be called without arguments: {why}", "optimizer.step()", shown, hint)
 
 
 def refuse_update(phase: str, members: Sequence[nn.Parameter], model: nn.Module) -> None:

@@ -15,10 +15,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import optimizer_scripts
+import reducer_scripts
 import torch
 import torch.distributed as dist
 from living_fleet import be_rank, leave
-from reducer_scripts import REFUSED, TRAINED, Script, Way
+from reducer_scripts import Script, Way
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -182,12 +184,20 @@ def script(fleet: Fleet, rank: int, *, run: Script, truth: bool, **strategy: Any
     """A script under fleet; ``off`` from plain DDP where that is the ``truth``, else ranks from each other, once they have met."""
     network = run(Way(rank, lambda model: _joined(fleet, model, **strategy), fleet.distributed_optimizer))
     if truth:
-        other = run(Way(rank, partial(DistributedDataParallel, find_unused_parameters=bool(strategy)), lambda optimizer: optimizer))
+        other = run(_truth(rank, strategy))
         off = max(float((one - two).abs().max()) for one, two in zip(network.parameters(), other.parameters(), strict=True))
     else:
         fleet.synchronize()
         off = _apart(network.parameters())
     return {"off": off if "localsgd" in strategy else max(off, _apart(network.buffers()))}
+
+
+def _truth(rank: int, strategy: dict[str, Any]) -> Way:
+    if "localsgd" in strategy or "gradient_merge" in strategy:
+        written = optimizer_scripts.WrittenOut(strategy)
+        return Way(rank, written.wrap, lambda optimizer: optimizer, written.update)
+    wrap = partial(DistributedDataParallel, find_unused_parameters="find_unused_parameters" in strategy)
+    return Way(rank, wrap, lambda optimizer: optimizer)
 
 
 def _apart(tensors: Iterable[torch.Tensor]) -> float:
@@ -217,6 +227,8 @@ def _mean(tensor: torch.Tensor) -> torch.Tensor:
     return whole / RANKS
 
 
+REFUSED = reducer_scripts.REFUSED | optimizer_scripts.REFUSED
+TRAINED = reducer_scripts.TRAINED | optimizer_scripts.TRAINED
 BY_RANK = {
     "order of buffers": "buffer buffer_a [2] torch.float32 on rank 0, buffer buffer_b [2]",
     "order of frozen": "frozen parameter frozen_a [2] torch.float32 on rank 0, frozen parameter frozen_b [2]",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,12 @@ SCALED: dict[str, Any] = {"amp": True}
 UNUSED: dict[str, Any] = {"find_unused_parameters": True}
 
 
+def step_all(optimizers: Sequence[Any]) -> None:
+    """Step one after the other."""
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 @dataclass(frozen=True)
 class Way:
     """How a script makes its model and its optimizer distributed; ``rank`` is this one."""
@@ -35,6 +41,8 @@ class Way:
     rank: int
     wrap: Callable[[nn.Module], nn.Module]
     give: Callable[[Any], Any]
+    update: Callable[[Sequence[Any]], None] = step_all
+    """With these optimizers."""
 
 
 Script = Callable[[Way], nn.Module]
@@ -52,8 +60,7 @@ def train(way: Way, model: Any, *optimizers: Any, steps: int = 4, before: Callab
         before(step)
         x = torch.randn(5, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + way.rank))
         model(x.to(next(model.parameters()).dtype)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        way.update(optimizers)
         for optimizer in optimizers:
             optimizer.zero_grad()
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import run_ranks
-from reducer_rank import BY_RANK, CASES, RANKS, Found
-from reducer_scripts import REFUSED, TRAINED
+from reducer_rank import BY_RANK, CASES, RANKS, REFUSED, TRAINED, Found
 
 EXACT = 1e-12
 SOON_S = 10.0
