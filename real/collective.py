@@ -155,7 +155,7 @@ class Collective:
         """Let its steps be the strategy's updates, beside those of the others; it takes the place of others of its parameters."""
         engine = self._trained("fleet.distributed_optimizer")
         if engine.optimizers and self.driven is not None:
-            what = "a script that gives fleet several optimizers, or one anew, is neither profiled nor tuned"
+            what = "a script that gives fleet several optimizers, or a new one later, is neither profiled nor tuned"
             hint = "put all parameters into the groups of one optimizer, later ones by optimizer.add_param_group(...)"
             raise ConfigError(what, "fleet.distributed_optimizer", type(optimizer).__name__, hint)
         if self._strategy.needs_linear_optimizer and not isinstance(optimizer, torch.optim.SGD):

@@ -204,7 +204,7 @@ class Controls:
                 if other is not own.optimizer:
                     name = next((name for name, one in self._parameters.items() if one is parameter), "")
                     kinds = f"{type(other).__name__} and {type(own.optimizer).__name__}"
-                    hint = "let it be in the groups of one; an optimizer that is made anew takes the other's place when fleet is given it"
+                    hint = "let it be in the groups of one, or give fleet the second again: it takes the first's place"
                     raise ConfigError("is held by two optimizers that fleet was given", f"parameter {name}", kinds, hint)
 
 

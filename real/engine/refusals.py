@@ -91,7 +91,7 @@ def refuse_other_optimizer(
             "ranks would end with different models"
         )
         hint = (
-            "give every optimizer to fleet.distributed_optimizer, also one that is made anew; without local steps, "
+            "give every optimizer to fleet.distributed_optimizer, also one that replaces another; without local steps, "
             "gradient merge and amp in FP16, others may step after loss.backward(), as under DDP"
         )
     if strange:
