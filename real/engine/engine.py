@@ -51,6 +51,7 @@ from real.engine.planning import Planning, Progress
 from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
     refuse_again,
+    refuse_frozen,
     refuse_graph_of_gradients,
     refuse_in_step,
     refuse_late,
@@ -393,6 +394,8 @@ class Engine:
     def _begin_step(self) -> None:
         refuse_moved(self._members[0], self._dtype, self._device)
         refuse_unfrozen(self._frozen)
+        if self._reducer is not None and self.executor.combination.merges:  # which looks at the backward before an update alone
+            refuse_frozen(self._parameters)
         refuse_wrapper_around(self._members, DistributedDataParallel._active_ddp_module)  # noqa: SLF001  # one whose forward is running
         self.take_over(looks=self._decider.state.step is None)
         self._phase = "forward"

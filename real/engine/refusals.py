@@ -252,6 +252,12 @@ def refuse_unused(unused: Sequence[str], parameters: Mapping[str, nn.Parameter])
     raise ConfigError(what, f"parameters {shown}", f"{len(frozen or unused)} of {len(parameters)}", hint)
 
 
+def refuse_frozen(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ``ConfigError`` where parameters were frozen of which each is to get a gradient."""
+    if frozen := sorted(name for name, parameter in parameters.items() if not parameter.requires_grad):
+        refuse_unused(frozen, parameters)
+
+
 def refuse_unfrozen(frozen: Mapping[str, nn.Parameter]) -> None:
     """Raise ``ConfigError`` where one of the parameters that were frozen when the model was distributed is trained now."""
     if unfrozen := [name for name, parameter in frozen.items() if parameter.requires_grad]:
