@@ -175,6 +175,29 @@ def two_losses(way: Way) -> nn.Module:
     return network
 
 
+class Looked(nn.Module):
+    """An embedding with sparse gradients before a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, SIZE, sparse=True, dtype=torch.float64)
+        self.layer = nn.Linear(SIZE, SIZE, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of numbers that rows are chosen by."""
+        return self.layer(self.table((x.abs() * 3).long() % 9).sum(dim=1))  # type: ignore[no-any-return]  # torch's modules return Any
+
+
+def looked(way: Way) -> nn.Module:
+    """SparseAdam for the embedding, and another for the rest."""
+    network = Looked()
+    model = way.wrap(network)
+    optimizers = [torch.optim.SparseAdam(list(network.table.parameters()), lr=0.01), SGD(network.layer.parameters())]
+    train(way, model, [way.give(one) for one in optimizers])
+    return network
+
+
 # Closures
 
 
@@ -409,6 +432,9 @@ TRAINED: dict[str, tuple[Script, dict[str, Any], bool]] = {
     "Muon, DiLoCo": (partial(several, of=matrices), DILOCO, True),
     "three": (partial(several, of=partial(halves, kinds=(ADAMW, SGD, torch.optim.Adagrad))), {}, True),
     "three, merge": (partial(several, of=partial(halves, kinds=(ADAMW, SGD, torch.optim.Adagrad))), MERGE, True),
+    "SparseAdam and another": (looked, {}, True),
+    "SparseAdam and another, by bucket": (looked, BY_BUCKET, True),
+    "SparseAdam and another, K = 3": (looked, LOCAL, True),
     "one later": (partial(several, late=True), {}, True),
     "one later, K = 3": (partial(several, late=True), LOCAL, True),
     "one later, merge": (partial(several, late=True), MERGE, True),
