@@ -56,8 +56,8 @@ class Averaged:
 
     def note(self, gradients_of: Sequence[nn.Parameter]) -> None:
         """These are."""
-        gradients = [parameter.grad for parameter in gradients_of if parameter.grad is not None]
-        self._noted = [(TensorWeakRef(gradient), gradient._version) for gradient in gradients]  # noqa: SLF001  # torch documents it
+        gradients = [own for parameter in gradients_of if (own := parameter.grad) is not None]
+        self._noted = [(TensorWeakRef(own), own._version) for own in gradients]  # noqa: SLF001  # torch documents it
 
     def has(self, gradients_of: Sequence[nn.Parameter]) -> bool:
         """Whether there are gradients, and none was written to since, but to clear it, as a backward that is not heard of does."""
