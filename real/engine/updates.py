@@ -1,4 +1,4 @@
-"""Updates: hears of the steps of optimizers, and knows which of those that fleet was given have stepped since the last backward."""
+"""Updates: which of a model's optimizers step, and have stepped since the last backward."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,10 +28,13 @@ from real.engine.stopwatch import Stopwatch
 class Updates:
     """The optimizers of one model, in the order in which fleet was given them; tells the executor of their steps.
 
-    An update is ``waiting`` from a backward's end until the first of them steps, ``begun`` until each has stepped once, and over then.
-    Where gradients are averages, it is what the loop makes of them, by some of the optimizers or by hand, until its next forward.
-    A step within a step of one optimizer, as a subclass calls its base's, is none of its own; a step that raises ends there. Raises
-    ``ConfigError`` for a step that would not be what it is under DistributedDataParallel, or not the strategy's update.
+    An update is ``waiting`` from a backward's end until the first of them steps, ``begun`` until each has
+    stepped once, and over then. Where gradients are averages, an update is what the loop makes of them until
+    its next forward, by some of the optimizers or by hand. A step within a step of the same optimizer, as a
+    subclass calls its base's, does not count; a step that raises ends there.
+
+    Raises ``ConfigError`` for a step that is not what it is under DistributedDataParallel, or not the
+    strategy's update.
     """
 
     def __init__(
@@ -62,7 +65,10 @@ class Updates:
 
     def hear_others(self) -> list[RemovableHandle]:
         """Hear of the steps of optimizers that fleet was not given, until these handles are removed."""
-        return [register_optimizer_step_pre_hook(self._any_begins), register_optimizer_step_post_hook(self._any_ends)]
+        return [
+            register_optimizer_step_pre_hook(self._any_begins),
+            register_optimizer_step_post_hook(self._any_ends),
+        ]
 
     def joined_by(self, optimizer: Optimizer) -> list[Optimizer]:
         """The optimizers with this one, which takes the place of those that hold some of its parameters."""
@@ -91,7 +97,7 @@ class Updates:
             self._averaged.note(self._members)
 
     def end_open(self) -> None:
-        """What comes now belongs between steps, or to the next one: end an update that has not seen all optimizers."""
+        """End an update that not all optimizers have had a part in: what comes now belongs to no step, or the next."""
         if self._phase() != "update":
             return
         if not self._what.leaves_averages:
@@ -106,13 +112,13 @@ class Updates:
                 self._executor().begin_update(one)
 
     def refuse_partial(self, again: Optimizer | None = None) -> None:
-        """Raise ``ConfigError`` where an update has begun that is not whole, but may be; ``again``: where this one has stepped, twice."""
+        """Raise ``ConfigError`` where some optimizers have stepped, and all must; ``again``: where this one has."""
         if not self._stepped or self._what.leaves_averages or not (again is None or _is_in(again, self._stepped)):
             return
         number, one = next((number, one) for number, one in enumerate(self.optimizers, 1) if not _is_in(one, self._stepped))
         why = f"has not stepped, but another has, and with {fields_of(self._what)} all step once in every step"
         where = f"optimizer {type(one).__name__}, number {number} of {len(self.optimizers)} given to fleet"
-        hint = "step every optimizer once after each step's last backward; only gradients that are averaged every time leave that free"
+        hint = "step every optimizer once after each step's last backward; any of them may step where the strategy has none of these fields"
         raise ConfigError(why, where, hint=hint)
 
     @property
@@ -152,7 +158,7 @@ class Updates:
             self._ends()
 
     def _refuse_unready(self) -> None:
-        """Raise ``ConfigError`` unless gradients are the strategy's, or still averages from which an update was made."""
+        """Raise ``ConfigError`` unless gradients are the strategy's, or still the averages of the last update."""
         phase = self._phase()
         if phase != "update" and not (
             phase not in ("kept", "backward") and self._what.leaves_averages and self._averaged.has(self._members)

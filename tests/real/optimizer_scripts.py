@@ -17,10 +17,16 @@ from torch import nn
 
 FUSED: dict[str, Any] = {"build_strategy": {"fuse_all_optimizer_ops": True}}
 FUSED_BUCKETS: dict[str, Any] = {**BY_BUCKET, "fuse_grad_size_in_MB": 0.0001}
-DILOCO: dict[str, Any] = {"localsgd": True, "localsgd_configs": {"k_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9}}
+DILOCO: dict[str, Any] = {
+    "localsgd": True,
+    "localsgd_configs": {"k_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9},
+}
 RESET: dict[str, Any] = {"localsgd": True, "localsgd_configs": {"k_steps": 3, "momentum": "reset"}}
 BOTH: dict[str, Any] = {**LOCAL, **MERGE}
-FLUSHED: dict[str, Any] = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 3, "remainder": "flush"}}
+FLUSHED: dict[str, Any] = {
+    "gradient_merge": True,
+    "gradient_merge_configs": {"k_steps": 3, "remainder": "flush"},
+}
 SLOWED: dict[str, Any] = {"learning_rate": {"scale": 0.5}}
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 Optimizer = torch.optim.Optimizer
@@ -33,7 +39,13 @@ def loss_of(way: Way, model: Any, step: int) -> torch.Tensor:
 
 
 def train(
-    way: Way, model: Any, optimizers: Sequence[Optimizer], steps: int = 6, *, first: int = 1, chosen: Any = lambda _step, all_of: all_of
+    way: Way,
+    model: Any,
+    optimizers: Sequence[Optimizer],
+    steps: int = 6,
+    *,
+    first: int = 1,
+    chosen: Any = lambda _step, all_of: all_of,
 ) -> None:
     """The usual loop, in which those of the optimizers step that are ``chosen`` for a step."""
     for step in range(first, first + steps):
@@ -193,7 +205,10 @@ def looked(way: Way) -> nn.Module:
     """SparseAdam for the embedding, and another for the rest."""
     network = Looked()
     model = way.wrap(network)
-    optimizers = [torch.optim.SparseAdam(list(network.table.parameters()), lr=0.01), SGD(network.layer.parameters())]
+    optimizers = [
+        torch.optim.SparseAdam(list(network.table.parameters()), lr=0.01),
+        SGD(network.layer.parameters()),
+    ]
     train(way, model, [way.give(one) for one in optimizers])
     return network
 
@@ -398,10 +413,18 @@ REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
     **{f"one steps twice, {name}": (_TWICE, fields, _MISSING.format(said)) for name, (fields, said) in _FIELDS.items()},
     **{f"a closure, {name}": (closures, fields, _ARGUMENTS.format(said)) for name, (fields, said) in _FIELDS.items()},
     "a closure, fused": (closures, FUSED, _ARGUMENTS.format("build_strategy.fuse_all_optimizer_ops")),
-    "LBFGS, K = 3": (partial(closures, kinds=(LBFGS,)), LOCAL, "optimizer: updates all parameters as one, from a closure, and localsgd"),
+    "LBFGS, K = 3": (
+        partial(closures, kinds=(LBFGS,)),
+        LOCAL,
+        "optimizer: updates all parameters as one, from a closure, and localsgd",
+    ),
     **{f"by hand, {name}": (by_hand, fields, _BY_HAND.format(said)) for name, (fields, said) in _FIELDS.items() if name != "by bucket"},
     "by hand, by bucket": (by_hand, BY_BUCKET, "fleet.distributed_optimizer: there is no optimizer yet"),
-    "held by two": (shared_by_two, {}, r"parameter 0.bias: is held by two optimizers that fleet was given \(got SGD and AdamW\)"),
+    "held by two": (
+        shared_by_two,
+        {},
+        r"parameter 0.bias: is held by two optimizers that fleet was given \(got SGD and AdamW\)",
+    ),
     "given in a step": (given_in_a_step, {}, "fleet.distributed_optimizer: comes in the middle of a step"),
     "the earlier one goes on, K = 3": (
         partial(anew, second=frozen_layer, also=True),
@@ -431,7 +454,11 @@ TRAINED: dict[str, tuple[Script, dict[str, Any], bool]] = {
     "Muon": (partial(several, of=matrices), {}, True),
     "Muon, DiLoCo": (partial(several, of=matrices), DILOCO, True),
     "three": (partial(several, of=partial(halves, kinds=(ADAMW, SGD, torch.optim.Adagrad))), {}, True),
-    "three, merge": (partial(several, of=partial(halves, kinds=(ADAMW, SGD, torch.optim.Adagrad))), MERGE, True),
+    "three, merge": (
+        partial(several, of=partial(halves, kinds=(ADAMW, SGD, torch.optim.Adagrad))),
+        MERGE,
+        True,
+    ),
     "SparseAdam and another": (looked, {}, True),
     "SparseAdam and another, by bucket": (looked, BY_BUCKET, True),
     "SparseAdam and another, K = 3": (looked, LOCAL, True),
@@ -459,7 +486,11 @@ TRAINED: dict[str, tuple[Script, dict[str, Any], bool]] = {
     "LBFGS and another": (partial(closures, kinds=(LBFGS, ADAMW)), {}, True),
     "made anew": (partial(anew, second=lambda network: ADAMW(network.parameters())), {}, True),
     "made anew, K = 3": (partial(anew, second=lambda network: ADAMW(network.parameters())), LOCAL, True),
-    "made anew, state averaged": (partial(anew, second=lambda network: ADAMW(network.parameters())), STATE, True),
+    "made anew, state averaged": (
+        partial(anew, second=lambda network: ADAMW(network.parameters())),
+        STATE,
+        True,
+    ),
     "made anew, merge": (partial(anew, second=lambda network: ADAMW(network.parameters())), MERGE, True),
     "made anew of less": (partial(anew, second=frozen_layer), {}, True),
     "made anew of less, K = 3": (partial(anew, second=frozen_layer), LOCAL, True),

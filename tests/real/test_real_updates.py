@@ -182,7 +182,10 @@ def test_the_rate_is_scaled_for_each_and_restored(engines: Engines) -> None:
 STATES: dict[str, tuple[Any, dict[str, Any]]] = {
     "two": (halves, {}),
     "two, merged": (halves, {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}),
-    "two, state averaged": (halves, {"localsgd": True, "localsgd_configs": {"k_steps": 3, "optimizer_state": "average"}}),
+    "two, state averaged": (
+        halves,
+        {"localsgd": True, "localsgd_configs": {"k_steps": 3, "optimizer_state": "average"}},
+    ),
     "by hand": (none, {}),
     "LBFGS": (lambda model: [torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)], {}),
 }
@@ -226,7 +229,10 @@ def test_training_goes_on_from_a_save(engines: Engines, tmp_path: Path, name: st
     ("of", "said"),
     [
         (lambda model: halves(model)[::-1], "is another optimizer's (got saved SGD, here AdamW)"),
-        (lambda model: halves(model)[:1], "has another number of optimizers (got saved SGD, AdamW, here SGD)"),
+        (
+            lambda model: halves(model)[:1],
+            "has another number of optimizers (got saved SGD, AdamW, here SGD)",
+        ),
         (none, "there is no optimizer yet"),
     ],
 )
@@ -242,6 +248,10 @@ def test_other_optimizers_than_those_saved_are_refused(engines: Engines, tmp_pat
 def test_a_tuning_has_one_optimizer() -> None:
     """A second one is refused where fleet is given it."""
     job = object.__new__(Collective)
-    job.__dict__ |= {"engine": SimpleNamespace(optimizers=[object()]), "driven": object(), "_strategy": DistributedStrategy()}
+    job.__dict__ |= {
+        "engine": SimpleNamespace(optimizers=[object()]),
+        "driven": object(),
+        "_strategy": DistributedStrategy(),
+    }
     with pytest.raises(ConfigError, match="is neither profiled nor tuned"):
         job.distributed_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
