@@ -130,7 +130,7 @@ class Collective:
             self.models.sweep(self.meeting, collects=True)
         self.models.refuse_another(model, is_auto=self._is_auto, is_driven=self.driven is not None)
         before = self.models.of(model)
-        optimizers = [] if before is None else [before.executor.optimizer]
+        optimizers = () if before is None else tuple(before.optimizers)
         self._follow(next(model.parameters()).device)
         if isinstance(before, FleetEngine):
             refuse_model(model, self.communicators.device)
@@ -145,7 +145,7 @@ class Collective:
         shared = (self._strategy, self.communicators)
         engine = FleetEngine(model, *shared, keep_times=False, trainers_per_node=nodes, company=self.models)
         self.use(engine)
-        engine.inherit([optimizer for optimizer in optimizers if optimizer is not None])
+        engine.inherit(optimizers)
         if self._strategy.use_hierarchical_allreduce and "inner" not in engine.plan.parts:
             message = "one node, or one group of hierarchical_inner_ranks, has no hierarchy: use_hierarchical_allreduce is switched off"
             warnings.warn(message, HierarchySwitchedOff, stacklevel=3)
@@ -169,11 +169,12 @@ class Collective:
             self.communicators.move(place)
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let its steps be the strategy's updates."""
+        """Let its steps be the strategy's updates, beside those of the others; it takes the place of others of its parameters."""
         engines = self.models.holding(optimizer, "fleet.distributed_optimizer")
-        if any(engine.has_optimizer for engine in engines):
+        if engines[0].optimizers and self.driven is not None:
+            what = "a script that gives fleet several optimizers, or a new one later, is neither profiled nor tuned"
             hint = "put all parameters into the groups of one optimizer, later ones by optimizer.add_param_group(...)"
-            raise ConfigError("this process has its optimizer already", "fleet.distributed_optimizer", type(optimizer).__name__, hint)
+            raise ConfigError(what, "fleet.distributed_optimizer", type(optimizer).__name__, hint)
         if self._strategy.needs_linear_optimizer and not isinstance(optimizer, torch.optim.SGD):
             what = "averaging parameters after every update (k_steps = 1) is not a step of averages for this optimizer"
             hint = 'use torch.optim.SGD, raise k_steps, or set optimizer_state = "average"'

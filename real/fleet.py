@@ -100,7 +100,10 @@ class Fleet:
         return self._joined("fleet.distributed_model").distributed_model(model)
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let ``optimizer.step()`` be the strategy's update of the model, or models, that it holds; returns the same optimizer."""
+        """Let ``optimizer.step()`` be the strategy's update of the model, or models, that it holds; returns the same optimizer.
+
+        Called once for each optimizer. One that holds parameters of an earlier one takes its place.
+        """
         return self._joined("fleet.distributed_optimizer").distributed_optimizer(optimizer)
 
     def init_server(self, path: str | Path | None = None) -> bool:

@@ -41,6 +41,8 @@ OUTER = "outer.safetensors"
 _TAG = "$"
 """Key of what JSON has no type for."""
 Tensors = dict[str, torch.Tensor]
+Packed = tuple[Sequence[Mapping[str, Any]], Mapping[str, torch.Tensor]]
+"""Optimizers as ``pack_optimizer`` makes them, and their tensors."""
 _HINT = "build the model, and freeze what is frozen, as when it was saved; predicate=lambda name: ... loads some of it"
 
 
@@ -59,8 +61,8 @@ class Restored:
     parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Of this trainer, where a round is open."""
     carried: Carried = field(default_factory=Carried)
-    optimizer: tuple[Mapping[str, Any], Mapping[str, torch.Tensor]] | None = None
-    """As ``unpack_optimizer`` takes it."""
+    optimizers: Packed = ((), {})
+    """As ``unpack_optimizer`` takes them."""
     random: Mapping[str, torch.Tensor] = field(default_factory=dict)
     extra: Any = None
 
@@ -101,11 +103,11 @@ def capture(
     tensors |= {f"residual/{name}": own for name, own in carried.residual.items()}
     if communicators.trainers > 1:
         tensors |= {f"buffer/{name}": tensor for name, tensor in model.items() if not isinstance(tensor, nn.Parameter)}
-    if executor.optimizer is not None:
+    if engine.optimizers:
         state: Tensors = {}
-        shared[OPTIMIZER] = Part(state, pack_optimizer(executor.optimizer, engine.model, state, "state"))
+        shared[OPTIMIZER] = Part(state, [pack_optimizer(one, engine.model, state, "state") for one in engine.optimizers])
         if executor.combination.is_local and communicators.trainers > 1:
-            plain["optimizer"] = pack_optimizer(executor.optimizer, engine.model, tensors, "optimizer")
+            plain["optimizer"] = [pack_optimizer(one, engine.model, tensors, "optimizer") for one in engine.optimizers]
     plain["sparse"] = {}
     for name, total in carried.sums.items():
         if total.is_sparse:
@@ -270,7 +272,7 @@ def read(engine: Engine, save: Save, rank: int) -> Restored:
             used=frozenset(own.plain["used"]),
             loss=own.tensors.get("loss"),
         ),
-        optimizer=read_optimizer(engine, save, own),
+        optimizers=read_optimizers(engine, save, own),
         random=under("random/", own.tensors),
         extra=unpack(own.plain["extra"], own.tensors),
     )
@@ -281,17 +283,26 @@ def read_outer(save: Save) -> Mapping[str, torch.Tensor]:
     return save.read(OUTER).tensors if OUTER in save.manifest["parts"] else {}
 
 
-def read_optimizer(engine: Engine, save: Save, own: Part | None = None) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
-    """The optimizer that was saved, a trainer's ``own`` where it has one. Raises ``ConfigError`` where there is none, and for another."""
+def read_optimizers(engine: Engine, save: Save, own: Part | None = None) -> Packed:
+    """The optimizers that were saved, a trainer's ``own`` where it has some. Raises ``ConfigError`` where the engine has others."""
     where = str(save.folder)
     if OPTIMIZER not in save.manifest["parts"]:
-        raise ConfigError("was saved without an optimizer", where, hint="load the model alone: predicate=lambda name: True")
+        if engine.optimizers:
+            raise ConfigError("was saved without an optimizer", where, hint="load the model alone: predicate=lambda name: True")
+        return [], {}
+    if not engine.optimizers:
+        hint = "call fleet.distributed_optimizer before, or load the model alone: predicate=lambda name: True"
+        raise ConfigError("there is no optimizer yet", "fleet.load_persistables", hint=hint)
     part = save.read(OPTIMIZER)
     found = (part.plain, part.tensors) if own is None or "optimizer" not in own.plain else (own.plain["optimizer"], own.tensors)
-    optimizer = engine.executor.optimizer
-    assert optimizer is not None, "the caller looks for one"
-    refuse_other(optimizer, engine.model, found[0], where)
-    return found
+    saved = found[0] if isinstance(found[0], list) else [found[0]]  # as there once was one alone
+    if len(saved) != len(engine.optimizers):
+        kinds = ", ".join(data["class"] for data in saved), ", ".join(type(one).__qualname__ for one in engine.optimizers)
+        hint = "give fleet.distributed_optimizer those that were saved, in their order, before the load"
+        raise ConfigError("has another number of optimizers", where, f"saved {kinds[0]}, here {kinds[1]}", hint)
+    for optimizer, data in zip(engine.optimizers, saved, strict=True):
+        refuse_other(optimizer, engine.model, data, where)
+    return saved, found[1]
 
 
 @torch.no_grad()
@@ -302,9 +313,8 @@ def restore(engine: Engine, found: Restored, where: str) -> None:
     loss = None if found.carried.loss is None else found.carried.loss.to(device)
     origin = found.carried.origin or found.model
     engine.resume(found.progress, dataclasses.replace(found.carried, origin=origin, sums=sums, loss=loss), where)
-    executor = engine.executor
-    if found.optimizer is not None and executor.optimizer is not None:
-        unpack_optimizer(executor.optimizer, *found.optimizer)
+    for optimizer, data in zip(engine.optimizers, found.optimizers[0], strict=False):
+        unpack_optimizer(optimizer, data, found.optimizers[1])
     own = model_tensors(engine.model)
     for name, value in (*found.model.items(), *found.parameters.items()):
         own[name].copy_(value)

@@ -27,7 +27,7 @@ from real.checkpoints.persistables import (
     pack,
     put,
     read,
-    read_optimizer,
+    read_optimizers,
     read_outer,
     refuse_another_model,
     refuse_another_strategy,
@@ -117,9 +117,6 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
     trainers if on one; nothing has changed then.
     """
     engine.progress(LOAD)
-    if predicate is None and engine.executor.optimizer is None:
-        hint = "call fleet.distributed_optimizer before, or load the model alone: predicate=lambda name: True"
-        raise ConfigError("there is no optimizer yet", LOAD, hint=hint)
     meeting.meet(LOAD)
     meeting.same(str(path), "loads from elsewhere", LOAD, _SEVERAL_FOLDERS)
     if predicate is not None:
@@ -164,7 +161,7 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
     manifest, where = save.manifest, str(save.folder)
     model, own = save.read(MODEL), save.read(own_part(0))
     refuse_another_model(engine.model, model.tensors, None, where)
-    optimizer = read_optimizer(engine, save)
+    optimizers = read_optimizers(engine, save)
     saved = decode_progress(manifest["progress"]).state
     same = manifest["strategy_digest"] == strategy_digest(engine.strategy)
     begun = begin_anew(saved, family(engine.strategy, engine.plan), meeting.rank, same_strategy=same)
@@ -177,7 +174,7 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
         carried=Carried(velocity=under("velocity/", read_outer(save)) if same else {}),
         progress=Progress(state=begun, order={}),
         model=model.tensors,
-        optimizer=optimizer,
+        optimizers=optimizers,
         extra=unpack(own.plain["extra"], own.tensors),
     )
 

@@ -30,7 +30,6 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fleetbench.plan.build import Plan
@@ -48,13 +47,13 @@ from real.compute.compute import apply_compute
 from real.compute.living import living_hook, weakly
 from real.engine.executor import Carried, Executor, started
 from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
-from real.engine.optimizers import refuse_arguments
 from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_renamed, refuse_replaced
 from real.engine.planning import Planning, Progress
 from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
     one_number,
     refuse_again,
+    refuse_frozen,
     refuse_graph_of_gradients,
     refuse_in_step,
     refuse_late,
@@ -62,17 +61,15 @@ from real.engine.refusals import (
     refuse_model,
     refuse_moved,
     refuse_optimizer,
-    refuse_other_optimizer,
-    refuse_scaler,
     refuse_sparse,
     refuse_unfinished,
     refuse_unfrozen,
-    refuse_update,
     refuse_wrapper_around,
     refuse_wrappers,
 )
 from real.engine.sparse import refuse_unknown_sparse
 from real.engine.stopwatch import Stopwatch
+from real.engine.updates import Updates
 
 if TYPE_CHECKING:
     from real.checkpoints.meeting import Meeting
@@ -98,8 +95,6 @@ class Engine:
     """The backward under way leaves gradients, and is no ``torch.autograd.grad``."""
     _keeps = False
     """Backwards leave their gradients on this rank."""
-    has_optimizer = False
-    """The script has handed over an optimizer."""
     _is_passed = False
     """The last backward came through this model on its way to another, which was updated since: see ``FleetEngine``."""
 
@@ -143,9 +138,9 @@ class Engine:
         self._executor: Executor | None = None
         self._reducer: PlannedReducer | None = None
         self._next_bucket = 0
-        self._num_stepping = self._num_steps = 0
-        self._others: dict[int, int] = {}
-        """Optimizers that step and are not fleet's, with how often that had stepped before."""
+        ends = self._or_fails(self._update_ends)
+        asked = (lambda: self.executor, lambda: self._phase, self._rests)
+        self._updates = Updates(model, self._parameters, self.stopwatch, *asked, ends)
         self._decider = self._decide(self._planning.registered(), None)
         self._before = self._decider.mark()
         self._undo = apply_compute(
@@ -169,8 +164,7 @@ class Engine:
             model.register_forward_pre_hook(living_hook(lambda *_: self._forward_begins())),
             model.register_forward_hook(living_hook(lambda _module, _inputs, output: self._forward_ends(output))),
             register_module_module_registration_hook(weakly(self._refuse_wrapper)),
-            register_optimizer_step_pre_hook(weakly(self._other_begins)),
-            register_optimizer_step_post_hook(weakly(self._other_ends)),
+            *self._updates.hear_others(),
         ]
         for handle in self._handles[2:]:  # of torch's lists, which outlive the model
             finalize(self, handle.remove)
@@ -206,18 +200,33 @@ class Engine:
         assert self._executor is not None
         return self._executor
 
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Those whose steps are the updates, in the order in which they were attached."""
+        return self._updates.optimizers
+
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let ``optimizer.step()`` be the update. Raises ``ConfigError`` for one that the strategy cannot control."""
+        """Let ``optimizer.step()`` be the update, or a part of it, where there are others: then each step ends when all have stepped.
+
+        It takes the place of those that hold some of its parameters. Raises ``ConfigError`` for one that the strategy cannot control, and
+        in the middle of a step if there is one already.
+        """
         refuse_wrappers(self.model)
         refuse_optimizer(optimizer, self.executor.combination)
+        if self.optimizers:
+            self._updates.end_open()
+            if not self._is_in_vain():
+                refuse_in_step(self._phase, "fleet.distributed_optimizer")
         self.take_over()
-        self._handles.append(optimizer.register_step_pre_hook(lambda _optimizer, arguments, named: self._update_begins(arguments, named)))
-        self._handles.append(optimizer.register_step_post_hook(lambda *_: self._or_fails(self._update_ends)()))
-        self.has_optimizer = True
-        slots = self.executor.attach(optimizer)
-        if slots:
+        optimizers = self._updates.joined_by(optimizer)
+        slots = self.executor.attach(optimizers)
+        self._updates.hear(optimizers)
+        if slots > self.plan.num_state_slots:
             self._planning.setting = dataclasses.replace(self._planning.setting, num_state_slots=slots)
-            self._decider = self._decide(self._planning.registered(), None)
+            if self._initial is None:
+                self._decider = self._decide(self._planning.registered(), self._decider.state)
+            else:
+                self._stay(self._decider.state)
             self.note_parameters()
 
     def take_over(self, *, looks: bool = True) -> None:
@@ -264,6 +273,7 @@ class Engine:
 
         Raises ``ConfigError`` in the middle of a step, unless it has come to nothing, and for renamed parameters.
         """
+        self._updates.end_open()
         begun = self._is_in_vain()
         if not begun:
             refuse_in_step(self._phase, where)
@@ -284,6 +294,7 @@ class Engine:
         Raises ``ConfigError`` in the middle of a step, unless it has come to nothing, and where another plan
         would come of it.
         """
+        self._updates.end_open()
         if not self._is_in_vain():
             refuse_in_step(self._phase, where)
         order = self._planning.resume(progress, where)
@@ -308,6 +319,7 @@ class Engine:
         for handle in (*self._handles, *self._measuring):
             handle.remove()
         self._handles.clear()
+        self._updates.hear([])
         if self._reducer is not None:
             self._reducer.remove()
         self.communicators.order_lanes()
@@ -343,14 +355,11 @@ class Engine:
                 finds_unused=what.finds_unused,
                 on_bucket=self._or_fails(self._bucket_comes),
             )
-        optimizer = None
-        if self._executor is not None:
-            if carried is None and state is not None:
-                carried = self._executor.carried()
-            optimizer = self._executor.optimizer
+        if self._executor is not None and carried is None and state is not None:
+            carried = self._executor.carried()
         self._executor = None  # and its buffers, before there are new ones
         carried = carried or Carried()
-        shared = (self.communicators, self.stopwatch, carried, optimizer, self._planning.buffers)
+        shared = (self.communicators, self.stopwatch, carried, self.optimizers, self._planning.buffers)
         self._executor = Executor(self.model, self._parameters, strategy, *shared, known=self._known)
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
@@ -375,10 +384,10 @@ class Engine:
         return run
 
     def _forward_begins(self) -> None:
-        self._num_stepping = 0  # the optimizer's step may have raised, and the loop goes on
         refuse_unfinished(self._phase, self.communicators.rank)
         if not torch.is_grad_enabled() or not self.model.training:
             return
+        self._updates.end_open()
         if self._phase == "kept":
             self._phase = "forward"
         if self._phase == "idle":
@@ -389,11 +398,14 @@ class Engine:
     def _begin_step(self) -> None:
         refuse_moved(self._members[0], self._dtype, self._device)
         refuse_unfrozen(self._frozen)
+        if self._reducer is not None and self.executor.combination.merges:  # which looks at the backward before an update alone
+            refuse_frozen(self._parameters)
         refuse_wrapper_around(self._members, DistributedDataParallel._active_ddp_module)  # noqa: SLF001  # one whose forward is running
         self.take_over(looks=self._decider.state.step is None)
         self._phase = "forward"
         self.step += 1
-        self._next_bucket = self._num_stepping = 0
+        self._next_bucket = 0
+        self._updates.begin()
         self._holds = self._was_synced = False
         self.stopwatch.begin_step(self.step)
         self._before = self._decider.mark()
@@ -461,7 +473,8 @@ class Engine:
 
     def _begin_again(self, *, dropped: bool) -> None:
         """A backward comes before the last one's update: what lies in ``.grad`` is exchanged again, and nothing was decided before."""
-        is_attached = self.executor.optimizer is not None or self._is_passed
+        self._updates.refuse_partial()
+        is_attached = bool(self.optimizers) or self._is_passed
         refuse_again(self.executor.combination, is_attached=is_attached, dropped=dropped)
         self._decider.rewind(self._before)
         self._next_bucket = 0
@@ -510,36 +523,15 @@ class Engine:
         self._phase = "update"
         self.executor.end_backward(requests, unused, self.loss_scale)
 
-    def _update_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-        if self._num_stepping == 0:
-            refuse_arguments(arguments, named)
-            refuse_update(self._phase, self._members, self.model)
-            refuse_scaler(self.executor.combination)
-        self._num_stepping += 1
-        self._num_steps += 1
-        if self._phase == "update" and self._num_stepping == 1:  # a subclass's step calls that of its base, hooks and all
-            self.stopwatch.update_begins()
-            self.executor.begin_update()
+    def _rests(self, _optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step of this optimizer is none of this model's."""
+        return False
 
     def _refuse_wrapper(self, wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
         refuse_wrapper_around(self._members, wrapper, module)
 
-    def _other_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer is not self.executor.optimizer and self._num_stepping == 0:
-            self._others.setdefault(id(optimizer), self._num_steps)
-
-    def _other_ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """An optimizer that was not given to fleet has stepped; one that wraps fleet's is none."""
-        if self._others.pop(id(optimizer), None) == self._num_steps:
-            what = self.executor.combination
-            is_averaged = self._phase not in ("kept", "backward") and not (what.is_local or what.merges or what.scales)
-            refuse_other_optimizer(optimizer, self._parameters, self.model, is_averaged=is_averaged)
-
     def _update_ends(self) -> None:
-        self._num_stepping = max(0, self._num_stepping - 1)
-        if self._phase != "update" or self._num_stepping:
-            return
-        self.executor.end_update()
+        self.executor.finish_update()
         self.stopwatch.update_ends()
         self._note_round(self._before[0])
         self.note_parameters()
@@ -548,6 +540,7 @@ class Engine:
         if self._initial is None and not state.merged and state.flight is None:  # what waits lies in this plan's buckets
             self._planning.settle()
             self._stay(state)
+        self._updates.over()
 
     def _is_in_vain(self, *, may_wait: bool = False) -> bool:
         """Whether the step under way has come to nothing: no gradients were exchanged, or they were cleared.
@@ -561,6 +554,7 @@ class Engine:
 
     def _run_between(self, event: Event, where: str) -> None:
         """Tell the strategy of an event between steps, and do what it says; gradients that wait in ``.grad`` wait on."""
+        self._updates.end_open()
         begun = self._is_in_vain(may_wait=not self.executor.combination.merges)
         if begun:
             self._decider.rewind(self._before)

@@ -24,7 +24,7 @@ from real.communication.lanes import Flight, InlineLane, Joined, Lane, Started, 
 from real.compute.mixed_precision import own_gradients, unscale
 from real.compute.recompute import hold_statistics
 from real.engine.buckets import DeltaBucket, ModelBuffers, Storage, Transfer
-from real.engine.optimizers import OptimizerControl, step_some
+from real.engine.optimizers import Controls
 from real.engine.refusals import refuse_apart
 from real.engine.sparse import SparseBucket, gather_rows
 from real.engine.stopwatch import Stopwatch
@@ -68,12 +68,12 @@ class Executor:
         communicators: Communicators,
         stopwatch: Stopwatch,
         carried: Carried,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         buffers: ModelBuffers,
         *,
         known: Callable[[], Collection[int]],
     ) -> None:
-        """``carried`` and ``optimizer``: from the plan before, or from a checkpoint. ``known``: see ``OptimizerControl``."""
+        """``carried`` and ``optimizers``: from the plan before, or from a checkpoint. ``known``: see ``OptimizerControl``."""
         self._known = known
         self.loss = carried.loss
         """The step's loss, where it was told."""
@@ -84,7 +84,6 @@ class Executor:
         self._stopwatch = stopwatch
         self._parameters = parameters
         self._device = next(iter(self._parameters.values())).device
-        self._control: OptimizerControl | None = None
         self._inline = InlineLane() if self.combination.is_sequential else None
         self._buffers = buffers
         self._tickets: dict[int, Ticket] = {}
@@ -96,8 +95,8 @@ class Executor:
         self._behind_update: Operations = ()
         self._requests: Requests = iter(())
         self._losses: Sequence[float] = ()
-        self._taken: Taken | None = None
-        """Gradients that an update in the backward has used."""
+        self._taken: list[Taken] = []
+        """Each optimizer's gradients that an update in the backward has used."""
         self._release_statistics: Callable[[], None] | None = None
         self._row_bytes: list[int] = []
         self._used = set(carried.used)
@@ -117,13 +116,7 @@ class Executor:
             delta.restore(carried.velocity, carried.landed, carried.residual)
         self._waiting = {bucket.id for bucket in self._plan.buckets if set(bucket.gradients) <= carried.landed.keys()}
         """Buckets whose distances were taken and are not merged yet."""
-        if optimizer is not None:
-            self.attach(optimizer)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The user's, where one is under control."""
-        return self._control.optimizer if self._control else None
+        self.attach(optimizers)
 
     @property
     def has_parted(self) -> bool:
@@ -191,10 +184,11 @@ class Executor:
             loss=self.loss,
         )
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> int:
-        """Control this optimizer; the number of tensors of its state, for each parameter, that are averaged."""
-        self._control = OptimizerControl(optimizer, self.combination, self.storage, self._parameters, self._known)
-        return len(self._control.slots) if self._control.averages_state else 0
+    def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+        """Control these optimizers; the largest number of tensors of a parameter's state that are averaged."""
+        num_planned = self._plan.num_state_slots
+        self._controls = Controls(optimizers, self.combination, self.storage, self._parameters, num_planned, self._known)
+        return self._controls.num_slots
 
     def begin_step(self, step: int, operations: Operations) -> None:
         """A step's forward begins."""
@@ -259,7 +253,7 @@ class Executor:
                 ticket.wait()
             self._stopwatch.stall_ends()
         self._finish_rows()
-        self._taken = self._gradients_now() if self._updates else None
+        self._taken = self._gradients_now() if self._updates else []
         if scales and not self.combination.is_local:
             self._scalars["found_inf"] = unscale(own_gradients(self._parameters.values()), scale, self._device)
         if closes:
@@ -273,20 +267,22 @@ class Executor:
         self._updates_now = kinds[local : local + 1] == ["update"]
         self._behind_update, self._requests = decided[local + 1 :], requests
 
-    def begin_update(self) -> None:
-        """The user's optimizer is about to step."""
-        if self._taken is not None and not _are_same(self._taken, self._gradients_now()):
+    def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """One of the user's optimizers is about to step."""
+        place = self._controls.place(optimizer)
+        if self._taken and not _are_same(self._taken[place], self._gradients_now()[place]):
             what = "gradients were changed after the backward, which has updated the parameters already"
             hint = "set it to true to clip or change gradients"
             raise ConfigError(what, "build_strategy.enable_backward_optimizer_op_deps", "false", hint)
-        if self._control is not None:
-            self._control.begin(updates=self._updates_now)
+        self._controls.begin(place, updates=self._updates_now or self.combination.leaves_averages)
 
-    def end_update(self) -> None:
-        """The user's optimizer has stepped: run what was decided after the update."""
-        if self._control is not None:
-            self._control.end(updates=self._updates_now)
-        self._taken = None
+    def end_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped."""
+        self._controls.end(self._controls.place(optimizer))
+
+    def finish_update(self) -> None:
+        """The user's optimizers have stepped: run what was decided after the update."""
+        self._taken.clear()
         self._tickets.clear()
         behind, self._behind_update = self._behind_update, ()
         self._finish(behind, self._requests)
@@ -319,21 +315,32 @@ class Executor:
         return True
 
     @torch.no_grad()
-    def _gradients_now(self) -> Taken:
-        """The gradients; how often each was written to in place; sum and norm of each bucket, as bits, so that NaNs equal themselves.
+    def _gradients_now(self) -> list[Taken]:
+        """Of each optimizer: the gradients; how often each was written to in place; sums and norms, as bits, so that NaNs equal themselves.
 
-        Sums and norms show what ``torch.amp.GradScaler`` and ``grad.data.mul_()`` write without being counted.
+        Sums and norms show what ``torch.amp.GradScaler`` and ``grad.data.mul_()`` write without being counted. They are those of the
+        buckets where one optimizer holds all. Others may have cleared theirs, of which those in a bucket count together.
         """
-        gradients = [gradient for parameter in self._parameters.values() if (gradient := parameter.grad) is not None]
-        found = [bucket.values for bucket in self.storage.gradients]
-        buckets = [torch.view_as_real(values) if values.is_complex() else values for values in found]
-        numbers = [one for each in buckets for one in (each.sum(dtype=torch.float64), torch.linalg.vector_norm(each, dtype=torch.float64))]
-        return gradients, [gradient._version for gradient in gradients], torch.stack(numbers).view(torch.int64)  # noqa: SLF001  # torch documents it
+        found = []
+        held = self._controls.held()
+        for parameters in held:
+            gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+            if len(held) == 1:
+                values = [bucket.values for bucket in self.storage.gradients]
+                counted = [gradient._version for gradient in gradients]  # noqa: SLF001  # torch documents it
+            else:
+                values, counted = [own._values() if own.is_sparse else own for own in gradients], []  # noqa: SLF001  # torch documents it
+            real = [torch.view_as_real(own) if own.is_complex() else own for own in values]
+            numbers = [one for own in real for one in (own.sum(dtype=torch.float64), torch.linalg.vector_norm(own, dtype=torch.float64))]
+            bits = torch.stack(numbers).view(torch.int64) if numbers else torch.empty(0, device=self._device)
+            found.append((gradients, counted, bits))
+        return found
 
-    def _controlled(self) -> OptimizerControl:
-        if self._control is None:
-            raise ConfigError("there is no optimizer yet", "fleet.distributed_optimizer", hint="call it before training")
-        return self._control
+    def _controlled(self) -> Controls:
+        if not self._controls.optimizers:
+            hint = "call it before training; updates by hand need gradients that are averaged in every step"
+            raise ConfigError("there is no optimizer yet", "fleet.distributed_optimizer", hint=hint)
+        return self._controls
 
     def _finish(self, operations: Operations, requests: Requests) -> None:
         self.start(operations)
@@ -387,12 +394,12 @@ class Executor:
             raise AssertionError(f"nothing executes {kind}")
 
     def _update_bucket(self, operation: Operation, bucket: int) -> None:
-        gradients, optimizer = self.storage.gradients[bucket], self._controlled().optimizer
+        gradients, controls = self.storage.gradients[bucket], self._controlled()
 
         def run() -> None:
             if isinstance(gradients, SparseBucket) and operation.after:
                 gradients.finish()
-            step_some(optimizer, self.storage.parameters[bucket], self.combination.lr_scale)
+            controls.step_some(self.storage.parameters[bucket])
 
         lane = self._inline or self._communicators.update_lane
         self._updates.append(lane.submit(run, self._after(operation)))
@@ -505,8 +512,7 @@ class Executor:
     @torch.no_grad()
     def _merge(self, operation: Operation, own: Sequence[DeltaBucket]) -> None:
         what = self.combination
-        if self._control is not None:
-            self._control.refuse_unaveraged()
+        self._controls.refuse_unaveraged()
         share = what.fragments.mixing if what.fragments is not None and operation.payload == "mixture" else 0.0
         for delta in own:
             self._waiting.discard(delta.id)

@@ -57,20 +57,12 @@ class FleetEngine(Engine):
         for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
             parameter.grad = gradient
 
-    def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """See ``Engine``; one that was inherited is attached already."""
-        if optimizer is self.executor.optimizer:
-            self.has_optimizer = True
-        else:
-            super().attach_optimizer(optimizer)
-
     def inherit(self, optimizers: Iterable[Optimizer]) -> None:
-        """Attach the optimizers of the engine before, if all of their parameters are known; the script may hand over others."""
+        """Attach the optimizers of the engine before, if all of their parameters are known; others may take their place."""
         for optimizer in optimizers:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if {id(parameter) for parameter in held if parameter.requires_grad} <= self._known():
                 self.attach_optimizer(optimizer)
-        self.has_optimizer = False
 
     def hear_update(self, task: int) -> None:
         """Another model was updated after this backward."""
@@ -139,16 +131,11 @@ class FleetEngine(Engine):
     def _known(self) -> set[int]:
         return {id(parameter) for engine in (self, *self._company) for parameter in engine.trained()}
 
-    def _update_begins(self, *arguments: Any, **named: Any) -> None:
-        if not self._rests():
-            super()._update_begins(*arguments, **named)
-
-    def _rests(self) -> bool:
-        """Whether an optimizer of several models steps others than this one, which has no gradients now."""
-        optimizer, what = self.executor.optimizer, self.executor.combination
-        if self._phase not in ("idle", "forward") or all(
-            engine is self or engine.executor.optimizer is not optimizer for engine in self._company
-        ):
+    def _rests(self, optimizer: Optimizer) -> bool:
+        """Whether this one, of several models, steps others than this one, which has no gradients now."""
+        what = self.executor.combination
+        is_shared = any(engine is not self and any(own is optimizer for own in engine.optimizers) for engine in self._company)
+        if self._phase not in ("idle", "forward") or not is_shared:
             return False
         return is_cleared(self._members) if what.leaves_averages else all(parameter.grad is None for parameter in self._members)
 
@@ -162,11 +149,9 @@ class FleetEngine(Engine):
         self._task, self._is_passed = torch._C._current_graph_task_id(), False  # noqa: SLF001  # as register_multi_grad_hook asks
 
     def _update_ends(self) -> None:
-        was_updated = self._phase == "update"
         super()._update_ends()
-        if was_updated and self._phase == "idle":
-            for other in self._company:
-                other.hear_update(self._task)
+        for other in self._company:
+            other.hear_update(self._task)
 
     def _run_between(self, event: Any, where: str) -> None:
         self._give_up()
@@ -187,7 +172,8 @@ class FleetEngine(Engine):
             raise
 
     def _give_up(self) -> None:
-        """A step whose backward was another model's has not begun."""
+        """A step whose backward was another model's has not begun, and one that some optimizers have made is over."""
+        self._updates.end_open()
         if self._is_passed and self._phase == "update":
             self._take_back()
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import TensorWeakRef
 
 from fleetbench.plan.combination import Combination
 
@@ -45,3 +46,21 @@ def is_cleared(gradients_of: Sequence[nn.Parameter]) -> bool:
 def _values(gradients_of: Sequence[nn.Parameter]) -> Iterator[torch.Tensor]:
     gradients = (parameter.grad for parameter in gradients_of if parameter.grad is not None)
     return (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)
+
+
+class Averaged:
+    """Knows which gradients still are the averages that the last update was made from."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[TensorWeakRef, int]] = []
+
+    def note(self, gradients_of: Sequence[nn.Parameter]) -> None:
+        """These are."""
+        gradients = [own for parameter in gradients_of if (own := parameter.grad) is not None]
+        self._noted = [(TensorWeakRef(own), own._version) for own in gradients]  # noqa: SLF001  # torch documents it
+
+    def has(self, gradients_of: Sequence[nn.Parameter]) -> bool:
+        """Whether there are gradients, and none was written to since, but to clear it, as a backward that is not heard of does."""
+        noted = {id(own): version for ref, version in self._noted if (own := ref()) is not None}
+        changed = [parameter for parameter in gradients_of if (own := parameter.grad) is not None and noted.get(id(own)) != own._version]  # noqa: SLF001  # torch documents it
+        return any(parameter.grad is not None for parameter in gradients_of) and is_cleared(changed)

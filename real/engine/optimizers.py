@@ -2,7 +2,7 @@
 
 The object stays the user's own. Its ``step()`` is let through, kept from finding any gradient (``hide``), or
 made in as few kernels as torch has for it (``build_strategy.fuse_all_optimizer_ops``), or replaced by updates
-of one bucket's parameters each. A closure is refused.
+of one bucket's parameters each.
 What happens outside of the user's step happens in a copy of the optimizer, with its class, hyperparameters and
 state, and without hooks.
 """
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from fleetbench.errors import ConfigError
 from fleetbench.plan.combination import Combination
 from real.engine.buckets import Storage, dense_strides
+from real.engine.refusals import fields_of
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -47,26 +48,20 @@ class OptimizerControl:
     """One optimizer under one plan. ``begin`` and ``end`` stand around the user's ``optimizer.step()``."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        combination: Combination,
-        storage: Storage,
-        parameters: Mapping[str, nn.Parameter],
-        known: Callable[[], Collection[int]],
+        self, optimizer: Optimizer, combination: Combination, parameters: Mapping[str, nn.Parameter], known: Callable[[], Collection[int]]
     ) -> None:
         """``known``: ids of all parameters that fleet trains in this process, those of other models, too."""
         self.optimizer = optimizer
-        refuse_whole(optimizer)
+        if not combination.leaves_averages:
+            refuse_whole(optimizer, combination)
         self._own = {id(parameter) for parameter in parameters.values()}
         self._known = known
         self._refuse_foreign()
-        self._storage = storage
         self._parameters = parameters
         self._restore: Callable[[], None] | None = None
-        self._lr_scale = combination.lr_scale
-        if self._lr_scale != 1 and any("lr" not in group for group in optimizer.param_groups):
+        self.lr_scale = combination.lr_scale
+        if self.lr_scale != 1 and any("lr" not in group for group in optimizer.param_groups):
             raise ConfigError("has no learning rate to scale", "optimizer", type(optimizer).__name__, "leave lr_scale at 1")
-        self.averages_state = combination.averages_state
         self._averages_all = combination.averages_state and not combination.momentum_alone
         is_kept = not (combination.averages_state or combination.resets_state)
         names = () if is_kept else state_slots(optimizer, averages_all=self._averages_all)
@@ -77,45 +72,110 @@ class OptimizerControl:
             hint = 'leave momentum at "local", or average all state: optimizer_state = "average"'
             raise ConfigError(what, "momentum", f"{type(optimizer).__name__} keeps {', '.join(names)}", hint)
         self._fused = FusedOptimizer(optimizer) if combination.fuses_update else None
+        self._updates = False
 
     @property
-    def lr(self) -> float:
-        """The learning rate of the first group."""
-        return float(self.optimizer.param_groups[0]["lr"])
+    def held(self) -> list[nn.Parameter]:
+        """All parameters of its groups as they are now."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def begin(self, *, updates: bool) -> None:
         """The user's optimizer is about to step; where it must not, it finds nothing to do."""
         self._refuse_foreign()
         if self._restore is not None:  # the last step has raised
             self._restore()
-        self._restore = scale_rates(self.optimizer, self._lr_scale) if updates else hide(self._parameters.values())
+        self._updates = updates
+        self._restore = scale_rates(self.optimizer, self.lr_scale) if updates else hide(self._parameters.values())
         if updates and self._fused is not None:
             self._fused.begin()
 
-    def end(self, *, updates: bool) -> None:
+    def end(self) -> None:
         """The user's optimizer has stepped."""
         if self._restore is not None:
             self._restore()
             self._restore = None
-        if updates and self._fused is not None:
-            self._fused.end()
+            if self._updates and self._fused is not None:
+                self._fused.end()
+
+    def refuse_unaveraged(self) -> None:
+        """Raise ``ConfigError`` where all state is to be averaged, and the optimizer has made more."""
+        for parameter in self._parameters.values() if self._averages_all else ():
+            refuse_unaveraged(self.optimizer, parameter, self.optimizer.state.get(parameter, {}), self.slots)
+
+    def _refuse_foreign(self) -> None:
+        """Raise ``ConfigError`` for trained parameters that are not averaged: ranks would drift apart in them."""
+        others = [parameter for parameter in self.held if id(parameter) not in self._own and parameter.requires_grad]
+        known = self._known() if others else ()
+        trained = [parameter for parameter in others if id(parameter) not in known]
+        if trained:
+            what = "holds parameters that are not the distributed model's, or did not require gradients when it was distributed"
+            hint = "let all that is trained require gradients, and give its model, or each of them, to fleet.distributed_model before"
+            raise ConfigError(what, "the optimizer", f"{len(trained)}, the first of shape {list(trained[0].shape)}", hint)
+
+
+class Controls:
+    """All optimizers of one model under one plan, by their place in the order in which fleet was given them; each parameter is one's."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        combination: Combination,
+        storage: Storage,
+        parameters: Mapping[str, nn.Parameter],
+        num_planned: int,
+        known: Callable[[], Collection[int]],
+    ) -> None:
+        """``num_planned``: tensors of state for which the plan has room, for each parameter; zeros take the place of what there is not."""
+        self.optimizers = list(optimizers)
+        self._controls = [OptimizerControl(one, combination, parameters, known) for one in optimizers]
+        self._storage = storage
+        self._parameters = parameters
+        self._num_planned = num_planned
+        self.num_slots = max((len(own.slots) for own in self._controls), default=0) if combination.averages_state else 0
+        """The largest number of tensors of state that are averaged for a parameter."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first optimizer's first group."""
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def place(self, optimizer: Optimizer) -> int:
+        """Of one of them."""
+        return next(number for number, own in enumerate(self.optimizers) if own is optimizer)
+
+    def held(self) -> list[list[nn.Parameter]]:
+        """The parameters that each of them holds now."""
+        return [own.held for own in self._controls]
+
+    def begin(self, place: int, *, updates: bool) -> None:
+        """This one is about to step; where it must not, it finds nothing to do."""
+        self._refuse_shared()
+        self._controls[place].begin(updates=updates)
+
+    def end(self, place: int) -> None:
+        """It has stepped."""
+        self._controls[place].end()
 
     def step_between(self) -> None:
-        """Update outside the user's ``step()``."""
-        self.begin(updates=True)
-        step_some(self.optimizer, self._parameters.values())
-        self.end(updates=True)
+        """Update outside the user's steps."""
+        for place, own in enumerate(self._controls):
+            self.begin(place, updates=True)
+            step_some(own.optimizer, self._parameters.values())
+            own.end()
+
+    def step_some(self, parameters: Collection[nn.Parameter]) -> None:
+        """Update those of the parameters that have a gradient."""
+        for own in self._controls:
+            step_some(own.optimizer, parameters, own.lr_scale)
 
     def state(self, bucket: int) -> list[torch.Tensor]:
-        """The averaged state of a bucket's parameters, one tensor a slot and parameter; zeros for what the optimizer does not hold."""
-        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        """The averaged state of a bucket's parameters, as many tensors for each as the plan has room for."""
+        holders = {id(parameter): own for own in self._controls for parameter in own.held}
         found = []
         for parameter in self._storage.parameters[bucket]:
-            found += (
-                state_tensors(self.optimizer, parameter, self.slots)
-                if id(parameter) in held
-                else [torch.zeros_like(parameter) for _ in self.slots]
-            )
+            own = holders.get(id(parameter))
+            state = [] if own is None else state_tensors(own.optimizer, parameter, own.slots)
+            found += [*state, *(torch.zeros_like(parameter) for _ in range(self._num_planned - len(state)))]
         return found
 
     @torch.no_grad()
@@ -131,24 +191,28 @@ class OptimizerControl:
             tensor.copy_(piece.view(tensor.shape))
 
     def refuse_unaveraged(self) -> None:
-        """Raise ``ConfigError`` where all state is to be averaged, and the optimizer has made more."""
-        for parameter in self._parameters.values() if self._averages_all else ():
-            refuse_unaveraged(self.optimizer, parameter, self.optimizer.state.get(parameter, {}), self.slots)
+        """Raise ``ConfigError`` where all state is to be averaged, and an optimizer has made more."""
+        for own in self._controls:
+            own.refuse_unaveraged()
 
     def reset(self) -> None:
         """Clear the state."""
-        reset_state(self.optimizer, self.slots)
+        for own in self._controls:
+            reset_state(own.optimizer, own.slots)
 
-    def _refuse_foreign(self) -> None:
-        """Raise ``ConfigError`` for trained parameters that are not averaged: ranks would drift apart in them."""
-        held = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        others = [parameter for parameter in held if id(parameter) not in self._own and parameter.requires_grad]
-        known = self._known() if others else ()
-        trained = [parameter for parameter in others if id(parameter) not in known]
-        if trained:
-            what = "holds parameters that are not the distributed model's, or did not require gradients when it was distributed"
-            hint = "let all that is trained require gradients, and give its model, or each of them, to fleet.distributed_model before"
-            raise ConfigError(what, "the optimizer", f"{len(trained)}, the first of shape {list(trained[0].shape)}", hint)
+    def _refuse_shared(self) -> None:
+        """Raise ``ConfigError`` for a parameter of two optimizers."""
+        if len(self._controls) == 1:
+            return
+        holders: dict[int, Optimizer] = {}
+        for own in self._controls:
+            for parameter in own.held:
+                other = holders.setdefault(id(parameter), own.optimizer)
+                if other is not own.optimizer:
+                    name = next((name for name, one in self._parameters.items() if one is parameter), "")
+                    kinds = f"{type(other).__name__} and {type(own.optimizer).__name__}"
+                    hint = "let it be in the groups of one, or give fleet the second again: it takes the first's place"
+                    raise ConfigError("is held by two optimizers that fleet was given", f"parameter {name}", kinds, hint)
 
 
 class FusedOptimizer:
@@ -215,11 +279,12 @@ class FusedOptimizer:
         return "fused"
 
 
-def refuse_whole(optimizer: Optimizer) -> None:
-    """Raise ``ConfigError`` for an optimizer whose update of one parameter depends on the others."""
+def refuse_whole(optimizer: Optimizer, what: Combination) -> None:
+    """Raise ``ConfigError`` for an optimizer that calls a closure as often as it likes, where each backward counts."""
     if isinstance(optimizer, torch.optim.LBFGS):
-        hint = "use an optimizer that treats parameters one by one, such as SGD or Adam"
-        raise ConfigError("updates all parameters as one, from a closure", "optimizer", type(optimizer).__name__, hint)
+        hint = "use an optimizer that treats parameters one by one, such as SGD or Adam; or leave that out of the strategy"
+        why = f"updates all parameters as one, from a closure, and {fields_of(what)} counts backwards"
+        raise ConfigError(why, "optimizer", type(optimizer).__name__, hint)
 
 
 def copy_of(optimizer: Optimizer, groups: list[Group], state: Any) -> Optimizer:
@@ -378,12 +443,3 @@ def reset_state(optimizer: Optimizer, slots: Sequence[str]) -> None:
     ]
     if tensors:
         torch._foreach_zero_(tensors)  # torch has no public name for zeroing a list of tensors at once
-
-
-def refuse_arguments(arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` for what ``optimizer.step`` is given, such as a closure: updates outside of it would not know of that."""
-    given = [item for item in (*arguments[1:], *named.values()) if item is not None]
-    if given:
-        hint = "call loss.backward() and then optimizer.step(); set what else it needs on the optimizer or its groups"
-        shown = "a closure" if callable(given[0]) else type(given[0]).__name__
-        raise ConfigError("must be called without arguments", "optimizer.step()", shown, hint)

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -81,10 +81,13 @@ def refuse_other_optimizer(
     hint = "call fleet.distributed_model(model) again, between two steps, when the model has changed"
     if not strange and not is_averaged:
         strange = [name for name, own in parameters.items() if id(own) in held]
-        why = "has stepped parameters of the model, and was not given to fleet: ranks would end with different models"
+        why = (
+            "has stepped parameters of the model, and was not given to fleet, or another has taken its place: "
+            "ranks would end with different models"
+        )
         hint = (
-            "put all parameters into the groups of one optimizer, and give that to fleet.distributed_optimizer; without local steps, "
-            "gradient merge and amp in FP16, several optimizers may step after loss.backward(), as under DDP"
+            "give every optimizer to fleet.distributed_optimizer, also one that replaces another; without local steps, "
+            "gradient merge and amp in FP16, others may step after loss.backward(), as under DDP"
         )
     if strange:
         where = f"optimizer {type(optimizer).__name__}"
@@ -180,8 +183,14 @@ def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None
         "a GradScaler of the script's own, which leaves out optimizer.step() at an overflow, needs amp = true in its place; "
         "where another model is trained through this one, put that backward into `with model.no_sync():` of this one"
     )
+    if what.leaves_averages:
+        return
     if not is_attached:
-        why, hint = "fleet does not know the optimizer", "call fleet.distributed_optimizer before training"
+        why = f"fleet does not know the optimizer, whose steps {fields_of(what)} counts"
+        hint = (
+            "call fleet.distributed_optimizer before training; updates by hand (p -= lr * p.grad) "
+            "need gradients that are averaged in every step, or go into a torch.optim.Optimizer of your own"
+        )
     elif what.merges or what.updates_by_bucket or what.scales:
         fields = "gradient_merge, enable_backward_optimizer_op_deps = false or amp"
         why, hint = f"{fields} has merged, used or unscaled the first one's gradients already", accumulate + inputs
@@ -240,7 +249,10 @@ def refuse_missing(reducer: PlannedReducer, plan: Plan, parameters: Mapping[str,
     if (missing := reducer.missing) is None:
         return
     names = [name for bucket in plan.buckets for name in bucket.gradients]
-    unused = sorted(names[index] for index in missing)
+    _refuse_unused(sorted(names[index] for index in missing), parameters)
+
+
+def _refuse_unused(unused: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> NoReturn:
     frozen = [name for name in unused if not parameters[name].requires_grad]
     what = "got no gradient in this step"
     hint = "let the loss reach every parameter, set requires_grad = False on those before fleet.distributed_model"
@@ -252,6 +264,12 @@ def refuse_missing(reducer: PlannedReducer, plan: Plan, parameters: Mapping[str,
     raise ConfigError(what, f"parameters {shown}", f"{len(frozen or unused)} of {len(parameters)}", hint)
 
 
+def refuse_frozen(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ``ConfigError`` where parameters were frozen of which each is to get a gradient."""
+    if frozen := sorted(name for name, parameter in parameters.items() if not parameter.requires_grad):
+        _refuse_unused(frozen, parameters)
+
+
 def refuse_unfrozen(frozen: Mapping[str, nn.Parameter]) -> None:
     """Raise ``ConfigError`` where one of the parameters that were frozen when the model was distributed is trained now."""
     if unfrozen := [name for name, parameter in frozen.items() if parameter.requires_grad]:
@@ -261,6 +279,42 @@ def refuse_unfrozen(frozen: Mapping[str, nn.Parameter]) -> None:
             "and leave it out of the optimizer until optimizer.add_param_group(...)"
         )
         raise ConfigError(what, f"parameters {', '.join(unfrozen[:5])}", f"{len(unfrozen)} of {len(frozen)} frozen ones", hint)
+
+
+def fields_of(what: Combination) -> str:
+    """The fields because of which an update is more than what optimizers make of gradients that are averaged in every step."""
+    named = {
+        "localsgd": what.is_local and what.adaptive is None,
+        "adaptive_localsgd": what.adaptive is not None,
+        "gradient_merge": what.merges,
+        "amp in FP16": what.scales,
+        "build_strategy.enable_backward_optimizer_op_deps = false": what.updates_by_bucket,
+    }
+    return " with ".join(name for name, is_set in named.items() if is_set)
+
+
+def given_of(arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+    """What ``optimizer.step`` was given beside the optimizer."""
+    return [item for item in (*arguments[1:], *named.values()) if item is not None]
+
+
+def refuse_arguments(given: Sequence[Any], what: Combination | None = None) -> None:
+    """Raise ``ConfigError`` for what ``optimizer.step`` is given, such as a closure, where the update begins before it, or elsewhere.
+
+    ``what``: none with parameter servers.
+    """
+    if what is None:
+        why = "parameter servers take the gradients when it is called"
+    elif not what.leaves_averages:
+        why = f"{fields_of(what)} decides what it does when the step's backward has ended, before it is called"
+    elif what.fuses_update:
+        why = "build_strategy.fuse_all_optimizer_ops chooses how to update from the gradients, before a closure makes them"
+    else:
+        return
+    if given:
+        hint = "call loss.backward() and then optimizer.step(); set what else it needs on the optimizer or its groups"
+        shown = "a closure" if callable(given[0]) else type(given[0]).__name__
+        raise ConfigError(f"must be called without arguments: {why}", "optimizer.step()", shown, hint)
 
 
 def refuse_update(phase: str, members: Sequence[nn.Parameter], model: nn.Module) -> None:

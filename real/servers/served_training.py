@@ -34,8 +34,8 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.server_updates import ROW, GeoCopy, Told, shard_rows
 from real.compute.compute import apply_device_settings
 from real.compute.living import living_hook
-from real.engine.optimizers import hide, refuse_arguments, scale_rates
-from real.engine.refusals import refuse_max_norm
+from real.engine.optimizers import hide, scale_rates
+from real.engine.refusals import given_of, refuse_arguments, refuse_max_norm
 from real.engine.stopwatch import Stopwatch
 from real.servers.links import Answer, Links, TrainerOptions
 from real.servers.parameters import Parameters, Spec, fixed_options, join, meet, options_of, rate_of, read_values, refuse_changes
@@ -297,7 +297,7 @@ class ServedTraining:
             self.on_step(self.step)
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        refuse_arguments(arguments, named)
+        refuse_arguments(given_of(arguments, named))
         self._begin_step()  # for a loop that makes its gradients without the model's forward
         if self.on_compute_end is not None:
             self.on_compute_end()

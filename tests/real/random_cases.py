@@ -64,7 +64,8 @@ class Case:
     hook: str = ""
     """Hooks of the script's own clip gradients: ``tensor`` or ``parameter``, registered ``before`` or ``after`` ``distributed_model``."""
     second: str = ""
-    """An optimizer that fleet does not hear of: ``beside`` the other, for the last layer, or a ``new`` one from the third step on."""
+    """An optimizer that fleet does not hear of: ``beside`` the other, for the last layer, or a ``new`` one from the third step on. Or one
+    for the last layer that fleet is ``given``."""
     turn: str = ""
     """Before the third step a layer ``thaws`` or ``freezes``."""
     writes: str = ""
@@ -104,6 +105,17 @@ class Case:
     def merge(self) -> int:
         """Steps of an update."""
         return int(self.strategy.get("gradient_merge_configs", {}).get("k_steps", 1)) if self.strategy.get("gradient_merge") else 1
+
+    @property
+    def averages_alone(self) -> bool:
+        """Whether gradients are averaged in every step, and wait for the optimizer as they are."""
+        return not (self.is_local or self.merge > 1 or self.by_bucket or self.amp == "fp16")
+
+    @property
+    def treats_state(self) -> bool:
+        """Whether an averaging does something to the optimizer's state."""
+        local = self.strategy.get("localsgd_configs", {}) | self.strategy.get("adaptive_localsgd_configs", {})
+        return local.get("momentum", "local") != "local" or local.get("optimizer_state", "local") != "local"
 
     @property
     def by_bucket(self) -> bool:
@@ -232,7 +244,7 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "a penalty on gradients, and a loss scale": lambda case: case.amp == "fp16" and any("penalty" in kind for kind, _ in case.backwards),
     "a parameter with gaps in memory": lambda case: case.strides,
     "a hook registered after distributed_model": lambda case: case.hook.endswith("after") and not case.is_local,
-    "an optimizer that fleet does not know": lambda case: bool(case.second) and (case.is_local or case.merge > 1),
+    "an optimizer that fleet does not know": lambda case: case.second in ("beside", "new") and (case.is_local or case.merge > 1),
     "state averaged of what the optimizer does not hold": lambda case: (
         case.second == "beside"
         and "average" in str(case.strategy.get("localsgd_configs", {}) | case.strategy.get("adaptive_localsgd_configs", {}))
@@ -255,7 +267,8 @@ def draw(seed: int, index: int) -> Case:
         except ConfigError:
             if source.random() > 0.05:  # a few contradictions, which must be refused
                 continue
-        return case if seed == 1 else _with_more(_Dice(source), case)
+        more = case if seed == 1 else _with_more(_Dice(source), case)
+        return more if seed in (1, 2) else _with_given(_Dice(source), more)
 
 
 class _Dice:
@@ -341,6 +354,12 @@ def _with_more(dice: _Dice, case: Case) -> Case:
     if dice.chance(0.04):
         more["by_rank"] = dice.one("order", "one more", "shape", "frozen")
     return dataclasses.replace(case, **more)
+
+
+def _with_given(dice: _Dice, case: Case) -> Case:
+    """The case with a second optimizer that fleet is given, which no case of seeds 1 and 2 has."""
+    plain = not (case.amp or case.scaler or case.closure or case.treats_state or case.model == "sparse")
+    return dataclasses.replace(case, second="given") if plain and dice.chance(0.25) else case
 
 
 EDITS = ("clip norm", "clip value", "data mul", "mul", "replace", "drop one", "zero one")
@@ -486,14 +505,11 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
     ),
     "an optimizer that fleet does not know, under local steps, gradient merge or a loss scale (docs/loops.md)": (
         "has stepped parameters of the model, and was not given to fleet",
-        lambda case: bool(case.second) and (case.is_local or case.merge > 1 or case.amp == "fp16"),
+        lambda case: case.second in ("beside", "new") and not case.averages_alone and not case.by_bucket,
     ),
     "an epoch's end or a meeting, where fleet's optimizer has not stepped since the last backward (docs/loops.md)": (
         "fleet.(end_epoch|synchronize): comes in the middle of a step",
-        lambda case: (
-            case.second == "new"
-            or (case.drops == "last synced" and (case.is_local or case.merge > 1 or case.by_bucket or case.amp == "fp16"))
-        ),
+        lambda case: not case.averages_alone and (case.second == "new" or case.drops == "last synced"),
     ),
     "a complex parameter (the error names it)": (
         "is not a gradient's type",
@@ -509,7 +525,7 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
     ),
     "Local SGD that averages after every update with Adam, whose state it does not average (docs/local_sgd.md)": (
         "is not a step of averages",
-        lambda case: case.averages_every_update and case.optimizer in ("adam", "adamw"),
+        lambda case: case.averages_every_update and (case.optimizer in ("adam", "adamw") or case.second == "given"),
     ),
     "a GradScaler of the script's own, where gradients are merged or used before its step, or under Local SGD (docs/loops.md)": (
         "is called by a GradScaler of the script's own",
@@ -517,7 +533,7 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
     ),
     "a closure (docs/loops.md)": (
         "must be called without arguments",
-        lambda case: case.closure,
+        lambda case: case.closure and (not case.averages_alone or case.build("fuse_all_optimizer_ops", False)),
     ),
     "a part checkpointed with use_reentrant=True that runs twice in a backward, as DDP refuses it (docs/loops.md)": (
         "twice in one backward|ready only once",

@@ -34,6 +34,7 @@ class Trainer:
         self.tell: Callable[[torch.Tensor], None] = lambda _loss: None
         self.end_epoch: Callable[[], None] = lambda: None
         self.synchronize: Callable[[], None] = lambda: None
+        self.give: Callable[[Any], object] = lambda _optimizer: None
 
     def forward_begins(self) -> None:
         """A training forward is about to begin."""
@@ -72,6 +73,8 @@ class Loop:
         )
         self._step = 0
         self._second = second_of(case, trainer.network)
+        if case.second == "given":
+            trainer.give(self._second)
 
     def run(self) -> None:
         """All steps, and the trainers' last meeting."""
@@ -289,6 +292,8 @@ class WrittenOut(Trainer):
         self.tell = self._tell
         self.end_epoch = self._end_epoch
         self.synchronize = self._synchronize
+        self._given: list[torch.optim.Optimizer] = []
+        self.give = self._given.append
 
     def forward_begins(self) -> None:
         """See ``Trainer``: rank 0's buffers are sent, unless the last forward was inside ``no_sync``."""
@@ -464,7 +469,8 @@ class WrittenOut(Trainer):
             self._sums, self._merged = [None for _ in self._parameters], 0
             return
         self._release(1.0)
-        self.optimizer.step()
+        for optimizer in (self.optimizer, *self._given):
+            optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
         self._update_came()

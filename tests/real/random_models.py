@@ -176,16 +176,16 @@ def hook(network: Network, kind: str) -> None:
 
 
 def second_of(case: Case, network: Network) -> torch.optim.Optimizer | None:
-    """The script's other optimizer, which fleet does not hear of: for the last layer, or from the third step on for all."""
+    """The script's other optimizer: for the last layer, or from the third step on for all."""
     if not case.second:
         return None
-    module = network.last if case.second == "beside" else network
+    module = network if case.second == "new" else network.last
     return torch.optim.AdamW([parameter for parameter in module.parameters() if parameter.requires_grad], lr=LR / 5)
 
 
 def optimizer_of(case: Case, network: nn.Module) -> torch.optim.Optimizer:
     """The case's optimizer, which holds frozen parameters, too."""
-    apart = ("shift", "last.weight", "last.bias") if case.second == "beside" else ("shift",)
+    apart = ("shift", "last.weight", "last.bias") if case.second in ("beside", "given") else ("shift",)
     parameters = [parameter for name, parameter in network.named_parameters() if name not in apart]
     groups: list[dict[str, Any]] = [{"params": parameters}]
     if case.num_groups > 1:

@@ -79,6 +79,7 @@ class Rank:
         trainer.tell = lambda loss: fleet.report(loss=loss)
         trainer.end_epoch = fleet.end_epoch
         trainer.synchronize = fleet.synchronize
+        trainer.give = fleet.distributed_optimizer
         Loop(case, trainer).run()
         return trainer.history
 

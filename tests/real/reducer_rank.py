@@ -21,11 +21,13 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
+import optimizer_scripts
+import reducer_scripts
 import torch
 import torch.distributed as dist
 from living_fleet import be_rank, leave
 from model_scripts import MODELS_REFUSED, MODELS_TRAINED, averaged_by_hand
-from reducer_scripts import REFUSED, TRAINED, Script, Way, layers, train
+from reducer_scripts import Script, Way, layers, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -187,7 +189,7 @@ def other_strategy(fleet: Fleet, rank: int) -> Found:
 
 
 def script(fleet: Fleet, rank: int, *, run: Script, truth: bool | int, **strategy: Any) -> Found:
-    """A script under fleet; ``off`` from plain DDP where that is the ``truth``, or from averages by hand after every so many updates.
+    """A script under fleet; ``off`` from the ``truth``: plain DDP, the algorithm written out, or averages by hand after so many updates.
 
     Else ranks from each other, once they have met.
     """
@@ -215,8 +217,7 @@ def script(fleet: Fleet, rank: int, *, run: Script, truth: bool | int, **strateg
     save = partial(fleet.save_persistables, "nowhere")
     network = run(Way(rank, wrapped, fleet.distributed_optimizer, meet, save, lambda _: fleet.join()))
     if truth is True:
-        ddp = partial(DistributedDataParallel, find_unused_parameters="find_unused_parameters" in strategy)
-        other = run(Way(rank, ddp, lambda optimizer: optimizer))
+        other = run(_truth(rank, strategy))
     elif truth:
         fleet.synchronize()
         other = run(Way(rank, lambda model: model, give_by_hand))
@@ -270,6 +271,14 @@ def _given(fleet: Fleet, network: nn.Module) -> torch.optim.Optimizer:
     return fleet.distributed_optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
 
 
+def _truth(rank: int, strategy: dict[str, Any]) -> Way:
+    if "localsgd" in strategy or "gradient_merge" in strategy:
+        written = optimizer_scripts.WrittenOut(strategy)
+        return Way(rank, written.wrap, lambda optimizer: optimizer, written.update)
+    wrap = partial(DistributedDataParallel, find_unused_parameters="find_unused_parameters" in strategy)
+    return Way(rank, wrap, lambda optimizer: optimizer)
+
+
 def _apart(tensors: Iterable[torch.Tensor]) -> float:
     """By how much ranks differ."""
     numbers = [tensor.detach() if tensor.is_complex() else tensor.detach().double() for tensor in tensors]
@@ -298,6 +307,8 @@ def _mean(tensor: torch.Tensor) -> torch.Tensor:
     return whole / dist.get_world_size()
 
 
+REFUSED = reducer_scripts.REFUSED | optimizer_scripts.REFUSED | MODELS_REFUSED
+TRAINED = reducer_scripts.TRAINED | optimizer_scripts.TRAINED | MODELS_TRAINED
 BY_RANK = {
     "order of buffers": "buffer buffer_a [2] torch.float32 on rank 0, buffer buffer_b [2]",
     "order of frozen": "frozen parameter frozen_a [2] torch.float32 on rank 0, frozen parameter frozen_b [2]",
@@ -312,8 +323,6 @@ BY_RANK = {
 }
 """How models differ by rank, and what is said of them."""
 Case = Callable[[Fleet, int], Found]
-ALL_REFUSED = REFUSED | MODELS_REFUSED
-ALL_TRAINED = TRAINED | MODELS_TRAINED
 CASES: dict[str, Case] = {
     "layouts": layouts,
     "layouts, K = 2": partial(layouts, **LOCAL),
@@ -328,8 +337,8 @@ CASES: dict[str, Case] = {
     "let go": partial(let_go, number=20),
     "let go, K = 2": partial(let_go, number=5, **LOCAL),
     "copies": copies,
-    **{f"refused: {name}": partial(script, run=run, truth=False, **fields) for name, (run, fields, _) in ALL_REFUSED.items()},
-    **{f"trained: {name}": partial(script, run=run, truth=truth, **fields) for name, (run, fields, truth) in ALL_TRAINED.items()},
+    **{f"refused: {name}": partial(script, run=run, truth=False, **fields) for name, (run, fields, _) in REFUSED.items()},
+    **{f"trained: {name}": partial(script, run=run, truth=truth, **fields) for name, (run, fields, truth) in TRAINED.items()},
     "parameter hooks after, by bucket": partial(own_hooks, where="after", kind="parameter", **BY_BUCKET),
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,12 @@ SCALED: dict[str, Any] = {"amp": True}
 UNUSED: dict[str, Any] = {"find_unused_parameters": True}
 
 
+def step_all(optimizers: Sequence[Any]) -> None:
+    """Step one after the other."""
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 @dataclass(frozen=True)
 class Way:
     """How a script makes its model and its optimizer distributed; ``rank`` is this one."""
@@ -42,6 +48,8 @@ class Way:
     save: Callable[[], None] = lambda: None
     join: Callable[[list[Any]], AbstractContextManager[Any]] = Join
     """Around a loop that has unequally many batches on the ranks."""
+    update: Callable[[Sequence[Any]], None] = step_all
+    """With these optimizers."""
 
 
 Script = Callable[[Way], nn.Module]
@@ -59,8 +67,7 @@ def train(way: Way, model: Any, *optimizers: Any, steps: int = 4, before: Callab
         before(step)
         x = torch.randn(5, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + way.rank))
         model(x.to(next(model.parameters()).dtype)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        way.update(optimizers)
         for optimizer in optimizers:
             optimizer.zero_grad()
 

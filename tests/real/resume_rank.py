@@ -44,11 +44,13 @@ class Trainee:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(0.01 * seed)
-        self.optimizer = _optimizer(case, self.model)
+        self.optimizers = _optimizers(case, self.model)
+        self.optimizer = self.optimizers[0]
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [DECAY], gamma=0.1)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0 * seed, growth_interval=3, enabled=case.scales)
         self.engine = Engine(self.model, DistributedStrategy.from_dict(strategy or case.strategy), communicators)
-        self.engine.attach_optimizer(self.optimizer)
+        for optimizer in self.optimizers:
+            self.engine.attach_optimizer(optimizer)
         if isinstance(self.model, problem.Gated):
             self.model.rank = self.rank
         self.history: list[Any] = []
@@ -65,9 +67,10 @@ class Trainee:
                 loss = loss * torch.inf
             self.engine.report(loss)
             self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimizer)
+            for optimizer in self.optimizers:
+                self.scaler.step(optimizer)
             self.scaler.update()
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
             self.scheduler.step()
             if step % EPOCH == 0 and self.engine.strategy.adaptive_localsgd_configs.variant == "document":
                 self.engine.end_epoch()
@@ -76,7 +79,7 @@ class Trainee:
     def everything(self) -> Any:
         """All that later steps depend on and that can be seen from outside."""
         values = [problem.flat(self.model), *(buffer.reshape(-1).double() for buffer in self.model.buffers())]
-        for state in self.optimizer.state.values():
+        for state in (state for optimizer in self.optimizers for state in optimizer.state.values()):
             values += [value.reshape(-1).double() for value in state.values() if isinstance(value, torch.Tensor)]
         scalars = [self.engine.loss_scale, self.optimizer.param_groups[-1]["lr"], self.scaler.get_scale(), float(self.engine.num_updates)]
         return torch.cat([*values, torch.tensor(scalars, dtype=torch.float64)]).numpy().copy()
@@ -127,11 +130,13 @@ def _model(case: Case) -> nn.Module:
         return nn.Sequential(*layers).to(getattr(torch, case.dtype))
 
 
-def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    if case.optimizer != "groups":
-        return problem.optimizer_of(case.optimizer)(model)
+def _optimizers(case: Case, model: nn.Module) -> list[torch.optim.Optimizer]:
     first, *rest = model.parameters()
-    return torch.optim.SGD([{"params": [first], "lr": 0.02}, {"params": rest, "momentum": 0.8, "nesterov": True}], lr=problem.LR)
+    if case.optimizer == "two":
+        return [torch.optim.SGD([first], lr=0.02, momentum=0.9), torch.optim.AdamW(rest, lr=0.01)]
+    if case.optimizer == "groups":
+        return [torch.optim.SGD([{"params": [first], "lr": 0.02}, {"params": rest, "momentum": 0.8, "nesterov": True}], lr=problem.LR)]
+    return [problem.optimizer_of(case.optimizer)(model)]
 
 
 def train(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import run_ranks
-from reducer_rank import ALL_REFUSED, ALL_TRAINED, BY_RANK, CASES, RANKS, Found
+from reducer_rank import BY_RANK, CASES, RANKS, REFUSED, TRAINED, Found
 
 EXACT = 1e-12
 SOON_S = 10.0
@@ -54,15 +54,15 @@ def test_strategies_that_differ_by_rank_are_refused(found: dict[str, list[Found]
         assert str(rank["refused"]).startswith("the strategy: differs between rank 0 and rank 1 (got nothing on rank 0, nccl_comm_num = 2")
 
 
-@pytest.mark.parametrize("name", ALL_REFUSED)
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_right_is_refused(found: dict[str, list[Found]], name: str) -> None:
     """By name, on every rank, at once."""
     for rank in found[f"refused: {name}"]:
-        assert re.match(f"(.*: )?{ALL_REFUSED[name][2]}", str(rank.get("refused"))), rank
+        assert re.match(f"(.*: )?{REFUSED[name][2]}", str(rank.get("refused"))), rank
         assert rank["after_s"] < SOON_S
 
 
-@pytest.mark.parametrize("name", ALL_TRAINED)
+@pytest.mark.parametrize("name", TRAINED)
 def test_what_is_right_is_trained(found: dict[str, list[Found]], name: str) -> None:
     """Beside what is refused lies what DDP trains, and it is trained to the same end."""
     assert [rank.get("off", rank) for rank in found[f"trained: {name}"]] == [pytest.approx(0.0, abs=EXACT)] * RANKS
@@ -83,5 +83,5 @@ def test_three_trainers_with_uneven_inputs_train_as_under_ddp() -> None:
     """They run out of data one after the other, or two of them at once."""
     ranks = run_ranks(Path(__file__).with_name("reducer_rank.py"), 3, "trained: uneven")
     offs = {key: [float(rank[key]) for rank in ranks] for key in ranks[0] if key.endswith("/off")}
-    assert len(offs) == sum(name.startswith("uneven") for name in ALL_TRAINED)
+    assert len(offs) == sum(name.startswith("uneven") for name in TRAINED)
     assert offs == {key: [pytest.approx(0.0, abs=EXACT)] * 3 for key in offs}, [key for key in ranks[0] if not key.endswith("/off")]

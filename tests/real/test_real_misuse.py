@@ -112,9 +112,9 @@ def test_a_second_backward_of_one_graph_is_refused_by_its_name(others: ZeroTrain
 
 
 def test_a_second_backward_without_an_optimizer_is_refused(others: ZeroTrainer) -> None:
-    """A loop that has not handed over its optimizer would accumulate for ever."""
+    """A merge would accumulate for ever in a loop that has not handed over its optimizer."""
     model = six_layers()
-    engine = Engine(model, DistributedStrategy(), others)  # type: ignore[arg-type]  # the fake has the methods that the engine calls
+    engine = Engine(model, DistributedStrategy.from_dict(MERGE), others)  # type: ignore[arg-type]  # the fake has the methods that the engine calls
     model(torch.ones(2, 8)).sum().backward()
     with pytest.raises(ConfigError, match="fleet does not know the optimizer"):
         model(torch.ones(2, 8)).sum().backward()
@@ -181,9 +181,9 @@ def test_training_in_evaluation_mode_counts_as_training(others: ZeroTrainer, fie
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("fields", [{}, {"localsgd": True}, MERGE])
+@pytest.mark.parametrize("fields", [BY_BUCKET, {"localsgd": True}, MERGE])
 def test_a_closure_is_refused(others: ZeroTrainer, fields: dict[str, object]) -> None:
-    """It is not called; and ``step`` takes nothing else either."""
+    """Where a step is more than what the optimizer makes of averages: it is not called; and ``step`` takes nothing else either."""
     engine, optimizer = engine_of(six_layers(), others, **fields)
     engine.model(torch.ones(2, 8)).sum().backward()
     for given in (lambda: pytest.fail("it was called"), 1.0):
@@ -461,9 +461,9 @@ def test_a_loss_is_one_number(others: ZeroTrainer) -> None:
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_at_once(others: ZeroTrainer) -> None:
-    """LBFGS updates all parameters as one: no strategy here can step it."""
+    """LBFGS updates all parameters as one, as often as it likes: where gradients are not averaged every time, no strategy can step it."""
     model = six_layers()
-    engine = Engine(model, DistributedStrategy(), others)  # type: ignore[arg-type]  # see above
+    engine = Engine(model, DistributedStrategy.from_dict(MERGE), others)  # type: ignore[arg-type]  # see above
     with pytest.raises(ConfigError, match="LBFGS"):
         engine.attach_optimizer(torch.optim.LBFGS(model.parameters()))
     engine.close()

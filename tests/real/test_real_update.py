@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zero_trainer import ZeroTrainer, six_layers, train
 
 from fleetbench.errors import ConfigError
+from fleetbench.plan.combination import Combination
 from fleetbench.strategy import DistributedStrategy
 from real.engine.engine import Engine
 from real.engine.optimizers import FusedOptimizer, hide, refuse_whole, reset_state, state_slots, state_tensors, step_some
@@ -391,7 +392,7 @@ def test_optimizers_that_cannot_be_taken_apart_are_refused_by_name() -> None:
 
     parameters = [nn.Parameter(torch.ones(2, 2))]
     with pytest.raises(ConfigError, match=r"LBFGS[\s\S]*HINT"):
-        refuse_whole(torch.optim.LBFGS(parameters))
+        refuse_whole(torch.optim.LBFGS(parameters), Combination.of(DistributedStrategy(localsgd=True)))
     for optimizer, name in [
         (Own(parameters), "Own"),
         (torch.optim.Muon(parameters), "Muon"),
