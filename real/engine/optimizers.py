@@ -144,8 +144,9 @@ class Controls:
         return next(number for number, own in enumerate(self.optimizers) if own is optimizer)
 
     def held(self) -> list[list[nn.Parameter]]:
-        """The parameters that each of them holds now."""
-        return [own.held for own in self._controls]
+        """The model's parameters that each of them holds now."""
+        known = {*map(id, self._parameters.values())}
+        return [[parameter for parameter in own.held if id(parameter) in known] for own in self._controls]
 
     def begin(self, place: int, *, updates: bool) -> None:
         """This one is about to step; where it must not, it finds nothing to do."""

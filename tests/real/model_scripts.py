@@ -124,6 +124,45 @@ def summed(way: Way, *, one: bool) -> nn.Module:
     return nn.ModuleList(networks)
 
 
+def halved(way: Way, *, closes: bool = False, again: bool = False, partly: bool = False) -> nn.Module:
+    """A GAN of which each model has two optimizers.
+
+    ``closes``: the first of the generator's runs a closure; ``partly``: one of each steps every other time; ``again``: in the middle the
+    discriminator is wrapped again, and one optimizer takes the place of its two.
+    """
+    networks = layers(), small()
+    generator, discriminator = map(way.wrap, networks)
+    held = [[list(network.parameters())[part::2] for part in range(2)] for network in networks]
+    optimizers = [[way.give(kind(own)) for kind, own in zip((SGD, ADAM), parts, strict=True)] for parts in held]
+
+    def stepped(own: list[torch.optim.Optimizer], step: int) -> None:
+        for optimizer in own[step % 2 :] if partly else own:
+            optimizer.step()
+
+    for step in range(6):
+        if again and step == 3:
+            discriminator = way.wrap(networks[1])
+            optimizers[1] = [way.give(SGD(networks[1].parameters()))]
+        discriminator(generator(batch(way, step)).detach()).square().mean().backward()
+        stepped(optimizers[1], step)
+        networks[1].zero_grad()
+
+        def closure(step: int = step, discriminator: nn.Module = discriminator) -> torch.Tensor:
+            networks[0].zero_grad()
+            loss: torch.Tensor = discriminator(generator(batch(way, 50 + step))).tanh().mean()
+            loss.backward()
+            return loss
+
+        if closes:
+            optimizers[0][0].step(closure)
+            optimizers[0][1].step()
+        else:
+            closure()
+            stepped(optimizers[0], step)
+        networks[1].zero_grad()
+    return nn.ModuleList(networks)
+
+
 def distilled(way: Way, *, flows: bool = False) -> nn.Module:
     """A teacher is trained, and then teaches a student, from whose loss gradients may flow into it."""
     networks = layers(), small(norm=True)
@@ -447,6 +486,11 @@ MODELS_TRAINED: dict[str, tuple[Script, dict[str, Any], bool | int]] = {
     "a GAN that meets, K = 3": (partial(gan, clears=False, meets=True), LOCAL, False),
     "a GAN, merge, alone": (partial(gan, alone=True, keeps=False), MERGE, False),
     **{f"a loss with parameters, {'one optimizer' if one else 'two'}": (partial(headed, one=one), {}, True) for one in (True, False)},
+    "two optimizers of each": (halved, {}, True),
+    "two optimizers of each, K = 3": (halved, LOCAL, 3),
+    "two optimizers of each, some step": (partial(halved, partly=True), {}, True),
+    "two optimizers of each, a closure": (partial(halved, closes=True), {}, True),
+    "two optimizers of each, and again": (partial(halved, again=True), {}, True),
     "a loss with parameters, unused": (partial(headed, one=True, kept=True), UNUSED, True),
     "a loss with parameters, fused": (partial(headed, one=True), {"build_strategy": {"fuse_all_optimizer_ops": True}}, True),
     "a loss with parameters, by bucket": (partial(headed, one=True), BY_BUCKET, True),

@@ -10,6 +10,8 @@ from processes import run_ranks
 from reducer_rank import BY_RANK, CASES, RANKS, REFUSED, TRAINED, Found
 
 EXACT = 1e-12
+PARTS = 6
+"""In processes of their own."""
 SOON_S = 10.0
 """Half the timeout of a collective."""
 
@@ -17,12 +19,12 @@ SOON_S = 10.0
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Found]]:
     """By case, what each rank found."""
-    ranks = run_ranks(Path(__file__).with_name("reducer_rank.py"), RANKS)
-    cases: dict[str, list[Found]] = {name: [{} for _ in ranks] for name in CASES}
-    for rank, arrays in enumerate(ranks):
-        for key, value in arrays.items():
-            name, _, what = key.rpartition("/")
-            cases[name][rank][what] = value.item()
+    cases: dict[str, list[Found]] = {name: [{} for _ in range(RANKS)] for name in CASES}
+    for part in range(PARTS):
+        for rank, arrays in enumerate(run_ranks(Path(__file__).with_name("reducer_rank.py"), RANKS, "", str(part), str(PARTS))):
+            for key, value in arrays.items():
+                name, _, what = key.rpartition("/")
+                cases[name][rank][what] = value.item()
     return cases
 
 
@@ -81,7 +83,7 @@ def test_copies_of_a_model_know_nothing_of_fleet(found: dict[str, list[Found]]) 
 
 def test_three_trainers_with_uneven_inputs_train_as_under_ddp() -> None:
     """They run out of data one after the other, or two of them at once."""
-    ranks = run_ranks(Path(__file__).with_name("reducer_rank.py"), 3, "trained: uneven")
+    ranks = run_ranks(Path(__file__).with_name("reducer_rank.py"), 3, "trained: uneven", "0", "1")
     offs = {key: [float(rank[key]) for rank in ranks] for key in ranks[0] if key.endswith("/off")}
     assert len(offs) == sum(name.startswith("uneven") for name in TRAINED)
     assert offs == {key: [pytest.approx(0.0, abs=EXACT)] * 3 for key in offs}, [key for key in ranks[0] if not key.endswith("/off")]

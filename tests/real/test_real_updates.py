@@ -249,7 +249,7 @@ def test_a_tuning_has_one_optimizer() -> None:
     """A second one is refused where fleet is given it."""
     job = object.__new__(Collective)
     job.__dict__ |= {
-        "engine": SimpleNamespace(optimizers=[object()]),
+        "models": SimpleNamespace(holding=lambda *_: [SimpleNamespace(optimizers=[object()])]),
         "driven": object(),
         "_strategy": DistributedStrategy(),
     }
