@@ -15,6 +15,8 @@ HERE = Path(__file__).parent
 README = HERE / "README.md"
 MARK = "<!-- what follows is written by raw_files.py -->\n"
 RAW = (".json", ".jsonl", ".csv")
+NAMED = {"as_ddp_or_refused/seed2.csv": ["7fa7952"]}
+"""Files that name no commit, and were measured with an earlier one than that which brought them."""
 OF_OTHERS = ("data", "data.csv")
 """Folders and files with measurements by others, whose README names their source."""
 
@@ -33,7 +35,7 @@ def row(path: Path) -> str:
     commit, date = git("log", "-1", "--follow", "--diff-filter=AM", "--format=%h %as", "--", str(path)).split()
     if set(OF_OTHERS) & set(path.parts):
         measured = f"by others ([source]({path.parts[0]}/README.md)); brought by {commit}"
-    elif named := commits_in(HERE / path):
+    elif named := NAMED.get(str(path)) or commits_in(HERE / path):
         measured = ", ".join(named) + ", as its lines say"
         if not all(map(is_kept, named)):
             measured += f"; of a branch that {commit} brings"
