@@ -61,7 +61,8 @@ def is_kept(commit: str) -> bool:
 
 def git(*arguments: str) -> str:
     """What git says of this folder."""
-    return subprocess.run(["git", "-C", str(HERE), "-c", "core.abbrev=7", *arguments], capture_output=True, text=True, check=True).stdout.strip()  # noqa: S607  # of the user's path
+    command = ["git", "-C", str(HERE), "-c", "core.abbrev=7", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":
