@@ -183,6 +183,8 @@ def rank(number: int, store: str, arguments: argparse.Namespace) -> None:
         best = torch.tensor([min(caps, key=caps.__getitem__)], dtype=torch.float64)
         dist.broadcast(best, 0)
         for number_of_round in range(arguments.rounds):
+            if os.getppid() != arguments.driver:  # it was ended, and another measurement may run by now
+                return
             order = random.Random(f"{name} {number_of_round}").sample(ARMS, len(ARMS))  # noqa: S311  # no secret
             found: dict[str, list[float]] = {arm: [] for arm in ARMS}
             sums: dict[str, list[float]] = {}
@@ -263,6 +265,7 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true")
     parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()
+    arguments.driver = os.getpid()
     if not arguments.tables and not arguments.memory:
         with tempfile.TemporaryDirectory() as folder:
             multiprocessing.spawn(rank, (f"{folder}/store", arguments), nprocs=RANKS)
