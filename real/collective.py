@@ -245,13 +245,13 @@ class Collective:
             return
         from real.checkpoints.saving import save  # which training without a checkpoint need not pay for
 
-        save(self.models.only("fleet.save_persistables"), self.meeting, path, extra=extra)
+        save(self.models.only("fleet.save_persistables", self.meeting), self.meeting, path, extra=extra)
 
     def load(self, path: Path, *, predicate: Callable[[str], bool] | None, resynchronize: bool) -> Loaded:
         """Go on from what was saved."""
         from real.checkpoints.saving import load
 
-        engine = self.models.only("fleet.load_persistables")
+        engine = self.models.only("fleet.load_persistables", self.meeting)
         resynchronize = resynchronize or self.driven is not None  # a leg's strategy is another than the one that was saved
         return load(engine, self.meeting, path, predicate=predicate, resynchronize=resynchronize)
 
@@ -261,7 +261,9 @@ class Collective:
             return
         from real.checkpoints.inference import save_inference_model
 
-        save_inference_model(self.models.only("fleet.save_inference_model"), self.meeting, path, example_inputs, dynamic_shapes)
+        save_inference_model(
+            self.models.only("fleet.save_inference_model", self.meeting), self.meeting, path, example_inputs, dynamic_shapes
+        )
 
     def leave(self) -> None:
         """At exit: leave together, unless this process leaves because of an error, or another has failed.

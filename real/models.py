@@ -75,8 +75,10 @@ class Models:
             raise ConfigError("there is no model yet", where, hint=f"call {MODEL} first")
         return engines
 
-    def only(self, where: str) -> Engine:
-        """The one that there is. Raises ``ConfigError`` for several."""
+    def only(self, where: str, meeting: Meeting) -> Engine:
+        """The one that there is; every trainer calls it. Raises ``ConfigError`` for several."""
+        if len(self._found) > 1:
+            self.sweep(meeting, collects=True)
         engine, *others = self.all(where)
         if others:
             what = "serves a process that trains one model"
@@ -149,6 +151,9 @@ class Models:
         if self.engines[0].executor.combination.adaptive is not None:
             hint = "use fixed local steps: localsgd with k_steps, or train one model"
             raise ConfigError("follows one reported loss, and this process trains several models", "strategy.adaptive_localsgd", hint=hint)
+        if self.engines[0].executor.combination.scales:
+            hint = 'set amp_configs.dtype = "bf16", which needs no scale, or train one model'
+            raise ConfigError("scales one model's loss, and this process trains several", "strategy.amp in FP16", hint=hint)
         for engine in self.engines:
             _refuse_shared(engine.model, model)
 
@@ -159,5 +164,8 @@ def _refuse_shared(known: nn.Module, model: nn.Module) -> None:
     shared = [(name, names[id(own)][0]) for name, own in model.named_parameters() if id(own) in names and own.requires_grad]
     if shared:
         what = "has a parameter of another distributed model, of which it is a part, or which is a part of it: both would average it"
-        hint = "distribute the parts alone, or the whole, which the loop then calls; `del` a model that the new one takes the place of"
+        hint = (
+            "distribute the parts alone, or the whole, which the loop then calls; of a model that the new one takes the place of, `del` "
+            "its optimizer and its last loss, too"
+        )
         raise ConfigError(what, MODEL, f"{shared[0][0]}, there {shared[0][1]}", hint)

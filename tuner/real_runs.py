@@ -188,9 +188,10 @@ class RealRuns:
         """Whether the budget has room for so many legs, and runs to the target, if there is one."""
         return self.spent_s + self.expected_s(number, num_targets=num_targets) <= budget_of(self.experiment)[0]
 
-    def refuse_small_budget(self, num_arms: int) -> None:
-        """Raise ``BudgetSpent`` where, by the first leg, there is no room to choose among so many arms and for an interval's pairs."""
-        if sum(map(len, self.runs.values())) > 1 or self.affords(wanted := 2 * (num_arms + LEAST_PAIRS) - 1, num_targets=1):
+    def refuse_small_budget(self, num_others: int) -> None:
+        """Raise ``BudgetSpent`` where, by the first leg, there is no room to run so many beside the default, and an interval's pairs."""
+        num_arms, is_first = 1 + num_others, sum(map(len, self.runs.values())) == 1
+        if not num_others or not is_first or self.affords(wanted := 2 * (num_arms + LEAST_PAIRS) - 1, num_targets=1):
             return
         (_, setting), workload, trainers = budget_of(self.experiment), self.experiment.workload, self.experiment.cluster.trainers
         needs_s = self.spent_s + self.expected_s(wanted, num_targets=1)

@@ -15,7 +15,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import OUTSIDE
 from fleetbench.plan.layers import LayerTable
-from fleetbench.plan.rounds import in_leg, levels
+from fleetbench.plan.rounds import in_leg
 from fleetbench.profile import profile_of, table_for
 from fleetbench.quantities import counted
 from fleetbench.recommended import folder_of, keep, key_of_profiled
@@ -266,9 +266,7 @@ def _arms(experiment: Experiment, found: Search, ways: Ways) -> tuple[list[Arm],
 
 def _priced(arm: Arm, ways: Ways, experiment: Experiment) -> Arm:
     """With what its legs run, and what virtual trainers say."""
-    workload, found = experiment.workload, ways.levels(arm.strategy)
-    if len(found) == 1:
-        found = levels(found[0][0], workload.steps, workload.steps_per_epoch)
+    found = ways.levels(arm.strategy, experiment.workload)
     paced = in_leg(found, (leg_steps_of(experiment) - OUTSIDE) // arm.strategy.gradient_merge_configs.k_steps)
     updates = ways.weight(arm.strategy) if way_of(arm.strategy) in ways.updates else None
     return dataclasses.replace(arm, virtual_updates=updates, paced_by=None if paced == arm.strategy else paced)

@@ -283,7 +283,7 @@ class _Verifier:
             with self._rejecting(name):
                 window = ROUNDS * done // len(order)  # of each round, so that arms share draws, and two are seen
                 result = self.legs.run(name, self.arms[name].timed, steps=leg_steps_of(self.experiment), window=window)
-                self.legs.refuse_small_budget(len(self.arms))
+                self.legs.refuse_small_budget(len(own))
                 arm = self.arms[name]
                 peaks = [*result.peak_bytes, *([] if arm.peak_bytes is None else [arm.peak_bytes])]  # of all ranks and legs
                 took.setdefault(name, []).append(step_s_of(result))

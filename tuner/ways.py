@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Tune
-from fleetbench.plan.rounds import Levels, at_pace
+from fleetbench.plan.rounds import Levels, at_pace, levels
 from fleetbench.quantities import counted
 from fleetbench.strategy import AdaptiveLocalSGDConfigs, Averaging, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
 from fleetbench.target import HITS_IN_A_ROW
-from fleetbench.workload import LAYERS
+from fleetbench.workload import LAYERS, Workload
 from tuner.learning import Arrival, Learn, Progress, Reached, Trainings, Way, and_stays, trainings
 from tuner.recommendation import Trial
 from tuner.search import Search, StepS, Tried
@@ -90,13 +90,17 @@ class Ways:
         """Simulated seconds to the target, or of a step where no ways are known; none of a way that does not arrive, or is not known."""
         return self.weight(tried.strategy) * tried.trial.simulated_s if self.arrives(tried.strategy) else None
 
-    def levels(self, strategy: DistributedStrategy) -> Levels:
+    def levels(self, strategy: DistributedStrategy, workload: Workload | None = None) -> Levels:
         """What has its seconds of a step: itself, or, where rounds were observed on the way to the target, fixed ones that meet as often.
+
+        With a ``workload`` also those of a schedule, over all of its steps.
 
         At the experiment's learning rate, which does not move them: one that is too high leaves a living script with losses that are none.
         """
         pace, strategy = self.paces.get(way_of(strategy)), strategy.replace(lr_scale=self.lr_scale)
-        return ((strategy, 1.0),) if pace is None else at_pace(strategy, pace)
+        if pace is not None:
+            return at_pace(strategy, pace)
+        return ((strategy, 1.0),) if workload is None else levels(strategy, workload.steps, workload.steps_per_epoch)
 
     def step_s(self, strategy: DistributedStrategy, measure: StepS) -> float:
         """By ``measure``, which times one kind of rounds."""

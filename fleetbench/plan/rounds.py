@@ -17,8 +17,8 @@ from fleetbench.strategy import AdaptiveLocalSGDConfigs, Averaging, DistributedS
 
 EVERY_UPDATE = 1 << 40
 """As ``begin_step``: trainers meet after every update, whatever K is."""
-_LONGEST = 64
-"""Updates of the round that stands for trainers who train alone: the exchange at its end is next to nothing of it."""
+_LONGEST = 1000
+"""Updates of the round that stands for trainers who train alone at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,14 @@ def at_pace(strategy: DistributedStrategy, pace: float) -> Levels:
 def in_leg(found: Levels, updates: int) -> DistributedStrategy:
     """What meets as often per update as ``found``, in a leg that has so many updates: at first after each, then every K-th.
 
-    Within 1 % the largest K that there is, in whole rounds.
+    Within 1 % the largest K that there is, in whole rounds; with fragments or overlap K stays, beside which an exchange goes on.
     """
     if len(found) == 1:
         return found[0][0]
     lengths = [_length(strategy) for strategy, _ in found]
     rate = sum(share / k for k, (_, share) in zip(lengths, found, strict=True))
-    tried = [(abs(1 / rate - 1), 1, 0)]
-    for k in range(max(lengths), 1, -found[-1][0].localsgd_configs.fragments):
+    tried, longest = [(abs(1 / rate - 1), 1, 0)], max(lengths)
+    for k in (longest,) if found[-1][0].localsgd_configs.has_fragments else range(longest, 1, -1):
         for before in range(updates - k + 1):
             rounds = (updates - before) // k
             tried.append((abs((before + rounds) / (before + rounds * k) / rate - 1), k, before))

@@ -47,6 +47,8 @@ class FleetEngine(Engine):
 
         Raises ``ConfigError`` where something would be lost.
         """
+        if self._updates.has_begun:
+            refuse_in_step(self._phase, where)
         self._give_up()
         if not self._is_in_vain():
             refuse_in_step(self._phase, where)
@@ -58,7 +60,7 @@ class FleetEngine(Engine):
             parameter.grad = gradient
 
     def inherit(self, optimizers: Iterable[Optimizer]) -> None:
-        """Attach the optimizers of the engine before, if all of their parameters are known; others may take their place."""
+        """Attach those optimizers of the engine before whose parameters are all known to fleet, and leave out the others."""
         for optimizer in optimizers:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if {id(parameter) for parameter in held if parameter.requires_grad} <= self._known():
@@ -135,7 +137,7 @@ class FleetEngine(Engine):
         """Whether this one, of several models, steps others than this one, which has no gradients now."""
         what = self.executor.combination
         is_shared = any(engine is not self and any(own is optimizer for own in engine.optimizers) for engine in self._company)
-        if self._phase not in ("idle", "forward") or not is_shared:
+        if self._phase not in ("idle", "forward", "kept") or not is_shared:
             return False
         return is_cleared(self._members) if what.leaves_averages else all(parameter.grad is None for parameter in self._members)
 

@@ -88,6 +88,11 @@ class Updates:
         self._handles = [one.register_step_pre_hook(self._step_begins) for one in optimizers]
         self._handles += [one.register_step_post_hook(self._step_ends) for one in optimizers]
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether some optimizers have stepped since the last backward, and others have not yet."""
+        return self._has_begun
+
     def begin(self) -> None:
         """A step begins: none has stepped."""
         self._has_begun = False
@@ -129,12 +134,11 @@ class Updates:
         return self._executor().combination
 
     def _step_begins(self, optimizer: Optimizer, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-        frame = _caller()
-        if self._is_running(optimizer) or self._rests(optimizer):
+        frame, given = _caller(), given_of(arguments, named)
+        if self._is_running(optimizer) or (not any(map(callable, given)) and self._rests(optimizer)):
             return
         self._running[id(optimizer)] = frame
         self._num_steps += 1
-        given = given_of(arguments, named)
         refuse_arguments(given, self._what)
         if not any(map(callable, given)):
             self._refuse_unready()

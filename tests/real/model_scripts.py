@@ -163,6 +163,35 @@ def halved(way: Way, *, closes: bool = False, again: bool = False, partly: bool 
     return nn.ModuleList(networks)
 
 
+def closed(way: Way) -> nn.Module:
+    """One optimizer of two models steps with a closure, and trainers meet after every step."""
+    networks = layers(), small()
+    models = [way.wrap(network) for network in networks]
+    optimizer = way.give(SGD([parameter for network in networks for parameter in network.parameters()]))
+    for step in range(4):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = models[1](models[0](batch(way, step))).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        way.meet()
+    return nn.ModuleList(networks)
+
+
+def between_two(way: Way) -> nn.Module:
+    """Wraps again when one of two optimizers has stepped."""
+    network = layers()
+    model = way.wrap(network)
+    parameters = list(network.parameters())
+    optimizers = [way.give(SGD(parameters[:2])), way.give(SGD(parameters[2:]))]
+    model(batch(way, 0)).square().mean().backward()
+    optimizers[0].step()
+    return way.wrap(network)
+
+
 def distilled(way: Way, *, flows: bool = False) -> nn.Module:
     """A teacher is trained, and then teaches a student, from whose loss gradients may flow into it."""
     networks = layers(), small(norm=True)
@@ -445,8 +474,10 @@ MIDDLE = "fleet.distributed_model: comes "
 MODELS_REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
     **{
         f"a GAN, {name}": (partial(gan, keeps=False, critics=1), fields, rf"loss\.backward\(\): {SECOND}")
-        for name, fields in (("merge", MERGE), ("by bucket", BY_BUCKET), ("scaled", SCALED))
+        for name, fields in (("merge", MERGE), ("by bucket", BY_BUCKET))
     },
+    "two models whose losses are scaled": (partial(headed, one=False), SCALED, "strategy.amp in FP16: scales one model's loss"),
+    "again, between two optimizers": (between_two, {}, MIDDLE + "in the middle of a step"),
     "a part of a model": (partial(overlapping, part_first=False), {}, "fleet.distributed_model: has a parameter of another"),
     "a model around another": (partial(overlapping, part_first=True), LOCAL, "fleet.distributed_model: has a parameter of another"),
     "two models that follow a loss": (partial(headed, one=False), ADAPTIVE, "strategy.adaptive_localsgd: follows one reported loss"),
@@ -480,6 +511,8 @@ MODELS_TRAINED: dict[str, tuple[Script, dict[str, Any], bool | int]] = {
     "a GAN with a penalty": (partial(gan, penalty=True), {}, True),
     "a GAN with a penalty, K = 3": (partial(gan, penalty=True), LOCAL, 3),
     "a GAN, one optimizer": (partial(gan, one=True, meets=True), {}, True),
+    "a GAN, one optimizer, alone": (partial(gan, one=True, alone=True), {}, True),
+    "two models in one closure": (closed, {}, True),
     "a GAN, K = 3": (gan, LOCAL, 3),
     "a GAN, K = 3, cleared later": (partial(gan, clears=False), LOCAL, 3),
     "a GAN, K = 3, frozen": (partial(gan, freezes=True), LOCAL, 3),

@@ -229,7 +229,7 @@ def script(fleet: Fleet, rank: int, *, run: Script, truth: bool | int, **strateg
     return {"off": off if "localsgd" in strategy else max(off, _apart(network.buffers()))}
 
 
-def let_go(fleet: Fleet, _rank: int, *, number: int, **strategy: Any) -> Found:
+def let_go(fleet: Fleet, _rank: int, *, number: int, saves: bool = False, **strategy: Any) -> Found:
     """Folds one after the other, each of which the script lets go of: how many models live on, and by how much the process grows."""
     models, sizes = [], []
     for _ in range(number):
@@ -237,6 +237,8 @@ def let_go(fleet: Fleet, _rank: int, *, number: int, **strategy: Any) -> Found:
         models.append(ref(network))
         train(Way(0, lambda model: model, lambda own: own), _joined(fleet, network, **strategy), _given(fleet, network), steps=3)
         fleet.synchronize()
+        if saves:
+            fleet.save_persistables(Path(sys.argv[3]).with_name("saved"))
         threads = len(list(Path("/proc/self/task").iterdir()))
         sizes.append((threads, len(dist.distributed_c10d._world.pg_map), len(_global_optimizer_pre_hooks)))
     del network
@@ -336,6 +338,7 @@ CASES: dict[str, Case] = {
     "another strategy": other_strategy,
     "let go": partial(let_go, number=20),
     "let go, K = 2": partial(let_go, number=5, **LOCAL),
+    "let go, saved": partial(let_go, number=4, saves=True),
     "copies": copies,
     **{f"refused: {name}": partial(script, run=run, truth=False, **fields) for name, (run, fields, _) in REFUSED.items()},
     **{f"trained: {name}": partial(script, run=run, truth=truth, **fields) for name, (run, fields, truth) in TRAINED.items()},

@@ -50,15 +50,18 @@ def test_a_trial_and_a_leg_cost_what_the_training_does(configs: dict[str, Any]) 
     assert by_hand is None or mean_s(training(configs)) == pytest.approx(by_hand, rel=0.01)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_schedules_cost_what_the_training_does(seed: int) -> None:
     """With an outer optimizer or fragments, too."""
     random = np.random.default_rng(seed)
     k = random.choice([4, 8, 16]).item()
-    configs: dict[str, Any] = {"k_steps": k, "begin_step": int(random.integers(2, 1900))}
+    schedule = random.choice(["fleet", "torch"]).item()
+    configs: dict[str, Any] = {"k_steps": k, "begin_step": int(random.integers(2, 1900)), "schedule": schedule}
     if random.random() < 0.5:
         warmup = random.choice(["exp", "linear", "const"]).item()
         configs = {"k_steps": k, "schedule": "document", "warmup_epochs": int(random.integers(1, 4)), "warmup": warmup}
     elif random.random() < 0.5:
         configs |= {"outer_lr": 0.7, "outer_momentum": 0.9}
+    elif schedule == "fleet":
+        configs |= {"overlap_steps": 2}
     check(training(configs), within=0.02)

@@ -307,9 +307,10 @@ class _Answering:
         self.progress(what, len(items), len(items))
 
     def _parts(self, chosen: DistributedStrategy) -> dict[str, float]:
-        most, _ = max(self.ways.levels(chosen), key=lambda level: level[1])
-        experiments = [experiment.replace(strategy=most) for experiment in candidates.seeded(self.experiment)]
-        found = [parts_of(candidates.simulated(experiment, self.served)) for experiment in experiments]
+        experiments, levels = candidates.seeded(self.experiment), self.ways.levels(chosen, self.experiment.workload)
+        found = [
+            _mean_parts([(experiment.replace(strategy=one), share) for one, share in levels], self.served) for experiment in experiments
+        ]
         table = on_cores(experiments[0], table_for(experiments[0]))
         means = {name: statistics.fmean(parts[name] for parts in found) for name in found[0]}
         return {"undelayed_s": (table.forward_ns + table.backward_ns) / 1e9, **means}
@@ -380,6 +381,12 @@ class _Answering:
         if costs or tune.samples is not None:
             notes.append(f"{samples:g} samples take {hours_or_days(hours)}{costs}")
         return [*notes, *candidates.caveats(self.experiment)]
+
+
+def _mean_parts(shared: Sequence[tuple[Experiment, float]], known: dict[str, RunResult]) -> dict[str, float]:
+    """Of a step's seconds, over kinds of rounds by their shares."""
+    found = [(parts_of(candidates.simulated(experiment, known)), share) for experiment, share in shared]
+    return {name: sum(share * parts[name] for parts, share in found) for name in found[0][0]}
 
 
 def _with_updates(spread: Spread, gain: float, updates: Updates | None) -> tuple[Spread, tuple[float, ...]]:

@@ -16,6 +16,7 @@ from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.hardware import gpu_named
+from fleetbench.plan.combination import OUTSIDE as BESIDE
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.rounds import levels
 from fleetbench.profile import profile_of
@@ -141,7 +142,16 @@ def mean_step_s(step_s: StepS, whole: StepS, window: Window, strategy: Distribut
     if strategy.follows_loss and window.workload.loss_curve is not None:
         return whole(strategy)
     found = levels(strategy, window.of_steps, window.workload.steps_per_epoch)
-    return math.fsum(share * step_s(one) for one, share in found)
+    return math.fsum(share * _timed_in(step_s, window, one) for one, share in found)
+
+
+def _timed_in(step_s: StepS, window: Window, strategy: DistributedStrategy) -> float:
+    """In the window, or in a longer one where it holds no whole round."""
+    what = Combination.of(strategy)
+    if what.whole_rounds(window.workload.steps) is None and what.is_local:
+        workload = dataclasses.replace(window.workload, steps=BESIDE + what.steps_per_round)
+        return StepTime(window.replace(workload=workload))(strategy)
+    return step_s(strategy)
 
 
 def simulated(experiment: Experiment, known: dict[str, RunResult]) -> RunResult:
