@@ -35,7 +35,9 @@ def row(path: Path) -> str:
     commit, date = git("log", "-1", "--follow", "--diff-filter=AM", "--format=%h %as", "--", str(path)).split()
     if set(OF_OTHERS) & set(path.parts):
         measured = f"by others ([source]({path.parts[0]}/README.md)); brought by {commit}"
-    elif named := NAMED.get(str(path)) or commits_in(HERE / path):
+    elif str(path) in NAMED:
+        measured = ", ".join(NAMED[str(path)])
+    elif named := commits_in(HERE / path):
         measured = ", ".join(named) + ", as its lines say"
         if not all(map(is_kept, named)):
             measured += f"; of a branch that {commit} brings"

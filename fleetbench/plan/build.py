@@ -93,9 +93,9 @@ class Setting:
     """Of an all-reduce over all trainers; ``fusion = "merged_gradient"`` and ``"optimal"`` need it."""
     num_state_slots: int = 0
     buffers_nbytes: int = 0
-    """Of all buffers, which rank 0 sends."""
+    """Bytes of all buffers, which rank 0 sends to the others."""
     averaged_nbytes: int | None = None
-    """That an average of the buffers carries: masks stay, and short numbers are widened. None: ``buffers_nbytes``."""
+    """Bytes that an average of the buffers carries: masks stay, and short numbers are widened. None: ``buffers_nbytes``."""
     order: tuple[str, ...] = ()
     """Names of the gradients as the model has them, which its fragments follow; none: in the reverse order of readiness."""
 

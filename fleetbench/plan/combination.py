@@ -109,7 +109,7 @@ class Combination:
 
     @property
     def steps_per_round(self) -> int:
-        """Steps of a round, the longest of a schedule; of an update where nobody knows before the training."""
+        """Steps of a round: of the longest one of a schedule, or of one update where the length is not known before the training."""
         rounds = self.rounds
         k = rounds.k if isinstance(rounds, Constant) else self.cadence and self.cadence.k_steps
         return self.steps_per_update * (k or 1)

@@ -35,7 +35,7 @@ class Varying:
     cadence: Cadence
 
     def shares(self, updates: int, epoch_updates: int | None) -> dict[int, float]:
-        """Of a training's updates, those in rounds of each length. Epochs have so many updates, or there is one."""
+        """The share of a training's updates that lies in rounds of each length. Without ``epoch_updates`` the training is one epoch."""
         cadence, counts = self.cadence, Counter[int]()
         assert cadence.k_steps is not None
         if cadence.schedule == "document":
@@ -60,7 +60,7 @@ Levels = tuple[tuple[DistributedStrategy, float], ...]
 
 
 def rounds_of(cadence: Cadence | None) -> Rounds:
-    """What is known of them before the training; none: trainers update together."""
+    """What is known of the rounds before the training. Without a cadence trainers update together."""
     if cadence is None or cadence.begin_step >= EVERY_UPDATE:
         return Constant(1)
     if cadence.k_steps is None:
@@ -81,7 +81,7 @@ def held(strategy: DistributedStrategy, k: int) -> DistributedStrategy:
 
 
 def levels(strategy: DistributedStrategy, steps: int, steps_per_epoch: int | None = None) -> Levels:
-    """What a training of so many steps consists of; the strategy itself where its rounds are alike, or nobody knows them."""
+    """The kinds of rounds that a training of so many steps has; the strategy itself where all are alike, or their length is not known."""
     if not strategy.is_local:
         return ((strategy, 1.0),)
     rounds, merged = rounds_of(Cadence.of(strategy)), strategy.gradient_merge_configs.k_steps
@@ -102,7 +102,7 @@ def at_pace(strategy: DistributedStrategy, pace: float) -> Levels:
 
 
 def in_leg(found: Levels, updates: int) -> DistributedStrategy:
-    """What meets as often per update as ``found``, in a leg that has so many updates: at first after each, then every K-th.
+    """The strategy of a leg of so many updates whose trainers meet as often as in ``found``: first after each update, then every K-th.
 
     Within 1 % the largest K that there is, in whole rounds; with fragments or overlap K stays, beside which an exchange goes on.
     """

@@ -290,7 +290,7 @@ class Communicators:
         return self._group("world", number)
 
     def largest(self, number: int) -> int:
-        """Of all ranks' numbers, told in the group of uneven inputs; the host waits."""
+        """The largest of all ranks' numbers, told in the group of uneven inputs; the host waits."""
         told = torch.tensor([number], device=self.device)
         self.all_reduce(told, "max", communicator=_UNEVEN)
         with host_reads():

@@ -426,7 +426,7 @@ class Transfer:
     def __init__(self, buffer: torch.Tensor, chain: Operations, communicators: Communicators, residual: torch.Tensor | None = None) -> None:
         """``residual``: of an all-reduce in INT8, see ``average_quantised``."""
         self.buffer = buffer
-        """What is packed before and read after, in the parameters' type."""
+        """The numbers that are packed before the exchange and read after it, in the parameters' type."""
         self._numbers = numbers = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
         self._residual = residual
         self._communicators = communicators

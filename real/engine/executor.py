@@ -316,7 +316,7 @@ class Executor:
 
     @torch.no_grad()
     def _gradients_now(self) -> list[Taken]:
-        """Of each optimizer: the gradients; how often each was written to in place; sums and norms, as bits, so that NaNs equal themselves.
+        """By optimizer: its gradients, how often each was written to in place, and sums and norms as bits, so that NaNs equal themselves.
 
         Sums and norms show what ``torch.amp.GradScaler`` and ``grad.data.mul_()`` write without being counted. They are those of the
         buckets where one optimizer holds all. Others may have cleared theirs, of which those in a bucket count together.

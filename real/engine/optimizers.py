@@ -140,7 +140,7 @@ class Controls:
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def place(self, optimizer: Optimizer) -> int:
-        """Of one of them."""
+        """The place of this optimizer, counted from 0."""
         return next(number for number, own in enumerate(self.optimizers) if own is optimizer)
 
     def held(self) -> list[list[nn.Parameter]]:

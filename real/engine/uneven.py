@@ -90,7 +90,7 @@ class UnevenInputs(Joinable):  # type: ignore[misc]  # torch's, untyped
             engine.end_uneven(source)
 
     def largest(self, number: int) -> int:
-        """Of all ranks' numbers."""
+        """The largest of all ranks' numbers."""
         return self._communicators.largest(number)
 
 
