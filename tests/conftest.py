@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests unless asked; skip, by name, what this machine cannot do."""
+    """Skip slow tests and what is outside of a sample unless asked, and what this machine cannot do; each says why."""
     skips = {}
     if not config.getoption("--whole"):
         skips["whole"] = pytest.mark.skip(reason="SKIPPED: not of the sample; `make test SLOW=--whole` runs it")
@@ -69,10 +70,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         skips["gpu"] = pytest.mark.skip(reason="SKIPPED: no CUDA device")
     if os.geteuid() != 0:
         skips["root"] = pytest.mark.skip(reason="SKIPPED: not root")
+    seen = Counter[str]()
     for item in items:
-        for name, skip in skips.items():
-            if item.get_closest_marker(name):
-                item.add_marker(skip)
+        found = [skip for name, skip in skips.items() if item.get_closest_marker(name)]
+        sample = item.get_closest_marker("sample")
+        if sample and not found and "slow" in skips:
+            name = item.nodeid.partition("[")[0]
+            found += [skips["slow"]] * (seen[name] % sample.args[0] != 0)
+            seen[name] += 1
+        for skip in found:
+            item.add_marker(skip)
 
 
 def pytest_collection_finish() -> None:

@@ -1,10 +1,11 @@
 """One rank of the virtual trainers' tests: trains every case as ``fleetbench real`` does, and saves what it has learnt.
 
-``learning_rank.py RANK RANKS STORE OUTPUT STEPS FIRST PARTS``: of the cases from number FIRST on every PARTS-th.
+``learning_rank.py RANK RANKS STORE OUTPUT STEPS NAMES``: the cases of these names, a list as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from datetime import timedelta
@@ -26,13 +27,14 @@ from real.training import ComputedTraining
 
 def main() -> None:
     """Run every case, and save under ``CASE/...``."""
-    rank, ranks, store, output, steps, first, parts = sys.argv[1:]
+    rank, ranks, store, output, steps, names = sys.argv[1:]
     timeout = timedelta(seconds=100)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timeout)
     torch.set_num_threads(1)
     communicators = Communicators("gloo", timeout)
     saved: dict[str, Any] = {}
-    for name, experiment in list(cases(int(ranks), int(steps)).items())[int(first) :: int(parts)]:
+    known = cases(int(ranks), int(steps))
+    for name, experiment in ((name, known[name]) for name in json.loads(names)):
         try:
             saved |= {f"{name}/{key}": value for key, value in _train(experiment, communicators).items()}
         except Exception as error:

@@ -71,7 +71,7 @@ WITH_ALL_LOOPS = ("several buckets", "merge of 2", "K = 3", "unused", "sparse", 
 
 
 def sample() -> list[Case]:
-    """What ``make test`` trains: every loop under a strategy of each family, and of the others one in three, by a fixed draw."""
+    """What ``make test-all`` trains: every loop under a strategy of each family, and of the others one in three, by a fixed draw."""
     draws = random.Random(0)  # noqa: S311  # no secret
     found = []
     for case in cases():

@@ -1,10 +1,11 @@
 """One rank of the tests of loops: trains cases, and saves its parameters after every ``optimizer.step()``.
 
-``loops_rank.py RANK RANKS STORE OUTPUT WHICH``: the cases of the ``sample``, or the ``others``.
+``loops_rank.py RANK RANKS STORE OUTPUT NAMES``: the cases of these names, a list as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import nullcontext
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 import training_problem as problem
 from counting import counted
-from loop_cases import Case, cases, sample
+from loop_cases import Case, cases
 from torch.nn.parallel import DistributedDataParallel
 from training_loops import Script
 
@@ -26,13 +27,13 @@ from real.engine.engine import Engine
 
 def main() -> None:
     """Run the cases."""
-    rank, ranks, store, output, which = sys.argv[1:]
+    rank, ranks, store, output, names = sys.argv[1:]
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timeout)
     torch.set_num_threads(1)
     communicators = Communicators("gloo", timeout)
-    saved, sampled = {}, sample()
-    for case in sampled if which == "sample" else [case for case in cases() if case not in sampled]:
+    saved, chosen = {}, json.loads(names)
+    for case in (case for case in cases() if case.name in chosen):
         try:
             saved |= {f"{case.name}/{name}": value for name, value in train(case, communicators).items()}
         except Exception as error:

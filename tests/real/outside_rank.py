@@ -1,10 +1,11 @@
-"""One rank of the test of weights changed from outside: ``outside_rank.py RANK RANKS STORE OUTPUT sample|others FOLDER``.
+"""One rank of the test of weights changed from outside: ``outside_rank.py RANK RANKS STORE OUTPUT NAMES FOLDER``.
 
 Saves the parameters after every step and at the end, or the error; and what is saved below FOLDER directly after weights were loaded.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import training_problem as problem
-from outside_cases import CASES, FAMILIES, READ, SAMPLE, STEPS, WAYS, Case
+from outside_cases import CASES, FAMILIES, READ, STEPS, WAYS, Case
 from torch.nn.functional import cross_entropy
 
 from fleetbench.errors import ConfigError
@@ -81,17 +82,16 @@ def read(number: int, communicators: Communicators, meeting: Meeting, folder: Pa
 
 
 def main() -> None:
-    """Every case, in one order on all ranks."""
-    rank, ranks, store, output, which, folder = sys.argv[1:]
+    """The cases of these names and the readings of these numbers, a list as JSON, in one order on all ranks."""
+    rank, ranks, store, output, names, folder = sys.argv[1:]
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timeout)
     torch.set_num_threads(1)
     communicators = Communicators("gloo", timeout)
-    chosen = SAMPLE if which == "sample" else [case for case in CASES if case not in SAMPLE]
-    found = {str(case): train(case, communicators) for case in chosen}
-    if which == "sample":
-        meeting = Meeting(timeout)
-        found |= {str(number): read(number, communicators, meeting, Path(folder)) for number in range(len(READ))}
+    chosen = json.loads(names)
+    found = {str(case): train(case, communicators) for case in CASES if str(case) in chosen}
+    meeting = Meeting(timeout)
+    found |= {str(number): read(number, communicators, meeting, Path(folder)) for number in range(len(READ)) if number in chosen}
     np.savez(output, **found)
     communicators.barrier()
     communicators.close()

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,13 @@ WITH_VARIABLES = Path(__file__).with_name("with_variables.py")
 FORKING_CLI = Path(__file__).with_name("forking_cli.py")
 EACH_END = Path(__file__).with_name("each_end.py")
 Arrays = dict[str, npt.NDArray[np.generic]]
+
+
+def values_of(request: pytest.FixtureRequest, argument: str) -> list[Any]:
+    """What tests of the module take for ``argument`` and do not skip: a launch that many of them look at need train nothing else."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module]
+    found = [item.callspec.params.get(argument) for item in tests if hasattr(item, "callspec") and not item.get_closest_marker("skip")]
+    return [value for value in found if value is not None]
 
 
 def server_of_tests() -> tuple[ForkServer, dict[str, str]]:

@@ -1,6 +1,4 @@
-"""One rank of the tests of what DDP's Reducer does: ``reducer_rank.py RANK RANKS STORE OUTPUT [BEGIN]`` trains the cases of ``CASES``.
-
-With ``BEGIN``, those whose names begin so.
+"""One rank of the tests of what DDP's Reducer does: ``reducer_rank.py RANK RANKS STORE OUTPUT NAMES`` trains these of ``CASES``.
 
 Saved, by case: how far it is from its truth (numbers), or how it was refused (text).
 """
@@ -10,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -359,16 +358,16 @@ def _refused(found: Found) -> Iterator[None]:
 
 
 def main() -> None:
-    """Run the cases whose names begin so; of these every ``of``-th from ``part`` on: what gloo leaves behind makes many of them slow."""
-    rank, ranks, store, output, begins, part, of = sys.argv[1:]
+    """Run the cases of these names, a list as JSON."""
+    rank, ranks, store, output, names = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timedelta(seconds=60))
     be_rank(int(rank), int(ranks))
     saved: Found = {}
-    for name, case in [(name, case) for name, case in CASES.items() if name.startswith(begins)][int(part) :: int(of)]:
+    for name in json.loads(names):
         fleet, found = Fleet(), Found()
         with _refused(found):
-            found |= case(fleet, int(rank))
+            found |= CASES[name](fleet, int(rank))
         leave(fleet)
         saved |= {f"{name}/{key}": value for key, value in found.items()}
     np.savez(output, **{key: np.array(value) for key, value in saved.items()})

@@ -1,14 +1,15 @@
 """One rank of the resume tests.
 
-``resume_rank.py RANK RANKS STORE OUTPUT train FOLDER`` trains every case twice, to its end without a save
-and with one, below FOLDER, and once to its save alone, where the model is read. ``... resume FOLDER`` loads every
+``resume_rank.py RANK RANKS STORE OUTPUT train FOLDER NAMES`` trains every case of these names twice, to its end without a save
+and with one, below FOLDER, and once to its save alone, where the model is read. ``... resume FOLDER NAMES`` loads every
 case into another model and goes on to the end; and into a third, where the model is read before any step.
-``... again FOLDER`` loads what other trainers have saved.
+``... again FOLDER []`` loads what other trainers have saved.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import warnings
 from datetime import timedelta
@@ -139,10 +140,15 @@ def _optimizers(case: Case, model: nn.Module) -> list[torch.optim.Optimizer]:
     return [problem.optimizer_of(case.optimizer)(model)]
 
 
+def _chosen(communicators: Communicators) -> list[Case]:
+    names = json.loads(sys.argv[-1])
+    return [case for case in cases(communicators.trainers) if case.name in names]
+
+
 def train(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:
     """Every case without a save, and with one that replaces another: that leaves nothing behind."""
     found = {}
-    for case in cases(communicators.trainers):
+    for case in _chosen(communicators):
         undisturbed = Trainee(case, communicators, 1)
         undisturbed.train(1, STEPS)
         found |= undisturbed.end()  # what is in flight must have gone before another engine's collectives
@@ -162,7 +168,7 @@ def train(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[
 def resume(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:
     """Every case from its save."""
     found = {}
-    for case in cases(communicators.trainers):
+    for case in _chosen(communicators):
         other = Trainee(case, communicators, 2)
         other.train(1, 3)  # what it has learnt by itself must not show
         loaded = load(other.engine, meeting, folder / case.name, predicate=None, resynchronize=False)
@@ -296,7 +302,7 @@ def _message(call: Any) -> Any:
 
 def main() -> None:
     """Save what the phase found."""
-    rank, ranks, store, output, phase, folder = sys.argv[1:]
+    rank, ranks, store, output, phase, folder, _ = sys.argv[1:]
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timeout)
     torch.set_num_threads(1)

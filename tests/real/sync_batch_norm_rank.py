@@ -1,10 +1,11 @@
 """One rank of the tests of synchronised batch norm: a layer on its part of joint batches, then the layer undone.
 
-``sync_batch_norm_rank.py RANK RANKS STORE OUTPUT``
+``sync_batch_norm_rank.py RANK RANKS STORE OUTPUT NAMES``: the cases and strategies of these names, a list as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -125,7 +126,8 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     saved: dict[str, Any] = {}
-    for name, case in CASES.items():
+    chosen = json.loads(sys.argv[5])
+    for name, case in ((name, case) for name, case in CASES.items() if name in chosen):
         layer = case.layer()
         undo = apply_sync_batch_norm(layer, group)
         for step in range(STEPS):
@@ -137,7 +139,7 @@ def main() -> None:
         undo()
         assert type(layer) is case.kind
         assert layer.__dict__.keys() == case.layer().__dict__.keys()
-    for name, strategy in STRATEGIES.items():
+    for name, strategy in ((name, strategy) for name, strategy in STRATEGIES.items() if name in chosen):
         model = network()
         undo = apply_compute(
             model,

@@ -28,20 +28,32 @@ OTHERS = (
     640, 645, 664, 685, 694, 698, 700, 738, 832, 903, 938, 1036, 1134, 1145, 1172, 1176, 1177, 1181, 1202, 1221,
     1223, 1351, 1550, 1606, 1639, 1673, 1760, 1761, 1811, 1939,
 )
+FEW = (
+    *((1, index) for index in (21, 54, 183, 254, 278, 350, 786, 876, 895, 937, 1212, 1310, 1381, 1863)),
+    *((2, index) for index in (18, 22, 36, 86, 122, 128, 158, 214, 224, 229, 254, 259, 299, 452, 1111)),
+    (3, 71),
+)
 # fmt: on
 """Of seeds 1 and 2 one of each combination that was wrong once, and what covers most pairs of features; of seed 3, two optimizers; and
 others of seed 1.
 
 Case 398 of seed 2 leaves one rank with an exchange that the other never joins: 399 comes after it.
 
-``make test SLOW=--whole`` trains these, too.
+``make test`` trains few of them, ``make test-all`` the sample, and ``make test SLOW=--whole`` the others, too.
 """
 SAMPLE = (*((1, index) for index in FIRST), *((2, index) for index in SECOND), *((3, index) for index in THIRD))
 WHOLE = (*SAMPLE, *((1, index) for index in OTHERS))
 Verdicts = dict[tuple[int, int], Verdict]
 
 
-@pytest.fixture(scope="module", params=[SAMPLE, pytest.param(WHOLE[len(SAMPLE) :], marks=pytest.mark.whole)], ids=["sample", "others"])
+PARTS = [
+    pytest.param(FEW, id="few"),
+    pytest.param([case for case in SAMPLE if case not in FEW], id="sample", marks=pytest.mark.slow),
+    pytest.param(WHOLE[len(SAMPLE) :], id="others", marks=pytest.mark.whole),
+]
+
+
+@pytest.fixture(scope="module", params=PARTS)
 def verdicts(request: pytest.FixtureRequest) -> Verdicts:
     """Of these cases, from one pool of ranks."""
     with Pool() as pool:
@@ -61,7 +73,7 @@ def test_what_is_refused_is_announced(verdicts: Verdicts) -> None:
     assert len(refused) <= len(verdicts) / 2
 
 
-@pytest.mark.parametrize(("chosen", "num_pairs"), [(SAMPLE, 2350), (WHOLE, 2900)], ids=["sample", "whole"])
+@pytest.mark.parametrize(("chosen", "num_pairs"), [(FEW, 1700), (SAMPLE, 2350), (WHOLE, 2900)], ids=["few", "sample", "whole"])
 def test_they_have_what_was_wrong_once(chosen: tuple[tuple[int, int], ...], num_pairs: int) -> None:
     """A case of every combination that the campaign has found a defect in, and so many pairs of features."""
     cases = [draw(*case) for case in chosen]

@@ -7,6 +7,7 @@ averaged by hand.
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 
 import loop_cases
@@ -17,23 +18,35 @@ import torch
 import training_loops as loops
 import training_problem as problem
 from loop_cases import Case, Truth, cases, sample
-from processes import Arrays, run_ranks
+from processes import Arrays, run_ranks, values_of
 from training_loops import Script
 
 RANKS = 2
 SAMPLE = sample()
 
 
+ALWAYS = ("several buckets: ", "K = 3: ", "ddp: ")
+"""Strategies whose loops `make test` trains all; of the sample's others, one in four."""
+
+
 def _of_type(dtype: str) -> pytest.MarkDecorator:
     """The cases of a type; those outside of the sample are of the whole campaign."""
     found = [case for case in cases() if case.truth.dtype == dtype]
-    marked = [pytest.param(case, id=case.name, marks=() if case in SAMPLE else pytest.mark.whole) for case in found]
-    return pytest.mark.parametrize("case", marked)
+    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=_marks(case)) for case in found])
 
 
-@functools.cache
-def _results(which: str) -> list[Arrays]:
-    return run_ranks(Path(__file__).with_name("loops_rank.py"), RANKS, which)
+def _marks(case: Case) -> list[pytest.MarkDecorator]:
+    if case not in SAMPLE:
+        return [pytest.mark.whole]
+    return [pytest.mark.slow] * (not case.name.startswith(ALWAYS) and SAMPLE.index(case) % 4 != 0)
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> list[Arrays]:
+    """What every rank has found in the cases that the tests look at."""
+    names = {case.name for case in values_of(request, "case")}
+    names |= {f"{family}: {loop.__name__}" for family in values_of(request, "family") for loop in loop_cases.COUNTED}
+    return run_ranks(Path(__file__).with_name("loops_rank.py"), RANKS, json.dumps(sorted(names)))
 
 
 @functools.cache
@@ -108,41 +121,41 @@ def _average(networks: list[torch.nn.Module]) -> None:
             tensor.copy_(mean)
 
 
-def _history(case: Case, rank: int) -> npt.NDArray[np.generic]:
-    return _results("sample" if case in SAMPLE else "others")[rank][f"{case.name}/history"]
-
-
 @_of_type("float64")
-def test_a_loop_trains_as_it_says(case: Case) -> None:
+def test_a_loop_trains_as_it_says(results: list[Arrays], case: Case) -> None:
     """After every ``optimizer.step()`` each trainer holds the parameters of the written-out loop; DDP's are among the cases."""
     expected = _truth(case.truth)
     for rank in range(RANKS):
-        np.testing.assert_allclose(_history(case, rank), expected[rank], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(results[rank][f"{case.name}/history"], expected[rank], rtol=0, atol=1e-12)
     assert np.abs(expected[0, -1] - expected[0, 0]).max() > 1e-3
 
 
 @_of_type("float32")
-def test_a_loop_trains_so_under_mixed_precision(case: Case) -> None:
+def test_a_loop_trains_so_under_mixed_precision(results: list[Arrays], case: Case) -> None:
     """Gradients that wait in ``.grad`` stay scaled, and all are unscaled once: training stays FP32's within half precision's resolution."""
     expected = _truth(case.truth)
     start = problem.flat(problem.model(case.truth.dtype)).numpy()
     for rank in range(RANKS):
-        history = _history(case, rank)
+        history = results[rank][f"{case.name}/history"]
         assert np.abs(history - expected[rank]).max() < 0.05 * np.abs(expected[rank] - start).max()
 
 
-@pytest.mark.parametrize("family", loop_cases.SYNCHRONOUS)
-def test_only_backwards_outside_of_no_sync_are_exchanged(family: str) -> None:
+FAMILIES = pytest.mark.parametrize("family", loop_cases.SYNCHRONOUS)
+
+
+@pytest.mark.sample(3)
+@FAMILIES
+def test_only_backwards_outside_of_no_sync_are_exchanged(results: list[Arrays], family: str) -> None:
     """A backward inside costs no collective; one more outside costs another exchange of all buckets."""
-    saved = _results("sample")[0]
+    saved = results[0]
     buckets = int(saved[f"{family}: usual/buckets"])
     for loop, exchanges in ((loops.usual, 1), (loops.in_no_sync, 1), (loops.two_forwards, 1), (loops.plain, 2), (loops.two_losses, 2)):
         counts = saved[f"{family}: {loop.__name__}/collectives"].tolist()
         assert counts == [exchanges * buckets] * loops.UPDATES, loop.__name__
 
 
-def test_what_a_penalty_computes_is_no_backward() -> None:
+@pytest.mark.sample(3)
+@FAMILIES
+def test_what_a_penalty_computes_is_no_backward(results: list[Arrays], family: str) -> None:
     """``torch.autograd.grad`` within a step leaves nothing in ``.grad``, and nothing is exchanged for it."""
-    for family in loop_cases.SYNCHRONOUS:
-        saved = _results("sample")[0]
-        assert saved[f"{family}: penalty/collectives"].tolist() == saved[f"{family}: usual/collectives"].tolist()
+    assert results[0][f"{family}: penalty/collectives"].tolist() == results[0][f"{family}: usual/collectives"].tolist()

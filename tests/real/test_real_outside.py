@@ -5,8 +5,7 @@ The truth is the strategy's algorithm in one process, a network a trainer, with 
 
 from __future__ import annotations
 
-import functools
-import tempfile
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 import training_problem as problem
 from outside_cases import CASES, FAMILIES, READ, SAMPLE, STEPS, WAYS, Case
-from processes import Arrays, run_ranks
+from processes import Arrays, run_ranks, values_of
 from torch.nn.functional import cross_entropy
 from zero_trainer import ZeroTrainer, engine_of
 
@@ -27,10 +26,11 @@ PARTS = ({0, 1}, {2, 3, 4, 5, 6, 7})
 """Parameters of two fragments by hand: layers of 520, 287, 264 and 170 numbers are best cut into 520 and 721."""
 
 
-@functools.cache
-def _results(which: str) -> list[Arrays]:
-    with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(Path(__file__).with_name("outside_rank.py"), RANKS, which, folder)
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Arrays]:
+    """What every rank found in the cases, and in the readings, that the tests look at."""
+    chosen = [*map(str, values_of(request, "case")), *values_of(request, "number")]
+    return run_ranks(Path(__file__).with_name("outside_rank.py"), RANKS, json.dumps(chosen), str(tmp_path_factory.mktemp("read")))
 
 
 class WrittenOut:
@@ -135,9 +135,9 @@ class WrittenOut:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=() if case in SAMPLE else pytest.mark.slow) for case in CASES])
-def test_changed_weights_are_what_training_goes_on_from(case: Case) -> None:
+def test_changed_weights_are_what_training_goes_on_from(results: list[Arrays], case: Case) -> None:
     """At every step every rank holds what the algorithm with the same change gives it; what cannot be right is refused on every rank."""
-    found = [rank[str(case)] for rank in _results("sample" if case in SAMPLE else "others")]
+    found = [rank[str(case)] for rank in results]
     if case.refused:
         assert all(case.refused in str(text) for text in found), found
         return
@@ -145,19 +145,20 @@ def test_changed_weights_are_what_training_goes_on_from(case: Case) -> None:
         np.testing.assert_allclose(rank, own, rtol=0, atol=FAMILIES[case.family].tolerance)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("number", range(len(READ)), ids=[f"{family}, {moment}" for family, moment in READ])
-def test_weights_that_were_loaded_are_what_is_saved_and_read(number: int) -> None:
+def test_weights_that_were_loaded_are_what_is_saved_and_read(results: list[Arrays], number: int) -> None:
     """A save, an epoch's end and ``synchronize`` directly after a load give the loaded weights, on which an outer momentum then acts."""
     network = problem.model("float64")
     WAYS["load_state_dict"](network)
     loaded = problem.flat(network).numpy()
     family, moment = FAMILIES[READ[number][0]], READ[number][1]
     rests = family.outer[1] == 0 or moment == "after it" or (moment == "after an averaging" and family.fragments == 1)
-    for rank in _results("sample"):
+    for rank in results:
         saved, held, agreed = rank[str(number)]
         np.testing.assert_allclose(saved, loaded, rtol=0, atol=1e-12)
         np.testing.assert_array_equal(held, loaded)
-        np.testing.assert_array_equal(agreed, _results("sample")[0][str(number)][2])
+        np.testing.assert_array_equal(agreed, results[0][str(number)][2])
         np.testing.assert_allclose(agreed, loaded, rtol=0, atol=family.tolerance if rests else 2.0)
         assert rests or np.abs(agreed - loaded).max() > 1e-6
 

@@ -57,7 +57,7 @@ class TrainingParity:
     @classmethod
     def reference(cls) -> list[Arrays]:
         """The launch over gloo, which has DDP's results."""
-        return _launch(cls.ranks, "gloo", cls.dtypes, "sample" if cls.sampled else "all")
+        return _launch(cls.ranks, "gloo", cls.dtypes, "sample" if cls.sampled and cls.ranks > 2 else "all")
 
     @property
     def synchronous(self) -> tuple[Case, ...]:
@@ -281,6 +281,7 @@ class TestTwoRanksInSinglePrecision(OverGloo):
     dtypes = "float32"
 
 
+@pytest.mark.slow
 class TestThreeRanks(OverGloo):
     """Three trainers, which powers of two would hide."""
 
@@ -306,6 +307,7 @@ class FourRanks(TrainingParity):
         self._agree_by_rank(results, dtype, "K = 4, leaders", expected, FOUR)
 
 
+@pytest.mark.slow
 class TestFourRanks(FourRanks, OverGloo):
     """Four trainers over gloo."""
 
@@ -332,6 +334,14 @@ class TestTwoRanksOnADeferredGroup(TrainingParity):
 
     ranks = 2
     backend = "deferred"
+    sampled = True
+
+
+@pytest.mark.whole
+class TestTwoRanksInAllCasesOnADeferredGroup(TestTwoRanksOnADeferredGroup):
+    """The same without a sample."""
+
+    sampled = False
 
 
 @pytest.mark.whole

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import training_problem as problem
-from processes import Arrays, run_ranks
-from resume_cases import STEPS, Case, cases
+from processes import Arrays, run_ranks, values_of
+from resume_cases import CASES, STEPS, Case, cases
 
 RANK = Path(__file__).with_name("resume_rank.py")
 TRIED = [(ranks, case) for ranks in (2, 3) for case in cases(ranks)]
+LOOKED_AT = ("loss scale", "synchronous, a step that a scaler leaves out", "adaptive")
+SAMPLE = [case for number, case in enumerate(CASES) if number % 3 == 0 or case.name in LOOKED_AT]
+"""What ``make test`` trains, on two ranks; ``make test-all`` trains every case."""
 
 
 def _every(*, tried: Sequence[tuple[int, Case]] = TRIED) -> pytest.MarkDecorator:
-    marked = [pytest.param(ranks, case, id=f"{ranks}-{case.name}", marks=[pytest.mark.slow] * (ranks > 2)) for ranks, case in tried]
+    marked = [
+        pytest.param(ranks, case, id=f"{ranks}-{case.name}", marks=[pytest.mark.slow] * (ranks > 2 or case not in SAMPLE))
+        for ranks, case in tried
+    ]
     return pytest.mark.parametrize(("ranks", "case"), marked)
 
 
@@ -25,29 +32,30 @@ PARAMETERS = problem.flat(problem.model("float64", "normed")).numel()
 
 
 class Runs:
-    """What ``ranks`` trainers found, uninterrupted and resumed; ``folder`` has their checkpoints."""
+    """What ``ranks`` trainers found of these cases, uninterrupted and resumed; ``folder`` has their checkpoints."""
 
-    def __init__(self, ranks: int, folder: Path) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, names: str, folder: Path) -> None:
+        self.ranks, self.names = ranks, names
         self.folder = folder
-        self.whole = run_ranks(RANK, ranks, "train", str(folder))
+        self.whole = run_ranks(RANK, ranks, "train", str(folder), names)
 
     @functools.cached_property
     def resumed(self) -> list[Arrays]:
         """What other processes made of the checkpoints."""
-        return run_ranks(RANK, self.ranks, "resume", str(self.folder))
+        return run_ranks(RANK, self.ranks, "resume", str(self.folder), self.names)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Runs]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Runs]:
     """The runs of a number of ranks."""
-    return functools.cache(lambda ranks: Runs(ranks, tmp_path_factory.mktemp(f"by{ranks}")))
+    names = json.dumps(sorted({case.name for case in (*values_of(request, "case"), *SAMPLE)}))
+    return functools.cache(lambda ranks: Runs(ranks, names, tmp_path_factory.mktemp(f"by{ranks}")))
 
 
 @pytest.fixture(scope="module")
 def anew(runs: Callable[[int], Runs]) -> list[Arrays]:
     """What two trainers made of what three had saved."""
-    return run_ranks(RANK, 2, "again", str(runs(3).folder))
+    return run_ranks(RANK, 2, "again", str(runs(3).folder), "[]")
 
 
 def _equal(one: Arrays, first: str, other: Arrays, second: str, case: Case) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Arrays, run_ranks
+from processes import Arrays, run_ranks, values_of
 from sync_batch_norm_rank import CASES, NETWORK, STEPS, STRATEGIES, network, train
 from torch import nn
 
@@ -23,9 +24,10 @@ RANK = Path(__file__).with_name("sync_batch_norm_rank.py")
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def results(request: pytest.FixtureRequest) -> list[Arrays]:
     """What every rank saved."""
-    return run_ranks(RANK, request.param)
+    return run_ranks(RANK, request.param, json.dumps(values_of(request, "name")))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process_with_the_joint_batch(results: list[Arrays], name: str) -> None:
     """Outputs, all gradients and running statistics of several steps are those of a plain batch norm on the joint batch."""
