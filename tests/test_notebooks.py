@@ -16,7 +16,10 @@ NAMES = "quickstart stragglers communication local_steps parameter_servers fidel
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("short_profiles")
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["shortened", "whole"])
-@pytest.mark.parametrize("notebook", NOTEBOOKS[1:], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "notebook",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * path.stem.startswith(("02", "04", "05", "08"))) for path in NOTEBOOKS[1:]],
+)
 def test_a_notebook_runs(notebook: Path, whole: bool, tmp_path: Path) -> None:
     """Every cell, here where all is imported."""
     run_notebook(notebook, tmp_path, whole=whole)

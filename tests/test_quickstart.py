@@ -75,11 +75,13 @@ def test_the_readmes_commands_run(
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("short_profiles", "smaller")
-def test_the_first_notebook_runs(profiles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_notebook_runs(
+    profiles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
     """It ends with a verdict, and its real run reaches the target."""
     (tmp_path / "notebooks" / "runs").mkdir(parents=True)
     (tmp_path / "notebooks" / "runs" / "profiles").symlink_to(profiles)
-    run_notebook(NOTEBOOKS[0], tmp_path)
+    run_notebook(NOTEBOOKS[0], tmp_path, whole=request.config.getoption("--slow") or request.config.getoption("--whole"))
     said = capsys.readouterr().out
     assert re.search(r"^(USE|KEEP DEFAULT)", said, re.MULTILINE)
     assert re.search(r"^time_to_target_s +\S+ +[\d.]+", said, re.MULTILINE), "the real run reaches its target"
