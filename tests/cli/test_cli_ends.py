@@ -53,6 +53,7 @@ def test_a_struck_command_ends_in_time_and_leaves_nothing(cell: Cell) -> None:
     assert not outcome.faults, outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [Cell("launch", "load", "driver", "TERM")], ids=str)
 def test_a_struck_load_leaves_a_checkpoint_that_loads(cell: Cell) -> None:
     """The same script loads it afterwards, and nothing of the launch is left."""

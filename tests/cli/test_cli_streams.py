@@ -70,6 +70,7 @@ sys.exit(main(sys.argv[2:]))
 """The command with files of so many bytes at most; in a process of its own, because the limit holds for a log of the tests, too."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [100, 700, 5000])
 def test_a_run_that_does_not_fit_is_the_environments_fault(size: int, experiment: Callable[..., Path], tmp_path: Path) -> None:
     """Exit code 3 whichever of its files is refused, and nothing stays of the run."""

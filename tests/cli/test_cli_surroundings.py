@@ -123,6 +123,7 @@ def _parameters() -> list[object]:
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("around", "command"), _parameters())
 def test_a_command_ends_well_or_says_why_not(around: Surroundings, command: str, tmp_path: Path) -> None:
     """With the exit code that is expected and never with a traceback; an error has a hint; nothing half-written stays."""

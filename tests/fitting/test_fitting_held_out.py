@@ -37,6 +37,7 @@ def test_factors_are_taken_out() -> None:
     assert wrong.distance(times) > 0.25
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shared", [pytest.param(None, marks=pytest.mark.slow), pytest.param(SHARED, marks=pytest.mark.slow), AT_TIMES])
 def test_steps_of_the_same_law_are_predicted(shared: Fitted | None) -> None:
     """Three runs: the persistent factor is found, whether ranks share a part is seen, and at least two are predicted at 95 %."""

@@ -53,6 +53,7 @@ def test_chances_and_quantiles_are_scipys(law: Law, mean: float, cv: float) -> N
     assert truth.std() == pytest.approx(mean * cv)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("law", "mean", "cv"), KNOWN)
 def test_a_law_is_found_again(law: Law, mean: float, cv: float) -> None:
     """From 2,000 draws: its kind, its mean within 8 %, its coefficient of variation within 10 %, and the base within 0.5 %."""

@@ -24,6 +24,7 @@ def shock(law: str, rate: float, mean: float, cv: float) -> Fitted:
     return Fitted(law=law, base_s=0.02, rate=rate, mean=mean, cv=cv, bic=0.0)  # type: ignore[arg-type]  # one of LAWS
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "truth",
     [

@@ -92,6 +92,7 @@ def test_a_rank_that_is_slow_in_one_part_of_the_run_only_is_no_slow_rank() -> No
     assert "no rank" in said
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 @pytest.mark.parametrize("steps", [20, 60])
 @pytest.mark.parametrize("law", ["exponential", "lognormal", "normal"])

@@ -90,6 +90,7 @@ def step_end_ns(gradients: Sequence[Gradient], strategy: DistributedStrategy, co
     return end
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("wire", [{}, {"fp16_allreduce": True}])
 def test_no_other_rule_ends_earlier(seed: int, wire: dict[str, bool]) -> None:

@@ -134,6 +134,7 @@ COMBINATIONS: dict[str, Callable[[], CollectiveTraining]] = {
 }
 
 
+@pytest.mark.sample(3)
 class TestEveryCombination(StrategyContract):
     """The contract, for every combination above."""
 

@@ -376,6 +376,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @DYNAMO
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_parts_work_with_one_another_and_go_away(traceable: Network, name: str) -> None:

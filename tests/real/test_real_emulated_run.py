@@ -135,6 +135,7 @@ def _parameters(table: LayerTable, num_updates: int) -> str:
     return checksum(model)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_plan_bytes_rounds_and_averages_are_the_real_ones(name: str, session: Session, experiment: Experiment, profile: Profile) -> None:
     """The simulator's plan, bytes, rounds and declared losses, step by step; operations that replay; and parameters by closed form."""

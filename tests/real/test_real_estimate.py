@@ -248,6 +248,14 @@ def _script(folder: Path, middle: str) -> tuple[str, str]:
     return sys.executable, str(folder / "train.py")
 
 
+@pytest.fixture
+def forked_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts are forks: a process of its own imports torch for seconds."""
+    forked = SimpleNamespace(run=lambda line, **_: SimpleNamespace(returncode=run_python(line[1:], tmp_path).code))
+    monkeypatch.setattr("real.estimate.script.subprocess", forked)
+
+
+@pytest.mark.usefixtures("forked_scripts")
 def test_a_script_is_estimated_up_to_its_first_update(tmp_path: Path) -> None:
     """What it computes is counted, what it is is found out, and nothing after the update runs."""
     base = Experiment.from_dict({"schema": 1, "name": "x", "cluster": {"nodes": 2, "trainers_per_node": 4}, "run": {"device": "cuda"}})
@@ -260,10 +268,9 @@ def test_a_script_is_estimated_up_to_its_first_update(tmp_path: Path) -> None:
     )  # its labels are made within the step
 
 
-def test_a_script_that_reads_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So is one that fails, or that python does not start. Their processes are forks."""
-    forked = SimpleNamespace(run=lambda line, **_: SimpleNamespace(returncode=run_python(line[1:], tmp_path).code))
-    monkeypatch.setattr("real.estimate.script.subprocess", forked)
+@pytest.mark.usefixtures("forked_scripts")
+def test_a_script_that_reads_values_is_refused(tmp_path: Path) -> None:
+    """So is one that fails, or that python does not start."""
     base = Experiment.from_dict({"schema": 1, "name": "x", "run": {"device": "cuda"}})
     with pytest.raises(ConfigError, match="has no data here"):
         estimate_script(base, _script(tmp_path, "print(loss.item())"), "A100", tf32=False, workdir=None)

@@ -91,6 +91,7 @@ def recorder() -> Iterator[Recorder]:
     fake.close()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("fusion", FUSIONS)
 @pytest.mark.parametrize("make", [deep, wide, conv, transformer, mixed])
 def test_buckets_are_executed_as_planned(recorder: Recorder, make: Callable[[], Model], fusion: str) -> None:

@@ -45,6 +45,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", ["no_fault", "slow_save", "late_evaluation", "late_without_group"])
 def test_without_a_failure_both_ranks_end_well(ended: dict[str, list[dict[str, Any]]], case: str) -> None:
     """Also where a save, or what one rank does alone at the end, takes longer than the timeout, while that rank answers."""

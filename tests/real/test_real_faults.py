@@ -109,6 +109,7 @@ def _launch_struck(tmp_path: Path, *planned: Fault) -> Path:
     return mark
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"rank {fault.rank}, {fault.place}")
 @pytest.mark.usefixtures("forked_launches")
 def test_a_worker_killed_anywhere_is_named(tmp_path: Path, fault: Fault) -> None:

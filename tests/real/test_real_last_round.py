@@ -30,6 +30,7 @@ def _ends(end: str, folder: Path, ranks: int = 2) -> list[Ended]:
     return run_each_end(BEGIN, [f"os.environ.update({both}, RANK='{rank}', LOCAL_RANK='{rank}')\n{end}" for rank in range(ranks)], folder)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("end", ["train(7)", f"train(7, {DILOCO})", f"train(5, {FRAGMENTS})"], ids=["Local SGD", "DiLoCo", "fragments"])
 def test_a_round_that_the_script_leaves_open_is_said_once(end: str, tmp_path: Path) -> None:
     """On rank 0, with what to call; the script still ends well."""
@@ -40,6 +41,7 @@ def test_a_round_that_the_script_leaves_open_is_said_once(end: str, tmp_path: Pa
     assert ROUND not in second.err
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("end", "code"),
     [("train(7); fleet.synchronize()", 0), ("train(5)", 0), (f"train(8, {DILOCO})", 0), ("train(7); raise ValueError('planned')", 1)],

@@ -148,6 +148,7 @@ def test_bert_begins_with_its_own_spread() -> None:
     assert not torch.equal(first.linear1.weight, second.linear1.weight)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(TINY))
 def test_every_parameter_gets_a_gradient_and_training_lowers_the_loss(name: str, tmp_path: Path) -> None:
     """On synthetic data the loss falls well below that of guessing."""
@@ -170,6 +171,7 @@ def test_every_parameter_gets_a_gradient_and_training_lowers_the_loss(name: str,
     assert np.mean(losses[-5:]) < 0.6 * math.log(2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["resnet50", "bert_base"])
 def test_models_can_be_profiled(name: str) -> None:
     """Every gradient of a step is seen when it is final, the last layer's first, and every layer has its time."""

@@ -19,7 +19,7 @@ def _results(mode: str) -> list[Arrays]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mode", ["bfloat16 on meta", "float64 and inference"])
+@pytest.mark.parametrize("mode", ["bfloat16 on meta", pytest.param("float64 and inference", marks=pytest.mark.slow)])
 def test_a_global_mode_changes_no_bit(mode: str, family: str) -> None:
     """A training has the same bits under another default type or device, and with ``inference_mode``."""
     for usual, found in zip(_results("usual"), _results(mode), strict=True):

@@ -66,7 +66,7 @@ def written_out(number: int, changes: dict[str, Any]) -> tuple[np.ndarray[Any, A
     return np.array(history).swapaxes(0, 1), merges
 
 
-@pytest.mark.parametrize("backend", ["gloo", "deferred"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("deferred", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("overlap", "mixing"), golden())
 def test_golden_numbers_of_torchft(ranks: Callable[[int, str], list[Arrays]], backend: str, overlap: int, mixing: float) -> None:
     """Every value that torchft recorded of two replicas and two fragments, on the engine."""
@@ -79,7 +79,9 @@ def test_golden_numbers_of_torchft(ranks: Callable[[int, str], list[Arrays]], ba
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("number", "backend"), [(2, "gloo"), (3, "gloo"), (2, "deferred")])
+@pytest.mark.parametrize(
+    ("number", "backend"), [(2, "gloo"), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((3, "gloo"), (2, "deferred")))]
+)
 def test_it_is_the_written_out_loop(ranks: Callable[[int, str], list[Arrays]], number: int, backend: str, name: str) -> None:
     """At every step every rank holds what AdamW inside and torch's SGD on the averaged difference give it."""
     expected, merges = written_out(number, CASES[name][0])
@@ -90,7 +92,7 @@ def test_it_is_the_written_out_loop(ranks: Callable[[int, str], list[Arrays]], n
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_are_equal_bit_by_bit(ranks: Callable[[int, str], list[Arrays]], number: int, name: str) -> None:
     """After each merge in what it merged, unless a share of their own stays, and in all of the model at the end of training."""
     first, *others = ranks(number, "gloo")

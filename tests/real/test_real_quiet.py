@@ -90,6 +90,7 @@ def test_nobody_looks_where_the_user_accepts_it(monkeypatch: pytest.MonkeyPatch)
     assert load.cores is None
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.usefixtures("busy_core", "short_profiles")
 def test_a_real_run_beside_a_busy_core_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,7 @@ def test_the_profile_is_what_sim_runs_with(session: ScriptSession, tmp_path: Pat
     assert session._num_launches == 1
 
 
+@pytest.mark.slow
 def test_a_run_to_the_target_trains_as_an_ordinary_launch(script: Path, tmp_path: Path) -> None:
     """With local steps from the first step on, whatever ``run.warmup_steps`` is: rank 0's losses are those of the script by itself."""
     strategy = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 8, **OUTER})

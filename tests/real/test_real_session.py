@@ -115,6 +115,7 @@ def test_records_add_up_and_replay(session: Session, experiment: Experiment) -> 
     assert [op for _, _, ops in result.recordings[0].log for op in ops] == [op for _, _, ops in result.recordings[1].log for op in ops]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_local", [False, True])
 def test_clocks_of_ranks_stay_comparable_where_evaluations_are_left_out(session: Session, experiment: Experiment, is_local: bool) -> None:
     """Every fourth step is evaluated, for other times on each rank: parts still add up, and no rank leaves an exchange before all came.
@@ -234,6 +235,7 @@ def test_a_leg_with_exchanges_in_flight_trains_on(session: Session) -> None:
     assert same.summary.steps_to_target == on.summary.steps_to_target
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [DistributedStrategy(), LOCAL], ids=["synchronous", "local SGD"])
 def test_a_leg_to_the_target_ends_there(experiment: Experiment, session: Session, strategy: DistributedStrategy) -> None:
     """It evaluates as it trains, and has the crossing and the losses of the leg that trains on; the next leg starts over as ever."""
@@ -256,6 +258,7 @@ def test_a_leg_to_the_target_ends_there(experiment: Experiment, session: Session
     assert crossed.smooth == reached, "a run keeps what decided about its target"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [DistributedStrategy(fuse_grad_size_in_MB=0.05), LOCAL], ids=["synchronous", "local SGD"])
 def test_spans_have_the_simulators_names(session: Session, experiment: Experiment, profile: Profile, strategy: DistributedStrategy) -> None:
     """A real run's timeline has the tracks and span names of a simulated one, and its compute spans do not overlap.

@@ -10,6 +10,7 @@ from wire_counts_cases import CASES, Published
 
 from resnet50 import resnet50_gradients
 
+pytestmark = pytest.mark.slow  # tests/plan/test_fusion.py has the plan's numbers
 RANK = Path(__file__).with_name("wire_counts_rank.py")
 
 

@@ -138,6 +138,7 @@ def test_parts_of_a_reduce_scatter_share_the_links_between_nodes(host_ns: int) -
     assert agree(Case(experiment=with_profile(experiment, profile))) == "vector"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("table", [{"contention": 0.3}, {"collective_contention": 0.7}, {"contention": 0.3, "collective_contention": 0.7}])
 @pytest.mark.parametrize("strategy", [{}, {"use_hierarchical_allreduce": True}, {"localsgd": True, "localsgd_configs": {"k_steps": 2}}])
 def test_compute_and_collectives_that_slow_each_other(table: dict[str, float], strategy: dict[str, Any]) -> None:

@@ -64,6 +64,7 @@ def looks(experiment: Experiment, seconds: float) -> list[float]:
     return times
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["resnet50", *(pytest.param(name, marks=pytest.mark.slow) for name in list(WORKLOADS)[1:])])
 def test_a_training_looks_at_the_time_within_a_step(name: str) -> None:
     """Though a step of ResNet-50 takes half a minute: in its backward, too."""

@@ -97,6 +97,7 @@ def wall_ns(execution: Seen) -> int:
     return max(record.end_ns for record in execution.records)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("trainers", [1, 2, 5, 9])
 def test_in_the_closed_loop_a_push_misses_the_others_updates(trainers: int) -> None:
     """N symmetric trainers that wait for their own push and pull: N - 1 updates of others lie between, in the mean (within 2 %)."""
@@ -106,6 +107,7 @@ def test_in_the_closed_loop_a_push_misses_the_others_updates(trainers: int) -> N
     assert mean_staleness(execution) == pytest.approx(trainers - 1, rel=0.02)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("trainers", "think_ms", "latency_ms"), [(2, 3, 1), (6, 3, 1), (6, 1, 2)])
 def test_staleness_follows_littles_law_with_think_times(trainers: int, think_ms: int, latency_ms: int) -> None:
     """Trainers that do not disturb each other: of a cycle of think + 4 latencies, parameters are under way or in use for think + 2.
@@ -146,6 +148,7 @@ def test_staleness_is_what_a_plain_count_gives() -> None:
     assert 0 < mean_staleness(execution) < trainers - 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("trainers", "service_ms"), [(1, 3), (4, 3), (4, 12)])
 def test_the_queue_is_the_machine_repairmans(trainers: int, service_ms: int) -> None:
     """Exponential think (10 ms) and service, no pulls: M/M/1//N's throughput, utilisation and queue within 3 %, Little's law exactly."""

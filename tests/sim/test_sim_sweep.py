@@ -158,6 +158,7 @@ def test_the_interval_is_students(path: Path) -> None:
     assert "time_to_target_s" not in found.intervals
 
 
+@pytest.mark.slow
 def test_intervals_cover_what_they_should() -> None:
     """Of 50 intervals from 5 seeds each, 95 % hold the expected step: base x (1 + mean), one trainer, exponential; within 4 errors."""
     experiment = layered([(1, 250_000, 750_000)], nodes=1, stragglers=(Jitter(distribution="exponential", mean=0.5),), steps=20)

@@ -43,6 +43,7 @@ def drawn(random: Random, ranks: int, number: int) -> tuple[list[int], list[int]
     return sizes, [round(random.uniform(0, spread * whole_ns / number)) for _ in sizes], (gbit_per_s, latency_ns)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("algorithm", ["ring", "gloo"])

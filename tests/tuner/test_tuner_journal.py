@@ -170,6 +170,7 @@ def tuned(experiment: Experiment, folder: Path, runner: Breaking) -> Recommendat
     return tune(experiment, out=folder, runner=Journal(runner, folder / "legs"), simulate=FakeSimulate(formula))[0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("at", [0, *(pytest.param(other, marks=pytest.mark.slow) for other in (3, 9, 12))])
 def test_an_interrupted_tuning_ends_with_the_same_table(tmp_path: Path, at: int) -> None:
     """Wherever it stops, in the choosing round or within a pair, the tuning that goes on has the same arms, pairs and verdict."""

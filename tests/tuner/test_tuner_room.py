@@ -122,6 +122,7 @@ def test_a_leg_that_fails_rules_out_no_way(tmp_path: Path) -> None:
     assert (found.verdict, found.strategy) == ("USE", small)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("next_one", [local(2), local(16, fuse_grad_size_in_MB=64.0)], ids=["another way", "its own"])
 def test_a_finalist_whose_pairs_fail_makes_room(tmp_path: Path, next_one: DistributedStrategy) -> None:
     """Two legs, three runs to the target; the first leg of a pair has no space. That says nothing of its way."""

@@ -50,6 +50,7 @@ def test_a_trial_and_a_leg_cost_what_the_training_does(configs: dict[str, Any]) 
     assert by_hand is None or mean_s(training(configs)) == pytest.approx(by_hand, rel=0.01)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_schedules_cost_what_the_training_does(seed: int) -> None:
     """With an outer optimizer or fragments, too."""

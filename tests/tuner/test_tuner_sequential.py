@@ -57,6 +57,7 @@ def test_the_error_of_all_looks_is_the_one_that_was_asked_for() -> None:
     assert spent(3, 48) < spent(4, 48) < spent(32, 48) < spent(48, 48) == 1.0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("gain", "deviation", "verdict", "least", "most"),
     [
@@ -105,7 +106,7 @@ def test_an_early_end_takes_half_of_the_error_that_is_left() -> None:
     assert [*shares.values()] == sorted(shares.values())
 
 
-@pytest.mark.parametrize("ended", [(6, 12, 24), tuple(range(3, 48, 3))])
+@pytest.mark.parametrize("ended", [(6, 12, 24), pytest.param(tuple(range(3, 48, 3)), marks=pytest.mark.slow)])
 def test_tunings_that_go_on_from_each_other_err_no_more_than_one(ended: tuple[int, ...]) -> None:
     """A budget is raised again and again, at the threshold: USE in 5 % of 20,000, by scipy's t; in over 10 % if each tuning forgot."""
     ratios = drawn(0.0, 1.0, 20_000, seed=17)

@@ -61,6 +61,7 @@ def test_the_likeliest_mean_is_that_of_scipys_censored_fit() -> None:
     assert found.mean == pytest.approx(stats.norm.fit(data)[0], abs=2e-3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("known", [(0, 0, 0), (0, 1, 0)])
 def test_the_prior_of_few_seeds_is_that_of_its_posterior(known: tuple[int, ...]) -> None:
     """The interval of a mean under a scaled inverse chi-square prior of the variance, by integration on a grid.
@@ -78,6 +79,7 @@ def test_the_prior_of_few_seeds_is_that_of_its_posterior(known: tuple[int, ...])
     assert updates.mean - updates.half(ERROR, -1) == pytest.approx(low, abs=0.02 if known[1] else 2e-3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("seeds", "spread", "censored"), [(3, 0.15, 0.0), (5, 0.18, 0.15)])
 def test_the_interval_of_both_factors_holds_where_the_pairs_stop(seeds: int, spread: float, censored: float) -> None:
     """Runs differ by 15-18 % between seeds, half of which pairs share, and up to 15 % never arrive; steps have pairs of 0.06, to any look.
@@ -123,6 +125,7 @@ def arrival(losses: np.ndarray) -> tuple[float, float]:
     return on_line(middles, TARGET, crossed(losses))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("slower", "noise"), [(1.0, 0.1), (1.3, 0.1), (1.3, 0.02)])
 def test_one_run_each_has_an_interval_that_holds(slower: float, noise: float) -> None:
     """Of batches with noise, the true ratio of updates lies in the 90 % interval in 90 % of runs, and the crossing alone is farther off."""
@@ -185,6 +188,7 @@ class Reporting(FakeRunner):
         return replace(result, steps=result.steps.assign(loss=losses[result.steps["step"].to_numpy() - 1]))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("fused_s", "used"), [(0.008, True), (0.0099, False)])
 def test_an_undecided_way_of_training_does_not_hide_a_sure_gain(tmp_path: Path, fused_s: float, used: bool) -> None:
     """Local steps promise most and stay undecided; smaller buckets, whose updates are the default's, take 0.8 of its time, or 0.99.

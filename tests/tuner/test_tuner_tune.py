@@ -172,8 +172,9 @@ def test_progress_is_told_in_order(tmp_path: Path) -> None:
         assert counts[-1][0] == counts[-1][1]
 
 
-def test_the_real_simulator_drives_a_whole_tuning(tmp_path: Path) -> None:
+def test_the_real_simulator_drives_a_whole_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Search and stored runs by the simulator, over a profile: local steps, sizes and threads all take part."""
+    monkeypatch.setattr("tuner.tune._VIRTUAL_SEEDS", 2)
     wire = ("fp32", "fp16", "bf16")
     few: dict[str, object] = {"local_steps": (1, 4), "fuse_grad_size_in_MB": (1.0, 32.0), "fusion": ("off",), "lr_scale": (1.0,)}
     experiment = profiled_experiment(tmp_path, **few, wire=wire)

@@ -510,6 +510,7 @@ def test_runs_to_the_target_are_paired_over_seeds(tmp_path: Path) -> None:
     assert found.line.endswith(f": 1.82x [{ends[0]:.2f}, {ends[1]:.2f}] to loss 0.5, n = 5 seeds (2.00x [2.00, 2.00] a step, n = 4 pairs)")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_fewer_than_five_seeds_prove_no_gain_to_a_target(number: int, tmp_path: Path) -> None:
     """Half of a step's time for equal updates: twice as soon with each of a few seeds, and undecided, with an interval of a prior spread.

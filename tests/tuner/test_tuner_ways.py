@@ -287,6 +287,7 @@ def test_what_virtual_trainers_refuse_is_said(tmp_path: Path) -> None:
     assert ways.notes[-1] == "ways of training are ranked by the seconds of a step alone"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [DistributedStrategy(), LOCAL, DILOCO, MERGED], ids=["synchronous", "local", "outer", "merged"])
 def test_a_training_to_the_target_is_the_begin_of_the_whole_one(strategy: DistributedStrategy) -> None:
     """Same losses and held-out losses up to there, the same crossing; and it is the trajectory of an experiment of so many steps."""
@@ -308,23 +309,25 @@ def test_a_training_to_the_target_is_the_begin_of_the_whole_one(strategy: Distri
 def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real simulator and virtual trainers, runs by formula: what is recommended has the least product of steps and seconds.
 
-    Arms have the steps of virtual trainers in the mean over three seeds, none of which a real run has. A tuning from its folder neither
+    Arms have the steps of virtual trainers in the mean over two seeds, none of which a real run has. A tuning from its folder neither
     trains again nor starts trainers. By simulation alone the ways take as many steps.
     """
     experiment = profiled_experiment(
-        tmp_path, local_steps=(1, 4), gradient_merge=(1,), thread_num=(1,), nccl_comm_num=(1,), wire=("fp32",), pairs=8, trials=60
+        tmp_path, local_steps=(1, 4), gradient_merge=(1,), thread_num=(1,), nccl_comm_num=(1,), wire=("fp32",), pairs=8, trials=30
     )
     experiment = experiment.replace(workload=replace(experiment.workload, steps=60, eval_every=2, lr=0.3, target_loss=1.0))
-    monkeypatch.setattr("tuner.tune._VIRTUAL_SEEDS", 3)
-    seeded = [experiment.replace(run=replace(experiment.run, seed=seed)) for seed in (5, 6, 7)]
+    monkeypatch.setattr("tuner.tune._VIRTUAL_SEEDS", 2)
+    seeded = [experiment.replace(run=replace(experiment.run, seed=seed)) for seed in (5, 6)]
 
     @functools.cache
-    def learn(strategy: DistributedStrategy) -> float | None:
+    def steps_of(strategy: DistributedStrategy) -> list[float]:
         arrivals = [by_virtual_trainers(one.replace(strategy=strategy), 600.0) for one in seeded]
-        steps = [arrival.steps for arrival in arrivals if arrival is not None]
+        return [arrival.steps for arrival in arrivals if arrival is not None]
+
+    def learn(strategy: DistributedStrategy) -> float | None:
+        steps, defaults = steps_of(strategy), steps_of(DistributedStrategy())
         if strategy == DistributedStrategy() or len(steps) < len(seeded):
             return statistics.fmean(steps) if steps else None
-        defaults = [by_virtual_trainers(one, 600.0).steps for one in seeded]  # type: ignore[union-attr]  # the default arrives
         return statistics.fmean(defaults) * statistics.geometric_mean(map(operator.truediv, steps, defaults))
 
     runner = FakeRunner(experiment, step_s, updates=lambda leg: (learn(leg.strategy) or 0) + 0.01 * (leg.seed or 0) or None)
@@ -383,6 +386,7 @@ def test_rounds_that_differ_are_timed_as_a_fixed_k_that_exchanges_as_often(tmp_p
     assert all(leg.evaluate == leg.strategy.adaptive_localsgd for leg in runner.legs if leg.strategy in (arm.strategy, arm.paced_by))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("configs", [AdaptiveLocalSGDConfigs(init_k_steps=8, variant="paper"), LocalSGDConfigs(k_steps=8, begin_step=12)])
 def test_a_fixed_k_takes_as_long_as_the_rounds_that_it_stands_for(
     configs: AdaptiveLocalSGDConfigs | LocalSGDConfigs, tmp_path: Path
@@ -497,6 +501,7 @@ def test_servers_modes_are_priced_to_the_target(tmp_path: Path) -> None:
     assert any(note.startswith("steps to the target are those of the declared cluster") for note in found.notes)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("default", "many", "chosen", "says"),
     [
