@@ -6,8 +6,6 @@ import dataclasses
 import gzip
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from processes import run_python
 
 from fleetbench import profiler_traces, traces
 from fleetbench.errors import ConfigError
@@ -312,13 +311,16 @@ with profile(activities=[ProfilerActivity.CPU], schedule=cycles, on_trace_ready=
 
 def test_torchs_own_trace_of_a_cpu_is_read(tmp_path: Path) -> None:
     """Two cycles of four steps: operators count, within the time of their step."""
-    subprocess.run([sys.executable, "-c", PROFILED, str(tmp_path)], check=True, capture_output=True, timeout=200)
-    assert len(list(tmp_path.iterdir())) == 2
-    table, notes = read_profiler([tmp_path], "--from")
+    script, traces = tmp_path / "profiled.py", tmp_path / "traces"
+    script.write_text(PROFILED)
+    done = run_python([script, traces], tmp_path)
+    assert done.code == 0, done.out
+    assert len(list(traces.iterdir())) == 2
+    table, notes = read_profiler([traces], "--from")
     assert table["step"].tolist() == [2, 3, 4, 5, 8, 9, 10, 11]
     assert "operators of the host" in notes[0]
     compute_s = dict(zip(table["step"], table["compute_s"], strict=True))
-    for event in (event for path in tmp_path.iterdir() for event in json.loads(path.read_text())["traceEvents"]):
+    for event in (event for path in traces.iterdir() for event in json.loads(path.read_text())["traceEvents"]):
         if str(event.get("name", "")).startswith("ProfilerStep"):
             assert 0 < 1e6 * compute_s[int(event["name"].partition("#")[2])] <= event["dur"]
 

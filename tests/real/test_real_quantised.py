@@ -29,7 +29,7 @@ _LINK = Link(bandwidth=BitsPerSecond(10**9), latency=Nanoseconds(1000))
 Floats = npt.NDArray[np.float32]
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> list[Arrays]:
     """What every rank saved."""
     return run_ranks(RANK, request.param)
