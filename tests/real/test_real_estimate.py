@@ -166,6 +166,7 @@ def test_a_table_holds_the_whole_step() -> None:
     assert estimate(_experiment(), "H100").estimated == 0.3  # few published runs
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("vocab", "amp", "said"), [(507, True, "HINT: pad it to 512"), (507, False, ""), (512, True, "")])
 def test_a_vocabulary_that_tensor_cores_do_not_like_is_warned_of(vocab: int, amp: bool, said: str) -> None:
     """In 16 bits, where 8 does not divide it."""

@@ -26,7 +26,7 @@ SAMPLE = sample()
 
 
 ALWAYS = ("several buckets: ", "K = 3: ", "ddp: ")
-"""Strategies whose loops `make test` trains all; of the sample's others, one in four."""
+"""Strategies whose loops `make test` trains all; of the sample's others, one in eight."""
 
 
 def _of_type(dtype: str) -> pytest.MarkDecorator:
@@ -38,7 +38,7 @@ def _of_type(dtype: str) -> pytest.MarkDecorator:
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
     if case not in SAMPLE:
         return [pytest.mark.whole]
-    return [pytest.mark.slow] * (not case.name.startswith(ALWAYS) and SAMPLE.index(case) % 4 != 0)
+    return [pytest.mark.slow] * (not case.name.startswith(ALWAYS) and SAMPLE.index(case) % 8 != 0)
 
 
 @pytest.fixture(scope="module")

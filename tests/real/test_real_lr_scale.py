@@ -48,6 +48,7 @@ def trained(optimizer: str, rate: float, **fields: Any) -> tuple[list[torch.Tens
     return [parameter.detach().clone() for parameter in model.parameters()], rates
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_an_optimizer_with_so_many_times_the_rate(case: str, optimizer: str) -> None:

@@ -213,6 +213,7 @@ def test_a_leg_with_a_seed_has_its_initial_parameters_and_its_order_of_the_same_
         assert found == pytest.approx(loss_of(workload.model)(model(inputs), labels).item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_target_is_reached_at_the_first_of_three_hits(experiment: Experiment, session: Session) -> None:
     """The time to the target lies within the run, and grows with a harder target; a target out of reach gives none."""
     result = session.run(Leg(strategy=experiment.strategy, steps=60, start="initial", evaluate=True))

@@ -84,6 +84,7 @@ def _joint(ranks: int, steps: int, merge: int = 1, dtype: torch.dtype = torch.fl
     return np.array(history)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("k", "steps_per_epoch", "published"),
     [(16, 16, [1, 1, 1, 1, 2, 4, 8, 16, 16]), (6, 12, [1, 1, 1, 1, 2, 4, 6, 6])],

@@ -278,6 +278,7 @@ def test_a_fork_of_a_lone_script_ends_by_itself(tmp_path: Path) -> None:
     assert (ended.code, ended.out) == (0, "forks 3 1\nends\n"), ended
 
 
+@pytest.mark.slow
 def test_forks_of_two_ranks_end_by_themselves(tmp_path: Path) -> None:
     """They wait for no other rank, tell none of their errors, and both ranks train to their end."""
     both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "FLEETBENCH_STORE": str(tmp_path / "store")}

@@ -185,6 +185,7 @@ def test_a_part_moves_its_own_parameters_only_and_calls_no_hook_of_the_users_ste
     assert [torch.equal(parameter, value) for parameter, value in zip(parameters, values, strict=True)] == [False] * 2 + [True] * 5
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_fused_update_is_the_plain_one(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -252,6 +253,7 @@ def test_without_torchs_kernel_the_fused_update_has_the_same_bits(kind: str, opt
     _assert_same(_snapshot(flat, other), _snapshot(plain, one))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
 @pytest.mark.parametrize(("foreach", "tolerance"), [(False, {}), (None, {"rtol": 5e-7, "atol": 5e-7})])
 def test_a_checkpoint_goes_from_plain_to_fused_to_plain(

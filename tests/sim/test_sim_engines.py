@@ -270,6 +270,7 @@ def test_figures_come_from_whole_nanoseconds_and_bytes() -> None:
             assert simulate(large, engine=engine, table=table).summary.bytes_sent_per_trainer == 5 * (2**54 + 4)
 
 
+@pytest.mark.slow
 def test_vector_runs_are_the_same_bytes_in_every_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def test_merging_by_cost_sends_the_first_alone_and_the_others_together() -> None
     assert in_ns(result, "exposed_comm_s") == [180, 180]
 
 
+@pytest.mark.slow
 def test_no_size_of_buckets_is_as_fast() -> None:
     """One each ends at 1280, the first two together at 1320, all together at 1270: every size and count is one of these."""
     stalls = set()

@@ -390,6 +390,7 @@ def test_a_limit_holds_while_the_order_is_still_simulated(monkeypatch: pytest.Mo
         train(served(DIGITS, ASYNCHRONOUS), look=ends)
 
 
+@pytest.mark.slow
 def test_synchronous_servers_learn_the_same_over_any_link(tmp_path: Path) -> None:
     """One training serves all bandwidths: what is done one by one is the same; not so with asynchronous servers."""
     said: list[str] = []

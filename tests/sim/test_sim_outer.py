@@ -34,6 +34,7 @@ def times(experiment: Experiment, engine: Engine) -> tuple[list[int], RunResult]
     return [round(float(value) * 1e9) for value in rows[list(PARTS)].sum(axis=1)], run
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ["reference", "vector"])
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("overlap", [0, 1, 2, 3, 5])

@@ -41,6 +41,7 @@ def assert_all_reduces(cells: tuple[Cell, ...], n: int | None, sizes: tuple[int,
         assert cell.seconds == pytest.approx(ALL_REDUCE.seconds(n or 8, nbytes), rel=2e-3)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_all_reduces_are_read_behind_every_prefix(tmp_path: Path, version: str, prefix: str) -> None:

@@ -184,6 +184,7 @@ def in_a_budget(num_legs: int, mean: float, folder: Path, earlier: Recommendatio
     return verify(experiment, arms, legs, held=before)
 
 
+@pytest.mark.slow
 def test_a_larger_budget_goes_on_with_the_error_that_is_left(tmp_path: Path) -> None:
     """Three pairs were undecided; a larger budget has five. Student's t of these is 95 % sure; the look at three has left less."""
     three = in_a_budget(10, MEAN, tmp_path / "three")
@@ -197,6 +198,7 @@ def test_a_larger_budget_goes_on_with_the_error_that_is_left(tmp_path: Path) -> 
     assert (five.error, five.error_left) == (three.error, three.error_left)
 
 
+@pytest.mark.slow
 def test_what_an_earlier_finalist_has_spent_is_gone(tmp_path: Path) -> None:
     """Fresh pairs of it have what its looks had not spent, and what was left beside it; another finalist has that alone; all is 5 %."""
     three = in_a_budget(10, MEAN, tmp_path / "three")

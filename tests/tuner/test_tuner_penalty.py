@@ -54,6 +54,7 @@ def test_its_interval_covers_in_nine_of_ten() -> None:
     assert 0.88 < covered / rounds < 0.92
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("c", "chosen", "ran"), [(0.12, 4, {1, 16, 4}), (0.001, 16, {1, 16}), (3.0, 1, {1, 16})])
 def test_a_k_that_no_finalist_had_is_run_where_it_promises_to_be_first(c: float, chosen: int, ran: set[int], tmp_path: Path) -> None:
     """By hand, over synchronous training's time: K = 2 0.75, 4 0.68, 8 0.77, 16 1.05 with 12 % a step; all slower with 300 %."""

@@ -153,6 +153,7 @@ def test_the_best_local_steps_are_refined(tmp_path: Path) -> None:
     assert not any("optimizer" in name or "fragments" in name for name in asked)
 
 
+@pytest.mark.slow
 def test_a_rate_that_loses_the_target_again_does_not_arrive() -> None:
     """Four times a rate that grows sixfold after 200 steps: at the target after 40, and far above it after 320, when the default is not."""
     workload = {"model": "digits_mlp", "batch_size": 16, "steps": 400, "eval_every": 20, "lr": 0.05, "target_loss": 0.4}
@@ -318,6 +319,7 @@ def test_trainings_have_the_wire_of_the_experiment(tmp_path: Path) -> None:
     assert wires == {(False, True)}
 
 
+@pytest.mark.slow
 def test_a_way_that_real_runs_rule_out_is_followed_by_the_next_at_its_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual trainers: 45 steps for DiLoCo, 50 for the default at twice the rate. Real DiLoCo never arrives; one finalist is asked for."""
     experiment = searched(tmp_path, lr_scale=(1.0, 2.0), pairs=8, finalists=1, gradient_merge=(1,))[0]
@@ -341,6 +343,7 @@ def test_a_way_that_real_runs_rule_out_is_followed_by_the_next_at_its_rate(tmp_p
     assert ran.to_target == pytest.approx(100 * 0.020 / (50 * 0.019), rel=0.02)
 
 
+@pytest.mark.slow
 def test_an_answer_by_simulation_says_what_the_rate_alone_would_do(tmp_path: Path) -> None:
     """As a verdict does: DiLoCo in 90 steps, at any rate; the default in 50 at twice the rate, in 100 at its own."""
     experiment = searched(tmp_path, lr_scale=(1.0, 2.0), gradient_merge=(1,))[0]

@@ -105,6 +105,7 @@ def test_another_rate_of_a_way_that_misses_may_follow(tmp_path: Path) -> None:
     assert found.arms[2].measured_s == found.arms[1].measured_s
 
 
+@pytest.mark.slow
 def test_another_wire_of_a_way_takes_no_place(tmp_path: Path) -> None:
     """Virtual trainers do not tell wires apart: twice the rate with 16 bits is as promising as with 32. Both miss; K = 2 follows."""
     high, rounded = DEFAULT.replace(lr_scale=2.0), DEFAULT.replace(lr_scale=2.0, fp16_allreduce=True)
@@ -114,6 +115,7 @@ def test_another_wire_of_a_way_takes_no_place(tmp_path: Path) -> None:
     assert (found.verdict, found.strategy) == ("USE", local(2))
 
 
+@pytest.mark.slow
 def test_a_leg_that_fails_rules_out_no_way(tmp_path: Path) -> None:
     """The largest bucket has no space; a smaller one trains as the default does, and takes its place."""
     large, small = (DEFAULT.replace(fuse_grad_size_in_MB=size) for size in (64.0, 1.0))

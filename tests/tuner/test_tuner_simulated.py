@@ -317,6 +317,7 @@ def test_a_space_that_takes_too_long_is_searched_by_optuna(tmp_path: Path) -> No
     assert list(tmp_path.glob("studies/*.journal"))
 
 
+@pytest.mark.slow
 def test_servers_modes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two trainers 5 ms from a server: who waits for every push is slower than who exchanges every 8 steps, and the loss is not priced.
 

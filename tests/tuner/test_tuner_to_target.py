@@ -61,6 +61,7 @@ def test_the_likeliest_mean_is_that_of_scipys_censored_fit() -> None:
     assert found.mean == pytest.approx(stats.norm.fit(data)[0], abs=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("known", [(0, 0, 0), (0, 1, 0)])
 def test_the_prior_of_few_seeds_is_that_of_its_posterior(known: tuple[int, ...]) -> None:

@@ -257,6 +257,7 @@ def test_what_waits_for_more_gradients_waits_as_long_as_the_experiment_says(tmp_
         assert {mode.send_wait_times for mode in waiting} == {max(own, least)}
 
 
+@pytest.mark.slow
 def test_twice_as_many_ways_as_finalists_have_further_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside Fleet's advice: one lucky seed is not to keep a good way out."""
     experiment = profiled_experiment(tmp_path, finalists=2, search_seconds=60.0)
@@ -294,6 +295,7 @@ def test_servers_modes_are_compared_to_the_target(tmp_path: Path) -> None:
     assert (folder / "recommended.toml").is_file()
 
 
+@pytest.mark.slow
 def test_trials_are_as_short_as_asked_and_share_their_draws(tmp_path: Path) -> None:
     """A trial counts ``simulated_steps``, at most the workload's, under the experiment's own seed and stragglers; arms as long as a leg.
 

@@ -538,6 +538,7 @@ def test_what_the_default_never_reaches_is_used_with_five_seeds(tmp_path: Path) 
     assert five.line.endswith(": reaches loss 0.5 in 5 of 5 runs, which the default does not (2.00x [2.00, 2.00] a step, n = 4 pairs)")
 
 
+@pytest.mark.slow
 def test_updates_that_cost_what_steps_gain_keep_the_default(tmp_path: Path) -> None:
     """Twice the updates at half of a step's time: later than the default. At 1.7 times, with a spread between seeds, undecided."""
     later, _ = seeded(lambda seed, is_local: (80.0 + seed) * (2.02 if is_local else 1.0), tmp_path / "later")
@@ -598,6 +599,7 @@ def test_a_budget_has_fewer_seeds(tmp_path: Path) -> None:
     assert left_s / 60 < minutes < 2 * left_s / 60
 
 
+@pytest.mark.slow
 def test_a_step_is_judged_first_where_the_budget_has_no_room_for_seeds(tmp_path: Path) -> None:
     """K = 16 promises most and would take ten runs to the target; small buckets train like the default, and gain a little for sure.
 

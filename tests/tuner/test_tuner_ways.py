@@ -353,6 +353,7 @@ def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: 
     assert (again.line, again.pairs, again.learnt) == (found.line, found.pairs, found.learnt)
 
 
+@pytest.mark.slow
 def test_rounds_that_differ_are_timed_as_a_fixed_k_that_exchanges_as_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: AdaComm arrives after 115 steps in 15 rounds, Fleet's rule never, K = 16 from the first decay after 110 in 55.
 
@@ -477,6 +478,7 @@ def test_simulation_alone_ranks_by_time_to_the_target(tmp_path: Path) -> None:
     assert rivals["K = 4 and an outer optimizer"] == pytest.approx(4 * (100 * 110 * 90) ** (1 / 3) / 90, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_servers_modes_are_priced_to_the_target(tmp_path: Path) -> None:
     """GeoSGD with K = 16 has the fastest step and takes four times K = 4's; asynchronous servers never arrive; nothing trains twice."""
     base = simulated_only(tmp_path, on_a_node=2)
@@ -523,6 +525,7 @@ def test_runs_that_never_arrive_are_censored_and_counted(
         assert found.to_target > 16 / 2
 
 
+@pytest.mark.slow
 def test_where_no_time_is_left_for_seeds_the_ranking_stands(tmp_path: Path) -> None:
     """Nothing more is trained after the first pass: its one seed says the answer. A hierarchy is no way of its own."""
     trained: list[Experiment] = []
@@ -554,6 +557,7 @@ def test_what_is_not_known_to_arrive_is_not_recommended(reached: str, tmp_path: 
     assert any(note.startswith("no other way of training, and no other wire, is recommended: raise workload.steps") for note in found.notes)
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_recommended_strategy(tmp_path: Path) -> None:
     """70 GB fit into 80; with the copies of 20 GB of parameters that local steps keep they do not, and a note says so."""
     experiment, giga = simulated_only(tmp_path), 10**9
