@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import training_problem as problem
-from processes import run_scripts
+from processes import forked_launches, run_scripts
 
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError, WorkerFailed
@@ -44,9 +45,11 @@ def _parameters(tmp_path: Path, rank: int) -> np.ndarray:
     return np.load(tmp_path / f"out.{rank}.npz")["parameters"]
 
 
-def test_two_trainers_train_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks_are", ["forks", pytest.param("processes", marks=pytest.mark.slow)])
+def test_two_trainers_train_as_one(tmp_path: Path, ranks_are: str) -> None:
     """Launched on two ranks, the four lines give one process's result on the joint batch, and logs a rank."""
-    text = _launch(tmp_path, 2)
+    with forked_launches() if ranks_are == "forks" else nullcontext():
+        text = _launch(tmp_path, 2)
     expected = problem.joint_training(2, "float64", MOMENTUM)[-1].numpy()
     for rank in range(2):
         np.testing.assert_allclose(_parameters(tmp_path, rank), expected, rtol=0, atol=1e-12)
