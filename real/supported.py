@@ -45,15 +45,7 @@ def with_compute(experiment: Experiment) -> Experiment:
 
 def executed_part(strategy: DistributedStrategy) -> DistributedStrategy:
     """The strategy without what changes compute alone: that is in the layer table, and there is no compute to change."""
-    plain, build = DistributedStrategy(), "build_strategy."
-    fused = {name.removeprefix(build): getattr(plain.build_strategy, name.removeprefix(build)) for name in COMPUTE_ONLY if build in name}
-    return dataclasses.replace(
-        strategy,
-        amp_configs=plain.amp_configs,
-        recompute_configs=plain.recompute_configs,
-        build_strategy=dataclasses.replace(strategy.build_strategy, **fused),
-        **{name: getattr(plain, name) for name in COMPUTE_ONLY if "." not in name},
-    )
+    return strategy.without(*COMPUTE_ONLY)
 
 
 def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[dict[str, str]]:

@@ -129,10 +129,8 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
         why = "no workload.loss_curve is declared: final_loss and time_to_target_s are null; --loss trains"
         found.append(skip("workload.target_loss", why))
     if workload.model == LAYERS:
-        unknown = {f"strategy.{name}" for name in COMPUTE_ONLY}
-        if workload.host is not None and workload.host.fetch:
-            unknown.remove("strategy.fetch_every_n_steps")
-        changed = [name for name, _ in changed_fields(experiment.strategy, "strategy") if name in unknown]
+        known = {"strategy.fetch_every_n_steps"} if workload.host is not None and workload.host.fetch else set()
+        changed = [name for name, _ in changed_fields(experiment.strategy, "strategy") if name in COMPUTE_ONLY and name not in known]
         found += [skip(name, "declared layer times do not depend on it") for name in changed]
     if cluster.cores_per_node != type(cluster)().cores_per_node and not shares_cores(experiment):
         found.append(skip("cluster.cores_per_node", "declared layer times, and those of a device or a testbed, do not depend on it"))

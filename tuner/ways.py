@@ -19,7 +19,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Tune
 from fleetbench.plan.rounds import Levels, at_pace, levels
 from fleetbench.quantities import counted
-from fleetbench.strategy import AdaptiveLocalSGDConfigs, Averaging, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
+from fleetbench.strategy import AdaptiveLocalSGDConfigs, DistributedStrategy, GradientMergeConfigs
 from fleetbench.target import HITS_IN_A_ROW
 from fleetbench.workload import LAYERS, Workload
 from tuner.learning import Arrival, Learn, Progress, Reached, Trainings, Way, and_stays, trainings
@@ -354,19 +354,13 @@ def _varying(experiment: Experiment, leaders: Mapping[Way, Tried]) -> list[Distr
     if not averaged or not tune.adaptive or own.mode == "ps" or own.adaptive_localsgd or own.localsgd_configs.begin_step > 1:
         return []
     largest = max(averaged, key=lambda strategy: strategy.local_steps)
-    begun = {"localsgd": False, "localsgd_configs": LocalSGDConfigs(), "adaptive_localsgd": True}
     rules: tuple[Literal["fleet", "paper"], ...] = ("paper", "fleet")
-    averaging = _averaging(largest.localsgd_configs)
-    adaptive = [AdaptiveLocalSGDConfigs(init_k_steps=largest.local_steps, variant=rule, **averaging) for rule in rules]
-    found = [largest.replace(adaptive_localsgd_configs=configs, **begun) for configs in adaptive]
+    shared = largest.localsgd_configs.shared()
+    adaptive = [AdaptiveLocalSGDConfigs(init_k_steps=largest.local_steps, variant=rule, **shared) for rule in rules]
+    found = [largest.without("localsgd").replace(adaptive_localsgd=True, adaptive_localsgd_configs=configs) for configs in adaptive]
     begin_step = min((decay.step for decay in decays), default=1)
     late = [one.replace(localsgd_configs=dataclasses.replace(one.localsgd_configs, begin_step=begin_step)) for one in averaged]
     return list({way_of(one): one for one in [*found, *(late if begin_step > 1 else [])]}.values())
-
-
-def _averaging(configs: Averaging) -> dict[str, Any]:
-    """What trainers average, and how, of one kind of local steps for the other."""
-    return {one.name: getattr(configs, one.name) for one in dataclasses.fields(Averaging)}
 
 
 def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:

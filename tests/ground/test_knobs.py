@@ -5,21 +5,22 @@ Whoever adds a field adds its row; whoever changes what is said of one changes i
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import pytest
 
 from fleetbench.experiment import Experiment, Tune
+from fleetbench.fields import KNOBS, WORDS, knobs_of
+from fleetbench.knobs import Need
 from fleetbench.plan.servers.rules import SERVED, refuse_unserved
 from fleetbench.plan.training import PLANNED
 from fleetbench.profile import COMPUTE_FIELDS, COMPUTE_ONLY
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.support import leaf_fields
 from real.job.script_session import restart_part
 from real.supported import executed_part
 from sim.learning.trajectory import CLOCK, LEARNT
-from tuner.simulated.answer import KNOBS
-from tuner.space import NAMES, parameters_of, search_space, way_of
+from tuner.space import NAMES, needs, parameters_of, search_space, way_of
 
 AVERAGED = ["k_steps", "begin_step", "schedule", "warmup_epochs", "warmup", "fragments", "overlap_steps", "mixing"]
 AVERAGING = ["momentum", "buffers", "optimizer_state", "outer_lr", "outer_momentum", "outer_nesterov"]
@@ -162,7 +163,18 @@ def differing(what: Any) -> set[str]:
 
 def test_every_field_has_its_row() -> None:
     """A field that is added to the strategy is added here, too."""
-    assert plain(leaf_fields(DistributedStrategy(), "strategy")) == ROWS.keys()
+    assert KNOBS.keys() == ROWS.keys()
+
+
+def test_a_field_of_which_nothing_is_said_is_an_error() -> None:
+    """With the field's name; ``fleetbench.fields`` is imported by everything that executes."""
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Longer(DistributedStrategy):
+        patience: int = 1
+
+    with pytest.raises(TypeError, match=r"^patience: call a Knob"):
+        knobs_of(Longer)
 
 
 def test_the_lists_are_those_of_the_rows() -> None:
@@ -190,7 +202,7 @@ def test_servers_execute_the_fields_of_the_rows(
     executed: list[set[str]] = []
     monkeypatch.setattr("fleetbench.plan.servers.rules.refuse_unexecuted", lambda *arguments: executed.append(plain(arguments[2])))
     refuse_unserved(DistributedStrategy().replace(mode="ps", **base), simulated=simulated)
-    assert executed == [set.union(*map(listed, ["served", *words]))]
+    assert executed[-1] == set.union(*map(listed, ["served", *words]))
 
 
 def test_another_way_of_training_differs_in_the_fields_of_the_rows() -> None:
@@ -240,7 +252,7 @@ def test_knobs_have_these_names_and_fields() -> None:
         "fuse_grad_size_in_num",
         "last_comm_group_size_MB",
     }
-    assert {name: set(fields) for name, fields in KNOBS.items()} == {
+    assert {name: set(fields) for name, fields in WORDS.items()} == {
         "local steps": local,
         "learning rate": {"lr_scale"},
         "merged gradients": {"gradient_merge", "gradient_merge_configs"},
@@ -254,9 +266,15 @@ def test_knobs_have_these_names_and_fields() -> None:
     }
 
 
+def test_every_need_has_its_question() -> None:
+    """A need that a search may name is one that ``needs`` asks for, with a reason."""
+    asked = needs(Experiment())
+    assert asked.keys() == set(get_args(Need))
+    assert all(why for need, (_, why) in asked.items() if need)
+
+
 LAYERS = {"model": "layers", "layers": [{"name": "block", "params": 1000, "forward": "1 ms", "backward": "2 ms"}]}
-ONE = "one communicator of {} carries one collective at a time either way, and several always have false"
-SEVERAL = "several communicators never wait for each other, and always have false"
+WAITING = "several communicators never wait for each other, and one of NCCL carries one collective at a time anyway"
 
 
 @pytest.mark.parametrize(
@@ -265,7 +283,7 @@ SEVERAL = "several communicators never wait for each other, and always have fals
         (
             "local_steps",
             {},
-            "more local steps are always faster, and without workload.target_loss nothing prices what they cost in loss",
+            "more of it is always faster, and without workload.target_loss nothing prices what that costs in loss",
         ),
         ("local_steps", {"workload": {"target_loss": 0.5, "loss_curve": {"start": 2.0, "floor": 0.1, "half_life": "20 steps"}}}, None),
         ("hierarchy", {}, "it needs several nodes with as many trainers each, two at least"),
@@ -274,8 +292,8 @@ SEVERAL = "several communicators never wait for each other, and always have fals
         ("wire", {"tune": {"allow": ["wire16"]}}, None),
         ("wire", {"workload": {"target_loss": 0.5, "loss_curve": {"start": 2.0, "floor": 0.1, "half_life": "20 steps"}}}, None),
         ("sync_nccl_allreduce", {}, None),
-        ("sync_nccl_allreduce", {"tune": {"nccl_comm_num": [2]}}, SEVERAL),
-        ("sync_nccl_allreduce", {"run": {"backend": "nccl", "device": "cuda"}}, ONE.format("nccl")),
+        ("sync_nccl_allreduce", {"tune": {"nccl_comm_num": [2]}}, WAITING),
+        ("sync_nccl_allreduce", {"run": {"backend": "nccl", "device": "cuda"}}, WAITING),
         ("update_by_bucket", {}, None),
         (
             "update_by_bucket",
