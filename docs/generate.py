@@ -84,8 +84,8 @@ def _fields(cls: type[Config]) -> Iterator[tuple[dataclasses.Field[Any], Any, st
 
 def _searched(key: str) -> str:
     """Which field such values are of, and why they may not be searched."""
-    name, search = SEARCHES[key]
-    why = needs(Experiment())[search.need][1]
+    name, knob = SEARCHES[key]
+    why = needs(Experiment())[knob.need][1]
     return f"Values of `strategy.{name}` that are searched" + (f"; the reason where they are not: {why}." if why else ".")
 
 

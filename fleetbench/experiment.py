@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.fields import PARAMETERS, SEARCHES
 from fleetbench.hardware.presets import expanded
 from fleetbench.quantities import Nanoseconds
-from fleetbench.strategy import DistributedStrategy, check_communicators, check_hierarchy
+from fleetbench.strategy import DistributedStrategy, check_hierarchy
 from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS, Workload
 
 SCHEMA = 1
@@ -45,11 +44,11 @@ class HierarchySwitchedOff(UserWarning):
 
 def _searched(cls: type) -> type:
     """The class with a key for each list of values that the strategy's fields have to search."""
-    for key, (_, search) in SEARCHES.items():
-        first = search.values[0]
-        kind = f"Literal{[*search.values]}" if isinstance(first, str) else type(first).__name__
+    for key, (_, knob) in SEARCHES.items():
+        first = knob.values[0]
+        kind = f"Literal{[*knob.values]}" if isinstance(first, str) else type(first).__name__
         cls.__annotations__.setdefault(key, f"tuple[{kind}, ...]")
-        setattr(cls, key, search.values)
+        setattr(cls, key, knob.values)
     return cls
 
 
@@ -109,27 +108,16 @@ class Tune(Config):
     but those that stand here, with the default and the fastest K: each costs runs to the target."""
 
     def _validate(self) -> None:
-        at_least(self, 1, "trials", "simulated_steps", "finalists", "leg_steps", "pairs")
+        at_least(self, 1, "trials", "simulated_steps", "finalists", "leg_steps")
         if self.target_seeds is not None:
             at_least(self, 1, "target_seeds")
-        if self.pairs < 2:
-            raise ConfigError("an interval needs at least 2 pairs", "pairs", repr(self.pairs), "48 pairs find 5 % in noise of 6 %")
-        examples = {
-            "min_gain": "0.02 asks for a gain of 2 %",
-            "metric_drop": "0.01 lets an accuracy fall from 0.95 to 0.94",
-            "search_seconds": "0 leaves all but few strategies to Optuna",
-        }
-        for name, example in examples.items():
-            if getattr(self, name) < 0:
-                raise ConfigError("cannot be negative", name, repr(getattr(self, name)), example)
-        bounds = {"budget_gpu_hours": "drop it for no bound", "budget_minutes": "drop it for no bound"}
-        for name, example in (
-            bounds | {"samples": "for example samples = 1e9", "price_per_trainer_hour": "for example price_per_trainer_hour = 2.5"}
-        ).items():
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ConfigError("must be above zero", name, repr(value), example)
+        at_least(self, 2, "pairs")
+        at_least(self, 0, "min_gain", "metric_drop", "search_seconds")
+        for name in ("budget_gpu_hours", "budget_minutes", "samples", "price_per_trainer_hour"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ConfigError("must be above zero", name, repr(value), f"for example {name} = 2.5, or drop it")
         self._check_values()
-        check_communicators(max(self.values("nccl_comm_num")), "nccl_comm_num")
+        DistributedStrategy(nccl_comm_num=max(self.values("nccl_comm_num")))
 
     def _check_values(self) -> None:
         """Raise ``ConfigError`` for a parameter without a value that could be tried."""
@@ -137,9 +125,8 @@ class Tune(Config):
             raise ConfigError("needs values above 0", "lr_scale", f"{list(self.lr_scale)}", "for example lr_scale = [0.5, 2]")
         for key, parameter in {**PARAMETERS, "gradient_merge": "gradient_merge"}.items():
             values, examples = getattr(self, key), defaults_of(type(self))[key]  # type: ignore[arg-type]  # classes are hashable
-            least = 1 if type(examples[0]) is int else 0
-            if not self.values(parameter) or any(not isinstance(value, str) and value < least for value in values):
-                what = f"needs at least one value, none below {least}"
+            if not self.values(parameter) or any(type(value) is int and value < 1 for value in values):
+                what = "needs at least one value, whole numbers from 1"
                 raise ConfigError(what, key, repr(values), f"for example {key} = {json.dumps(examples)}")
 
     def values(self, parameter: str) -> tuple[Any, ...]:
@@ -184,8 +171,7 @@ class Run(Config):
         return {**data, "environment": {**rest, "NCCL_NET_GDR_LEVEL": level}}
 
     def _validate(self) -> None:
-        if self.seed < 0 or self.warmup_steps < 0:
-            raise ConfigError("cannot be negative", "seed, warmup_steps", f"{self.seed}, {self.warmup_steps}", "the defaults are 0 and 5")
+        at_least(self, 0, "seed", "warmup_steps")
         if not 1 <= self.port <= 65535:
             raise ConfigError("not a port", "port", repr(self.port), "1 to 65535")
         for name in ("timeout", "startup_timeout"):

@@ -34,9 +34,9 @@ SCHEMA = 2
 """2: what starting a collective takes, both slowdowns, the points that the link is fitted to, threads, memory, stragglers."""
 EMULATED = "emulated"
 """The device whose trainers sleep by a layer table instead of computing."""
-COMPUTE_ONLY = named(lambda knob: knob.compute)
+COMPUTE_ONLY = named("time") | named("memory")
 """Fields of a strategy whose effect on time a layer table holds, all of it."""
-COMPUTE_FIELDS = tables_of(lambda knob: knob.compute == "time")
+COMPUTE_FIELDS = tables_of("time")
 """Fields and tables by which a profile tells layer tables apart."""
 _COMPUTE_WORKLOAD = ("model", "model_options", "data", "data_options", "dtype", "batch_size", "optimizer", "weight_decay")
 _PLANNED_STEPS = 32

@@ -11,18 +11,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
 
-from fleetbench.config import Config, at_least, decode, defaults_of, encode, unknown_key
+from fleetbench.config import Config, at_least, decode, defaults_of, encode
 from fleetbench.digests import read_text, read_toml, sealed, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.fleet_names import translate
-from fleetbench.knobs import Knob, Search
+from fleetbench.knobs import Knob
 
 SCHEMA = 1
 _NOT_TOML = 'a strategy file holds lines such as "nccl_comm_num = 2"'
@@ -41,28 +41,20 @@ _NEEDED = tuple((switch, on, name) for switch, on, names in _READ_WITH for name 
 MOST_COMMUNICATORS = 64
 """Each is a process group with connections of its own on every trainer, so that thousands exhaust ports; Fleet advises 1 or 2."""
 
-_CLOCK = Knob("plan", "clock")
-_FUSION = Knob("plan", "clock", "fusion")
-_PIECES = Knob("plan pieces", "clock", "fusion")
-_HIERARCHY = Knob("plan virtual", "digits", "hierarchy")
-_WIRE = Knob("plan virtual", "digits", "wire")
-_COMMUNICATORS = Knob("plan", "clock", "communicators")
-_COMPUTE = Knob("plan", "clock", compute="time")
-_GRAPH = Knob("plan", "clock", compute="time", restarts=True)
-_AMP = Knob("plan virtual", "way", restarts=True)
-_LOWER = Knob("plan virtual", "way", compute="time", restarts=True)
-_LOCAL = Knob("plan virtual", "way", "local steps")
-_UNTRAINED = Knob("plan", "way", "local steps")
-_MERGE = Knob("plan virtual", "way", "merged gradients")
-_SERVED = Knob("servers", "way", "parameter servers' mode")
-_SIMULATED = Knob("simulated", "clock")
-
-
-def check_communicators(number: int, where: str) -> None:
-    """Raise ``ConfigError`` for more communicators than anybody can open."""
-    if number > MOST_COMMUNICATORS:
-        hint = "1 or 2 is what Fleet advises: beyond as many as there are buckets, none has anything to carry"
-        raise ConfigError(f"is at most {MOST_COMMUNICATORS}", where, repr(number), hint)
+_CLOCK = Knob("plan clock")
+_FUSION = Knob("plan clock", "fusion")
+_PIECES = Knob("plan pieces clock", "fusion")
+_HIERARCHY = Knob("plan virtual digits", "hierarchy")
+_WIRE = Knob("plan virtual digits", "wire")
+_COMMUNICATORS = Knob("plan clock", "communicators")
+_COMPUTE = Knob("plan clock time")
+_GRAPH = Knob("plan clock time restarts")
+_LOWER = Knob("plan virtual way time restarts")
+_LOCAL = Knob("plan virtual way", "local steps")
+_UNTRAINED = Knob("plan way")
+_MERGE = Knob("plan virtual way", "merged gradients")
+_SERVED = Knob("servers way", "parameter servers' mode")
+_SIMULATED = Knob("simulated clock")
 
 
 def check_hierarchy(trainers: int, inner: int) -> None:
@@ -79,15 +71,13 @@ class BuildStrategy(Config):
 
     fuse_all_optimizer_ops: bool = _COMPUTE(False)
     """One fused update instead of one kernel a parameter."""
-    fuse_elewise_add_act_ops: bool = _GRAPH(False)
+    fuse_elewise_add_act_ops: bool = False
     """Fuse element-wise additions with the activation after them."""
-    fuse_bn_act_ops: bool = _GRAPH(False)
+    fuse_bn_act_ops: bool = False
     """Fuse batch normalisation with the activation after it."""
-    fuse_relu_depthwise_conv: bool = _GRAPH(False)
+    fuse_relu_depthwise_conv: bool = False
     """Fuse a ReLU with the depthwise convolution after it."""
-    enable_backward_optimizer_op_deps: bool = Knob("plan", "clock", "update by bucket")(
-        True, Search("update_by_bucket", (False, True), "loop")
-    )
+    enable_backward_optimizer_op_deps: bool = Knob("plan clock", "update by bucket")(True, "update_by_bucket", (False, True), "loop")
     """The update waits for the whole backward; off: a bucket's parameters update as it arrives."""
     enable_sequential_execution: bool = _CLOCK(False)
     """Deterministic algorithms in definition order, for debugging."""
@@ -99,17 +89,17 @@ class BuildStrategy(Config):
 class Averaging(Config):
     """What trainers that update alone average besides parameters."""
 
-    momentum: Literal["local", "reset", "average"] = _LOCAL("local")
+    momentum: Literal["local", "reset", "average"] = "local"
     """What happens to the momentum buffers (Adam's ``exp_avg``) at an averaging; other state of the optimizer stays."""
-    buffers: Literal["local", "average"] = _LOCAL("local")
+    buffers: Literal["local", "average"] = "local"
     """What happens to batch-norm statistics at an averaging."""
-    optimizer_state: Literal["local", "average"] = _LOCAL("local")
+    optimizer_state: Literal["local", "average"] = "local"
     """``average`` allows optimizers whose average of steps is not a step of averages (Adam, Adagrad) at ``k_steps = 1``."""
-    outer_lr: float = _LOCAL(1.0)
+    outer_lr: float = 1.0
     """Learning rate of the outer optimizer (DiLoCo, arXiv 2311.08105), whose gradient is the averaged difference of a round."""
-    outer_momentum: float = _LOCAL(0.0)
+    outer_momentum: float = 0.0
     """Momentum of the outer optimizer; with this and ``outer_lr`` at their defaults, trainers average."""
-    outer_nesterov: bool = _LOCAL(True)
+    outer_nesterov: bool = True
     """Nesterov's momentum, as in ``torch.optim.SGD(nesterov=True)``."""
 
     def _validate(self) -> None:
@@ -131,22 +121,22 @@ class Averaging(Config):
 class LocalSGDConfigs(Averaging):
     """``localsgd_configs``: when trainers meet, and what they average."""
 
-    k_steps: int = _LOCAL(1, Search("local_steps", (1, 2, 4, 8, 16), "target"))
+    k_steps: int = _LOCAL(1, "local_steps", (1, 2, 4, 8, 16), "target")
     """Local steps of a round, K."""
-    begin_step: int = _LOCAL(1)
+    begin_step: int = 1
     """``fleet``: up to this step (counted from 1) every step synchronises; at 1 none does with an outer optimizer, whose rounds are whole.
     ``torch``: the first step that does."""
-    schedule: Literal["fleet", "document", "torch"] = _LOCAL("fleet")
+    schedule: Literal["fleet", "document", "torch"] = "fleet"
     """Which published schedule counts the steps: see ``fleetbench.plan.local_sgd``."""
-    warmup_epochs: int = _LOCAL(0)
+    warmup_epochs: int = 0
     """Epochs before the ``document`` schedule starts (Fleet's ``local_sgd_is_warm_steps``)."""
-    warmup: Literal["exp", "const", "linear"] = _LOCAL("exp")
+    warmup: Literal["exp", "const", "linear"] = "exp"
     """How the ``document`` schedule grows K after its warm-up."""
-    fragments: int = _LOCAL(1)
+    fragments: int = 1
     """Parts of the model, of which one is exchanged every ``k_steps / fragments`` updates (Streaming DiLoCo, arXiv 2501.18512)."""
-    overlap_steps: int = _LOCAL(0)
+    overlap_steps: int = 0
     """Updates that the exchange of a fragment has beside it; the difference is taken that many updates before it is merged."""
-    mixing: float = _LOCAL(0.0)
+    mixing: float = 0.0
     """Share of a trainer's own values that a merge of a fragment keeps."""
     outer_wire: Literal["fp32", "int8"] = _UNTRAINED("fp32")
     """How differences travel: as they are, or in blocks of 8-bit integers with a scale each."""
@@ -190,13 +180,13 @@ class LocalSGDConfigs(Averaging):
 class AdaptiveLocalSGDConfigs(Averaging):
     """``adaptive_localsgd_configs``: K follows the loss and the learning rate."""
 
-    init_k_steps: int = _LOCAL(1)
+    init_k_steps: int = 1
     """K of the first round, K0."""
-    begin_step: int = _LOCAL(1)
+    begin_step: int = 1
     """Up to this step (counted from 1) every step synchronises; at 1 none does with an outer optimizer, whose rounds are whole."""
-    variant: Literal["fleet", "paper", "document", "qsr"] = _LOCAL("fleet")
+    variant: Literal["fleet", "paper", "document", "qsr"] = "fleet"
     """Fleet's clamp, AdaComm's, the older document's, or the quadratic synchronisation rule."""
-    alpha: float = _LOCAL(0.01)
+    alpha: float = 0.01
     """``qsr``: K = max(K0, floor((alpha / lr)^2))."""
 
     def _validate(self) -> None:
@@ -210,15 +200,15 @@ class AdaptiveLocalSGDConfigs(Averaging):
 class GradientMergeConfigs(Config):
     """``gradient_merge_configs``: accumulate k micro-batches, then communicate and update once."""
 
-    k_steps: int = _MERGE(1)
+    k_steps: int = 1
     """Micro-batches of one update."""
-    avg: bool = _MERGE(True)
+    avg: bool = True
     """Divide the sum by ``k_steps``."""
-    remainder: Literal["carry", "flush", "drop"] = _MERGE("carry")
+    remainder: Literal["carry", "flush", "drop"] = "carry"
     """What happens to a started accumulation when the epoch ends; Fleet carries."""
-    lr_per: Literal["micro_batch", "update"] = _MERGE("micro_batch")
+    lr_per: Literal["micro_batch", "update"] = "micro_batch"
     """What the learning-rate schedule counts; Fleet counts micro-batches."""
-    batch_norm_per: Literal["micro_batch", "update"] = _MERGE("micro_batch")
+    batch_norm_per: Literal["micro_batch", "update"] = "micro_batch"
     """How often batch-norm statistics move; in Fleet with every micro-batch."""
 
     def _validate(self) -> None:
@@ -229,12 +219,12 @@ class GradientMergeConfigs(Config):
 class AmpConfigs(Config):
     """``amp_configs``: dynamic loss scaling with Fleet's knobs."""
 
-    init_loss_scaling: float = _AMP(32768.0)
-    incr_every_n_steps: int = _AMP(1000)
-    decr_every_n_nan_or_inf: int = _AMP(2)
-    incr_ratio: float = _AMP(2.0)
-    decr_ratio: float = _AMP(0.8)
-    use_dynamic_loss_scaling: bool = _AMP(True)
+    init_loss_scaling: float = 32768.0
+    incr_every_n_steps: int = 1000
+    decr_every_n_nan_or_inf: int = 2
+    incr_ratio: float = 2.0
+    decr_ratio: float = 0.8
+    use_dynamic_loss_scaling: bool = True
     dtype: Literal["fp16", "bf16"] = _LOWER("fp16")
     """The lower precision of the forward pass."""
 
@@ -249,7 +239,7 @@ class AmpConfigs(Config):
 class RecomputeConfigs(Config):
     """``recompute_configs``: which activations are recomputed in the backward."""
 
-    checkpoints: tuple[str, ...] = _GRAPH(())
+    checkpoints: tuple[str, ...] = ()
     """Names of submodules whose activations are dropped and recomputed."""
 
 
@@ -257,16 +247,16 @@ class RecomputeConfigs(Config):
 class ASyncConfigs(Config):
     """``a_sync_configs``: the asynchronous parameter server and GeoSGD."""
 
-    k_steps: int = _SERVED(-1)
+    k_steps: int = -1
     """0: asynchronous; above 0: GeoSGD with at most so many steps between exchanges; -1: chosen."""
-    max_merge_var_num: int = _SERVED(1)
-    send_queue_size: int = _SERVED(16)
-    independent_recv_thread: bool = _SERVED(False)
-    min_send_grad_num_before_recv: int = _SERVED(1)
-    thread_pool_size: int = _SERVED(1)
-    send_wait_times: int = _SERVED(1)
-    runtime_split_send_recv: bool = Knob("", "way", words=_SERVED.words)(False)
-    launch_barrier: bool = _SERVED(True)
+    max_merge_var_num: int = 1
+    send_queue_size: int = 16
+    independent_recv_thread: bool = False
+    min_send_grad_num_before_recv: int = 1
+    thread_pool_size: int = 1
+    send_wait_times: int = 1
+    runtime_split_send_recv: bool = Knob("way")(False)
+    launch_barrier: bool = True
 
     def _validate(self) -> None:
         at_least(self, -1, "k_steps")
@@ -280,77 +270,75 @@ class DistributedStrategy(Config):
     Raises ``ConfigError`` for an unknown field, a wrong type, or fields that contradict each other.
     """
 
-    mode: Literal["collective", "ps"] = Knob("servers", "way")("collective")
+    mode: Literal["collective", "ps"] = Knob("servers way")("collective")
     """Collectives among trainers, or parameter servers."""
-    auto: bool = Knob("", "")(False)
+    auto: bool = Knob("")(False)
     """Load the stored recommendation for this workload and cluster."""
 
     fuse_all_reduce_ops: bool = _PIECES(True)
     """Fuse gradients into buckets; off: one all-reduce a gradient."""
     fuse_grad_size_in_MB: float = _PIECES(  # noqa: N815  # Fleet's name
-        32.0, Search("fuse_grad_size_in_MB", (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0), part_of="fusion")
+        32.0, "fuse_grad_size_in_MB", (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
     )
     """Soft cap of a bucket in MiB (as in Fleet, whatever the name says); 0: one bucket of all."""
     fuse_grad_count: int = _PIECES(50)
     """Soft cap of a bucket in gradients; 0 and 1: no cap."""
-    fusion: Literal["fleet", "by_number", "merged_gradient", "optimal"] = _FUSION(
-        "fleet", Search("fusion", ("merged_gradient", "optimal", "off"))
-    )
+    fusion: Literal["fleet", "by_number", "merged_gradient", "optimal"] = _FUSION("fleet", "fusion", ("merged_gradient", "optimal", "off"))
     """Fleet's soft caps, Fleet's other pass, MG-WFBP's published rule (arXiv 1811.11141), or the partition that ends earliest on a ring."""
     fuse_grad_size_in_num: int = _FUSION(8)
     """``by_number``: gradients of a bucket and dtype."""
     last_comm_group_size_MB: float = _FUSION(1.0)  # noqa: N815  # Fleet's name
     """``by_number``: size in MiB of the small last bucket."""
 
-    use_hierarchical_allreduce: bool = _HIERARCHY(False, Search("hierarchy", ("off", "leader", "reduce_scatter"), "nodes"))
+    use_hierarchical_allreduce: bool = _HIERARCHY(False, "hierarchy", ("off", "leader", "reduce_scatter"), "nodes")
     """Reduce inside the node, all-reduce between nodes, broadcast inside the node."""
     hierarchical_inner_ranks: int = _HIERARCHY(0)
     """Ranks of the inner group; 0: the trainers of a node."""
     hierarchical_variant: Literal["leader", "reduce_scatter"] = _HIERARCHY("leader")
     """Fleet's leaders, or a reduce-scatter that uses every link of the node."""
-    fp16_allreduce: bool = _WIRE(False, Search("wire", ("fp32", "fp16", "bf16"), "rounding"))
+    fp16_allreduce: bool = _WIRE(False, "wire", ("fp32", "fp16", "bf16"), "rounding")
     """Gradients travel as FP16."""
     bf16_allreduce: bool = _WIRE(False)
     """Gradients travel as BF16."""
-    nccl_comm_num: int = _COMMUNICATORS(1, Search("nccl_comm_num", (1, 2)))
+    nccl_comm_num: int = _COMMUNICATORS(1, "nccl_comm_num", (1, 2))
     """Communicators; bucket i travels on communicator i mod ``nccl_comm_num``."""
-    sync_nccl_allreduce: bool = _COMMUNICATORS(True, Search("sync_nccl_allreduce", (True, False), "waiting"))
+    sync_nccl_allreduce: bool = _COMMUNICATORS(True, "sync_nccl_allreduce", (True, False), "waiting")
     """One bucket in flight over all communicators; off: on each as many as its backend carries (``fleetbench.plan.groups``)."""
     find_unused_parameters: bool = _CLOCK(False)
     """Handle parameters that a step's loss does not reach, instead of refusing the step."""
-    broadcast_buffers: bool = Knob("plan virtual", "digits")(True)
+    broadcast_buffers: bool = Knob("plan virtual digits")(True)
     """After each exchange of gradients rank 0 sends its buffers, which DDP does before the next forward; local steps have ``buffers``."""
 
-    build_strategy: BuildStrategy = field(default_factory=BuildStrategy)
-    thread_num: int = Knob("plan servers", "clock", "threads", "time")(1, Search("thread_num", (1, 2), "model"))
+    build_strategy: BuildStrategy = _GRAPH(BuildStrategy())
+    thread_num: int = Knob("plan servers clock time", "threads")(1, "thread_num", (1, 2), "model")
     """CPU threads of a trainer (torch's intra-op threads)."""
-    sync_batch_norm: bool = Knob("plan", "way", compute="time")(False)
+    sync_batch_norm: bool = Knob("plan way time")(False)
     """Batch statistics over all trainers."""
     cudnn_exhaustive_search: bool = _COMPUTE(True)
     """Let cuDNN time its algorithms."""
     conv_workspace_size_limit: int = _COMPUTE(512)
     """MiB of workspace cuDNN may take."""
-    fraction_of_gpu_memory_to_use: float | None = Knob("plan", "clock", compute="memory")(None)
+    fraction_of_gpu_memory_to_use: float | None = Knob("plan clock memory")(None)
     """Memory taken ahead, as a share of the device."""
-    fetch_every_n_steps: int = Knob("plan servers", "clock", compute="time")(1)
+    fetch_every_n_steps: int = Knob("plan servers clock time")(1)
     """Read results back from the device every so many steps."""
 
-    lr_scale: float = Knob("plan virtual servers", "way", "learning rate")(1.0)
+    lr_scale: float = Knob("plan virtual servers way", "learning rate")(1.0)
     """Every update takes the optimizer's learning rate times this; as much as there are more samples in Goyal et al. (arXiv 1706.02677)."""
     amp: bool = _LOWER(False)
-    amp_configs: AmpConfigs = field(default_factory=AmpConfigs)
+    amp_configs: AmpConfigs = Knob("plan virtual way restarts")(AmpConfigs())
     recompute: bool = _GRAPH(False)
-    recompute_configs: RecomputeConfigs = field(default_factory=RecomputeConfigs)
+    recompute_configs: RecomputeConfigs = _GRAPH(RecomputeConfigs())
 
     localsgd: bool = _LOCAL(False)
-    localsgd_configs: LocalSGDConfigs = field(default_factory=LocalSGDConfigs)
+    localsgd_configs: LocalSGDConfigs = _LOCAL(LocalSGDConfigs())
     adaptive_localsgd: bool = _LOCAL(False)
-    adaptive_localsgd_configs: AdaptiveLocalSGDConfigs = field(default_factory=AdaptiveLocalSGDConfigs)
+    adaptive_localsgd_configs: AdaptiveLocalSGDConfigs = _LOCAL(AdaptiveLocalSGDConfigs())
     gradient_merge: bool = _MERGE(False)
-    gradient_merge_configs: GradientMergeConfigs = field(default_factory=GradientMergeConfigs)
+    gradient_merge_configs: GradientMergeConfigs = _MERGE(GradientMergeConfigs())
 
     a_sync: bool = _SERVED(False)
-    a_sync_configs: ASyncConfigs = field(default_factory=ASyncConfigs)
+    a_sync_configs: ASyncConfigs = _SERVED(ASyncConfigs())
     overlap_push: bool = _SIMULATED(False)
     """Synchronous servers: push each bucket when its gradients are ready, beside the backward; off: all after it. In ``sim`` alone."""
     reduce_in_node: bool = _SIMULATED(False)
@@ -367,7 +355,9 @@ class DistributedStrategy(Config):
             "conv_workspace_size_limit",
         )
         at_least(self, 1, "fuse_grad_size_in_num", "nccl_comm_num", "thread_num", "fetch_every_n_steps")
-        check_communicators(self.nccl_comm_num, "nccl_comm_num")
+        if self.nccl_comm_num > MOST_COMMUNICATORS:
+            hint = "1 or 2 is what Fleet advises: beyond as many as there are buckets, none has anything to carry"
+            raise ConfigError(f"is at most {MOST_COMMUNICATORS}", "nccl_comm_num", repr(self.nccl_comm_num), hint)
         if self.fraction_of_gpu_memory_to_use is not None and not 0 < self.fraction_of_gpu_memory_to_use <= 1:
             hint = "0.9 takes nine tenths of the device's memory"
             raise ConfigError("a share lies in (0, 1]", "fraction_of_gpu_memory_to_use", repr(self.fraction_of_gpu_memory_to_use), hint)
@@ -487,12 +477,9 @@ class DistributedStrategy(Config):
         A ``*_configs`` may be given as a table: the keys that it names change, the others stay.
         Raises ``ConfigError`` for an unknown field.
         """
-        known = [item.name for item in dataclasses.fields(self)]
         translated = self.translate(changes)
         for name, value in translated.items():
-            if name not in known:
-                raise unknown_key(name, f"strategy.{name}", known, repr(value))
-            if isinstance(value, Mapping) and isinstance(getattr(self, name), Config):
+            if isinstance(value, Mapping) and isinstance(getattr(self, name, None), Config):
                 translated[name] = {**encode(getattr(self, name)), **value}
         return dataclasses.replace(self, **translated)
 

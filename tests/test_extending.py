@@ -74,7 +74,7 @@ def test_a_simulation_averages_after_doubling_rounds(monkeypatch: pytest.MonkeyP
 SEARCHED = """
 import runpy
 from fleetbench.experiment import Experiment
-from fleetbench.fields import WORDS
+from fleetbench.fields import CALLED
 from sim.run import simulate
 from tuner.search import different
 from tuner.space import Equivalence, parameters_of, search_space
@@ -95,7 +95,7 @@ times = found()
 assert times.keys() == {1, 10}, times
 assert times[10] < times[1], times
 assert found(fetch_every_n_steps=[5, 20]).keys() == {5, 20}
-assert WORDS["fetching"] == ("fetch_every_n_steps",)
+assert CALLED["fetching"] == ("fetch_every_n_steps",)
 page = runpy.run_path("docs/generate.py")["experiment_page"]()
 assert "| `fetch_every_n_steps` | list of integer | `[1, 10]` | Values of `strategy.fetch_every_n_steps` that are searched. |" in page
 """

@@ -24,7 +24,7 @@ from typing import Any
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Tune
-from fleetbench.fields import PARAMETERS, SEARCHES, known_as, tables_of
+from fleetbench.fields import CALLED, PARAMETERS, SEARCHES, tables_of
 from fleetbench.knobs import Need
 from fleetbench.plan.build import build_plan
 from fleetbench.plan.combination import Combination
@@ -45,7 +45,7 @@ OFF = "off"
 MOST_UNFUSED = 64
 """Gradients up to which it is tried to send each alone."""
 _SWITCHES = {"local_steps": "localsgd", "hierarchy": "use_hierarchical_allreduce"}
-_WAYS = tables_of(lambda knob: knob.acts == "way" and knob.by != "plan")  # of which virtual trainers or servers learn
+_WAYS = tables_of("virtual way") + tables_of("servers way")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ def _with(strategy: DistributedStrategy, name: str, value: Value) -> Distributed
         return strategy
     if name in _SWITCHES and value in (1, OFF):
         return strategy.without(_SWITCHES[name])
-    base = strategy.without(*known_as("fusion")) if name == "fusion" else strategy
+    base = strategy.without(*CALLED["fusion"]) if name == "fusion" else strategy
     return base.replace(**_changes(strategy, name, value))
 
 
@@ -301,9 +301,8 @@ class Equivalence:
 
     def _digest(self, strategy: DistributedStrategy, table: LayerTable) -> str:
         # A plan depends on the gradients and their order, not on how often it is carried out.
-        planned = strategy.replace(thread_num=1)
-        if not (strategy.localsgd_configs.has_fragments or strategy.quantises):
-            planned = planned.without("localsgd")
+        rounds = strategy.localsgd_configs.has_fragments or strategy.quantises
+        planned = strategy.without("thread_num", *["localsgd"][rounds:])
         if (planned, table.key) not in self._digests:
             plan = build_plan(planned, table.by_readiness(), setting_of(self.experiment, table))
             self._digests[planned, table.key] = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]  # sooner than its own digest

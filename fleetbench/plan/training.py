@@ -11,7 +11,7 @@ merge lets several steps share an update; a cadence counts updates.
 
 from typing import Literal
 
-from fleetbench.fields import executed_by
+from fleetbench.fields import named
 from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, Observed, StepBegin
@@ -20,7 +20,7 @@ from fleetbench.plan.state import State
 from fleetbench.plan.steps import StepKind, StepOperations, agreement_of, average_of, operations_of, remainder_of
 from fleetbench.strategy import DistributedStrategy
 
-PLANNED = executed_by("plan")
+PLANNED = named("plan")
 """Dotted names of the fields that executors of a plan carry out; the others are refused when changed."""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from fleetbench.config import decode
 from fleetbench.errors import ConfigError, FleetbenchError
 from fleetbench.experiment import Experiment
-from fleetbench.fields import named
+from fleetbench.fields import KNOBS, named
 from fleetbench.plan.training import PLANNED
 from fleetbench.quantities import counted
 from fleetbench.result import RunResult
@@ -212,4 +212,4 @@ class ScriptSession(LegSession):
 
 def restart_part(strategy: DistributedStrategy) -> DistributedStrategy:
     """The strategy with nothing changed but what a living process does not change well: mixed precision, compiled graphs, recompute."""
-    return strategy.without(*named(lambda knob: not knob.restarts))
+    return strategy.without(*KNOBS.keys() - named("restarts"))

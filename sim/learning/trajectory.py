@@ -20,9 +20,8 @@ from fleetbench.declared import learning_rate
 from fleetbench.digests import digest_of, json_digest
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Run
-from fleetbench.fields import executed_by, named
+from fleetbench.fields import named
 from fleetbench.plan.servers.rules import SERVED
-from fleetbench.plan.training import PLANNED
 from fleetbench.store import versions
 from fleetbench.support import WORKLOAD, refuse_unexecuted
 from fleetbench.target import HITS_IN_A_ROW, Crossing, crossing
@@ -32,9 +31,9 @@ from sim.servers.actor import Order
 WHO = "virtual trainers"
 """From whom the losses are, in summaries."""
 
-CLOCK = frozenset(named(lambda knob: knob.acts == "clock")) & PLANNED
+CLOCK = named("plan clock")
 """Fields that change when something happens and, but for rounding, not what is learnt from it."""
-LEARNT = executed_by("virtual")
+LEARNT = named("virtual")
 """Fields that virtual trainers execute; those in neither list are refused by name."""
 _UNLEARNT = ("profile", "layers", "host", "loss_curve", "target_loss")
 """Fields of a workload that what is learnt does not depend on."""

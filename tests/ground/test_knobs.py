@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from fleetbench.experiment import Experiment, Tune
-from fleetbench.fields import KNOBS, WORDS, knobs_of
+from fleetbench.fields import CALLED, KNOBS, knobs_of
 from fleetbench.knobs import Need
 from fleetbench.plan.servers.rules import SERVED, refuse_unserved
 from fleetbench.plan.training import PLANNED
@@ -163,7 +163,7 @@ def differing(what: Any) -> set[str]:
 
 def test_every_field_has_its_row() -> None:
     """A field that is added to the strategy is added here, too."""
-    assert KNOBS.keys() == ROWS.keys()
+    assert plain(KNOBS) == ROWS.keys()
 
 
 def test_a_field_of_which_nothing_is_said_is_an_error() -> None:
@@ -173,8 +173,8 @@ def test_a_field_of_which_nothing_is_said_is_an_error() -> None:
     class Longer(DistributedStrategy):
         patience: int = 1
 
-    with pytest.raises(TypeError, match=r"^patience: call a Knob"):
-        knobs_of(Longer)
+    with pytest.raises(TypeError, match=r"^strategy.patience: call a Knob"):
+        dict(knobs_of(Longer()))
 
 
 def test_the_lists_are_those_of_the_rows() -> None:
@@ -252,7 +252,7 @@ def test_knobs_have_these_names_and_fields() -> None:
         "fuse_grad_size_in_num",
         "last_comm_group_size_MB",
     }
-    assert {name: set(fields) for name, fields in WORDS.items()} == {
+    assert {name: set(fields) for name, fields in CALLED.items()} == {
         "local steps": local,
         "learning rate": {"lr_scale"},
         "merged gradients": {"gradient_merge", "gradient_merge_configs"},

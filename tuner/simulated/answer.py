@@ -16,7 +16,7 @@ from fleetbench.cores import on_cores
 from fleetbench.digests import sealed_json, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.fields import WORDS
+from fleetbench.fields import CALLED
 from fleetbench.profile import profile_of, table_for
 from fleetbench.quantities import counted, hours_or_days
 from fleetbench.result import RunResult, parts_of
@@ -316,7 +316,7 @@ class _Answering:
     def _knobs(self, default: DistributedStrategy, chosen: DistributedStrategy) -> tuple[Knob, ...]:
         """Each knob that the recommended strategy changes, set back alone; over one seed."""
         step_s, found = candidates.step_time(candidates.shortened(self.experiment), self.served), []
-        for name, fields in WORDS.items():
+        for name, fields in CALLED.items():
             if all(getattr(default, field) == getattr(chosen, field) for field in fields):
                 continue
             try:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
-from fleetbench.fields import executed_by
+from fleetbench.fields import named
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 
@@ -22,15 +22,15 @@ WAIT_NS = 10_000_000
 _EVERY, _NEARLY = 1.5, 0.9
 """Steps between two exchanges, below which there is one after every step; and the share of K that is as good as K."""
 
-SERVED = executed_by("servers")
+SERVED = named("servers")
 """Dotted names of the fields that trainers of parameter servers carry out; the others are refused when changed."""
 
 
 def refuse_unserved(strategy: DistributedStrategy, *, simulated: bool = False) -> None:
     """Raise ``ConfigError`` for a changed field that has no meaning with servers, or ``simulated`` ones alone have."""
-    who, alone = "training with parameter servers", executed_by("simulated")
+    who, alone = "training with parameter servers", named("simulated")
     hint = f'leave it at its default, or set mode = "{DistributedStrategy().mode}": no executor has it with mode = "ps"'
-    refuse_unexecuted(strategy, "strategy", SERVED | alone | (executed_by("pieces") if strategy.overlap_push else set()), who, hint)
+    refuse_unexecuted(strategy, "strategy", SERVED | alone | (named("pieces") if strategy.overlap_push else set()), who, hint)
     if not simulated:
         refuse_unexecuted(strategy, "strategy", SERVED, who, "leave it out: fleetbench sim alone has it")
 
