@@ -45,7 +45,9 @@ OFF = "off"
 MOST_UNFUSED = 64
 """Gradients up to which it is tried to send each alone."""
 _SWITCHES = {"local_steps": "localsgd", "hierarchy": "use_hierarchical_allreduce"}
+"""The field that a parameter's value 1, or ``off``, switches off."""
 _WAYS = tables_of("virtual way") + tables_of("servers way")
+"""The strategy's fields by which virtual trainers, or servers, train in another way."""
 
 
 @dataclass(frozen=True, slots=True)
