@@ -17,8 +17,10 @@ from typing import Any
 
 from fleetbench.cli.main import build_parser
 from fleetbench.config import Config, encode, field_types
-from fleetbench.experiment import Experiment
+from fleetbench.experiment import Experiment, Tune
+from fleetbench.fields import SEARCHES
 from fleetbench.quantities import Nanoseconds
+from tuner.space import needs
 
 HERE = Path(__file__).parent
 EXPERIMENT = """# The experiment file
@@ -76,7 +78,15 @@ def experiment_page() -> str:
 def _fields(cls: type[Config]) -> Iterator[tuple[dataclasses.Field[Any], Any, str]]:
     said = {name: text for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base) for name, text in _said(base).items()}
     for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in cls.__annotations__):  # its own before a base's
-        yield field, field_types(cls)[field.name], said.get(field.name, "")
+        of_search = _searched(field.name) if cls is Tune and field.name in SEARCHES else ""
+        yield field, field_types(cls)[field.name], said.get(field.name, of_search)
+
+
+def _searched(key: str) -> str:
+    """Which field such values are of, and why they may not be searched."""
+    name, knob = SEARCHES[key]
+    why = needs(Experiment())[knob.need][1]
+    return f"Values of `strategy.{name}` that are searched" + (f"; the reason where they are not: {why}." if why else ".")
 
 
 def _said(cls: type) -> dict[str, str]:

@@ -10,11 +10,9 @@ strategy that is built on is left out and listed.
 from typing import Any, NamedTuple
 
 from fleetbench.cluster import Cluster
-from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import check_strategy
 from fleetbench.plan.layers import declared_table
-from fleetbench.plan.training import PLANNED
 from fleetbench.quantities import MIB
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS, Workload
@@ -23,7 +21,6 @@ LOCAL_STEPS = 2
 """The smaller of the two values of K that the documents report."""
 FUSED_SHARE = 0.1
 """Of the gradients' bytes, in one bucket."""
-NOT_EXECUTED = "not executed here yet"
 
 HIERARCHY = "hierarchical all-reduce"
 LOCAL_SGD = "Local SGD after the first decay of the learning rate"
@@ -61,12 +58,10 @@ def advice(
     several = cluster.nodes > 1
 
     def consider(what: str, rule: Rule) -> None:
-        """Take changes over where they can be executed and contradict nothing; list them otherwise."""
+        """Take changes over where they contradict nothing; list them otherwise."""
         nonlocal strategy
         if isinstance(rule, str):
             left_out.append(f"{what}: {rule}")
-        elif not all(f"strategy.{name}" in PLANNED for name, _ in flat(rule)):
-            left_out.append(f"{what}: {NOT_EXECUTED}")
         else:
             try:
                 advised = strategy.replace(**rule)

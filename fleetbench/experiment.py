@@ -6,7 +6,7 @@ Each part validates itself; what needs two of them is checked here.
 from __future__ import annotations
 
 import dataclasses
-import math
+import json
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,14 @@ from typing import Any, Literal, Self
 import tomli_w
 
 from fleetbench.cluster import Cluster
-from fleetbench.config import Config, at_least, decode, encode
+from fleetbench.config import Config, at_least, decode, defaults_of, encode
 from fleetbench.digests import digest_of, json_digest, read_text, read_toml, sealed, write_whole
 from fleetbench.environment import check_environment
 from fleetbench.errors import ConfigError
+from fleetbench.fields import PARAMETERS, SEARCHES
 from fleetbench.hardware.presets import expanded
 from fleetbench.quantities import Nanoseconds
-from fleetbench.strategy import DistributedStrategy, check_communicators, check_hierarchy
+from fleetbench.strategy import DistributedStrategy, check_hierarchy
 from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS, Workload
 
 SCHEMA = 1
@@ -41,7 +42,18 @@ class HierarchySwitchedOff(UserWarning):
     """A hierarchical all-reduce was asked for, and all trainers are of one node, or of one group of ``hierarchical_inner_ranks``."""
 
 
+def _searched(cls: type) -> type:
+    """The class with a key for each list of values that the strategy's fields have to search."""
+    for key, (_, knob) in SEARCHES.items():
+        first = knob.values[0]
+        kind = f"Literal{[*knob.values]}" if isinstance(first, str) else type(first).__name__
+        cls.__annotations__.setdefault(key, f"tuple[{kind}, ...]")
+        setattr(cls, key, knob.values)
+    return cls
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
+@_searched
 class Tune(Config):
     """How ``fleetbench tune`` searches, and how it decides."""
 
@@ -79,7 +91,7 @@ class Tune(Config):
     """With ``--simulate-only``: samples to train on in all, for days and money."""
     price_per_trainer_hour: float | None = None
     """Of one trainer, in any currency; servers are not counted."""
-    local_steps: tuple[int, ...] = (1, 2, 4, 8, 16)
+    local_steps: tuple[int, ...] = SEARCHES["local_steps"][1].values
     """Values of K that may be searched; used only where ``workload.target_loss`` prices them."""
     diloco: bool = True
     """Rounds of local steps may end with a step of DiLoCo's outer optimizer (Nesterov, rate 0.7, momentum 0.9); tried with a target, where
@@ -94,55 +106,33 @@ class Tune(Config):
     """Factors of the learning rate that may be tried with a target. Where virtual trainers train the workload, none stands for an eighth to
     eight: with the default and the best ``finalists`` ways, step by step from the strategy's own, as far as that helps. A script tries none
     but those that stand here, with the default and the fastest K: each costs runs to the target."""
-    fuse_grad_size_in_MB: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # noqa: N815  # Fleet's name
-    fusion: tuple[Literal["merged_gradient", "optimal", "off"], ...] = ("merged_gradient", "optimal", "off")
-    """Other rules of fusion; ``off``: an all-reduce a gradient."""
-    hierarchy: tuple[Literal["off", "leader", "reduce_scatter"], ...] = ("off", "leader", "reduce_scatter")
-    wire: tuple[Literal["fp32", "fp16", "bf16"], ...] = ("fp32", "fp16", "bf16")
-    """Used only where ``workload.target_loss`` prices what rounding costs, or ``allow`` has it."""
-    update_by_bucket: tuple[bool, ...] = (False, True)
-    nccl_comm_num: tuple[int, ...] = (1, 2)
-    sync_nccl_allreduce: tuple[bool, ...] = (True, False)
-    """Without it a communicator of gloo carries two buckets at once. Several communicators never have it."""
-    thread_num: tuple[int, ...] = (1, 2)
 
     def _validate(self) -> None:
-        at_least(self, 1, "trials", "simulated_steps", "finalists", "leg_steps", "pairs")
+        at_least(self, 1, "trials", "simulated_steps", "finalists", "leg_steps")
         if self.target_seeds is not None:
             at_least(self, 1, "target_seeds")
-        if self.pairs < 2:
-            raise ConfigError("an interval needs at least 2 pairs", "pairs", repr(self.pairs), "48 pairs find 5 % in noise of 6 %")
-        for name, example in (("min_gain", "0.02 asks for a gain of 2 %"), ("metric_drop", "0.01 lets an accuracy fall from 0.95 to 0.94")):
-            if getattr(self, name) < 0:
-                raise ConfigError("cannot be negative", name, repr(getattr(self, name)), example)
-        for name in ("budget_gpu_hours", "budget_minutes"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ConfigError("must be above zero", name, repr(value), "drop it for no bound")
-        for name, example in (("samples", "1e9"), ("price_per_trainer_hour", "2.5")):
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ConfigError("must be above zero", name, repr(value), f"for example {name} = {example}")
+        at_least(self, 2, "pairs")
+        at_least(self, 0, "min_gain", "metric_drop", "search_seconds")
+        for name in ("budget_gpu_hours", "budget_minutes", "samples", "price_per_trainer_hour"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ConfigError("must be above zero", name, repr(value), f"for example {name} = 2.5, or drop it")
         self._check_values()
-        check_communicators(max(self.nccl_comm_num), "nccl_comm_num")
+        DistributedStrategy(nccl_comm_num=max(self.values("nccl_comm_num")))
 
     def _check_values(self) -> None:
         """Raise ``ConfigError`` for a parameter without a value that could be tried."""
-        if self.search_seconds < 0:
-            raise ConfigError(
-                "cannot be negative", "search_seconds", repr(self.search_seconds), "0 leaves all but few strategies to Optuna"
-            )
-        if not (*self.fuse_grad_size_in_MB, *self.fusion):
-            raise ConfigError("needs a size or a rule", "fusion", "()", "for example fuse_grad_size_in_MB = [1, 32]")
-        examples = {"sync_nccl_allreduce": "[true, false]", "update_by_bucket": "[false]", "hierarchy": '["off"]', "wire": '["fp32"]'}
-        for name, example in examples.items():
-            if not getattr(self, name):
-                raise ConfigError("needs at least one value", name, "()", f"for example {name} = {example}")
         if min(self.lr_scale, default=1.0) <= 0:
             raise ConfigError("needs values above 0", "lr_scale", f"{list(self.lr_scale)}", "for example lr_scale = [0.5, 2]")
-        least_of = {"local_steps": 1, "gradient_merge": 1, "nccl_comm_num": 1, "thread_num": 1, "fuse_grad_size_in_MB": 0}
-        for name, least in least_of.items():
-            values = getattr(self, name)
-            if (not values and name != "fuse_grad_size_in_MB") or min(values, default=least) < least:
-                raise ConfigError(f"needs at least one value, none below {least}", name, repr(values), f"for example {name} = [1, 2]")
+        for key, parameter in {**PARAMETERS, "gradient_merge": "gradient_merge"}.items():
+            values, examples = getattr(self, key), defaults_of(type(self))[key]  # type: ignore[arg-type]  # classes are hashable
+            if not self.values(parameter) or any(type(value) is int and value < 1 for value in values):
+                what = "needs at least one value, whole numbers from 1"
+                raise ConfigError(what, key, repr(values), f"for example {key} = {json.dumps(examples)}")
+
+    def values(self, parameter: str) -> tuple[Any, ...]:
+        """All that may be tried of a parameter of the search, in whichever of its keys."""
+        keys = [key for key, of in PARAMETERS.items() if of == parameter] or [parameter]
+        return tuple(dict.fromkeys(value for key in keys for value in getattr(self, key)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +171,7 @@ class Run(Config):
         return {**data, "environment": {**rest, "NCCL_NET_GDR_LEVEL": level}}
 
     def _validate(self) -> None:
-        if self.seed < 0 or self.warmup_steps < 0:
-            raise ConfigError("cannot be negative", "seed, warmup_steps", f"{self.seed}, {self.warmup_steps}", "the defaults are 0 and 5")
+        at_least(self, 0, "seed", "warmup_steps")
         if not 1 <= self.port <= 65535:
             raise ConfigError("not a port", "port", repr(self.port), "1 to 65535")
         for name in ("timeout", "startup_timeout"):
@@ -213,8 +202,7 @@ class Experiment(Config):
         if self.strategy.use_hierarchical_allreduce and (self.cluster.nodes == 1 or inner == trainers):
             one = "one node" if self.cluster.nodes == 1 else f"one group of hierarchical_inner_ranks = {inner}"
             warnings.warn(f"{one} has no hierarchy: use_hierarchical_allreduce is switched off", HierarchySwitchedOff, stacklevel=2)
-            off = {"use_hierarchical_allreduce": False, "hierarchical_inner_ranks": 0, "hierarchical_variant": "leader"}
-            object.__setattr__(self, "strategy", self.strategy.replace(**off))
+            object.__setattr__(self, "strategy", self.strategy.without("use_hierarchical_allreduce"))
         check_strategy(self.strategy, self.workload, self.cluster)
         if self.run.backend == "nccl" and self.run.device != "cuda":
             raise ConfigError("NCCL moves CUDA tensors only", "run.backend", "'nccl'", 'set run.device = "cuda", or backend = "gloo"')

@@ -21,6 +21,7 @@ from fleetbench.config import Config, decode, encode, flat
 from fleetbench.digests import json_digest, read_text, read_toml, sealed, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.fields import named, tables_of
 from fleetbench.measurements import CollectivePoint, GradientNoise, Memory, StragglerFit, Threads, is_busy
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable, declared_table, scaled
@@ -33,14 +34,9 @@ SCHEMA = 2
 """2: what starting a collective takes, both slowdowns, the points that the link is fitted to, threads, memory, stragglers."""
 EMULATED = "emulated"
 """The device whose trainers sleep by a layer table instead of computing."""
-_COMPUTE_ONLY = """
-thread_num build_strategy.fuse_all_optimizer_ops build_strategy.fuse_elewise_add_act_ops build_strategy.fuse_bn_act_ops
-build_strategy.fuse_relu_depthwise_conv build_strategy.compile_split sync_batch_norm amp amp_configs.dtype recompute
-recompute_configs.checkpoints cudnn_exhaustive_search conv_workspace_size_limit fraction_of_gpu_memory_to_use fetch_every_n_steps
-"""
-COMPUTE_ONLY = tuple(_COMPUTE_ONLY.split())
-"""Fields of a strategy that change how long layers take, and nothing else: a layer table holds their effect."""
-COMPUTE_FIELDS = tuple({name.partition(".")[0]: None for name in COMPUTE_ONLY if name != "fraction_of_gpu_memory_to_use"})
+COMPUTE_ONLY = named("time") | named("memory")
+"""Fields of a strategy whose effect on time a layer table holds, all of it."""
+COMPUTE_FIELDS = tables_of("time")
 """Fields and tables by which a profile tells layer tables apart."""
 _COMPUTE_WORKLOAD = ("model", "model_options", "data", "data_options", "dtype", "batch_size", "optimizer", "weight_decay")
 _PLANNED_STEPS = 32

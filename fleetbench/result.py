@@ -22,8 +22,12 @@ from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.replay import Recording
 from fleetbench.plan.servers.rules import early_exchanges, rules_of
+from fleetbench.profile import COMPUTE_ONLY
 from fleetbench.quantities import LARGEST
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.support import changed_fields
 from fleetbench.timeline import TIMELINE_FILE, Span, on_tracks, read_timeline
+from fleetbench.workload import LAYERS, Workload
 
 SCHEMA = 1
 STEPS_FILE = "steps.parquet"
@@ -362,3 +366,10 @@ def takes_no_time() -> ConfigError:
 def skip(what: str, why: str) -> dict[str, str]:
     """One entry of ``skipped``: a line of the experiment that this run did not realise."""
     return {"what": what, "why": why}
+
+
+def skipped_by_layers(workload: Workload, strategy: DistributedStrategy) -> list[dict[str, str]]:
+    """Of declared layers: changed fields of the strategy that would change the times of measured ones."""
+    known = "strategy.fetch_every_n_steps" if workload.host is not None and workload.host.fetch else None
+    names = [name for name, _ in changed_fields(strategy, "strategy") if name in COMPUTE_ONLY and name != known]
+    return [skip(name, "declared layer times do not depend on it") for name in names if workload.model == LAYERS]

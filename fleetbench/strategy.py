@@ -11,16 +11,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
 
-from fleetbench.config import Config, at_least, decode, defaults_of, encode, unknown_key
+from fleetbench.config import Config, at_least, decode, defaults_of, encode
 from fleetbench.digests import read_text, read_toml, sealed, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.fleet_names import translate
+from fleetbench.knobs import Knob
 
 SCHEMA = 1
 _NOT_TOML = 'a strategy file holds lines such as "nccl_comm_num = 2"'
@@ -39,12 +41,20 @@ _NEEDED = tuple((switch, on, name) for switch, on, names in _READ_WITH for name 
 MOST_COMMUNICATORS = 64
 """Each is a process group with connections of its own on every trainer, so that thousands exhaust ports; Fleet advises 1 or 2."""
 
-
-def check_communicators(number: int, where: str) -> None:
-    """Raise ``ConfigError`` for more communicators than anybody can open."""
-    if number > MOST_COMMUNICATORS:
-        hint = "1 or 2 is what Fleet advises: beyond as many as there are buckets, none has anything to carry"
-        raise ConfigError(f"is at most {MOST_COMMUNICATORS}", where, repr(number), hint)
+_CLOCK = Knob("plan clock")
+_FUSION = Knob("plan clock", "fusion")
+_PIECES = Knob("plan pieces clock", "fusion")
+_HIERARCHY = Knob("plan virtual digits", "hierarchy")
+_WIRE = Knob("plan virtual digits", "wire")
+_COMMUNICATORS = Knob("plan clock", "communicators")
+_COMPUTE = Knob("plan clock time")
+_GRAPH = Knob("plan clock time restarts")
+_LOWER = Knob("plan virtual way time restarts")
+_LOCAL = Knob("plan virtual way", "local steps")
+_UNTRAINED = Knob("plan way")
+_MERGE = Knob("plan virtual way", "merged gradients")
+_SERVED = Knob("servers way", "parameter servers' mode")
+_SIMULATED = Knob("simulated clock")
 
 
 def check_hierarchy(trainers: int, inner: int) -> None:
@@ -59,7 +69,7 @@ def check_hierarchy(trainers: int, inner: int) -> None:
 class BuildStrategy(Config):
     """Fleet's ``build_strategy``: op fusion and the order of operators."""
 
-    fuse_all_optimizer_ops: bool = False
+    fuse_all_optimizer_ops: bool = _COMPUTE(False)
     """One fused update instead of one kernel a parameter."""
     fuse_elewise_add_act_ops: bool = False
     """Fuse element-wise additions with the activation after them."""
@@ -67,11 +77,11 @@ class BuildStrategy(Config):
     """Fuse batch normalisation with the activation after it."""
     fuse_relu_depthwise_conv: bool = False
     """Fuse a ReLU with the depthwise convolution after it."""
-    enable_backward_optimizer_op_deps: bool = True
+    enable_backward_optimizer_op_deps: bool = Knob("plan clock", "update by bucket")(True, "update_by_bucket", (False, True), "loop")
     """The update waits for the whole backward; off: a bucket's parameters update as it arrives."""
-    enable_sequential_execution: bool = False
+    enable_sequential_execution: bool = _CLOCK(False)
     """Deterministic algorithms in definition order, for debugging."""
-    compile_split: Literal["block", "bucket"] = "block"
+    compile_split: Literal["block", "bucket"] = _COMPUTE("block")
     """No effect: op fusion compiles each block for itself."""
 
 
@@ -97,6 +107,10 @@ class Averaging(Config):
             what, hint = "outer_lr must be above 0 and outer_momentum in [0, 1)", "DiLoCo's are 0.7 and 0.9"
             raise ConfigError(what, "outer_lr, outer_momentum", f"{self.outer_lr}, {self.outer_momentum}", hint)
 
+    def shared(self) -> dict[str, Any]:
+        """What both kinds of local steps have, by field."""
+        return {name: getattr(self, name) for name in defaults_of(Averaging)}
+
     @property
     def has_outer(self) -> bool:
         """Whether a round ends with a step of an outer optimizer, rather than with an averaging alone."""
@@ -107,7 +121,7 @@ class Averaging(Config):
 class LocalSGDConfigs(Averaging):
     """``localsgd_configs``: when trainers meet, and what they average."""
 
-    k_steps: int = 1
+    k_steps: int = _LOCAL(1, "local_steps", (1, 2, 4, 8, 16), "target")
     """Local steps of a round, K."""
     begin_step: int = 1
     """``fleet``: up to this step (counted from 1) every step synchronises; at 1 none does with an outer optimizer, whose rounds are whole.
@@ -124,11 +138,11 @@ class LocalSGDConfigs(Averaging):
     """Updates that the exchange of a fragment has beside it; the difference is taken that many updates before it is merged."""
     mixing: float = 0.0
     """Share of a trainer's own values that a merge of a fragment keeps."""
-    outer_wire: Literal["fp32", "int8"] = "fp32"
+    outer_wire: Literal["fp32", "int8"] = _UNTRAINED("fp32")
     """How differences travel: as they are, or in blocks of 8-bit integers with a scale each."""
-    outer_error_feedback: bool = False
+    outer_error_feedback: bool = _UNTRAINED(False)
     """What quantising takes from a trainer's difference is added to its next one (arXiv 1901.09847)."""
-    outer_on_host: bool = False
+    outer_on_host: bool = _CLOCK(False)
     """What trainers agreed on and the outer momentum lie in the host's memory, pinned, and not on the GPU."""
 
     def _validate(self) -> None:
@@ -211,7 +225,7 @@ class AmpConfigs(Config):
     incr_ratio: float = 2.0
     decr_ratio: float = 0.8
     use_dynamic_loss_scaling: bool = True
-    dtype: Literal["fp16", "bf16"] = "fp16"
+    dtype: Literal["fp16", "bf16"] = _LOWER("fp16")
     """The lower precision of the forward pass."""
 
     def _validate(self) -> None:
@@ -241,7 +255,7 @@ class ASyncConfigs(Config):
     min_send_grad_num_before_recv: int = 1
     thread_pool_size: int = 1
     send_wait_times: int = 1
-    runtime_split_send_recv: bool = False
+    runtime_split_send_recv: bool = Knob("way")(False)
     launch_barrier: bool = True
 
     def _validate(self) -> None:
@@ -256,83 +270,94 @@ class DistributedStrategy(Config):
     Raises ``ConfigError`` for an unknown field, a wrong type, or fields that contradict each other.
     """
 
-    mode: Literal["collective", "ps"] = "collective"
+    mode: Literal["collective", "ps"] = Knob("servers way")("collective")
     """Collectives among trainers, or parameter servers."""
-    auto: bool = False
+    auto: bool = Knob("")(False)
     """Load the stored recommendation for this workload and cluster."""
 
-    fuse_all_reduce_ops: bool = True
+    fuse_all_reduce_ops: bool = _PIECES(True)
     """Fuse gradients into buckets; off: one all-reduce a gradient."""
-    fusion: Literal["fleet", "by_number", "merged_gradient", "optimal"] = "fleet"
-    """Fleet's soft caps, Fleet's other pass, MG-WFBP's published rule (arXiv 1811.11141), or the partition that ends earliest on a ring."""
-    fuse_grad_size_in_MB: float = 32.0  # noqa: N815  # Fleet's name
+    fuse_grad_size_in_MB: float = _PIECES(  # noqa: N815  # Fleet's name
+        32.0, "fuse_grad_size_in_MB", (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+    )
     """Soft cap of a bucket in MiB (as in Fleet, whatever the name says); 0: one bucket of all."""
-    fuse_grad_count: int = 50
+    fuse_grad_count: int = _PIECES(50)
     """Soft cap of a bucket in gradients; 0 and 1: no cap."""
-    fuse_grad_size_in_num: int = 8
+    fusion: Literal["fleet", "by_number", "merged_gradient", "optimal"] = _FUSION("fleet", "fusion", ("merged_gradient", "optimal", "off"))
+    """Fleet's soft caps, Fleet's other pass, MG-WFBP's published rule (arXiv 1811.11141), or the partition that ends earliest on a ring."""
+    fuse_grad_size_in_num: int = _FUSION(8)
     """``by_number``: gradients of a bucket and dtype."""
-    last_comm_group_size_MB: float = 1.0  # noqa: N815  # Fleet's name
+    last_comm_group_size_MB: float = _FUSION(1.0)  # noqa: N815  # Fleet's name
     """``by_number``: size in MiB of the small last bucket."""
 
-    use_hierarchical_allreduce: bool = False
+    use_hierarchical_allreduce: bool = _HIERARCHY(False, "hierarchy", ("off", "leader", "reduce_scatter"), "nodes")
     """Reduce inside the node, all-reduce between nodes, broadcast inside the node."""
-    hierarchical_inner_ranks: int = 0
+    hierarchical_inner_ranks: int = _HIERARCHY(0)
     """Ranks of the inner group; 0: the trainers of a node."""
-    hierarchical_variant: Literal["leader", "reduce_scatter"] = "leader"
+    hierarchical_variant: Literal["leader", "reduce_scatter"] = _HIERARCHY("leader")
     """Fleet's leaders, or a reduce-scatter that uses every link of the node."""
-    sync_nccl_allreduce: bool = True
-    """One bucket in flight over all communicators; off: on each as many as its backend carries (``fleetbench.plan.groups``)."""
-    nccl_comm_num: int = 1
-    """Communicators; bucket i travels on communicator i mod ``nccl_comm_num``."""
-    fp16_allreduce: bool = False
+    fp16_allreduce: bool = _WIRE(False, "wire", ("fp32", "fp16", "bf16"), "rounding")
     """Gradients travel as FP16."""
-    bf16_allreduce: bool = False
+    bf16_allreduce: bool = _WIRE(False)
     """Gradients travel as BF16."""
-    find_unused_parameters: bool = False
+    nccl_comm_num: int = _COMMUNICATORS(1, "nccl_comm_num", (1, 2))
+    """Communicators; bucket i travels on communicator i mod ``nccl_comm_num``."""
+    sync_nccl_allreduce: bool = _COMMUNICATORS(True, "sync_nccl_allreduce", (True, False), "waiting")
+    """One bucket in flight over all communicators; off: on each as many as its backend carries (``fleetbench.plan.groups``)."""
+    find_unused_parameters: bool = _CLOCK(False)
     """Handle parameters that a step's loss does not reach, instead of refusing the step."""
-    broadcast_buffers: bool = True
+    broadcast_buffers: bool = Knob("plan virtual digits")(True)
     """After each exchange of gradients rank 0 sends its buffers, which DDP does before the next forward; local steps have ``buffers``."""
 
-    thread_num: int = 1
+    build_strategy: BuildStrategy = _GRAPH(BuildStrategy())
+    thread_num: int = Knob("plan servers clock time", "threads")(1, "thread_num", (1, 2), "model")
     """CPU threads of a trainer (torch's intra-op threads)."""
-    build_strategy: BuildStrategy = field(default_factory=BuildStrategy)
-    sync_batch_norm: bool = False
+    sync_batch_norm: bool = Knob("plan way time")(False)
     """Batch statistics over all trainers."""
-    cudnn_exhaustive_search: bool = True
+    cudnn_exhaustive_search: bool = _COMPUTE(True)
     """Let cuDNN time its algorithms."""
-    conv_workspace_size_limit: int = 512
+    conv_workspace_size_limit: int = _COMPUTE(512)
     """MiB of workspace cuDNN may take."""
-    fraction_of_gpu_memory_to_use: float | None = None
+    fraction_of_gpu_memory_to_use: float | None = Knob("plan clock memory")(None)
     """Memory taken ahead, as a share of the device."""
-    fetch_every_n_steps: int = 1
+    fetch_every_n_steps: int = Knob("plan servers clock time")(1)
     """Read results back from the device every so many steps."""
 
-    lr_scale: float = 1.0
+    lr_scale: float = Knob("plan virtual servers way", "learning rate")(1.0)
     """Every update takes the optimizer's learning rate times this; as much as there are more samples in Goyal et al. (arXiv 1706.02677)."""
-    amp: bool = False
-    amp_configs: AmpConfigs = field(default_factory=AmpConfigs)
-    recompute: bool = False
-    recompute_configs: RecomputeConfigs = field(default_factory=RecomputeConfigs)
+    amp: bool = _LOWER(False)
+    amp_configs: AmpConfigs = Knob("plan virtual way restarts")(AmpConfigs())
+    recompute: bool = _GRAPH(False)
+    recompute_configs: RecomputeConfigs = _GRAPH(RecomputeConfigs())
 
-    localsgd: bool = False
-    localsgd_configs: LocalSGDConfigs = field(default_factory=LocalSGDConfigs)
-    adaptive_localsgd: bool = False
-    adaptive_localsgd_configs: AdaptiveLocalSGDConfigs = field(default_factory=AdaptiveLocalSGDConfigs)
-    gradient_merge: bool = False
-    gradient_merge_configs: GradientMergeConfigs = field(default_factory=GradientMergeConfigs)
+    localsgd: bool = _LOCAL(False)
+    localsgd_configs: LocalSGDConfigs = _LOCAL(LocalSGDConfigs())
+    adaptive_localsgd: bool = _LOCAL(False)
+    adaptive_localsgd_configs: AdaptiveLocalSGDConfigs = _LOCAL(AdaptiveLocalSGDConfigs())
+    gradient_merge: bool = _MERGE(False)
+    gradient_merge_configs: GradientMergeConfigs = _MERGE(GradientMergeConfigs())
 
-    a_sync: bool = False
-    a_sync_configs: ASyncConfigs = field(default_factory=ASyncConfigs)
-    overlap_push: bool = False
+    a_sync: bool = _SERVED(False)
+    a_sync_configs: ASyncConfigs = _SERVED(ASyncConfigs())
+    overlap_push: bool = _SIMULATED(False)
     """Synchronous servers: push each bucket when its gradients are ready, beside the backward; off: all after it. In ``sim`` alone."""
-    reduce_in_node: bool = False
+    reduce_in_node: bool = _SIMULATED(False)
     """Synchronous servers: the trainers of a node reduce among themselves, and one of them pushes and pulls. In ``sim`` alone."""
 
     def _validate(self) -> None:
-        at_least(self, 0, "fuse_grad_size_in_MB", "fuse_grad_count", "hierarchical_inner_ranks", "last_comm_group_size_MB")
+        at_least(
+            self,
+            0,
+            "fuse_grad_size_in_MB",
+            "fuse_grad_count",
+            "hierarchical_inner_ranks",
+            "last_comm_group_size_MB",
+            "conv_workspace_size_limit",
+        )
         at_least(self, 1, "fuse_grad_size_in_num", "nccl_comm_num", "thread_num", "fetch_every_n_steps")
-        at_least(self, 0, "conv_workspace_size_limit")
-        check_communicators(self.nccl_comm_num, "nccl_comm_num")
+        if self.nccl_comm_num > MOST_COMMUNICATORS:
+            hint = "1 or 2 is what Fleet advises: beyond as many as there are buckets, none has anything to carry"
+            raise ConfigError(f"is at most {MOST_COMMUNICATORS}", "nccl_comm_num", repr(self.nccl_comm_num), hint)
         if self.fraction_of_gpu_memory_to_use is not None and not 0 < self.fraction_of_gpu_memory_to_use <= 1:
             hint = "0.9 takes nine tenths of the device's memory"
             raise ConfigError("a share lies in (0, 1]", "fraction_of_gpu_memory_to_use", repr(self.fraction_of_gpu_memory_to_use), hint)
@@ -452,14 +477,21 @@ class DistributedStrategy(Config):
         A ``*_configs`` may be given as a table: the keys that it names change, the others stay.
         Raises ``ConfigError`` for an unknown field.
         """
-        known = [item.name for item in dataclasses.fields(self)]
         translated = self.translate(changes)
         for name, value in translated.items():
-            if name not in known:
-                raise unknown_key(name, f"strategy.{name}", known, repr(value))
-            if isinstance(value, Mapping) and isinstance(getattr(self, name), Config):
+            if isinstance(value, Mapping) and isinstance(getattr(self, name, None), Config):
                 translated[name] = {**encode(getattr(self, name)), **value}
         return dataclasses.replace(self, **translated)
+
+    def without(self, *names: str) -> DistributedStrategy:
+        """A copy with some fields, by dotted name, at their defaults, and with them what is read with these alone."""
+        plain, reset = DistributedStrategy(), dict[str, dict[str, Any]]()
+        for name in (name.removeprefix("strategy.") for name in names):
+            table, _, key = name.rpartition(".")
+            reset.setdefault(table, {})[key] = attrgetter(name)(plain)
+        values = reset.pop("", {}) | {table: dataclasses.replace(getattr(self, table), **keys) for table, keys in reset.items()}
+        values |= {name: getattr(plain, name) for switch, on, name in _NEEDED if values.get(switch, getattr(self, switch)) != on}
+        return dataclasses.replace(self, **values)
 
     @property
     def scales_loss(self) -> bool:

@@ -1,6 +1,5 @@
 """What an executor does not execute yet is refused by name, never silently ignored."""
 
-import dataclasses
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -34,21 +33,10 @@ def changed_fields(value: Config, prefix: str) -> list[tuple[str, Any]]:
     return changed
 
 
-def leaf_fields(value: Config, prefix: str) -> list[str]:
-    """Dotted names of all fields, tables within tables."""
-    names: list[str] = []
-    for field in dataclasses.fields(value):  # type: ignore[arg-type]  # Config's subclasses are dataclasses
-        current, name = getattr(value, field.name), f"{prefix}.{field.name}"
-        names += leaf_fields(current, name) if isinstance(current, Config) else [name]
-    return names
-
-
 _HINT = "leave it at its default, or choose another executor"
 _HINTS = {
     "cluster.servers": 'set strategy.mode = "ps", which is for servers, or leave them out',
     "cluster.server_placement": 'set strategy.mode = "ps", which is for servers, or leave it out',
-    "strategy.overlap_push": "leave it out: real trainers push after their backward; fleetbench sim alone has it",
-    "strategy.reduce_in_node": "leave it out: every real trainer pushes its own gradients; fleetbench sim alone has it",
 }
 """Of fields that another field makes sense of."""
 

@@ -8,9 +8,9 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.servers.rules import refuse_unserved
 from fleetbench.plan.training import PLANNED
 from fleetbench.profile import COMPUTE_ONLY, EMULATED
-from fleetbench.result import skip
+from fleetbench.result import skip, skipped_by_layers
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
+from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
 from fleetbench.workload import LAYERS
 
 WHO = "an emulated device"
@@ -45,15 +45,7 @@ def with_compute(experiment: Experiment) -> Experiment:
 
 def executed_part(strategy: DistributedStrategy) -> DistributedStrategy:
     """The strategy without what changes compute alone: that is in the layer table, and there is no compute to change."""
-    plain, build = DistributedStrategy(), "build_strategy."
-    fused = {name.removeprefix(build): getattr(plain.build_strategy, name.removeprefix(build)) for name in COMPUTE_ONLY if build in name}
-    return dataclasses.replace(
-        strategy,
-        amp_configs=plain.amp_configs,
-        recompute_configs=plain.recompute_configs,
-        build_strategy=dataclasses.replace(strategy.build_strategy, **fused),
-        **{name: getattr(plain, name) for name in COMPUTE_ONLY if "." not in name},
-    )
+    return strategy.without(*COMPUTE_ONLY)
 
 
 def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[dict[str, str]]:
@@ -64,22 +56,14 @@ def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[
         found.append(skip("workload.target_loss", UNFOLLOWED))
     elif workload.target_loss is not None and workload.loss_curve is None:
         found.append(skip("workload.target_loss", "no workload.loss_curve is declared: final_loss and time_to_target_s are null"))
-    if workload.model == LAYERS:
-        executed = dict(changed_fields(executed_part(strategy), "strategy"))
-        if workload.host is not None and workload.host.fetch:
-            executed["strategy.fetch_every_n_steps"] = strategy.fetch_every_n_steps
-        if workload.host is not None and (workload.host.per_collective or workload.host.pack):
-            found.append(skip("workload.host", "starting collectives and packing take what they take on this machine"))
-        changed = [name for name, value in changed_fields(strategy, "strategy") if executed.get(name) != value]
-        found += [skip(name, "declared layer times do not depend on it") for name in changed]
-    return found
+    if workload.model == LAYERS and workload.host is not None and (workload.host.per_collective or workload.host.pack):
+        found.append(skip("workload.host", "starting collectives and packing take what they take on this machine"))
+    return found + skipped_by_layers(workload, strategy)
 
 
 _EXECUTOR = "the real executor"
-UNREALISED = (
-    *("intra", "inter", "racks", "nics_per_node", "cores_per_node", "collective", "measured", "host_bandwidth"),
-    *("first_exchange", "gpu"),
-)
+_UNREALISED = "intra inter racks nics_per_node cores_per_node collective measured host_bandwidth first_exchange gpu"
+UNREALISED = tuple(_UNREALISED.split())
 """Lines of a cluster that one machine cannot realise; a run lists them in ``skipped``."""
 _SERVERS = frozenset({"cluster.servers", "cluster.server_placement"})
 _CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "stragglers", *UNREALISED))

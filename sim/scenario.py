@@ -22,10 +22,10 @@ from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.state import State
 from fleetbench.plan.training import PLANNED, CollectiveTraining, family
-from fleetbench.profile import COMPUTE_ONLY, all_reduce_cost, profile_of, table_for
-from fleetbench.result import skip
+from fleetbench.profile import all_reduce_cost, profile_of, table_for
+from fleetbench.result import skip, skipped_by_layers
 from fleetbench.stragglers import LARGEST, ONE, Episode, Integers, Trace, draws
-from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
+from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
 from fleetbench.workload import LAYERS, OPTIMIZER_STATE
 from sim.learning.trajectory import Trajectory
 from sim.limits import refuse_large
@@ -128,12 +128,7 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     elif workload.target_loss is not None and workload.loss_curve is None and not learnt:
         why = "no workload.loss_curve is declared: final_loss and time_to_target_s are null; --loss trains"
         found.append(skip("workload.target_loss", why))
-    if workload.model == LAYERS:
-        unknown = {f"strategy.{name}" for name in COMPUTE_ONLY}
-        if workload.host is not None and workload.host.fetch:
-            unknown.remove("strategy.fetch_every_n_steps")
-        changed = [name for name, _ in changed_fields(experiment.strategy, "strategy") if name in unknown]
-        found += [skip(name, "declared layer times do not depend on it") for name in changed]
+    found += skipped_by_layers(workload, experiment.strategy)
     if cluster.cores_per_node != type(cluster)().cores_per_node and not shares_cores(experiment):
         found.append(skip("cluster.cores_per_node", "declared layer times, and those of a device or a testbed, do not depend on it"))
     if served:

@@ -1,8 +1,11 @@
-"""What docs/extending.md adds, a schedule of Local SGD and a model, works as the page says."""
+"""What docs/extending.md adds, a schedule of Local SGD, a parameter of the search and a model, works as the page says."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,16 @@ from sim.run import simulate
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "extending.md"
 
 
+def block(file: str) -> str:
+    """The page's block of code for ``file``."""
+    blocks = re.findall(r"^```python\n# (\S+): .*?\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return dict(blocks)[file]
+
+
 def code(file: str) -> dict[str, Any]:
     """The names that the page's block of code for ``file`` defines, as if it stood there."""
-    blocks = re.findall(r"^```python\n# (\S+): .*?\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {"__name__": file.removesuffix(".py").replace("/", ".")}
-    exec(dict(blocks)[file], names)  # noqa: S102  # our own page
+    exec(block(file), names)  # noqa: S102  # our own page
     return names
 
 
@@ -61,6 +69,50 @@ def test_a_simulation_averages_after_doubling_rounds(monkeypatch: pytest.MonkeyP
     experiment = layered([(1000, 10, 20)], nodes=4, inter=link(8), steps=30, strategy={"localsgd": True})
     steps = simulate(experiment, engine=engine).steps
     assert sorted(steps[steps["bytes_sent"] > 0]["step"].unique()) == [1, 2, 4, 8, 16, 24, 30]
+
+
+SEARCHED = """
+import runpy
+from fleetbench.experiment import Experiment
+from fleetbench.fields import CALLED
+from sim.run import simulate
+from tuner.search import different
+from tuner.space import Equivalence, parameters_of, search_space
+
+layer = {"name": "block", "params": 1000, "forward": "1 ms", "backward": "2 ms"}
+workload = {"model": "layers", "layers": [layer], "host": {"fetch": "1 ms"}, "steps": 40}
+link = {"bandwidth": "1 Gbit/s", "latency": "50 us"}
+few = {"fuse_grad_size_in_MB": [32], "fusion": [], "nccl_comm_num": [1], "sync_nccl_allreduce": [True], "update_by_bucket": [False]}
+data = {"workload": workload, "cluster": {"nodes": 2, "inter": link}, "run": {"device": "emulated"}}
+
+def found(**tune):
+    experiment = Experiment.from_dict(data | {"tune": few | tune})
+    strategies = different(search_space(experiment), Equivalence(experiment), [])
+    values = {parameters_of(one)["fetch_every_n_steps"]: one for one in strategies.values()}
+    return {value: simulate(experiment.replace(strategy=one)).summary.step_s["mean"] for value, one in values.items()}
+
+times = found()
+assert times.keys() == {1, 10}, times
+assert times[10] < times[1], times
+assert found(fetch_every_n_steps=[5, 20]).keys() == {5, 20}
+assert CALLED["fetching"] == ("fetch_every_n_steps",)
+page = runpy.run_path("docs/generate.py")["experiment_page"]()
+assert "| `fetch_every_n_steps` | list of integer | `[1, 10]` | Values of `strategy.fetch_every_n_steps` that are searched. |" in page
+"""
+"""What docs/extending.md says of the parameter, asked of packages that have it."""
+
+
+def test_a_search_parameter_is_a_line(tmp_path: Path) -> None:
+    """In copies of the packages, with the page's line in the place of the field's own and nothing else changed."""
+    for folder in ("fleetbench", "sim", "real", "tuner", "docs"):
+        shutil.copytree(PAGE.parent.parent / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    path, line = tmp_path / "fleetbench" / "strategy.py", f"    {block('fleetbench/strategy.py')}"
+    source, replaced = re.subn(r"^    fetch_every_n_steps: .*\n", line, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert replaced == 1
+    path.write_text(source, encoding="utf-8")
+    command = [sys.executable, "-c", SEARCHED]
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_new_model_learns_the_registrys_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.servers.rules import WAIT_NS
 from fleetbench.profile import table_for
-from fleetbench.strategy import ASyncConfigs, DistributedStrategy
+from fleetbench.strategy import DistributedStrategy
 from sim.servers.simulate import hosts_of
 from tuner.learning import Progress
 from tuner.real_runs import largest_geo_k
@@ -77,6 +77,6 @@ def _modes(experiment: Experiment, notes: list[str]) -> list[DistributedStrategy
     modes += [{"k_steps": k_steps, "send_wait_times": pauses} for k_steps in geo_steps]
     if not geo_steps:
         notes.append(f"GeoSGD is not tried: it is for SGD, and workload.optimizer is {experiment.workload.optimizer}")
-    found = [strategy, strategy.replace(a_sync=False, a_sync_configs=ASyncConfigs())]
+    found = [strategy, strategy.without("a_sync")]
     found += [strategy.replace(a_sync=True, a_sync_configs=dataclasses.replace(own, **mode)) for mode in modes]
     return list(dict.fromkeys(found))

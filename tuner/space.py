@@ -19,44 +19,35 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from fleetbench.errors import ConfigError
-from fleetbench.experiment import Experiment
+from fleetbench.experiment import Experiment, Tune
+from fleetbench.fields import CALLED, PARAMETERS, SEARCHES, tables_of
+from fleetbench.knobs import Need
 from fleetbench.plan.build import build_plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import compute_key, computes_locally, table_for
+from fleetbench.profile import COMPUTE_FIELDS, compute_key, computes_locally, table_for
 from fleetbench.quantities import counted
-from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
+from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.scenario import setting_of
 
 Value = int | float | str
 Parameters = dict[str, Value]
 
-NAMES = ("local_steps", "fusion", "hierarchy", "wire", "nccl_comm_num", "sync_nccl_allreduce", "update_by_bucket", "thread_num")
+NAMES = tuple(dict.fromkeys(PARAMETERS[one.name] for one in dataclasses.fields(Tune) if one.name in SEARCHES))
 """The parameters. ``fusion`` is a size of ``tune.fuse_grad_size_in_MB`` or a rule of ``tune.fusion``; others are named as in ``[tune]``."""
 OFF = "off"
 MOST_UNFUSED = 64
 """Gradients up to which it is tried to send each alone."""
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    "local_steps": ("localsgd", "localsgd_configs", "adaptive_localsgd", "adaptive_localsgd_configs"),
-    "fusion": (
-        "fuse_all_reduce_ops",
-        "fusion",
-        "fuse_grad_size_in_MB",
-        "fuse_grad_count",
-        "fuse_grad_size_in_num",
-        "last_comm_group_size_MB",
-    ),
-    "hierarchy": ("use_hierarchical_allreduce", "hierarchical_inner_ranks", "hierarchical_variant"),
-    "wire": ("fp16_allreduce", "bf16_allreduce"),
-    "update_by_bucket": ("build_strategy",),
-}
-"""Fields of a strategy by parameter; of the others, the one of its name."""
-_DEFAULTS = DistributedStrategy()
+_SWITCHES = {"local_steps": "localsgd", "hierarchy": "use_hierarchical_allreduce"}
+"""The field that a parameter's value 1, or ``off``, switches off."""
+_WAYS = tables_of("virtual way") + tables_of("servers way")
+"""The strategy's fields by which virtual trainers, or servers, train in another way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +98,19 @@ class Space:
 def parameters_of(strategy: DistributedStrategy) -> Parameters:
     """A strategy's values of the parameters."""
     fusion: Value = strategy.fuse_grad_size_in_MB if strategy.fusion == "fleet" else strategy.fusion
-    return {
+    composed: Parameters = {
         "local_steps": strategy.local_steps,
         "fusion": fusion if strategy.fuse_all_reduce_ops else OFF,
         "hierarchy": strategy.hierarchical_variant if strategy.use_hierarchical_allreduce else OFF,
         "wire": "fp16" if strategy.fp16_allreduce else "bf16" if strategy.bf16_allreduce else "fp32",
-        "nccl_comm_num": strategy.nccl_comm_num,
-        "sync_nccl_allreduce": strategy.sync_nccl_allreduce,
         "update_by_bucket": not strategy.build_strategy.enable_backward_optimizer_op_deps,
-        "thread_num": strategy.thread_num,
     }
+    return {name: composed[name] if name in composed else attrgetter(SEARCHES[name][0])(strategy) for name in NAMES}
 
 
 def way_of(strategy: DistributedStrategy) -> tuple[object, ...]:
     """What of a strategy makes another training, but for rounding on the wire."""
-    local = strategy.localsgd, strategy.localsgd_configs, strategy.adaptive_localsgd, strategy.adaptive_localsgd_configs
-    served = (strategy.a_sync, strategy.a_sync_configs) if strategy.mode == "ps" else ()
-    return *local, strategy.lr_scale, strategy.gradient_merge, strategy.gradient_merge_configs, strategy.amp, strategy.amp_configs, *served
+    return tuple(getattr(strategy, name) for name in _WAYS)
 
 
 def learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:
@@ -175,15 +162,15 @@ def search_space(experiment: Experiment) -> Space:
     choices: list[tuple[str, tuple[Value, ...]]] = []
     fixed: list[tuple[str, Value]] = []
     notes: list[str] = []
+    needed = needs(experiment)
     is_alone = experiment.cluster.trainers == 1 and not experiment.cluster.servers
     if is_alone:
         notes.append("one trainer exchanges nothing: only what changes its compute is searched")
-    tune = experiment.tune
-    for name in ("thread_num", "update_by_bucket") if is_alone else NAMES:
-        wanted = tuple(dict.fromkeys((*tune.fuse_grad_size_in_MB, *tune.fusion) if name == "fusion" else getattr(tune, name)))
+    for name in filter(_computes, NAMES) if is_alone else NAMES:
+        wanted = experiment.tune.values(name)
         stays = parameters_of(experiment.strategy)[name]
-        reason = _not_searched(name, experiment)
-        if reason is not None:
+        has, reason = needed[SEARCHES[name][1].need]
+        if not has:
             if wanted != (stays,):
                 notes.append(f"{_key(name, stays)} stays {_text(stays)}: {reason}")
             continue
@@ -197,37 +184,34 @@ def search_space(experiment: Experiment) -> Space:
     return Space(base=experiment.strategy, choices=tuple(choices), fixed=tuple(fixed), notes=tuple(notes))
 
 
-def _not_searched(name: str, experiment: Experiment) -> str | None:
-    """Why a parameter as a whole is not searched."""
-    cluster, tune, has_target = experiment.cluster, experiment.tune, experiment.workload.target_loss is not None
-    one_each = queue_depth(experiment.run.backend) == 1
-    rules = {
-        "local_steps": (
-            not has_target,
-            "more local steps are always faster, and without workload.target_loss nothing prices what they cost in loss",
-        ),
-        "hierarchy": (
-            min(cluster.nodes, cluster.trainers_per_node) == 1 or not cluster.is_even,
-            "it needs several nodes with as many trainers each, two at least",
-        ),
-        "wire": (
-            not has_target and "wire16" not in tune.allow,
+def needs(experiment: Experiment) -> Mapping[Need, tuple[bool, str]]:
+    """Whether an experiment has that for which a knob is searched, and why that is needed."""
+    cluster, run, tune, has_target = experiment.cluster, experiment.run, experiment.tune, experiment.workload.target_loss is not None
+    nodes = min(cluster.nodes, cluster.trainers_per_node) > 1 and cluster.is_even
+    waiting = min(tune.values("nccl_comm_num")) == 1 and queue_depth(run.backend) > 1
+    return {
+        "": (True, ""),
+        "target": (has_target, "more of it is always faster, and without workload.target_loss nothing prices what that costs in loss"),
+        "rounding": (
+            has_target or "wire16" in tune.allow,
             'a 16-bit wire rounds gradients: tune.allow = ["wire16"] or workload.target_loss has it searched',
         ),
-        "update_by_bucket": (
-            experiment.run.launcher == "command",
+        "nodes": (nodes, "it needs several nodes with as many trainers each, two at least"),
+        "loop": (
+            run.launcher != "command",
             "a script may read its gradients between backward and optimizer.step(), when they have been used already",
         ),
-        "sync_nccl_allreduce": (
-            min(tune.nccl_comm_num) > 1 or one_each,
-            f"one communicator of {experiment.run.backend} carries one collective at a time either way, and several always have false"
-            if one_each
-            else "several communicators never wait for each other, and always have false",
+        "waiting": (
+            waiting,
+            "several communicators never wait for each other, and one of NCCL carries one collective at a time anyway",
         ),
-        "thread_num": (experiment.workload.model == LAYERS, "a declared table of layers does not depend on it"),
+        "model": (experiment.workload.model != LAYERS, "a declared table of layers does not depend on it"),
     }
-    applies, reason = rules.get(name, (False, ""))
-    return reason if applies else None
+
+
+def _computes(name: str) -> bool:
+    """Whether a layer table holds what a parameter changes."""
+    return SEARCHES[name][0].partition(".")[0] in COMPUTE_FIELDS
 
 
 def _refusal(experiment: Experiment, name: str, value: Value) -> str | None:
@@ -242,7 +226,7 @@ def _refusal(experiment: Experiment, name: str, value: Value) -> str | None:
             return f"an all-reduce for each of {gradients} gradients costs its start so often, which no simulated network tells"
     try:
         candidate = experiment.replace(strategy=_with(experiment.strategy, name, value))
-        if name in ("thread_num", "update_by_bucket"):  # they change compute
+        if _computes(name):
             table_for(candidate)
     except ConfigError as error:
         return error.what
@@ -253,42 +237,36 @@ def _refusal(experiment: Experiment, name: str, value: Value) -> str | None:
 def _with(strategy: DistributedStrategy, name: str, value: Value) -> DistributedStrategy:
     if parameters_of(strategy)[name] == value and name != "local_steps":
         return strategy
-    return strategy.replace(**_changes(strategy, name, value))
+    if name in _SWITCHES and value in (1, OFF):
+        return strategy.without(_SWITCHES[name])
+    base = strategy.without(*CALLED["fusion"]) if name == "fusion" else strategy
+    return base.replace(**_changes(strategy, name, value))
 
 
 def _changes(strategy: DistributedStrategy, name: str, value: Any) -> dict[str, Any]:
-    """Fields of the strategy with which the parameter has this value."""
-    changes: dict[str, Any] = {name: value}
+    """Fields with which the parameter has this value."""
+    *tables, key = SEARCHES[name][0].split(".")
+    changes: dict[str, Any] = {tables[0]: {key: value}} if tables else {key: value}
     match name:
         case "local_steps":
-            configs = LocalSGDConfigs() if value == 1 else dataclasses.replace(strategy.localsgd_configs, k_steps=value)
-            changes = {"localsgd": value != 1, "localsgd_configs": configs}
+            changes["localsgd"] = True
+        case "fusion" if isinstance(value, str):
+            changes = {"fuse_all_reduce_ops": False} if value == OFF else {"fusion": value}
         case "fusion":
-            changes = _fusion(strategy, value)
-        case "hierarchy" if value == OFF:
-            changes = {field: getattr(_DEFAULTS, field) for field in FIELDS["hierarchy"]}
+            kept = {"fuse_grad_count": strategy.fuse_grad_count} if strategy.fusion == "fleet" else {}
+            changes = kept | {"fuse_grad_size_in_MB": value}
         case "hierarchy":
             changes = {"use_hierarchical_allreduce": True, "hierarchical_variant": value}
         case "wire":
             changes = {"fp16_allreduce": value == "fp16", "bf16_allreduce": value == "bf16"}
         case "nccl_comm_num":  # communicators that wait for each other change nothing, so more than one goes with letting them run
             alone = strategy.sync_nccl_allreduce or strategy.nccl_comm_num > 1
-            changes = {"nccl_comm_num": value, "sync_nccl_allreduce": value == 1 and alone}
+            changes["sync_nccl_allreduce"] = value == 1 and alone
         case "sync_nccl_allreduce":
-            changes = {"sync_nccl_allreduce": bool(value) and strategy.nccl_comm_num == 1}
+            changes = {key: bool(value) and strategy.nccl_comm_num == 1}
         case "update_by_bucket":
-            changes = {"build_strategy": dataclasses.replace(strategy.build_strategy, enable_backward_optimizer_op_deps=not value)}
+            changes = {tables[0]: {key: not value}}
     return changes
-
-
-def _fusion(strategy: DistributedStrategy, value: Any) -> dict[str, Any]:
-    plain = {name: getattr(_DEFAULTS, name) for name in FIELDS["fusion"]}
-    if value == OFF:
-        return plain | {"fuse_all_reduce_ops": False}
-    if isinstance(value, str):
-        return plain | {"fusion": value}
-    kept = {"fuse_grad_count": strategy.fuse_grad_count} if strategy.fusion == "fleet" else {}
-    return plain | kept | {"fuse_grad_size_in_MB": value}
 
 
 def _key(name: str, value: Value) -> str:
@@ -315,7 +293,7 @@ class Equivalence:
         """Plan digest, what is decided from step to step, and layer-table key: equal keys mean equal simulated runs."""
         table = self._table(strategy)
         decided = dataclasses.replace(Combination.of(strategy), fuses_update=False)  # how long that takes is in the layer table
-        return f"{self._digest(strategy, table)} {decided} {table.key}"
+        return f"{self._digest(strategy, table)} {decided} {table.key} {strategy.fetch_every_n_steps}"
 
     def _table(self, strategy: DistributedStrategy) -> LayerTable:
         key = compute_key(self.experiment, strategy), computes_locally(strategy)
@@ -325,9 +303,8 @@ class Equivalence:
 
     def _digest(self, strategy: DistributedStrategy, table: LayerTable) -> str:
         # A plan depends on the gradients and their order, not on how often it is carried out.
-        planned = strategy.replace(thread_num=1)
-        if not (strategy.localsgd_configs.has_fragments or strategy.quantises):
-            planned = planned.replace(localsgd=False, localsgd_configs=LocalSGDConfigs())
+        rounds = strategy.localsgd_configs.has_fragments or strategy.quantises
+        planned = strategy.without("thread_num", *["localsgd"][rounds:])
         if (planned, table.key) not in self._digests:
             plan = build_plan(planned, table.by_readiness(), setting_of(self.experiment, table))
             self._digests[planned, table.key] = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]  # sooner than its own digest

@@ -19,7 +19,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Tune
 from fleetbench.plan.rounds import Levels, at_pace, levels
 from fleetbench.quantities import counted
-from fleetbench.strategy import AdaptiveLocalSGDConfigs, Averaging, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
+from fleetbench.strategy import AdaptiveLocalSGDConfigs, DistributedStrategy
 from fleetbench.target import HITS_IN_A_ROW
 from fleetbench.workload import LAYERS, Workload
 from tuner.learning import Arrival, Learn, Progress, Reached, Trainings, Way, and_stays, trainings
@@ -233,7 +233,7 @@ def _refined(scaled: Sequence[tuple[Tried, list[DistributedStrategy]]], trained:
         if not configs.has_outer and any(name.startswith("outer") for name in changes):
             continue
         try:
-            other = strategy.replace(localsgd_configs=dataclasses.replace(configs, **changes))
+            other = strategy.replace(localsgd_configs=changes)
             other_s = step_s(other)
         except ConfigError:  # rounds too short for it
             continue
@@ -338,11 +338,10 @@ def _others(experiment: Experiment, leaders: Mapping[Way, Tried], step_s: StepS,
     for strategy in (tried.strategy for tried in leaders.values()):
         configs = strategy.localsgd_configs
         if strategy.localsgd and not configs.has_outer and tune.diloco:
-            changes.append((strategy, {"localsgd_configs": dataclasses.replace(configs, **OUTER)}))
+            changes.append((strategy, {"localsgd_configs": OUTER}))
     own = leaders[way_of(experiment.strategy)].strategy
-    if not (own.localsgd or own.adaptive_localsgd or own.gradient_merge):
-        merges = [GradientMergeConfigs(k_steps=k) for k in tune.gradient_merge if k > 1]
-        changes += [(own, {"gradient_merge": True, "gradient_merge_configs": merge}) for merge in merges]
+    if not (own.is_local or own.gradient_merge):
+        changes += [(own, {"gradient_merge": True, "gradient_merge_configs": {"k_steps": k}}) for k in tune.gradient_merge if k > 1]
     return _simulated(changes, step_s, number)
 
 
@@ -354,19 +353,13 @@ def _varying(experiment: Experiment, leaders: Mapping[Way, Tried]) -> list[Distr
     if not averaged or not tune.adaptive or own.mode == "ps" or own.adaptive_localsgd or own.localsgd_configs.begin_step > 1:
         return []
     largest = max(averaged, key=lambda strategy: strategy.local_steps)
-    begun = {"localsgd": False, "localsgd_configs": LocalSGDConfigs(), "adaptive_localsgd": True}
     rules: tuple[Literal["fleet", "paper"], ...] = ("paper", "fleet")
-    averaging = _averaging(largest.localsgd_configs)
-    adaptive = [AdaptiveLocalSGDConfigs(init_k_steps=largest.local_steps, variant=rule, **averaging) for rule in rules]
-    found = [largest.replace(adaptive_localsgd_configs=configs, **begun) for configs in adaptive]
+    shared = largest.localsgd_configs.shared()
+    adaptive = [AdaptiveLocalSGDConfigs(init_k_steps=largest.local_steps, variant=rule, **shared) for rule in rules]
+    found = [largest.without("localsgd").replace(adaptive_localsgd=True, adaptive_localsgd_configs=configs) for configs in adaptive]
     begin_step = min((decay.step for decay in decays), default=1)
-    late = [one.replace(localsgd_configs=dataclasses.replace(one.localsgd_configs, begin_step=begin_step)) for one in averaged]
+    late = [one.replace(localsgd_configs={"begin_step": begin_step}) for one in averaged]
     return list({way_of(one): one for one in [*found, *(late if begin_step > 1 else [])]}.values())
-
-
-def _averaging(configs: Averaging) -> dict[str, Any]:
-    """What trainers average, and how, of one kind of local steps for the other."""
-    return {one.name: getattr(configs, one.name) for one in dataclasses.fields(Averaging)}
 
 
 def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
@@ -385,7 +378,7 @@ def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
     ]
     if fastest.localsgd and not configs.has_outer and tune.diloco:
         both = configs.k_steps, min((k for k in tune.local_steps if k > configs.k_steps), default=2 * configs.k_steps)
-        changes += [(fastest, {"localsgd_configs": dataclasses.replace(configs, k_steps=k, **OUTER)}) for k in both]
+        changes += [(fastest, {"localsgd_configs": {"k_steps": k, **OUTER}}) for k in both]
     others, refused = _simulated(changes, step_s, len(found.tried))
     names = "; ".join(name_of(tried.strategy) for tried in others)
     note = f"virtual trainers train no script: beside tune.finalists real runs try (tune.diloco, tune.lr_scale) {names}"

@@ -7,13 +7,12 @@ steps has as many meetings per update as the whole training.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
 
 from fleetbench.plan.local_sgd import Cadence
-from fleetbench.strategy import AdaptiveLocalSGDConfigs, Averaging, DistributedStrategy
+from fleetbench.strategy import DistributedStrategy
 
 EVERY_UPDATE = 1 << 40
 """As ``begin_step``: trainers meet after every update, whatever K is."""
@@ -75,8 +74,8 @@ def held(strategy: DistributedStrategy, k: int) -> DistributedStrategy:
     if k == 1:
         configs |= {"begin_step": EVERY_UPDATE, "k_steps": max(2, strategy.local_steps)}
     if strategy.adaptive_localsgd:
-        configs |= {one.name: getattr(strategy.averaging, one.name) for one in dataclasses.fields(Averaging)}
-        strategy = strategy.replace(adaptive_localsgd=False, adaptive_localsgd_configs=AdaptiveLocalSGDConfigs())
+        configs |= strategy.averaging.shared()
+        strategy = strategy.without("adaptive_localsgd")
     return strategy.replace(localsgd=True, localsgd_configs=configs)
 
 

@@ -11,6 +11,7 @@ merge lets several steps share an update; a cadence counts updates.
 
 from typing import Literal
 
+from fleetbench.fields import named
 from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, Observed, StepBegin
@@ -18,13 +19,8 @@ from fleetbench.plan.operations import Operation, Operations
 from fleetbench.plan.state import State
 from fleetbench.plan.steps import StepKind, StepOperations, agreement_of, average_of, operations_of, remainder_of
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.support import leaf_fields
 
-_NOT_PLANNED = ("mode", "auto", "a_sync", "a_sync_configs", "overlap_push", "reduce_in_node")
-
-PLANNED: frozenset[str] = frozenset(
-    name for name in leaf_fields(DistributedStrategy(), "strategy") if name.split(".")[1] not in _NOT_PLANNED
-)
+PLANNED = named("plan")
 """Dotted names of the fields that executors of a plan carry out; the others are refused when changed."""
 
 

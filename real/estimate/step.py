@@ -15,11 +15,13 @@ from torch import nn
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.fields import named
 from fleetbench.hardware import Gpu, Precision, gpu_name, gpu_named
 from fleetbench.measurements import Memory
 from fleetbench.profile import Profile, compute_key
 from fleetbench.quantities import Bytes
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.support import changed_fields
 from fleetbench.workloads.models.registry import MODELS, check_model, loss_of, placeholder_batch
 from fleetbench.workloads.training import make_optimizer
 from real.compute.mixed_precision import apply_mixed_precision
@@ -90,9 +92,6 @@ class Roofline:
         return nbytes / (self.efficiencies.memory * self.gpu.memory_bandwidth)
 
 
-_COMPILED = ("fuse_elewise_add_act_ops", "fuse_bn_act_ops", "fuse_relu_depthwise_conv")
-
-
 class StepEstimate:
     """One step of a model whose forward, backward and update run inside ``forward``, ``backward_ends`` and ``update``, in this order."""
 
@@ -113,12 +112,10 @@ class StepEstimate:
         """Around the forward and the loss."""
 
     def _refuse(self) -> None:
-        strategy, build = self._strategy, self._strategy.build_strategy
-        for name in _COMPILED:
-            if getattr(build, name):
-                raise ConfigError(
-                    "what compiled code takes is not estimated", f"strategy.build_strategy.{name}", "true", "leave it at its default"
-                )
+        strategy = self._strategy
+        for name, _ in changed_fields(strategy.build_strategy, "strategy.build_strategy"):
+            if name in named("restarts"):
+                raise ConfigError("what compiled code takes is not estimated", name, "true", "leave it at its default")
         if any(getattr(module, "sparse", False) for module in self._model.modules()):
             hint = "the layers can be declared: workload.layers"
             raise ConfigError("what sparse gradients take is not estimated", "the model", type(self._model).__name__, hint)

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fleetbench.config import decode, encode
+from fleetbench.config import decode
 from fleetbench.errors import ConfigError, FleetbenchError
 from fleetbench.experiment import Experiment
+from fleetbench.fields import KNOBS, named
 from fleetbench.plan.training import PLANNED
 from fleetbench.quantities import counted
 from fleetbench.result import RunResult
@@ -62,7 +63,7 @@ class ScriptSession(LegSession):
         self._known = known
         self._launch: CommandLaunch | None = None
         self._num_launches = 0
-        self._restart_part: Any = None
+        self._restart_part: DistributedStrategy | None = None
         self._held_s = 0.0
         self.notes: list[str] = []
         """What went wrong without harm."""
@@ -209,8 +210,6 @@ class ScriptSession(LegSession):
             self._held_s += launch.held_s
 
 
-def restart_part(strategy: DistributedStrategy) -> Any:
-    """What a strategy changes that a living process does not change well: mixed precision, compiled graphs, recompute."""
-    build = strategy.build_strategy
-    compiled = (build.fuse_elewise_add_act_ops, build.fuse_bn_act_ops, build.fuse_relu_depthwise_conv)
-    return (strategy.amp, encode(strategy.amp_configs), compiled, strategy.recompute, encode(strategy.recompute_configs))
+def restart_part(strategy: DistributedStrategy) -> DistributedStrategy:
+    """The strategy with nothing changed but what a living process does not change well: mixed precision, compiled graphs, recompute."""
+    return strategy.without(*KNOBS.keys() - named("restarts"))

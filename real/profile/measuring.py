@@ -138,8 +138,7 @@ class Legs:
 
 def measured_part(strategy: DistributedStrategy) -> DistributedStrategy:
     """The compute part, with the update apart from the backward, so that it can be told from it."""
-    build = dataclasses.replace(strategy.build_strategy, enable_backward_optimizer_op_deps=True)
-    return compute_part(strategy.replace(build_strategy=build))
+    return compute_part(strategy.without("build_strategy.enable_backward_optimizer_op_deps"))
 
 
 def whole(strategy: DistributedStrategy) -> DistributedStrategy:
@@ -427,7 +426,7 @@ def searched_threads(experiment: Experiment) -> tuple[int, ...]:
     """The strategy's own, and those of ``tune.thread_num`` for which there are cores; synchronised batch norm allows one alone."""
     strategy = experiment.strategy
     cores = (os.cpu_count() or 1) // experiment.cluster.trainers_per_node
-    searched = () if strategy.sync_batch_norm else experiment.tune.thread_num
+    searched = () if strategy.sync_batch_norm else experiment.tune.values("thread_num")
     return tuple(sorted({strategy.thread_num, *(number for number in searched if number <= cores)}))
 
 

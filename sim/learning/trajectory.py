@@ -20,9 +20,9 @@ from fleetbench.declared import learning_rate
 from fleetbench.digests import digest_of, json_digest
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Run
+from fleetbench.fields import named
 from fleetbench.plan.servers.rules import SERVED
 from fleetbench.store import versions
-from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import WORKLOAD, refuse_unexecuted
 from fleetbench.target import HITS_IN_A_ROW, Crossing, crossing
 from fleetbench.workload import LAYERS, Workload
@@ -31,28 +31,9 @@ from sim.servers.actor import Order
 WHO = "virtual trainers"
 """From whom the losses are, in summaries."""
 
-_CLOCK = """
-fuse_all_reduce_ops fusion fuse_grad_size_in_MB fuse_grad_count fuse_grad_size_in_num last_comm_group_size_MB sync_nccl_allreduce
-nccl_comm_num find_unused_parameters thread_num cudnn_exhaustive_search conv_workspace_size_limit
-fraction_of_gpu_memory_to_use
-fetch_every_n_steps recompute recompute_configs.checkpoints build_strategy.fuse_all_optimizer_ops build_strategy.compile_split
-build_strategy.fuse_elewise_add_act_ops build_strategy.fuse_bn_act_ops build_strategy.fuse_relu_depthwise_conv
-build_strategy.enable_backward_optimizer_op_deps build_strategy.enable_sequential_execution localsgd_configs.outer_on_host
-"""
-CLOCK: frozenset[str] = frozenset(f"strategy.{name}" for name in _CLOCK.split())
+CLOCK = named("plan clock")
 """Fields that change when something happens and, but for rounding, not what is learnt from it."""
-_AVERAGING = "momentum buffers optimizer_state outer_lr outer_momentum outer_nesterov"
-_CONFIGS = {
-    "amp": "dtype init_loss_scaling incr_every_n_steps decr_every_n_nan_or_inf incr_ratio decr_ratio use_dynamic_loss_scaling",
-    "localsgd": f"k_steps begin_step schedule warmup_epochs warmup fragments overlap_steps mixing {_AVERAGING}",
-    "adaptive_localsgd": f"init_k_steps begin_step variant alpha {_AVERAGING}",
-    "gradient_merge": "k_steps avg remainder lr_per batch_norm_per",
-}
-_PLAIN = "broadcast_buffers use_hierarchical_allreduce hierarchical_inner_ranks hierarchical_variant fp16_allreduce bf16_allreduce lr_scale"
-LEARNT: frozenset[str] = frozenset(
-    [f"strategy.{name}" for name in (*_PLAIN.split(), *_CONFIGS)]
-    + [f"strategy.{name}_configs.{key}" for name, keys in _CONFIGS.items() for key in keys.split()]
-)
+LEARNT = named("virtual")
 """Fields that virtual trainers execute; those in neither list are refused by name."""
 _UNLEARNT = ("profile", "layers", "host", "loss_curve", "target_loss")
 """Fields of a workload that what is learnt does not depend on."""
@@ -67,7 +48,7 @@ def learnt_from(experiment: Experiment) -> Experiment:
         raise ConfigError("a table of layers has no parameters to train", "workload.model", repr(LAYERS), hint)
     hint = "leave it at its default, or leave --loss out"
     refuse_unexecuted(strategy, "strategy", SERVED if strategy.mode == "ps" else LEARNT | CLOCK, who, hint)
-    kept = DistributedStrategy.from_dict(_without_clock(strategy.changes(), "strategy"))
+    kept = strategy.without(*CLOCK)
     refuse_unexecuted(workload, "workload", WORKLOAD | {"workload.loss_curve"}, who, hint)
     inner = kept.hierarchical_inner_ranks or cluster.trainers_per_node if kept.use_hierarchical_allreduce else cluster.trainers
     defaults = Workload()
@@ -78,16 +59,6 @@ def learnt_from(experiment: Experiment) -> Experiment:
         strategy=kept.replace(hierarchical_inner_ranks=0),
         run=Run(seed=experiment.run.seed, warmup_steps=experiment.run.warmup_steps),
     )
-
-
-def _without_clock(changes: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Tables within tables, but for the fields of the clock."""
-    named = {name: (f"{prefix}.{name}", value) for name, value in changes.items()}
-    return {
-        name: _without_clock(value, dotted) if isinstance(value, Mapping) else value
-        for name, (dotted, value) in named.items()
-        if dotted not in CLOCK
-    }
 
 
 def key_of(experiment: Experiment, order: Order | None = None) -> str:

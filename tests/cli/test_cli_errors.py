@@ -19,7 +19,7 @@ BAD = {
     "no unit": (("--set", "run.timeout=30"), ("run.timeout", "needs a unit")),
     "wrong type": (("--set", "workload.steps=many"), ("workload.steps", "whole number", "'many'")),
     "no value": (("--set", "workload.steps"), ("--set", "not an override")),
-    "negative seed": (("--seed", "-1"), ("seed", "cannot be negative")),
+    "negative seed": (("--seed", "-1"), ("seed", "must be at least 0")),
     "not executed": (("--set", "strategy.auto=true"), ("strategy.auto", "does not execute")),
 }
 

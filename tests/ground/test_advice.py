@@ -6,7 +6,6 @@ import pytest
 
 from fleetbench.advice import Advice, advice
 from fleetbench.cluster import Cluster
-from fleetbench.plan.training import PLANNED
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LayerSpec, LrDecay, Workload
 
@@ -92,29 +91,6 @@ def test_another_schedule_of_the_base_gives_way() -> None:
     base = DistributedStrategy().replace(localsgd=True, localsgd_configs={"schedule": "document", "k_steps": 8, "warmup_epochs": 3})
     found = advice(Workload(lr_decay=(LrDecay(step=100, factor=0.1),)), Cluster(), base=base)
     assert found.strategy.changes()["localsgd_configs"] == {"k_steps": 2, "begin_step": 100}
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("use_hierarchical_allreduce", "hierarchical all-reduce"),
-        ("build_strategy.fuse_all_optimizer_ops", "op fusion"),
-        ("amp", "mixed precision"),
-        ("localsgd_configs.begin_step", "Local SGD"),
-    ],
-)
-def test_what_is_not_executed_is_left_out(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A field that no executor carries out stays at its default, and is named."""
-    workload = Workload(lr_decay=(LrDecay(step=100, factor=0.1),))
-    whole = advice(workload, NODES_OF_EIGHT, RESNET50_BYTES, device="cuda")
-    monkeypatch.setattr("fleetbench.advice.PLANNED", PLANNED - {f"strategy.{name}"})
-    found = advice(workload, NODES_OF_EIGHT, RESNET50_BYTES, device="cuda")
-    assert [line for line in found.left_out if what in line] == list(found.left_out)
-    assert "not executed" in found.left_out[0]
-    changed, all_of_it = found.strategy.changes(), whole.strategy.changes()
-    top = name.partition(".")[0]
-    assert top in all_of_it
-    assert top not in changed
 
 
 def test_one_trainer_is_advised_no_fusion() -> None:

@@ -19,8 +19,6 @@ from torch.nn.functional import cross_entropy
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.strategy import DistributedStrategy
-from fleetbench.support import leaf_fields
 from fleetbench.workloads.data.data import open_batches, prepare
 from fleetbench.workloads.models.registry import build_model
 from fleetbench.workloads.training import sampler_of
@@ -198,8 +196,6 @@ def test_a_trainer_alone_steps_outside_too(tmp_path: Path) -> None:
 
 def test_every_field_is_learnt_or_the_clocks_or_refused() -> None:
     """A field that is added to the strategy is refused by name until it is said what virtual trainers make of it."""
-    known = {name for name in leaf_fields(DistributedStrategy(), "strategy") if name in LEARNT | CLOCK}
-    assert known == LEARNT | CLOCK
     assert not LEARNT & CLOCK
     base = {"model_options": {"hidden": 8}, "steps": 2}
     for strategy, name in (

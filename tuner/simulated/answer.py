@@ -16,6 +16,7 @@ from fleetbench.cores import on_cores
 from fleetbench.digests import sealed_json, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.fields import CALLED
 from fleetbench.profile import profile_of, table_for
 from fleetbench.quantities import counted, hours_or_days
 from fleetbench.result import RunResult, parts_of
@@ -27,7 +28,6 @@ from tuner.recommendation import changes_of
 from tuner.simulated import candidates
 from tuner.simulated.assumptions import assumptions, changed
 from tuner.simulated.uncertainty import CONFIDENCE, Spread, spread_of, ways_outside
-from tuner.space import FIELDS
 from tuner.to_target import Updates
 from tuner.verify import Progress
 from tuner.ways import Ways, over_seeds
@@ -36,19 +36,6 @@ SCHEMA = 1
 RERANKED, SERVED_RERANKED = 6, 3
 """Of the best strategies, simulated again under each changed assumption; beside them the best one with each value of any knob."""
 RUNNERS_UP = 4
-KNOBS: dict[str, tuple[str, ...]] = {
-    "local steps": FIELDS["local_steps"],
-    "learning rate": ("lr_scale",),
-    "merged gradients": ("gradient_merge", "gradient_merge_configs"),
-    "fusion": FIELDS["fusion"],
-    "communicators": ("nccl_comm_num", "sync_nccl_allreduce"),
-    "hierarchy": FIELDS["hierarchy"],
-    "wire": FIELDS["wire"],
-    "update by bucket": FIELDS["update_by_bucket"],
-    "threads": ("thread_num",),
-    "parameter servers' mode": ("a_sync", "a_sync_configs"),
-}
-"""What a candidate may change of the experiment's strategy, by the fields that go together."""
 
 Item = TypeVar("Item")
 
@@ -329,7 +316,7 @@ class _Answering:
     def _knobs(self, default: DistributedStrategy, chosen: DistributedStrategy) -> tuple[Knob, ...]:
         """Each knob that the recommended strategy changes, set back alone; over one seed."""
         step_s, found = candidates.step_time(candidates.shortened(self.experiment), self.served), []
-        for name, fields in KNOBS.items():
+        for name, fields in CALLED.items():
             if all(getattr(default, field) == getattr(chosen, field) for field in fields):
                 continue
             try:

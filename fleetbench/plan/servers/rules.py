@@ -6,8 +6,9 @@ from typing import Literal
 
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
+from fleetbench.fields import named
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.support import leaf_fields, refuse_unexecuted
+from fleetbench.support import refuse_unexecuted
 
 Mode = Literal["synchronous", "asynchronous", "geo_sgd"]
 
@@ -21,23 +22,17 @@ WAIT_NS = 10_000_000
 _EVERY, _NEARLY = 1.5, 0.9
 """Steps between two exchanges, below which there is one after every step; and the share of K that is as good as K."""
 
-_WITHOUT_EFFECT = "strategy.a_sync_configs.runtime_split_send_recv"
-SERVED: frozenset[str] = frozenset(
-    name
-    for name in leaf_fields(DistributedStrategy(), "strategy")
-    if name.split(".")[1] in ("mode", "a_sync", "a_sync_configs", "lr_scale", "thread_num", "fetch_every_n_steps")
-    and name != _WITHOUT_EFFECT
-)
+SERVED = named("servers")
 """Dotted names of the fields that trainers of parameter servers carry out; the others are refused when changed."""
-_SIMULATED = frozenset({"strategy.overlap_push", "strategy.reduce_in_node"})
-_BUCKETS = frozenset({"strategy.fuse_all_reduce_ops", "strategy.fuse_grad_size_in_MB", "strategy.fuse_grad_count"})
 
 
 def refuse_unserved(strategy: DistributedStrategy, *, simulated: bool = False) -> None:
     """Raise ``ConfigError`` for a changed field that has no meaning with servers, or ``simulated`` ones alone have."""
+    who, alone = "training with parameter servers", named("simulated")
     hint = f'leave it at its default, or set mode = "{DistributedStrategy().mode}": no executor has it with mode = "ps"'
-    executed = SERVED | (_SIMULATED if simulated else set()) | (_BUCKETS if simulated and strategy.overlap_push else set())
-    refuse_unexecuted(strategy, "strategy", executed, "training with parameter servers", hint)
+    refuse_unexecuted(strategy, "strategy", SERVED | alone | (named("pieces") if strategy.overlap_push else set()), who, hint)
+    if not simulated:
+        refuse_unexecuted(strategy, "strategy", SERVED, who, "leave it out: fleetbench sim alone has it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
