@@ -83,6 +83,8 @@ class Collective:
         self._failures: Failures | None = None
         self.driven: RankLegs | None = None
         """The legs of this rank, where a driver orders them."""
+        self.notes: tuple[str, ...] = ()
+        """What a driver is to know of the script beside its strategy."""
         self._meeting: Meeting | None = None
         arrive(self.role.rank)
         timeout = timedelta(seconds=timeout_s)
@@ -184,7 +186,7 @@ class Collective:
         if self.driven is not None:
             from real.job.rank_legs import EngineSwitch
 
-            self.driven.begin(EngineSwitch(engines[0], optimizer, self.use, self.role.trainers_per_node or 1))
+            self.driven.begin(EngineSwitch(engines[0], optimizer, self.use, self.role.trainers_per_node or 1, self.notes))
         return optimizer
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -111,6 +111,7 @@ class ScriptSession(LegSession):
             return
         facts = decode(self._run(RECORD)[0]["facts"], Facts, "the script")
         self.experiment = experiment_of(self._base, facts, self._command)
+        self.notes += facts.notes
         self._restart_part = restart_part(facts.strategy)
         declared, found = self._base.cluster.trainers, facts.trainers
         if declared not in (1, found):

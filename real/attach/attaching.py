@@ -1,0 +1,86 @@
+"""Attaching: what a script with fleet's four lines calls, called for a script without them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from fleetbench.fleet_names import FieldHasNoEffect
+from fleetbench.strategy import DistributedStrategy
+from real.attach.settings import combined, not_expressed, own_strategy, refuse_settings
+from real.collective import Collective
+from real.fleet import fleet
+from real.processes.roles import STRATEGY, TUNING
+
+if TYPE_CHECKING:
+    from real.attach.ddp import DistributedDataParallel
+
+_TIMEOUT_S = 120.0
+"""Of collectives, at least; the script's process group may wait for longer."""
+
+
+class Attached:
+    """The process's part in the job. ``before_forward`` of each model makes it the job's, with the optimizers that hold its parameters."""
+
+    def __init__(self) -> None:
+        self._job: Collective | None = None
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    def before_forward(self, model: DistributedDataParallel, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """A forward with gradients is about to run; ``optimizers``: those that hold the model's parameters, if there are new ones."""
+        if not model.is_attached:
+            self._attach(model)
+        assert self._job is not None
+        for optimizer in optimizers:
+            if optimizer not in self._optimizers:
+                self._optimizers.add(optimizer)
+                fleet.distributed_optimizer(optimizer)
+        engine = self._job.models.of(model)
+        assert engine is not None
+        engine.expect(synced=model.require_backward_grad_sync)
+
+    def follows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer's steps are updates of the job's."""
+        return optimizer in self._optimizers
+
+    def stepped(self) -> None:
+        """A step has ended that had begun before its optimizer was known."""
+        if self._job is not None and self._job.driven is not None:
+            self._job.driven.step_done()
+
+    def join(self, model: DistributedDataParallel, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
+        """See torch's ``join``."""
+        assert self._job is not None
+        names = ("divide_by_initial_world_size", "enable", "throw_on_early_termination")
+        return self._job.models.join(self._job.communicators, model, **dict(zip(names, arguments, strict=False)), **named)
+
+    def _attach(self, model: DistributedDataParallel) -> None:
+        own = own_strategy(model)
+        is_driven = TUNING in os.environ
+        if self._job is None:
+            strategy = own if is_driven else combined(DistributedStrategy.load(Path(os.environ[STRATEGY])), own)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore" if is_driven else "default", FieldHasNoEffect)
+                fleet.init(strategy, timeout_s=_timeout_s())
+            assert isinstance(fleet.job, Collective)
+            self._job = fleet.job
+        refuse_settings(model)
+        self._job.notes = tuple(not_expressed(model))
+        model.switch_off()
+        fleet.distributed_model(model)
+
+
+def _timeout_s() -> float:
+    """What the script's process group allows a collective: a rank may evaluate alone while the others wait for it."""
+    group = dist.distributed_c10d._get_default_group()  # noqa: SLF001  # torch has no public name for it
+    found = (getattr(backend.options, "_timeout", None) for backend in map(group._get_backend, group._device_types))  # noqa: SLF001  # as above
+    return max(_TIMEOUT_S, *(each.total_seconds() for each in found if isinstance(each, timedelta)))
