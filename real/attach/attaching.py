@@ -63,6 +63,11 @@ class Attached:
         names = ("divide_by_initial_world_size", "enable", "throw_on_early_termination")
         return self._job.models.join(self._job.communicators, model, **dict(zip(names, arguments, strict=False)), **named)
 
+    def shares_buffers(self, model: DistributedDataParallel) -> bool:
+        """Whether trainers go on from rank 0's buffers in every step, so that they evaluate with them, too."""
+        engine = None if self._job is None else self._job.models.of(model)
+        return engine is not None and bool(engine.plan.buffers_nbytes) and not engine.executor.combination.is_local
+
     def _attach(self, model: DistributedDataParallel) -> None:
         own = own_strategy(model)
         is_driven = TUNING in os.environ

@@ -1,9 +1,10 @@
 """DistributedDataParallel: torch's, and, where a job has ordered a strategy, with the engine of ``real.engine`` in its Reducer's place."""
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch.nn.parallel import distributed
@@ -12,7 +13,12 @@ from fleetbench.errors import ConfigError
 from real.attach.job import Job
 
 _Ddp = distributed.DistributedDataParallel
-_eager: Any = torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]  # noqa: SLF001  # as torch's own class does
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _eager(function: _Function) -> _Function:
+    """Not compiled, as torch's own methods are not; what it calls may be."""
+    return cast("_Function", torch._disable_dynamo(function, recursive=False))  # type: ignore[attr-defined]  # noqa: SLF001  # as torch's own
 
 
 class DistributedDataParallel(_Ddp):
@@ -35,8 +41,9 @@ class DistributedDataParallel(_Ddp):
 
     def switch_off(self) -> None:
         """Exchange nothing from now on."""
+        logged = self._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch's
         self.reducer._remove_autograd_hooks()  # noqa: SLF001  # torch has no public name for it
-        self.__dict__.update(reducer=_NoReducer(), logger=None, is_attached=True)
+        self.__dict__.update(reducer=_NoReducer(), logger=_Logged(logged, {}), is_attached=True)
 
     def join(self, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
         """See torch's; while a job is attached, its engine lets trainers have unequally many batches."""
@@ -72,6 +79,9 @@ class DistributedDataParallel(_Ddp):
         if not self.is_attached:
             return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's
         flags = {name: self.__dict__[name] for name in ("require_backward_grad_sync", "require_forward_param_sync")}
+        is_first = flags["require_forward_param_sync"] and not torch.is_grad_enabled()
+        if is_first and self.job is not None and self.job.attached is not None and self.job.attached.shares_buffers(self):
+            self._sync_buffers()  # type: ignore[no-untyped-call]  # of an evaluation; of a step the engine sends them
         self.__dict__.update(dict.fromkeys(flags, False))
         try:  # what is left moves the inputs to the device
             return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's
@@ -80,7 +90,20 @@ class DistributedDataParallel(_Ddp):
 
     @_eager
     def _post_forward(self, output: Any) -> Any:
-        return output if self.is_attached else super()._post_forward(output)  # type: ignore[no-untyped-call]  # torch's
+        if not self.is_attached:
+            return super()._post_forward(output)  # type: ignore[no-untyped-call]  # torch's
+        self.__dict__["require_forward_param_sync"] = torch.is_grad_enabled() and self.require_backward_grad_sync
+        return output
+
+
+class _Logged(NamedTuple):
+    """What a Reducer's logger had to tell when it was switched off, and tells on: Lightning asks it at the end."""
+
+    strs_map: dict[str, Any]
+    ints_map: dict[str, Any]
+
+    def _get_ddp_logging_data(self) -> "_Logged":
+        return self
 
 
 class _NoReducer:

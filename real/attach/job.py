@@ -4,9 +4,10 @@ import atexit
 import os
 import sys
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from real.attach.optimizers import Optimizer, Optimizers
-from real.processes.attached import NEVER_CALLED, note_attached, note_unattached
+from real.processes.attached import FOUR_LINES, NEVER_CALLED, note_attached, note_unattached
 
 if TYPE_CHECKING:
     from real.attach.attaching import Attached
@@ -21,6 +22,8 @@ class Job:
 
     def __init__(self) -> None:
         self.optimizers = Optimizers()
+        self._num_seen: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
+        """Optimizers that were made before a model's last forward."""
         self._attached: Attached | None = None
         self._why_not = NEVER_CALLED
         self._process = os.getpid()
@@ -30,7 +33,9 @@ class Job:
         """A forward whose gradients are wanted is about to run."""
         if self._attached is None and not self._may_attach():
             return
-        optimizers = () if model.is_attached and not self.optimizers.has_news() else self.optimizers.holding(model)
+        num_before = self._num_seen.get(model, 0)
+        optimizers = self.optimizers.holding(model) if num_before != self.optimizers.num_made else ()
+        self._num_seen[model] = self.optimizers.num_made
         if not model.is_attached and not optimizers:
             return
         if self._attached is None:
@@ -58,7 +63,7 @@ class Job:
         known = sys.modules.get("real.fleet")
         if known is None or known.fleet.job is None:
             return self._process == os.getpid()  # not a DataLoader's worker
-        self._why_not = "the script calls fleet.init itself, and what it gives to it counts"
+        self._why_not = FOUR_LINES
         return False
 
     def _note_end(self) -> None:

@@ -21,12 +21,11 @@ class Optimizers:
 
     def __init__(self) -> None:
         self._made: list[ref[Any]] = []
-        self._num_looked_at = 0
 
-    def has_news(self) -> bool:
-        """Whether some were made since this was asked last."""
-        before, self._num_looked_at = self._num_looked_at, len(self._made)
-        return before != self._num_looked_at
+    @property
+    def num_made(self) -> int:
+        """So far, with those that are gone."""
+        return len(self._made)
 
     def holding(self, model: Any) -> list[Optimizer]:
         """Optimizers that hold parameters of a module; one holds those of an earlier one in its place."""
@@ -64,7 +63,7 @@ def _around(
     """``hooked``: the step with torch's hooks around it."""
     calls_once = step.__module__.startswith("torch.optim.") and step.__module__ != _MANY_CALLS
 
-    @wraps(hooked)
+    @wraps(step)  # as torch's own, so that ``__wrapped__`` is the step without hooks
     def around(optimizer: Optimizer, *arguments: Any, **named: Any) -> Any:
         was_followed = follows(optimizer)
         closure = named.get("closure", arguments[0] if arguments else None)

@@ -18,11 +18,10 @@ _PLAIN = ("", "None", "allreduce_hook")
 
 def own_strategy(model: DistributedDataParallel) -> DistributedStrategy:
     """The strategy that does what this model's own settings do."""
-    wire = _WIRES.get(_hook(model))
+    wire, cap = _WIRES.get(_hook(model)), model.bucket_bytes_cap / MIB
     return DistributedStrategy.from_dict(
         {
-            "fuse_grad_size_in_MB": model.bucket_bytes_cap / MIB,
-            "fuse_grad_count": 0,
+            **({"fuse_grad_size_in_MB": cap, "fuse_grad_count": 0} if cap else {"fuse_all_reduce_ops": False}),
             "find_unused_parameters": bool(model.find_unused_parameters),
             "broadcast_buffers": bool(model.broadcast_buffers),
             "thread_num": torch.get_num_threads(),

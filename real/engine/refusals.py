@@ -40,8 +40,9 @@ def refuse_wrapper_around(parameters: Collection[nn.Parameter], wrapper: nn.Modu
 
 
 def _wrapper_of(module: nn.Module) -> str | None:
-    """The class of a wrapper of torch's, unless a job has switched it off (``real.attach``)."""
-    return None if getattr(module, "is_attached", False) else _torch_class(module, WRAPPERS)
+    """The class of a wrapper of torch's, unless a job switches it off (``real.attach``)."""
+    kind = _torch_class(module, WRAPPERS)
+    return None if kind is not None and getattr(module, "job", None) is not None else kind
 
 
 def _torch_class(value: object, names: Collection[str]) -> str | None:

@@ -18,6 +18,7 @@ from fleetbench.errors import ConfigError
 from real.processes.roles import ATTACH, STRATEGY
 
 NEVER_CALLED = "no DistributedDataParallel model was called whose parameters an optimizer holds"
+FOUR_LINES = "the script calls fleet.init itself, and what it gives to it counts"
 WAY_OUT = "put fleet's four lines into the script (docs/your_script.md)"
 _SITE = Path(__file__).parents[1] / "attach" / "site"
 _ATTACHED, _UNATTACHED, _SEEN = "attached", "unattached", "seen"
@@ -65,7 +66,8 @@ def refuse_unattached(folder: Path, strategy: Path, *, is_elsewhere: bool = Fals
     """Raise ``ConfigError`` where a job has ended and none of its models has taken the strategy."""
     why = why_unattached(folder)
     if why is not None and not is_elsewhere:
-        raise ConfigError(f"was not applied: {why}", "--strategy", str(strategy), WAY_OUT)
+        hint = "let it load the file: fleet.init(DistributedStrategy.load(FILE))" if why == FOUR_LINES else WAY_OUT
+        raise ConfigError(f"was not applied: {why}", "--strategy", str(strategy), hint)
 
 
 def _note(name: str, text: str) -> None:
