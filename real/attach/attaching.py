@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from fleetbench.errors import ConfigError
 from fleetbench.fleet_names import FieldHasNoEffect
 from fleetbench.strategy import DistributedStrategy
 from real.attach.settings import combined, not_expressed, own_strategy, refuse_settings
@@ -60,19 +61,18 @@ class Attached:
     def join(self, model: DistributedDataParallel, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
         """See torch's ``join``."""
         assert self._job is not None
+        engine = self._job.models.of(model)
+        if engine is not None and engine.plan.buffers_nbytes:
+            what = "is not followed for a model with buffers that rank 0 sends, such as statistics of batch norm"
+            hint = "set broadcast_buffers=False, or give every trainer as many batches"
+            raise ConfigError(what, "DistributedDataParallel.join", hint=hint)
         names = ("divide_by_initial_world_size", "enable", "throw_on_early_termination")
         return self._job.models.join(self._job.communicators, model, **dict(zip(names, arguments, strict=False)), **named)
 
-    def shares_buffers(self, model: DistributedDataParallel) -> bool:
-        """Whether trainers go on from rank 0's buffers in every step, so that they evaluate with them, too."""
-        engine = None if self._job is None else self._job.models.of(model)
-        return engine is not None and bool(engine.plan.buffers_nbytes) and not engine.executor.combination.is_local
-
     def _attach(self, model: DistributedDataParallel) -> None:
-        own = own_strategy(model)
-        is_driven = TUNING in os.environ
+        own, is_driven = own_strategy(model), TUNING in os.environ
+        strategy = own if is_driven else combined(DistributedStrategy.load(Path(os.environ[STRATEGY])), own)
         if self._job is None:
-            strategy = own if is_driven else combined(DistributedStrategy.load(Path(os.environ[STRATEGY])), own)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore" if is_driven else "default", FieldHasNoEffect)
                 fleet.init(strategy, timeout_s=_timeout_s())
@@ -81,7 +81,7 @@ class Attached:
         refuse_settings(model)
         self._job.notes = tuple(not_expressed(model))
         model.switch_off()
-        fleet.distributed_model(model)
+        self._job.distributed_model(model, strategy)
 
 
 def _timeout_s() -> float:

@@ -37,7 +37,14 @@ class DistributedDataParallel(_Ddp):
         """See torch's; a job is attached before the first forward whose gradients are wanted."""
         if self.job is not None and torch.is_grad_enabled():
             self.job.before_forward(self)
-        return super().__call__(*inputs, **named)
+        if not (self.is_attached and torch.is_grad_enabled()):
+            return super().__call__(*inputs, **named)
+        mode = self.training
+        self.__dict__["training"] = True  # whatever the model's mode, as under torch's: see ``Engine``
+        try:
+            return super().__call__(*inputs, **named)
+        finally:
+            self.__dict__["training"] = mode
 
     def switch_off(self) -> None:
         """Exchange nothing from now on."""
@@ -79,9 +86,6 @@ class DistributedDataParallel(_Ddp):
         if not self.is_attached:
             return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's
         flags = {name: self.__dict__[name] for name in ("require_backward_grad_sync", "require_forward_param_sync")}
-        is_first = flags["require_forward_param_sync"] and not torch.is_grad_enabled()
-        if is_first and self.job is not None and self.job.attached is not None and self.job.attached.shares_buffers(self):
-            self._sync_buffers()  # type: ignore[no-untyped-call]  # of an evaluation; of a step the engine sends them
         self.__dict__.update(dict.fromkeys(flags, False))
         try:  # what is left moves the inputs to the device
             return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's
@@ -90,10 +94,7 @@ class DistributedDataParallel(_Ddp):
 
     @_eager
     def _post_forward(self, output: Any) -> Any:
-        if not self.is_attached:
-            return super()._post_forward(output)  # type: ignore[no-untyped-call]  # torch's
-        self.__dict__["require_forward_param_sync"] = torch.is_grad_enabled() and self.require_backward_grad_sync
-        return output
+        return output if self.is_attached else super()._post_forward(output)  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Logged(NamedTuple):
