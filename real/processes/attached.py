@@ -19,7 +19,10 @@ from real.processes.roles import ATTACH, STRATEGY
 
 NEVER_CALLED = "no DistributedDataParallel model was called whose parameters an optimizer holds"
 FOUR_LINES = "the script calls fleet.init itself, and what it gives to it counts"
-WAY_OUT = "put fleet's four lines into the script (docs/your_script.md)"
+WAY_OUT = (
+    "put fleet's lines into the script: fleet.init(), model = fleet.distributed_model(model), "
+    "optimizer = fleet.distributed_optimizer(optimizer), and no DistributedDataParallel"
+)
 _SITE = Path(__file__).parents[1] / "attach" / "site"
 _ATTACHED, _UNATTACHED, _SEEN = "attached", "unattached", "seen"
 
@@ -58,7 +61,7 @@ def check_ordered(strategy: Path) -> None:
     from fleetbench.strategy import DistributedStrategy  # which a process that attaches loads later, if at all
 
     if DistributedStrategy.load(strategy).mode == "ps":
-        hint = "parameter servers need fleet's calls in the script (docs/parameter_servers.md)"
+        hint = "parameter servers need calls in the script, from fleet.init to fleet.stop_worker"
         raise ConfigError("is a strategy of parameter servers", "--strategy", str(strategy), hint)
 
 

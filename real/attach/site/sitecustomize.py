@@ -3,14 +3,20 @@
 It waits for two of torch's modules, and imports nothing before. A ``sitecustomize`` that would have run without it runs after it.
 """
 
+from __future__ import annotations
+
 import sys
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from os import environ, path
-from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False  # typing's own, without its import, which takes longer than all the rest
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 _AWAITED = {"torch.nn.parallel.distributed", "torch.optim.optimizer"}
-_HERE = path.dirname(path.abspath(__file__))  # noqa: PTH100, PTH120  # pathlib takes longer than all the rest
+_HERE = path.dirname(path.abspath(__file__))  # noqa: PTH100, PTH120  # pathlib takes longer, too
 
 
 class _Finder:
