@@ -45,8 +45,9 @@ class Attached:
             if optimizer not in self._optimizers:
                 self._optimizers.add(optimizer)
                 fleet.distributed_optimizer(optimizer)
-        engine = self._job.models.of(model)
-        assert engine is not None
+        if (engine := self._job.models.of(model)) is None:
+            what, hint = "has been wrapped again since, and the new wrapper exchanges its gradients", "call the new wrapper in the loop"
+            raise ConfigError(what, "the model inside this DistributedDataParallel", hint=hint)
         engine.expect(synced=model.require_backward_grad_sync)
 
     def follows(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -80,8 +81,16 @@ class Attached:
             self._job = fleet.job
         refuse_settings(model)
         self._job.notes = tuple(not_expressed(model))
+        for engine in () if is_driven else list(self._job.models):
+            if getattr(engine.model, "module", None) is model.module:  # such as for a second `fit` of Lightning's
+                engine.retire("DistributedDataParallel")
+                self._job.models.forget(engine)
         model.switch_off()
+        buffers = () if model.broadcast_buffers else [(own, own.clone()) for own in model.buffers()]
         self._job.distributed_model(model, strategy)
+        with torch.no_grad():
+            for own_buffer, before in buffers:  # each rank's own, also at the beginning
+                own_buffer.copy_(before)
 
 
 def _timeout_s() -> float:

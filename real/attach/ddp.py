@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame  # by which dynamo sets its compiler
 from torch.nn.parallel import distributed
 
 from fleetbench.errors import ConfigError
@@ -35,16 +36,21 @@ class DistributedDataParallel(_Ddp):
     @_eager
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """See torch's; a job is attached before the first forward whose gradients are wanted."""
-        if self.job is not None and torch.is_grad_enabled():
-            self.job.before_forward(self)
-        if not (self.is_attached and torch.is_grad_enabled()):
+        if self.job is None or not torch.is_grad_enabled():
             return super().__call__(*inputs, **named)
+        compiles = set_eval_frame(None)  # a graph of `torch.compile(ddp)` is that of the module inside, see ``_run_ddp_forward``
         mode = self.training
-        self.__dict__["training"] = True  # whatever the model's mode, as under torch's: see ``Engine``
         try:
+            self.job.before_forward(self)
+            if self.is_attached:
+                self.__dict__.update(compiles=compiles, training=True)  # whatever the model's mode, as under torch's: see ``Engine``
+            else:
+                set_eval_frame(compiles)
             return super().__call__(*inputs, **named)
         finally:
             self.__dict__["training"] = mode
+            self.__dict__.pop("compiles", None)
+            set_eval_frame(compiles)
 
     def switch_off(self) -> None:
         """Exchange nothing from now on."""
@@ -91,6 +97,15 @@ class DistributedDataParallel(_Ddp):
             return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's
         finally:
             self.__dict__.update(flags)
+
+    @_eager
+    def _run_ddp_forward(self, *inputs: Any, **named: Any) -> Any:
+        before = set_eval_frame(self.__dict__.pop("compiles", None)) if self.is_attached and torch.is_grad_enabled() else None
+        try:
+            return super()._run_ddp_forward(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's
+        finally:
+            if self.is_attached and torch.is_grad_enabled():
+                set_eval_frame(before)
 
     @_eager
     def _post_forward(self, output: Any) -> Any:

@@ -144,7 +144,7 @@ class ScriptSession(LegSession):
             self.startup_s = max(self.startup_s, launch.startup_s)
             if parts and all(part["complete"] for part in parts.values()):
                 return self._in_order(parts, launch)
-            self.capacity, self._unattached = launch.num_steps, launch.unattached
+            self.capacity, self._unattached = launch.num_steps, None if launch.num_steps else launch.unattached
             self._kill()
         hint = "let it train as many steps in every run, and more than tune.leg_steps and run.warmup_steps together"
         raise LegLost("ends by itself, each time after another number of steps", "the command", f"{self.capacity} at last", hint)

@@ -207,7 +207,27 @@ class Join(Plain):
         return self.losses + self.sums()
 
 
-LOOPS = {kind.__name__: kind for kind in (Plain, Early, Several, Unused, Accumulate, Flag, Apart, Closure, Evaluate, Modes, Join)}
+class Twice(Plain):
+    """The model is wrapped again, as by a second `fit` of Lightning's."""
+
+    def run(self) -> list[float]:
+        """See ``Plain``."""
+        super().run()
+        self.wrap()
+        return super().run()
+
+
+class Compiled(Plain):
+    """The wrapper is compiled, as Accelerate does it."""
+
+    def wrap(self) -> None:
+        """See ``Plain``."""
+        super().wrap()
+        self.ddp.compile(backend="eager")
+
+
+KINDS = (Plain, Early, Several, Unused, Accumulate, Flag, Apart, Closure, Evaluate, Modes, Join, Twice, Compiled)
+LOOPS = {kind.__name__: kind for kind in KINDS}
 
 if __name__ == "__main__":
     rank, ranks, store, output = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
