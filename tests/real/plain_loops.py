@@ -38,7 +38,7 @@ def batch(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Plain:
     """The usual loop. ``losses``: of every forward, evaluations too, and at the end sums over parameters and buffers."""
 
-    finds_unused, has_norm = False, True
+    finds_unused, has_norm, cap_mb = False, True, 0.0005
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(0)
@@ -49,7 +49,7 @@ class Plain:
 
     def wrap(self) -> None:
         """Make ``ddp`` and the optimizer."""
-        self.ddp = DistributedDataParallel(self.model, find_unused_parameters=self.finds_unused, bucket_cap_mb=0.0005)
+        self.ddp = DistributedDataParallel(self.model, find_unused_parameters=self.finds_unused, bucket_cap_mb=self.cap_mb)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9)
 
     def loss(self, number: int, **named: bool) -> torch.Tensor:
@@ -219,6 +219,8 @@ class Twice(Plain):
 
 class Compiled(Plain):
     """The wrapper is compiled, as Accelerate does it."""
+
+    cap_mb = 25
 
     def wrap(self) -> None:
         """See ``Plain``."""
