@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from fleetbench.fleet_names import FieldHasNoEffect
 from fleetbench.strategy import DistributedStrategy
 from real.attach.settings import combined, not_expressed, own_strategy, refuse_settings
 from real.collective import Collective
+from real.compute.living import living_hook
 from real.fleet import fleet
 from real.processes.roles import STRATEGY, TUNING
 
@@ -34,6 +36,7 @@ class Attached:
 
     def __init__(self) -> None:
         self._job: Collective | None = None
+        self._has_said = False
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def before_forward(self, model: DistributedDataParallel, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -70,6 +73,15 @@ class Attached:
         names = ("divide_by_initial_world_size", "enable", "throw_on_early_termination")
         return self._job.models.join(self._job.communicators, model, **dict(zip(names, arguments, strict=False)), **named)
 
+    def _read(self, *_: object) -> None:
+        """A ``state_dict`` is read: say once if it is this rank's alone."""
+        if self._job is None or self._job.driven is not None or self._has_said or self._job.models.have_agreed:
+            return
+        self._has_said = True
+        what = "a state_dict is read in the middle of a round of local steps: parameters are those of this rank alone"
+        hint = "call fleet.synchronize() on every rank before the model is saved or evaluated (from fleetbench import fleet)"
+        print(f"fleet: rank {self._job.worker_index()}: {what}\nHINT: {hint}", file=sys.stderr, flush=True)  # noqa: T201  # as at the script's end
+
     def _attach(self, model: DistributedDataParallel) -> None:
         own, is_driven = own_strategy(model), TUNING in os.environ
         strategy = own if is_driven else combined(DistributedStrategy.load(Path(os.environ[STRATEGY])), own)
@@ -86,6 +98,7 @@ class Attached:
                 engine.retire("DistributedDataParallel")
                 self._job.models.forget(engine)
         model.switch_off()
+        model.module.register_state_dict_pre_hook(living_hook(self._read))
         buffers = () if model.broadcast_buffers else [(own, own.clone()) for own in model.buffers()]
         self._job.distributed_model(model, strategy)
         with torch.no_grad():

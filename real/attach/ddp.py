@@ -30,7 +30,7 @@ class DistributedDataParallel(_Ddp):
     """
 
     job: ClassVar[Job | None] = None
-    """The process's; none where nothing is ordered."""
+    """The process's, once the class is in torch's place."""
     is_attached = False
 
     @_eager
@@ -139,7 +139,7 @@ DistributedDataParallel.__module__, DistributedDataParallel.__qualname__ = _Ddp.
 DistributedDataParallel.__doc__ = _Ddp.__doc__
 
 
-def replace(module: ModuleType, job: Job | None) -> None:
+def replace(module: ModuleType, job: Job) -> None:
     """Put the class in the place of torch's, in its module and where that was imported from it already."""
     DistributedDataParallel.job = job
     for each in (module, sys.modules.get("torch.nn.parallel")):

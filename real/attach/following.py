@@ -12,14 +12,14 @@ from real.processes.roles import ATTACH, STRATEGY, TUNING
 
 
 def follow(module: ModuleType) -> None:
-    """Change the module, in a process that is to attach. Without an order, models alone are changed, and do what they did."""
-    if ATTACH not in os.environ:
+    """Change the module, in a process in which the job orders something; in others it stays as it is."""
+    if ATTACH not in os.environ or (job := job_here()) is None:
         return
     if module.__name__ == "torch.nn.parallel.distributed":
         from real.attach.ddp import replace
 
-        replace(module, job_here())
-    elif (job := job_here()) is not None:
+        replace(module, job)
+    else:
         job.optimizers.follow(module, job.follows, job.stepped)
 
 
