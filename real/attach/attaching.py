@@ -46,8 +46,8 @@ class Attached:
         assert self._job is not None
         for optimizer in optimizers:
             if optimizer not in self._optimizers:
-                self._optimizers.add(optimizer)
                 fleet.distributed_optimizer(optimizer)
+                self._optimizers.add(optimizer)
         if (engine := self._job.models.of(model)) is None:
             what, hint = "has been wrapped again since, and the new wrapper exchanges its gradients", "call the new wrapper in the loop"
             raise ConfigError(what, "the model inside this DistributedDataParallel", hint=hint)
@@ -99,11 +99,11 @@ class Attached:
                 self._job.models.forget(engine)
         model.switch_off()
         model.module.register_state_dict_pre_hook(living_hook(self._read))
-        buffers = () if model.broadcast_buffers else [(own, own.clone()) for own in model.buffers()]
+        buffers = [] if model.broadcast_buffers else [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._job.distributed_model(model, strategy)
         with torch.no_grad():
-            for own_buffer, before in buffers:  # each rank's own, also at the beginning
-                own_buffer.copy_(before)
+            for buffer, before in buffers:  # each rank's own, also at the beginning
+                buffer.copy_(before)
 
 
 def _timeout_s() -> float:

@@ -36,14 +36,15 @@ class DistributedDataParallel(_Ddp):
     @_eager
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """See torch's; a job is attached before the first forward whose gradients are wanted."""
-        if self.job is None or not torch.is_grad_enabled():
+        if self.job is None:
             return super().__call__(*inputs, **named)
         compiles = set_eval_frame(None)  # a graph of `torch.compile(ddp)` is that of the module inside, see ``_run_ddp_forward``
-        mode = self.training
+        mode, has_gradients = self.training, torch.is_grad_enabled()
         try:
-            self.job.before_forward(self)
-            if self.is_attached:
-                self.__dict__.update(compiles=compiles, training=True)  # whatever the model's mode, as under torch's: see ``Engine``
+            if has_gradients:
+                self.job.before_forward(self)
+            if self.is_attached:  # a forward with gradients is one of training, whatever the model's mode, as under torch's
+                self.__dict__.update(compiles=compiles, training=mode or has_gradients)
             else:
                 set_eval_frame(compiles)
             return super().__call__(*inputs, **named)
@@ -51,6 +52,11 @@ class DistributedDataParallel(_Ddp):
             self.__dict__["training"] = mode
             self.__dict__.pop("compiles", None)
             set_eval_frame(compiles)
+
+    @property
+    def exchanges_nothing(self) -> bool:
+        """Whether it is attached, or will be in its first forward with gradients, because the process's job is."""
+        return self.is_attached or (self.job is not None and self.job.attached is not None)
 
     def switch_off(self) -> None:
         """Exchange nothing from now on."""
@@ -100,12 +106,13 @@ class DistributedDataParallel(_Ddp):
 
     @_eager
     def _run_ddp_forward(self, *inputs: Any, **named: Any) -> Any:
-        before = set_eval_frame(self.__dict__.pop("compiles", None)) if self.is_attached and torch.is_grad_enabled() else None
+        if "compiles" not in self.__dict__:
+            return super()._run_ddp_forward(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's
+        before = set_eval_frame(self.__dict__.pop("compiles"))
         try:
             return super()._run_ddp_forward(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's
         finally:
-            if self.is_attached and torch.is_grad_enabled():
-                set_eval_frame(before)
+            set_eval_frame(before)
 
     @_eager
     def _post_forward(self, output: Any) -> Any:

@@ -42,7 +42,7 @@ def refuse_wrapper_around(parameters: Collection[nn.Parameter], wrapper: nn.Modu
 def _wrapper_of(module: nn.Module) -> str | None:
     """The class of a wrapper of torch's, unless a job switches it off (``real.attach``)."""
     kind = _torch_class(module, WRAPPERS)
-    return None if kind is not None and getattr(module, "job", None) is not None else kind
+    return None if kind is not None and getattr(module, "exchanges_nothing", False) else kind
 
 
 def _torch_class(value: object, names: Collection[str]) -> str | None:

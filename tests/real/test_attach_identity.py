@@ -9,6 +9,7 @@ import pytest
 from processes import run_python
 
 from fleetbench.cli.main import main
+from real.processes.attached import FOUR_LINES
 
 SEEN = """
 import copy, inspect, io, pickle, sys
@@ -91,6 +92,31 @@ assert own.changes() == {"fuse_grad_size_in_MB": 3.0, "fuse_grad_count": 0, "fin
                          "fp16_allreduce": True} | ({"thread_num": torch.get_num_threads()} if torch.get_num_threads() > 1 else {})
 print(*not_expressed(ddp(static_graph=True, gradient_as_bucket_view=True)))
 """
+BOTH = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+from fleetbench import fleet
+
+fleet.init()
+model = fleet.distributed_model(nn.Linear(2, 2))
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+try:
+    nn.parallel.DistributedDataParallel(model)(torch.ones(1, 2)).sum().backward()
+except Exception as error:
+    print("REFUSED", str(error).splitlines()[0])
+"""
+
+
+def test_the_four_lines_beside_the_wrapper_stay_refused(tmp_path: Path) -> None:
+    """The job leaves such a script alone, and both would exchange gradients."""
+    (tmp_path / "both.py").write_text(BOTH)
+    (tmp_path / "strategy.toml").write_text("")
+    (tmp_path / "job").mkdir()
+    arguments = ["0", "1", tmp_path / "store", tmp_path / "out", tmp_path / "job", tmp_path / "strategy.toml", tmp_path / "both.py"]
+    ended = run_python([Path(__file__).with_name("attached.py"), *arguments], tmp_path)
+    assert "REFUSED DistributedDataParallel(...) around the model: exchanges gradients" in ended.out
+    assert (tmp_path / "job" / "unattached").read_text() == FOUR_LINES
 
 
 def test_a_script_sees_a_distributed_data_parallel(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
