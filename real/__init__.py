@@ -4,6 +4,7 @@
 kinds of job that it trains in, ``models`` the engines of a process that trains several. One package a room:
 
 - ``job``: one launch that runs many legs: what the driver does (``session``, ``launch``), and what each rank (``rank_legs``);
+- ``attach``: a job for a script that does not know fleetbench;
 - ``processes``: how ranks are started, joined, watched and blamed, on one machine or several;
 - ``communication``: process groups, lanes beside compute, streams and clocks;
 - ``engine``: a plan's operations on a model and an optimizer; the outer step of DiLoCo is in ``buckets``;

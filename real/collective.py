@@ -83,6 +83,8 @@ class Collective:
         self._failures: Failures | None = None
         self.driven: RankLegs | None = None
         """The legs of this rank, where a driver orders them."""
+        self.notes: tuple[str, ...] = ()
+        """What a driver is to know of the script beside its strategy."""
         self._meeting: Meeting | None = None
         arrive(self.role.rank)
         timeout = timedelta(seconds=timeout_s)
@@ -123,8 +125,11 @@ class Collective:
             "backend": self._backend,
         }
 
-    def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Start from rank 0's parameters and buffers, and hook the model: another one, or one that was hooked before, as it is now."""
+    def distributed_model(self, model: torch.nn.Module, strategy: DistributedStrategy | None = None) -> torch.nn.Module:
+        """Start from rank 0's parameters and buffers, and hook the model: another one, or one that was hooked before, as it is now.
+
+        ``strategy``: of this model, where it differs from the job's in what models decide (unused parameters, buffers).
+        """
         refuse_untrainable(model)
         if self.driven is None:
             self.models.sweep(self.meeting, collects=True)
@@ -142,7 +147,7 @@ class Collective:
             what = "nodes differ in their number of trainers, or ranks are not numbered node by node"
             raise ConfigError(what, "strategy.use_hierarchical_allreduce", "true", hint)
         nodes = self.role.trainers_per_node or 1
-        shared = (self._strategy, self.communicators)
+        shared = (strategy or self._strategy, self.communicators)
         engine = FleetEngine(model, *shared, keep_times=False, trainers_per_node=nodes, company=self.models)
         self.use(engine)
         engine.inherit(optimizers)
@@ -184,7 +189,7 @@ class Collective:
         if self.driven is not None:
             from real.job.rank_legs import EngineSwitch
 
-            self.driven.begin(EngineSwitch(engines[0], optimizer, self.use, self.role.trainers_per_node or 1))
+            self.driven.begin(EngineSwitch(engines[0], optimizer, self.use, self.role.trainers_per_node or 1, self.notes))
         return optimizer
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -92,6 +92,11 @@ class Fleet:
             print(overview(strategy, self._job.environment()), file=sys.stderr)  # noqa: T201  # Fleet prints its box, too
             self._log = TrainingLog(log_every) if log_every else None
 
+    @property
+    def job(self) -> Collective | Served | None:
+        """This process's part in its job; none before ``init``."""
+        return self._job
+
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Start all trainers from rank 0's parameters and buffers, and hook the model; returns the same model.
 

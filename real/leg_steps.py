@@ -44,6 +44,8 @@ class Trained(ABC):
         self.communicators, self.own_strategy, self.trainers_per_node = communicators, own_strategy, trainers_per_node
         self.batch_size: int | None = None
         """Of a trainer's step, once a leg has begun, where it is known."""
+        self.notes: tuple[str, ...] = ()
+        """What a driver is to know of it beside its strategy."""
         self.has_arrived = False
         """The leg under way is over before all of its steps, on every rank after the same one."""
 

@@ -65,6 +65,11 @@ class Models:
                 return
         self._found.append(ref(engine))
 
+    def forget(self, engine: Engine) -> None:
+        """Another model takes the place of this engine's; every trainer calls it."""
+        self._found = [own for own in self._found if own() is not engine]
+        self._last = None if self._last is engine else self._last
+
     def of(self, model: nn.Module) -> Engine | None:
         """The model's engine, where it has one."""
         return next((engine for engine in self.engines if engine.model is model), None)

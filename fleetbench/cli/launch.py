@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from fleetbench.cli import your_script
 from fleetbench.cli.options import Commands, add_command, number, whole
 from fleetbench.cli.output import echo, emit, say
 from fleetbench.errors import ConfigError
@@ -28,6 +29,8 @@ def register(commands: Commands) -> None:
     startup, at_least_1 = "seconds until all servers and trainers are there; default: 300", number("a number of seconds, at least 1", 1)
     parser.add_argument("--startup-timeout", type=at_least_1, default=300.0, metavar="S", help=startup)
     parser.add_argument("--log-dir", type=Path, default=Path("log"), metavar="DIR", help="a file a rank goes here; default: log")
+    strategy = "a file such as recommended.toml, by which a script's DistributedDataParallel trains; without --nproc a command follows --"
+    parser.add_argument("--strategy", type=Path, metavar="FILE", help=strategy)
     form = "start nothing: print what starts an experiment's trainers there. SCRIPT is EXPERIMENT.toml then"
     parser.add_argument("--print", choices=FORMS, dest="form", help=form)
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="the training script")
@@ -41,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _print_template(arguments)
     if arguments.servers is not None or arguments.workers is not None:
         return _launch_served(arguments)
+    if arguments.strategy is not None and arguments.nproc is None:
+        return _run_command(arguments)
     usage = "fleetbench launch --nproc 2 train.py [its arguments]"
     if arguments.nproc is None:
         raise ConfigError("how many trainers?", "--nproc", hint=usage)
@@ -48,9 +53,23 @@ def run(arguments: argparse.Namespace) -> int:
     from real.job.launcher import launch_script
 
     emit(f"{arguments.script}: {counted(arguments.nproc, 'trainer')}, rendezvous a file, logs in {arguments.log_dir}")
-    joined = launch_script(arguments.nproc, [arguments.script, *arguments.arguments], log_dir=arguments.log_dir, echo=echo)
+    script, logs = [arguments.script, *arguments.arguments], arguments.log_dir
+    joined = launch_script(arguments.nproc, script, log_dir=logs, echo=echo, strategy=arguments.strategy)
     if not joined and arguments.nproc > 1:
         say("note: no trainer called fleet.init: unless the script brings them together by other means, each has trained alone")
+    return 0
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    from real.attach.command import run_command
+
+    words = [arguments.script or "", *arguments.arguments]
+    command = words[1:] if words[0] == your_script.SEPARATOR else words
+    if not any(command):
+        hint = "fleetbench launch --strategy recommended.toml -- torchrun --nproc-per-node 2 train.py"
+        raise ConfigError("no command follows it, and no --nproc", "--strategy", str(arguments.strategy), hint)
+    your_script.require_script(command, None)
+    run_command(command, arguments.strategy)
     return 0
 
 
@@ -58,6 +77,9 @@ def _launch_served(arguments: argparse.Namespace) -> int:
     usage = "fleetbench launch --servers 1 --workers 2 train.py [its arguments]"
     if arguments.servers is None or arguments.workers is None:
         raise ConfigError("how many servers, and how many trainers?", "--servers, --workers", hint=usage)
+    if arguments.strategy is not None:
+        hint = "the script takes it: fleet.init(DistributedStrategy.load(FILE))"
+        raise ConfigError("does not reach a script of parameter servers", "--strategy", str(arguments.strategy), hint)
     if arguments.nproc is not None:
         hint = "leave it out; on several hosts --servers 10.0.0.1:7164 --workers 10.0.0.2:4,10.0.0.3:4 says it all"
         raise ConfigError("is of trainers that meet in collectives", "--nproc", str(arguments.nproc), hint)

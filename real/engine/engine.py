@@ -260,6 +260,13 @@ class Engine:
         finally:
             self._keeps = before
 
+    def expect(self, *, synced: bool) -> None:
+        """As in DistributedDataParallel, where the forward that comes now runs decides for its backward, and not where that runs.
+
+        If it, or one before it that had no backward yet, runs outside of ``no_sync``, the backward exchanges.
+        """
+        self._keeps = not synced and not (self._phase == "forward" and not self._keeps)
+
     def end_epoch(self) -> None:
         """The data of an epoch are used up; every trainer says so after the same step."""
         self._run_between(EpochEnd(), "fleet.end_epoch")

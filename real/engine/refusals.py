@@ -23,7 +23,7 @@ WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDa
 def refuse_wrappers(model: nn.Module) -> None:
     """Raise ``ConfigError`` for a model that is, or has in it, a wrapper of torch's: both would exchange gradients at the same time."""
     for name, module in model.named_modules():
-        if kind := _torch_class(module, WRAPPERS):
+        if kind := _wrapper_of(module):
             _refuse_wrapper(kind, f"module {name}" if name else "the model")
     for name, parameter in model.named_parameters():
         if _torch_class(parameter, {"DTensor"}):
@@ -32,11 +32,17 @@ def refuse_wrappers(model: nn.Module) -> None:
 
 def refuse_wrapper_around(parameters: Collection[nn.Parameter], wrapper: nn.Module | None, module: nn.Module | None = None) -> None:
     """Raise ``ConfigError`` for one of torch's wrappers that holds one of the parameters, of its own or in ``module``."""
-    if wrapper is None or isinstance(wrapper, PlannedReducer) or not (kind := _torch_class(wrapper, WRAPPERS)):
+    if wrapper is None or isinstance(wrapper, PlannedReducer) or not (kind := _wrapper_of(wrapper)):
         return
     known = set(map(id, parameters))
     if any(id(parameter) in known for held in (wrapper, module) if held is not None for parameter in held.parameters()):
         _refuse_wrapper(kind, f"{kind}(...) around the model")
+
+
+def _wrapper_of(module: nn.Module) -> str | None:
+    """The class of a wrapper of torch's, unless a job switches it off (``real.attach``)."""
+    kind = _torch_class(module, WRAPPERS)
+    return None if kind is not None and getattr(module, "exchanges_nothing", False) else kind
 
 
 def _torch_class(value: object, names: Collection[str]) -> str | None:

@@ -42,6 +42,8 @@ class Facts(Config):
     """First dimension of the model's first input; none where the model gets no tensor."""
     reports_loss: bool = False
     """Whether it calls ``fleet.report``."""
+    notes: tuple[str, ...] = ()
+    """What is to be known of it beside that."""
 
 
 def facts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **known: Any) -> Facts:

@@ -24,6 +24,7 @@ from fleetbench.children import end_with_parent
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.job.driver_watch import Watch
 from real.job.folder import DriverSide, RankSide
+from real.processes.attached import attached_environment
 from real.processes.place import PREFIX, make_folder
 from real.processes.roles import SEED, STORE, TUNING, Role, role_of
 from real.processes.started import end, start, uninterrupted
@@ -95,6 +96,7 @@ def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) ->
 def trainer_environment(folder: Path, role: Role | None = None) -> dict[str, str]:
     """What a trainer of the launch with this folder is told: its seed, and, by a driver inside, its role, this process's by default."""
     seed = {SEED: (folder / "seed").read_text(encoding="ascii")} if (folder / "seed").exists() else {}
+    seed |= attached_environment(folder)
     if role is None:
         if SHARED not in os.environ:
             return seed

@@ -22,6 +22,7 @@ from real.job.driver_watch import GRACE_S
 from real.job.folder import NEVER, BeatReader, DriverSide
 from real.job.inside import SHARED, trainer_environment
 from real.leg import Leg
+from real.processes.attached import why_unattached
 from real.processes.diagnosis import STOPPED, LegFailed, LegLost, diagnose, how_it_ended
 from real.processes.fork_server import ForkServer, fork_server
 from real.processes.place import processes_with
@@ -237,6 +238,11 @@ class CommandLaunch(Launch):
         return self._folder.path if SHARED in os.environ else self.log
 
     @property
+    def unattached(self) -> str | None:
+        """Why no process of the command has attached to this job; none where one has."""
+        return why_unattached(self._folder.path)
+
+    @property
     def held_s(self) -> float:
         """Seconds for which the command held its trainers so far, all of them together; one trainer until all have joined."""
         return ((self._end_s or time.monotonic()) - self._begin_s) * max(1, len(self.ranks))
@@ -268,7 +274,8 @@ class CommandLaunch(Launch):
         if not is_struck and (errors or codes or (self.ranks and code is None)):
             return diagnose(codes, errors, beats, now_ns, str(self.output))
         how = "did not get so far in time" if code is None else how_it_ended(code)
-        so_far = "" if self.ranks else ", and no trainer has begun a leg: does the script call fleet.init, and the two lines after it?"
+        why = self.unattached
+        so_far = "" if self.ranks else ", and no trainer has begun a leg" + ("" if why is None else f": {why}, nor was fleet.init")
         return LegLost(how + so_far, "the command", None, f"its output: {self.log}; it said: {self._last_lines()}")
 
     def _said(self) -> str:

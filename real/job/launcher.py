@@ -18,6 +18,7 @@ from typing import IO
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.job.folder import RankSide
+from real.processes.attached import attached_environment, check_ordered, refuse_unattached
 from real.processes.diagnosis import STOPPED, Failure, first_to_blame, how_it_ended, read_note
 from real.processes.place import temporary_folder
 from real.processes.roles import JOINED, TUNING
@@ -129,8 +130,12 @@ def judge(codes: Mapping[int, int], stopped: Collection[int], log_dir: Path, not
     return WorkerFailed(how, f"rank {rank}", hint=f"its output: {log_dir / f'workerlog.{rank}'}")
 
 
-def launch_script(nproc: int, script: Sequence[str], *, log_dir: Path, echo: Echo = sys.stdout.buffer.write) -> bool:
+def launch_script(
+    nproc: int, script: Sequence[str], *, log_dir: Path, echo: Echo = sys.stdout.buffer.write, strategy: Path | None = None
+) -> bool:
     """Run ``script`` (a Python file and its arguments) as ``nproc`` trainers; whether any of them called ``fleet.init``.
+
+    With ``strategy``, a file, its ``DistributedDataParallel`` model trains by that; raises ``ConfigError`` where it has none.
 
     Worker N's output is in ``log_dir/workerlog.N``; rank 0's is echoed. Ranks find each other through a file. Raises ``WorkerFailed``
     naming the rank that failed first.
@@ -139,6 +144,9 @@ def launch_script(nproc: int, script: Sequence[str], *, log_dir: Path, echo: Ech
     here = Placement(endpoints=(), workers=("",) * nproc, own=frozenset([""]))
     with logs_in(log_dir, here) as logs, temporary_folder() as folder:
         common = {**os.environ, **_own(QUIET), **meeting_variables(folder), JOINED: str(folder / "joined")}
+        if strategy is not None:
+            check_ordered(strategy)
+            common |= attached_environment(folder, strategy)
         try:
             for rank in range(nproc):
                 variables, log = {**common, **torchrun_variables(rank, nproc)}, logs / f"workerlog.{rank}"
@@ -151,6 +159,8 @@ def launch_script(nproc: int, script: Sequence[str], *, log_dir: Path, echo: Ech
         codes = {rank.rank: rank.code for rank in ranks if rank.code is not None}
         if (error := judge(codes, stopped, logs, read_note(folder))) is not None:
             raise _shown(error, logs, echo)
+        if strategy is not None:
+            refuse_unattached(folder, strategy)
         return (folder / "joined").exists()
 
 

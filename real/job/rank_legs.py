@@ -49,9 +49,15 @@ class EngineSwitch(Trained):
     """
 
     def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, on_engine: Callable[[Engine], None], trainers_per_node: int
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        on_engine: Callable[[Engine], None],
+        trainers_per_node: int,
+        notes: tuple[str, ...] = (),
     ) -> None:
         super().__init__(engine.communicators, engine.strategy, trainers_per_node)
+        self.notes = notes
         self._engine: Engine | None = engine
         self.model, self.optimizer = engine.model, optimizer
         self._on_engine = on_engine
@@ -87,9 +93,9 @@ class EngineSwitch(Trained):
         engine.on_step = beat
 
         def see_forward(model: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
-            if not model.training:  # such a forward follows the step before it, whose end it delays
+            if not (model.training and torch.is_grad_enabled()):  # such a forward follows the step before it, whose end it delays
                 self._evaluated.add(engine.step)
-            elif model.training and self.batch_size is None:
+            elif self.batch_size is None:
                 leaves = pytree.tree_leaves((arguments, named))
                 self.batch_size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
 
@@ -252,6 +258,7 @@ class RankLegs:
                     device=trained.device.type,
                     strategy=trained.own_strategy,
                     batch_size=trained.batch_size,
+                    notes=trained.notes,
                     reports_loss=any(step["record"]["loss"] is not None for step in part["steps"]),
                 )
                 part["facts"] = encode(facts)

@@ -27,6 +27,7 @@ from real.job.launch import CommandLaunch, Progress
 from real.job.results import LEAST_STEPS, run_of
 from real.job.session import LegSession
 from real.leg import Leg
+from real.processes.attached import WAY_OUT
 from real.processes.diagnosis import LegFailed, LegLost, require_finite
 from real.processes.roles import TUNING
 from real.processes.started import uninterrupted
@@ -71,6 +72,8 @@ class ScriptSession(LegSession):
         """Of the last launch, by rank."""
         self.capacity: int | None = None
         """Optimizer steps of the script until its data end, once it has come so far."""
+        self._unattached: str | None = None
+        """Why the job did not come to the script's model in that launch."""
         self._most: int | None = None
         """Of a leg's steps, where a launch would not carry all legs that are compared with each other."""
 
@@ -112,6 +115,7 @@ class ScriptSession(LegSession):
             return
         facts = decode(self._run(RECORD)[0]["facts"], Facts, "the script")
         self.experiment = experiment_of(self._base, facts, self._command)
+        self.notes += facts.notes
         self._restart_part = restart_part(facts.strategy)
         declared, found = self._base.cluster.trainers, facts.trainers
         if declared not in (1, found):
@@ -141,7 +145,7 @@ class ScriptSession(LegSession):
             self.startup_s = max(self.startup_s, launch.startup_s)
             if parts and all(part["complete"] for part in parts.values()):
                 return self._in_order(parts, launch)
-            self.capacity = launch.num_steps
+            self.capacity, self._unattached = launch.num_steps, None if launch.num_steps else launch.unattached
             self._kill()
         hint = "let it train as many steps in every run, and more than tune.leg_steps and run.warmup_steps together"
         raise LegLost("ends by itself, each time after another number of steps", "the command", f"{self.capacity} at last", hint)
@@ -163,14 +167,17 @@ class ScriptSession(LegSession):
             return leg
         steps = most - leg.warmup_steps
         if steps < LEAST_STEPS:
-            hint = "give it more data or epochs, or --set run.warmup_steps=2 and a smaller tune.leg_steps"
+            what, hint = (
+                "the script ends before a leg does",
+                "give it more data or epochs, or --set run.warmup_steps=2 and a smaller tune.leg_steps",
+            )
             if self.capacity == 0:
+                what = what if self._unattached is None else f"{what}: {self._unattached}"
                 hint = (
-                    "it is to call fleet.init, fleet.distributed_model and fleet.distributed_optimizer, and to train; "
-                    f"one that goes on from a checkpoint is to load none where {TUNING} is in its environment: "
+                    f"{WAY_OUT}; one that goes on from a checkpoint is to load none where {TUNING} is in its environment: "
                     "a launch before may have finished its training"
                 )
-            raise ConfigError("the script ends before a leg does", "the command", f"{self.capacity} optimizer steps", hint)
+            raise ConfigError(what, "the command", f"{self.capacity} optimizer steps", hint)
         return dataclasses.replace(leg, steps=steps)
 
     def _remaining(self, launch: CommandLaunch) -> float:

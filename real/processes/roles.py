@@ -29,6 +29,12 @@ STORE = "FLEETBENCH_STORE"
 JOINED = "FLEETBENCH_JOINED"
 """Environment variable with a file that is there once a trainer of ``fleetbench launch`` has called ``fleet.init``."""
 
+ATTACH = "FLEETBENCH_ATTACH"
+"""Environment variable with a job's folder, in a command whose scripts need not know fleetbench: see ``real.attach``."""
+
+STRATEGY = "FLEETBENCH_STRATEGY"
+"""Environment variable with the file of ``fleetbench launch --strategy``."""
+
 STARTUP = "FLEETBENCH_STARTUP_TIMEOUT"
 """Environment variable with the seconds that a server or trainer of ``fleetbench launch --servers`` waits for the others to come."""
 

@@ -54,7 +54,7 @@ def test_the_scripts_own_options_stay_its_own(command: Callable, launches: _Laun
     """What stands after the script belongs to it, even where fleetbench has an option of that name."""
     ended = command("launch", "--nproc", "3", "--log-dir", "logs", script, "--lr", "0.1", "--log-dir", "1", "data")
     assert ended.code == 0
-    expected = (3, [str(script), "--lr", "0.1", "--log-dir", "1", "data"], {"log_dir": Path("logs")})
+    expected = (3, [str(script), "--lr", "0.1", "--log-dir", "1", "data"], {"log_dir": Path("logs"), "strategy": None})
     assert launches.asked == [expected]
 
 

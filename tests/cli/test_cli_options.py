@@ -23,6 +23,7 @@ OPTIONS = {
         "--restart-servers",
         "--servers",
         "--startup-timeout",
+        "--strategy",
         "--workers",
         "-h",
         "ARGS",

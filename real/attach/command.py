@@ -1,0 +1,47 @@
+"""A command whose scripts train by a strategy that they do not know: ``fleetbench launch --strategy FILE -- COMMAND``."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from fleetbench.children import bound
+from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from real.processes.attached import attached_environment, check_ordered, refuse_unattached
+from real.processes.diagnosis import how_it_ended
+from real.processes.place import temporary_folder
+from real.processes.started import uninterrupted
+
+_GRACE_S = 120.0
+"""Seconds for an interrupted command to end."""
+_ELSEWHERE = ("srun", "mpirun", "mpiexec", "ssh", "kubectl")
+"""Commands whose processes may run on other hosts, which do not see a temporary folder of this one."""
+
+
+def run_command(command: Sequence[str], strategy: Path) -> None:
+    """Run the command; its models train by the strategy.
+
+    Raises ``WorkerFailed`` where it fails, and ``ConfigError`` where it ends well and no model has taken the strategy.
+    """
+    check_ordered(strategy)
+    with temporary_folder() as folder:
+        try:
+            process = subprocess.Popen(bound(command, gently=True), env={**os.environ, **attached_environment(folder, strategy)})
+        except OSError as error:
+            what = f"cannot be started: {error.strerror}"
+            raise EnvironmentLacks(what, "the command", command[0], "what follows -- is a program with its arguments") from None
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            with uninterrupted(), suppress(subprocess.TimeoutExpired):
+                process.send_signal(signal.SIGTERM)  # which a terminal's Ctrl-C has not sent
+                process.wait(_GRACE_S)
+            raise
+        finally:
+            process.kill()
+            process.wait()
+        if code:
+            raise WorkerFailed(how_it_ended(code), "the command", hint="its output says why")
+        refuse_unattached(folder, strategy, is_elsewhere=Path(command[0]).name in _ELSEWHERE)

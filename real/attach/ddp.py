@@ -1,0 +1,154 @@
+"""DistributedDataParallel: torch's, and, where a job has ordered a strategy, with the engine of ``real.engine`` in its Reducer's place."""
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+
+import torch
+from torch._C._dynamo.eval_frame import set_eval_frame  # by which dynamo sets its compiler
+from torch.nn.parallel import distributed
+
+from fleetbench.errors import ConfigError
+from real.attach.job import Job
+
+_Ddp = distributed.DistributedDataParallel
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _eager(function: _Function) -> _Function:
+    """Not compiled, as torch's own methods are not; what it calls may be."""
+    return cast("_Function", torch._disable_dynamo(function, recursive=False))  # type: ignore[attr-defined]  # noqa: SLF001  # as torch's own
+
+
+class DistributedDataParallel(_Ddp):
+    """Life cycle: torch's own, to the bit -> ``is_attached``: it finds gradients and exchanges nothing, which the job's engine does.
+
+    The engine hooks this module, and not the one inside: what the inner one does beside this one's forward is no step, as under torch's.
+    As there, a backward exchanges if its forward ran outside of ``no_sync``. Copies, and what is loaded from a file, are torch's own again.
+    """
+
+    job: ClassVar[Job | None] = None
+    """The process's, once the class is in torch's place."""
+    is_attached = False
+
+    @_eager
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """See torch's; a job is attached before the first forward whose gradients are wanted."""
+        if self.job is None:
+            return super().__call__(*inputs, **named)
+        compiles = set_eval_frame(None)  # a graph of `torch.compile(ddp)` is that of the module inside, see ``_run_ddp_forward``
+        mode, has_gradients = self.training, torch.is_grad_enabled()
+        try:
+            if has_gradients:
+                self.job.before_forward(self)
+            if self.is_attached:  # a forward with gradients is one of training, whatever the model's mode, as under torch's
+                self.__dict__.update(compiles=compiles, training=mode or has_gradients)
+            else:
+                set_eval_frame(compiles)
+            return super().__call__(*inputs, **named)
+        finally:
+            self.__dict__["training"] = mode
+            self.__dict__.pop("compiles", None)
+            set_eval_frame(compiles)
+
+    @property
+    def exchanges_nothing(self) -> bool:
+        """Whether it is attached, or will be in its first forward with gradients, because the process's job is."""
+        return self.is_attached or (self.job is not None and self.job.attached is not None)
+
+    def switch_off(self) -> None:
+        """Exchange nothing from now on."""
+        logged = self._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch's
+        self.reducer._remove_autograd_hooks()  # noqa: SLF001  # torch has no public name for it
+        self.__dict__.update(reducer=_NoReducer(), logger=_Logged(logged, {}), is_attached=True)
+
+    def join(self, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
+        """See torch's; while a job is attached, its engine lets trainers have unequally many batches."""
+        if self.job is not None:
+            self.job.before_forward(self)
+        if not self.is_attached:
+            own: AbstractContextManager[None] = super().join(*arguments, **named)
+            return own
+        assert self.job is not None
+        assert self.job.attached is not None
+        return self.job.attached.join(self, *arguments, **named)
+
+    def join_hook(self, **named: Any) -> Any:
+        """See torch's. Raises ``ConfigError`` while a job is attached, which knows nothing of others in the same ``Join``."""
+        if self.is_attached:
+            raise ConfigError("joins uneven inputs of several objects at once", "Join", hint="use `with ddp.join():` for the model alone")
+        return super().join_hook(**named)  # type: ignore[no-untyped-call]  # torch's
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """See torch's. Raises ``ConfigError`` after the first forward that a job has seen."""
+        if self.is_attached:
+            what = "comes after the first forward, and a strategy has taken the place of the exchange"
+            raise ConfigError(what, "register_comm_hook", hint="register it before the first forward")
+        super().register_comm_hook(state, hook)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
+        state.pop("is_attached", None)
+        return state
+
+    @_eager
+    def _pre_forward(self, *inputs: Any, **named: Any) -> Any:
+        if not self.is_attached:
+            return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's
+        flags = {name: self.__dict__[name] for name in ("require_backward_grad_sync", "require_forward_param_sync")}
+        self.__dict__.update(dict.fromkeys(flags, False))
+        try:  # what is left moves the inputs to the device
+            return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's
+        finally:
+            self.__dict__.update(flags)
+
+    @_eager
+    def _run_ddp_forward(self, *inputs: Any, **named: Any) -> Any:
+        if "compiles" not in self.__dict__:
+            return super()._run_ddp_forward(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's
+        before = set_eval_frame(self.__dict__.pop("compiles"))
+        try:
+            return super()._run_ddp_forward(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's
+        finally:
+            set_eval_frame(before)
+
+    @_eager
+    def _post_forward(self, output: Any) -> Any:
+        return output if self.is_attached else super()._post_forward(output)  # type: ignore[no-untyped-call]  # torch's
+
+
+class _Logged(NamedTuple):
+    """What a Reducer's logger had to tell when it was switched off, and tells on: Lightning asks it at the end."""
+
+    strs_map: dict[str, Any]
+    ints_map: dict[str, Any]
+
+    def _get_ddp_logging_data(self) -> "_Logged":
+        return self
+
+
+class _NoReducer:
+    """What a model that is attached has for a Reducer: it has nothing to prepare."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def prepare_for_forward(self) -> None:
+        """Nothing."""
+
+    def prepare_for_backward(self, _tensors: Any) -> None:
+        """Nothing; Lightning calls it in its manual optimization."""
+
+
+DistributedDataParallel.__module__, DistributedDataParallel.__qualname__ = _Ddp.__module__, _Ddp.__qualname__
+DistributedDataParallel.__doc__ = _Ddp.__doc__
+
+
+def replace(module: ModuleType, job: Job) -> None:
+    """Put the class in the place of torch's, in its module and where that was imported from it already."""
+    DistributedDataParallel.job = job
+    for each in (module, sys.modules.get("torch.nn.parallel")):
+        if hasattr(each, "DistributedDataParallel"):
+            each.DistributedDataParallel = DistributedDataParallel  # type: ignore[union-attr]  # it has one

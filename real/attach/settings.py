@@ -1,0 +1,77 @@
+"""Settings: what a script has given to DistributedDataParallel, as fields of a strategy, and what no field expresses."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fleetbench.errors import ConfigError
+from fleetbench.quantities import MIB
+from fleetbench.strategy import DistributedStrategy
+from real.processes.attached import WAY_OUT
+
+_WIRES = {"fp16_compress_hook": "fp16_allreduce", "bf16_compress_hook": "bf16_allreduce"}
+_PLAIN = ("", "None", "allreduce_hook")
+"""Communication hooks that do what DistributedDataParallel does without one."""
+
+
+def own_strategy(model: DistributedDataParallel) -> DistributedStrategy:
+    """The strategy that does what this model's own settings do."""
+    wire, cap = _WIRES.get(_hook(model)), model.bucket_bytes_cap / MIB
+    return DistributedStrategy.from_dict(
+        {
+            **({"fuse_grad_size_in_MB": cap, "fuse_grad_count": 0} if cap else {"fuse_all_reduce_ops": False}),
+            "find_unused_parameters": bool(model.find_unused_parameters),
+            "broadcast_buffers": bool(model.broadcast_buffers),
+            "thread_num": torch.get_num_threads(),
+            **({} if wire is None else {wire: True}),
+        }
+    )
+
+
+def combined(ordered: DistributedStrategy, own: DistributedStrategy) -> DistributedStrategy:
+    """The strategy of a file, with what the script says of its model: parameters that a loss may not reach, buffers that stay apart."""
+    finds_unused = ordered.find_unused_parameters or own.find_unused_parameters
+    return ordered.replace(find_unused_parameters=finds_unused, broadcast_buffers=ordered.broadcast_buffers and own.broadcast_buffers)
+
+
+def not_expressed(model: DistributedDataParallel) -> Iterator[str]:
+    """A sentence for all settings that no field of a strategy expresses, and that do not change what is trained."""
+    found = []
+    if getattr(model, "bucket_bytes_cap_default", False):
+        found.append("a first bucket of 1 MiB")
+    if getattr(model, "bucket_bytes_cap_list", None):
+        found.append("bucket_cap_mb_list")
+    if model.static_graph:
+        found.append("static_graph=True")
+    if not model.gradient_as_bucket_view:
+        found.append("gradient_as_bucket_view=False")
+    if found:
+        yield f"every leg has its own buckets; of what the script gives to DistributedDataParallel no strategy has {', '.join(found)}"
+
+
+def refuse_settings(model: DistributedDataParallel) -> None:
+    """Raise ``ConfigError`` for settings that change what is trained, and that no strategy keeps."""
+    others = {
+        "a process group of its own": model.process_group is not dist.group.WORLD,
+        "mixed_precision": getattr(model, "mixed_precision", None) is not None,
+        "parameters that it is told to ignore": bool(model.parameters_to_ignore),
+        "delay_all_reduce_named_params": bool(getattr(model, "_delay_all_reduce_params", ())),
+        "skip_all_reduce_unused_params": bool(getattr(model, "skip_all_reduce_unused_params", False)),
+        "optimizers in the backward": any(hasattr(each, "_in_backward_optimizers") for each in model.parameters()),
+        "the Python reducer of compiled autograd": bool(getattr(model, "_use_python_reducer", False)),
+        "a buffer communication hook": hasattr(model, "buffer_hook"),
+        f"the communication hook {_hook(model)}": _hook(model) not in (*_WIRES, *_PLAIN),
+    }
+    if found := [name for name, is_set in others.items() if is_set]:
+        hint = f"leave it out while the script is profiled, tuned or launched with a strategy, or {WAY_OUT}"
+        raise ConfigError(
+            "has what no strategy keeps, and training would differ silently", "DistributedDataParallel", ", ".join(found), hint
+        )
+
+
+def _hook(model: DistributedDataParallel) -> str:
+    """The name of the communication hook that is registered, Python's or torch's own."""
+    told = str(model._get_ddp_logging_data().get("comm_hook", ""))  # noqa: SLF001  # torch has no other name for it
+    return told.rpartition(".")[2]

@@ -1,0 +1,78 @@
+"""Attached: the environment that attaches the processes of a command to a job (``real.attach``), and what they leave in its folder.
+
+======================  =========================  ================================================
+file                    written by                 content
+======================  =========================  ================================================
+seen                    ``sitecustomize``          nothing: it has run
+attached                a process                  nothing: a job executes its model
+unattached              a process, at its end      why none does
+======================  =========================  ================================================
+"""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from fleetbench.errors import ConfigError
+from real.processes.roles import ATTACH, STRATEGY
+
+NEVER_CALLED = "no DistributedDataParallel model was called whose parameters an optimizer holds"
+FOUR_LINES = "the script calls fleet.init itself, and what it gives to it counts"
+WAY_OUT = (
+    "put fleet's lines into the script: fleet.init(), model = fleet.distributed_model(model), "
+    "optimizer = fleet.distributed_optimizer(optimizer), and no DistributedDataParallel"
+)
+_SITE = Path(__file__).parents[1] / "attach" / "site"
+_ATTACHED, _UNATTACHED, _SEEN = "attached", "unattached", "seen"
+
+
+def attached_environment(folder: Path, strategy: Path | None = None, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables for a command whose processes are to attach: ``folder`` is the job's, ``strategy`` a file that they train by."""
+    path = os.pathsep.join(filter(None, [str(_SITE), base.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, ATTACH: str(folder)} | ({} if strategy is None else {STRATEGY: str(strategy.resolve())})
+
+
+def note_attached() -> None:
+    """A job executes this process's model."""
+    _note(_ATTACHED, "")
+
+
+def note_unattached(why: str) -> None:
+    """Nothing was done in this process. A reason takes the place of ``NEVER_CALLED``, which launchers leave, too."""
+    folder = Path(os.environ[ATTACH])
+    if why != NEVER_CALLED or not (folder / _UNATTACHED).exists():
+        _note(_UNATTACHED, why)
+
+
+def why_unattached(folder: Path) -> str | None:
+    """Why no process of a command has attached, as a sentence; none where one has, or no folder was given."""
+    if not folder.is_dir() or (folder / _ATTACHED).exists():
+        return None
+    if not (folder / _SEEN).exists():
+        return "no Python process here has read PYTHONPATH, as with python -I or -E, or in a container"
+    with suppress(OSError):
+        return (folder / _UNATTACHED).read_text(encoding="utf-8")
+    return NEVER_CALLED
+
+
+def check_ordered(strategy: Path) -> None:
+    """Raise ``ConfigError`` for a file that no script takes without being changed."""
+    from fleetbench.strategy import DistributedStrategy  # which a process that attaches loads later, if at all
+
+    if DistributedStrategy.load(strategy).mode == "ps":
+        hint = "parameter servers need calls in the script, from fleet.init to fleet.stop_worker"
+        raise ConfigError("is a strategy of parameter servers", "--strategy", str(strategy), hint)
+
+
+def refuse_unattached(folder: Path, strategy: Path, *, is_elsewhere: bool = False) -> None:
+    """Raise ``ConfigError`` where a job has ended and none of its models has taken the strategy."""
+    why = why_unattached(folder)
+    if why is not None and not is_elsewhere:
+        hint = "let it load the file: fleet.init(DistributedStrategy.load(FILE))" if why == FOUR_LINES else WAY_OUT
+        raise ConfigError(f"was not applied: {why}", "--strategy", str(strategy), hint)
+
+
+def _note(name: str, text: str) -> None:
+    with suppress(OSError):  # the job has ended, or is on another host
+        Path(os.environ[ATTACH], name).write_text(text, encoding="utf-8")
