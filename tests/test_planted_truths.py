@@ -11,6 +11,7 @@ from real.job.session import Session
 from tuner.real_runs import RealRuns
 from tuner.sequential import paired_speedup
 from tuner.tune import tune
+from tuner.verify import measured_pairs
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LATE = 2.0
@@ -63,7 +64,6 @@ def test_a_gain_of_emulated_trainers_is_found(tmp_path: Path) -> None:
     assert 1.2 < recommendation.speedup < 1.05 * (1 + LATE) / (1 + LATE / 2)
 
 
-@pytest.mark.slow
 @pytest.mark.alone
 def test_nothing_is_found_where_emulated_trainers_gain_nothing(tmp_path: Path) -> None:
     """The control: no trainer is late, and a step is compute alone. The verdict is KEEP DEFAULT, after real runs."""
@@ -85,7 +85,7 @@ def test_a_planted_gain_is_found_and_found_again(tmp_path: Path) -> None:
     experiment = Experiment.load(folder / "experiment.toml", ["tune.pairs=6"])
     with Session(experiment) as session:
         legs = RealRuns(experiment=experiment, runner=session, folder=tmp_path / "again", step_s=0.0)
-        pairs = list(legs.pairs("again", recommendation.strategy))
+        pairs = measured_pairs(experiment, recommendation.strategy, legs)
     again = paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs])
     assert recommendation.low is not None
     assert recommendation.high is not None

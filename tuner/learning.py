@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -31,7 +31,7 @@ _LEARNT = "trainings to the target"
 """Attribute of a study: what is reached, by training."""
 _OVER = "no time is left for trainings to the target"
 """Attribute of a study: a tuning that is taken up again begins no others, and has the same finalists."""
-_FLAT: dict[str, Any] = {"use_hierarchical_allreduce": False, "hierarchical_inner_ranks": 0, "hierarchical_variant": "leader"}
+_FLAT = ("use_hierarchical_allreduce", "hierarchical_inner_ranks", "hierarchical_variant")
 
 
 class Arrival(NamedTuple):
@@ -131,7 +131,7 @@ class Trainings:
         self.ends[way] = workload.steps if served else round(min(workload.steps, most + HITS_IN_A_ROW * workload.eval_every))
         wire = {"fp16_allreduce": base.fp16_allreduce, "bf16_allreduce": base.bf16_allreduce}
         try:
-            whole = self.seeded.replace(strategy=strategy.replace(**wire, **_FLAT))
+            whole = self.seeded.replace(strategy=strategy.replace(**wire).without(*_FLAT))
             learnt = key_of(whole) if not served else whole.digest()  # with servers the clock is part of it
             key, left_s = f"{learnt} to {workload.target_loss}{self.whose}", self.end - time.process_time()
             known = self.kept.get(key)

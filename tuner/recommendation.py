@@ -13,6 +13,7 @@ from fleetbench.digests import read_json, reading, sealed_json, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
+from tuner.pytorch import page_of
 
 SCHEMA = 1
 
@@ -248,8 +249,10 @@ class Recommendation(Config):
         return f"{step} to loss {self.target_loss:g} and a step, {count}"
 
     def save(self, folder: Path) -> None:
-        """Write ``recommended.toml``, then ``recommendation.json``, each whole or not at all."""
+        """Write ``recommended.toml``, ``recommended.md`` where it says USE, then ``recommendation.json``, each whole or not at all."""
         self.strategy.save(folder / "recommended.toml", self.line, f"experiment {self.name} {self.experiment}")
+        if self.verdict == "USE" and self.arms:
+            write_whole(folder / "recommended.md", page_of(self.strategy, self.arms[0].strategy, self.line))
         write_whole(folder / "recommendation.json", sealed_json(encode(self)))
 
     @classmethod

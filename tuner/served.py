@@ -14,8 +14,8 @@ from fleetbench.plan.servers.rules import WAIT_NS
 from fleetbench.profile import table_for
 from fleetbench.strategy import DistributedStrategy
 from sim.servers.simulate import hosts_of
+from tuner.budget import largest_geo_k
 from tuner.learning import Progress
-from tuner.real_runs import largest_geo_k
 from tuner.recommendation import Trial
 from tuner.search import Search, StepS, Tried, Window, with_steps
 from tuner.space import parameters_of

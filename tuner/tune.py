@@ -2,12 +2,9 @@
 
 import dataclasses
 import math
-import shutil
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 from fleetbench.advice import LOCAL_SGD, MIXED_PRECISION, OP_FUSION, Advice, advice
@@ -20,15 +17,17 @@ from fleetbench.profile import profile_of, table_for
 from fleetbench.quantities import counted
 from fleetbench.recommended import folder_of, keep, key_of_profiled
 from fleetbench.result import RunResult, step_s_of
-from fleetbench.store import new_run_id, save_run
+from fleetbench.store import save_run
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.workload import LAYERS
+from real.processes.diagnosis import LegFailed, LegLost
 from sim.run import simulate as in_simulator
-from tuner.earlier import RUNS, Earlier, Held, keep_inputs
-from tuner.learning import by_virtual_trainers
-from tuner.real_runs import DEFAULT, SPENT, RealRuns, Runner, budget_of, leg_steps_of, seeds_of
+from tuner.budget import DEFAULT, leg_steps_of, seeds_of
+from tuner.evidence import Evidence
+from tuner.folder import Earlier, Folder
+from tuner.jobs import Job, Script, own_trainers, script_of, stage
+from tuner.learning import Learn, by_virtual_trainers
+from tuner.real_runs import RealRuns, Runner
 from tuner.recommendation import Arm, Recommendation
-from tuner.resumption import Journal, Resumption, inputs_of
 from tuner.search import Search, StepS, search
 from tuner.served import refuse_unpriced, search_modes
 from tuner.simulated.candidates import shortened, step_time
@@ -46,99 +45,158 @@ _COMPUTE = (("thread_num", ("thread_num",)), (OP_FUSION, ("build_strategy",)), (
 
 
 def tune(
-    experiment: Experiment,
+    asked: Experiment,
     *,
+    script: Script | None = None,
     out: Path = Path("runs"),
+    earlier: Path | None = None,
     progress: Progress | None = None,
+    begun: Callable[[], None] = lambda: None,
     runner: Runner | None = None,
     simulate: Simulate | None = None,
-    spent_s: Callable[[], float] | None = None,
-    draft: Path | None = None,
-    earlier: Callable[[Experiment], Held] | Path | None = None,
 ) -> tuple[Recommendation, Path]:
-    """Recommend a strategy for the experiment, and return it with its folder below ``out``.
+    """Recommend a strategy for an experiment, or for a user's script, and return it with its folder below ``out``.
 
-    The folder holds ``recommended.toml``, ``recommendation.json``, ``experiment.toml`` and ``runs/``; the strategy is also stored
-    where ``strategy.auto`` finds it. ``progress`` is told what is being done, and how much of it. ``runner`` and ``simulate`` stand
-    in for a launch of processes and for the simulator, beside which no virtual trainers are asked. ``spent_s`` says how many seconds of the
-    budget, of all trainers together, are gone when real runs begin. Where ``draft`` is given the
-    folder is made there, in place of what lies there, and stays: its caller moves it, and stores the strategy.
-    ``earlier``: the folder of a tuning, or what says what of one still holds, which is not measured again.
-    Raises ``ConfigError`` for what cannot be executed and ``WorkerFailed`` for processes that die; a tuning that was interrupted
-    goes on after its last complete leg when the same experiment is tuned again below the same ``out``.
+    Of a script ``asked`` says how to search and decide, and may name a target; what is trained, and on how many trainers, is found out.
+
+    The folder holds ``recommended.toml``, ``recommendation.json``, ``experiment.toml``, ``evidence.json`` and ``runs/``; the strategy is
+    also stored where ``strategy.auto`` finds it. ``earlier``: the folder of a tuning, of which what still holds is not measured again.
+    ``progress`` is told what is being done, and how much of it; ``begun`` is called when there is something that an interruption leaves.
+    ``runner`` and ``simulate`` stand in for a launch of processes and for the simulator, beside which no virtual trainers are asked.
+
+    Raises ``ConfigError`` for what cannot be executed or is being tuned by another process, and ``WorkerFailed`` for processes that die; a
+    tuning that was interrupted goes on after its last complete leg when the same is tuned again below the same ``out``.
     """
-    if experiment.strategy.mode == "ps":
-        refuse_unpriced(experiment)
-    refuse_metric_alone(experiment)
-    if runner is None:
-        from real.job.session import Session
+    _refuse(asked, is_real=script is None and runner is None)
+    began = time.monotonic()
+    before = None if earlier is None else Earlier.load(earlier)
+    folder = Folder(() if script is None else script.command, asked, out, earlier)
+    folder.claim()
+    own = own_trainers(asked, folder, out, runner, progress)
+    try:
+        with own if script is None else script_of(script, asked, folder, out, before, progress) as job:
+            evidence, notes = _evidence(job, folder, before)
+            begun()
+            recommendation, runs = _measured(job, folder, evidence, out, progress, simulate, before)
+    except LegLost:  # the machine may do better another time
+        raise
+    except LegFailed:  # the default's own: what is fixed need not show in a script's file
+        folder.discard()
+        raise
+    experiment, replayed = job.experiment, evidence.num_replayed
+    spent_s = runs.evidence.spent_s(experiment.cluster.trainers) / experiment.cluster.trainers
+    cost_s = max(time.monotonic() - began, spent_s)  # a tuning that was taken up again has spent more than it took now
+    if replayed:
+        notes.append(f"before an interruption it had run {counted(replayed, 'leg')}")
+    notes = [*recommendation.notes, *notes, cost_note(recommendation, cost_s), *job.notes(bool(replayed))]
+    recommendation = dataclasses.replace(recommendation, notes=tuple(notes))
+    path = folder.finish(recommendation, experiment, before)
+    keep(folder_of(out=out), key_of_profiled(experiment, table_for(experiment)), recommendation.strategy, recommendation.line)
+    return recommendation, path
+
+
+def _refuse(asked: Experiment, *, is_real: bool) -> None:
+    """Raise ``ConfigError`` for what no verdict could be given on, before anything is started."""
+    if asked.strategy.mode == "ps":
+        refuse_unpriced(asked)
+    if asked.tune.metric is not None and asked.workload.target_loss is None:
+        hint = "set workload.target_loss; a script also calls fleet.report(loss=loss) before optimizer.step()"
+        raise ConfigError("is looked at where a run reaches its target, and there is none", "tune.metric", asked.tune.metric, hint)
+    if is_real:
         from real.supported import refuse_unsupported
 
-        refuse_unsupported(experiment, experiment.strategy)  # before the search, not after it
-    began = time.monotonic()
-    beside = partial(Earlier.load(earlier).beside, inputs=inputs_of(())) if isinstance(earlier, Path) else earlier
-    resumption = Resumption((), experiment, out) if runner is None else None
-    if resumption is not None:
-        resumption.claim()
-    experiment = _profiled(experiment, out, resumption, _stage(progress, "profile"))
-    found, step_s, left_out = _search(experiment, simulate, out, _stage(progress, "simulated trials"))
-    learn = by_virtual_trainers if simulate is None else None
-    simulate = simulate or in_simulator
-    held = None if beside is None else beside(experiment)
-    first = seeds_of(experiment).stop  # those that choose a way of training are not those that prove it
-    known, learning = None if held is None else held.earlier.recommendation.learnt, _stage(progress, "virtual trainers")
-    ways = price_ways(experiment, found, step_s, learn, out, learning, known, first)
-    if learn is not None and ways.updates:  # one seed tells little: more of them for twice as many as there is room for
-        tried = (*found.best(2 * experiment.tune.finalists, ways.others, ways.seconds), *filter(None, [found.advice]))
-        best, seeds = [one.strategy for one in tried], range(first, first + _VIRTUAL_SEEDS)
-        learning = _stage(progress, "virtual trainers of other seeds")
-        ways = over_seeds(experiment, ways, best, learn, out, seeds, learning, limit_s=experiment.tune.search_seconds)
+        refuse_unsupported(asked, asked.strategy)  # before the search, not after it
+
+
+def _evidence(job: Job, folder: Folder, earlier: Earlier | None) -> tuple[Evidence, list[str]]:
+    """What is known: of a tuning that is taken up again, or of an earlier one, with what has moved since; the folder holds it."""
+    known = None if folder.experiment() is None else folder.evidence()
+    inherited, notes = Evidence(), list[str]()
+    if earlier is not None:
+        inherited, note = earlier.beside(job.experiment, folder.inputs)
+        notes.append(note)
+    if known is not None:
+        return known.taken_up(job.experiment.cluster.trainers), notes
+    held_s = 0.0 if job.held_s is None else job.held_s()
+    evidence = dataclasses.replace(inherited, before_s=held_s, held_s=held_s, startup_s=job.runner.startup_s)
+    if folder.experiment() is not None:
+        notes.append("what was measured before an interruption could not be read, and is measured again")
+    folder.begin(job.experiment, evidence)
+    return evidence, notes
+
+
+def _measured(
+    job: Job,
+    folder: Folder,
+    evidence: Evidence,
+    out: Path,
+    progress: Progress | None,
+    simulate: Simulate | None,
+    earlier: Earlier | None,
+) -> tuple[Recommendation, RealRuns]:
+    """Search, ask virtual trainers, and verify; with what the search and the profile say."""
+    experiment = job.experiment
+    found, step_s, left_out = _search(experiment, simulate, out, stage(progress, "simulated trials"))
+    ways = _ways(experiment, found, step_s, by_virtual_trainers if simulate is None else None, out, progress, earlier)
     arms, notes = _arms(experiment, found, ways)
-    folder = _new_folder(experiment, out, draft if resumption is None else resumption.draft)
-    runs = folder / RUNS
-    notes += [] if held is None else [held.note]
-    arms = [_simulated(arm, experiment, simulate, runs) for arm in arms]
-    with Session(experiment, at_once=False) if runner is None else nullcontext(runner) as launched:
-        measured_by = launched if resumption is None else Journal(launched, resumption.legs)
-        journal = measured_by if isinstance(measured_by, Journal) else None
-        gone_s = spent_s() if spent_s is not None else 0.0 if resumption is None else resumption.held_s()
-        legs = RealRuns(
-            experiment=experiment,
-            runner=measured_by,
-            folder=runs,
-            step_s=arms[0].simulated_s,
-            clock=time.perf_counter if journal is None else journal.clock,
-            spent_s=gone_s if journal is None else max(0.0, gone_s - experiment.cluster.trainers * journal.kept_s),
-            on_spent=spending(experiment, progress, resumption),
-        )
-        recommendation = verify(
-            experiment,
-            arms,
-            legs,
-            progress,
-            others=_searched(found, ways),
-            prepare=lambda arm: _simulated(_priced(arm, ways, experiment), experiment, simulate, runs),
-            held=held,
-        )
-    cost_s = max(time.monotonic() - began, legs.spent_s / experiment.cluster.trainers)  # a resumed tuning has spent more than it took now
-    if journal is not None and journal.num_replayed:
-        notes.append(f"before an interruption it had run {counted(journal.num_replayed, 'leg')}")
+
+    simulated: dict[DistributedStrategy, RunResult] = {}
+
+    def prepared(arm: Arm) -> Arm:
+        """With what its legs run, and simulated steps of a leg's length."""
+        priced = _priced(arm, ways, experiment)
+        workload = dataclasses.replace(experiment.workload, steps=leg_steps_of(experiment))
+        run = (simulate or in_simulator)(experiment.replace(strategy=priced.timed, workload=workload))
+        simulated[priced.timed] = run
+        return dataclasses.replace(priced, simulated_s=step_s_of(run))
+
+    arms = [prepared(arm) for arm in arms]
+    if job.held_s is not None and not evidence.outcomes:  # the search has held a script's trainers, too
+        evidence = dataclasses.replace(evidence, before_s=job.held_s(), held_s=job.held_s())
+    runs = RealRuns(
+        experiment=experiment,
+        runner=job.runner,
+        folder=folder.runs,
+        step_s=arms[0].simulated_s,
+        evidence=evidence,
+        held_s=job.held_s,
+        keep=folder.keep,
+    )
+    recommendation = verify(experiment, arms, runs, progress, others=_searched(found, ways), prepare=prepared)
+    stored = {strategy: save_run(run, folder.runs) for strategy, run in simulated.items()}
+    with_runs = (dataclasses.replace(arm, simulated_run=_name(stored[arm.timed])) for arm in recommendation.arms)
+    recommendation = dataclasses.replace(recommendation, arms=tuple(with_runs))
     recommendation = dataclasses.replace(
         recommendation,
         trials=tuple(tried.trial for tried in found.tried),
         learnt=dict(ways.learnt),
         caveat=ways.said_beside(recommendation.strategy),
         advice_left_out=left_out,
-        notes=(*_of_profile(experiment), *found.notes, *notes, *recommendation.notes, cost_note(recommendation, cost_s)),
+        notes=(*_of_profile(experiment), *found.notes, *notes, *recommendation.notes),
         runs=tuple(run for arm in recommendation.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None),
     )
-    recommendation.save(folder)
-    if draft is None:
-        folder = folder.rename(out / folder.name)
-        store(experiment, recommendation, out)
-    if resumption is not None:
-        resumption.close()
-    return recommendation, folder
+    return recommendation, runs
+
+
+def _ways(
+    experiment: Experiment,
+    found: Search,
+    step_s: StepS,
+    learn: Learn | None,
+    out: Path,
+    progress: Progress | None,
+    earlier: Earlier | None,
+) -> Ways:
+    """What ways of training are worth, by virtual trainers; those that choose one are not those that prove it."""
+    first, known = seeds_of(experiment).stop, None if earlier is None else earlier.learnt
+    ways = price_ways(experiment, found, step_s, learn, out, stage(progress, "virtual trainers"), known, first)
+    if learn is None or not ways.updates:
+        return ways
+    # one seed tells little: more of them for twice as many as there is room for
+    tried = (*found.best(2 * experiment.tune.finalists, ways.others, ways.seconds), *filter(None, [found.advice]))
+    best, seeds = [one.strategy for one in tried], range(first, first + _VIRTUAL_SEEDS)
+    told = stage(progress, "virtual trainers of other seeds")
+    return over_seeds(experiment, ways, best, learn, out, seeds, told, limit_s=experiment.tune.search_seconds)
 
 
 def _search(
@@ -163,56 +221,6 @@ def _of_profile(experiment: Experiment) -> tuple[str, ...]:
     return tuple(filter(None, (noise, profile.busy, profile.short_of(experiment))))
 
 
-def _new_folder(experiment: Experiment, out: Path, draft: Path | None) -> Path:
-    """A tuning's folder, in ``draft`` in place of what lies there, or below ``out``; with the experiment and what it was tuned with."""
-    if draft is not None:
-        shutil.rmtree(draft, ignore_errors=True)
-    folder = (draft or out) / f"{experiment.name}-tune-{experiment.digest()}-{new_run_id()}"
-    (folder / RUNS).mkdir(parents=True)
-    experiment.save(folder / "experiment.toml")
-    keep_inputs(folder, experiment, inputs_of(()))
-    return folder
-
-
-def store(experiment: Experiment, recommendation: Recommendation, out: Path) -> None:
-    """Put the strategy where ``strategy.auto`` finds it for this model on these trainers."""
-    keep(folder_of(out=out), key_of_profiled(experiment, table_for(experiment)), recommendation.strategy, recommendation.line)
-
-
-def refuse_metric_alone(experiment: Experiment) -> None:
-    """Raise ``ConfigError`` for ``tune.metric`` without a target."""
-    if experiment.tune.metric is not None and experiment.workload.target_loss is None:
-        hint = "set workload.target_loss; a script also calls fleet.report(loss=loss) before optimizer.step()"
-        raise ConfigError("is looked at where a run reaches its target, and there is none", "tune.metric", experiment.tune.metric, hint)
-
-
-def _profiled(experiment: Experiment, out: Path, resumption: Resumption | None, progress: Callable[[int, int], None] | None) -> Experiment:
-    """The experiment with its profile: that of an interrupted tuning, which goes on, or a stored or new one."""
-    known = None if resumption is None else resumption.experiment()
-    if known is not None:
-        return known
-    if experiment.workload.model != LAYERS:
-        from real.profile.measuring import ensure_profile
-
-        experiment = ensure_profile(experiment, out, progress=progress)
-    if resumption is not None:
-        resumption.keep(experiment, 0.0)
-    return experiment
-
-
-def spending(experiment: Experiment, progress: Progress | None, resumption: Resumption | None = None) -> Callable[[float], None]:
-    """Hears of spent seconds: keeps them for a tuning that goes on, and shows them beside the budget where there is one."""
-    budget_s, _ = budget_of(experiment)
-
-    def hear(spent_s: float) -> None:
-        if resumption is not None:
-            resumption.hold(spent_s)
-        if progress is not None and math.isfinite(budget_s):
-            progress(SPENT, round(spent_s), round(budget_s))
-
-    return hear
-
-
 def cost_note(recommendation: Recommendation, cost_s: float) -> str:
     """What a tuning of so many seconds cost, and after how many steps of the recommended strategy it has paid."""
     note = f"the tuning took {cost_s:.3g} s"
@@ -228,10 +236,6 @@ def cost_note(recommendation: Recommendation, cost_s: float) -> str:
     finalist_s = default_s / recommendation.speedup
     steps = math.ceil(cost_s / (default_s - finalist_s))
     return f"{note}, which training with the recommendation has saved after {steps:,} steps ({steps * finalist_s:.3g} s)"
-
-
-def _stage(progress: Progress | None, stage: str) -> Callable[[int, int], None] | None:
-    return None if progress is None else lambda done, total: progress(stage, done, total)
 
 
 def _searched(found: Search, ways: Ways) -> dict[DistributedStrategy, float]:
@@ -260,8 +264,7 @@ def _arms(experiment: Experiment, found: Search, ways: Ways) -> tuple[list[Arm],
         notes.append("Fleet's advice comes to the same plan as the default, and is not run beside it")
     best = found.best(finalists, ways.others, ways.seconds) if ways.updates else (*found.best(finalists), *ways.others)
     chosen += [(f"candidate {number}", tried) for number, tried in enumerate(best, start=1)]
-    arms = [Arm(name=name, strategy=tried.strategy, simulated_s=tried.trial.simulated_s) for name, tried in chosen]
-    return [_priced(arm, ways, experiment) for arm in arms], notes
+    return [Arm(name=name, strategy=tried.strategy, simulated_s=tried.trial.simulated_s) for name, tried in chosen], notes
 
 
 def _priced(arm: Arm, ways: Ways, experiment: Experiment) -> Arm:
@@ -272,12 +275,10 @@ def _priced(arm: Arm, ways: Ways, experiment: Experiment) -> Arm:
     return dataclasses.replace(arm, virtual_updates=updates, paced_by=None if paced == arm.strategy else paced)
 
 
-def _simulated(arm: Arm, experiment: Experiment, simulate: Simulate, runs: Path) -> Arm:
-    """The arm with a stored simulated run of a leg's length, to lay beside its real ones."""
-    workload = dataclasses.replace(experiment.workload, steps=leg_steps_of(experiment))
-    stored = save_run(simulate(experiment.replace(strategy=arm.timed, workload=workload)), runs)
-    assert stored.path is not None
-    return dataclasses.replace(arm, simulated_run=stored.path.name, simulated_s=step_s_of(stored))
+def _name(run: RunResult) -> str:
+    """Of a stored run's folder, to lay beside real ones."""
+    assert run.path is not None
+    return run.path.name
 
 
 def advice_for(experiment: Experiment, table: LayerTable) -> Advice:

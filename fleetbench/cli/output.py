@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import sys
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,11 @@ def emit_table(table: RenderableType) -> None:
     console = Plain(file=shown, force_terminal=terminal, width=None if terminal else WIDTH, markup=False, emoji=False)
     console.print(table)
     _print(shown.getvalue().rstrip("\n"))
+
+
+def columns() -> int:
+    """Of the terminal; as many as a table has where stdout is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
 
 
 def new_table(title: str, *columns: str, left: Collection[str] = (), show_header: bool = True) -> Table:

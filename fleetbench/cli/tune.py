@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from fleetbench.cli.options import (
     load_experiment,
     load_with_notes,
 )
-from fleetbench.cli.output import emit, emit_table, new_table, say
+from fleetbench.cli.output import columns, emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import hours_or_days
 from fleetbench.report import units
@@ -44,6 +45,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--sweep", metavar="KEY=V1,V2,...", action="append", help=sweep)
     text = "go on from this earlier tuning's folder: say what has moved since, and measure only what that changes"
     parser.add_argument("--from", dest="earlier", type=Path, metavar="FOLDER", help=text)
+    parser.add_argument("-v", "--verbose", action="store_true", help="print the strategies that ran, and all notes; the report has both")
     add_command_line(parser)
     parser.epilog = your_script.EPILOG
     parser.set_defaults(interrupted="what ran was stopped; the same command continues after what is complete")
@@ -70,40 +72,43 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tune_script(arguments: argparse.Namespace, command: tuple[str, ...], base: Experiment) -> int:
-    from tuner.script import tune_script
+    from tuner.jobs import Script
+    from tuner.tune import tune
 
-    def kept() -> None:
+    def begun() -> None:
         arguments.interrupted = "the script was stopped; the same command goes on after the last leg that is complete"
 
     say(your_script.budget(base.tune))
     say(your_script.what_runs(base))
     told = your_script.telling((arguments.workdir or Path()).resolve(), arguments.out)
     with told, progress.stages(lines=True) as advance:
-        known = {"out": arguments.out, "workdir": arguments.workdir, "earlier": arguments.earlier}
-        recommendation, folder = tune_script(command, base, **known, progress=advance, kept=kept)
+        script, known = Script(tuple(command), arguments.workdir), {"out": arguments.out, "earlier": arguments.earlier}
+        recommendation, folder = tune(base, script=script, **known, progress=advance, begun=begun)
     return show(recommendation, folder, arguments)
 
 
 def show(recommendation: Recommendation, folder: Path, arguments: argparse.Namespace) -> int:
-    """Write a tuning's report, print the verdict and where everything is."""
+    """Write a tuning's report, and print the answer; the strategies that ran, and all notes, where ``-v`` asks for them."""
     from fleetbench.config import encode
-    from fleetbench.report.html import write_report
+    from fleetbench.report.answer import text_of
+    from fleetbench.report.html import save_report
+    from fleetbench.report.model import read_report
 
-    report = write_report(folder)
+    report = read_report(folder)
+    path = save_report(report, folder)
+    assert report.tune is not None
     if arguments.json:
-        emit(json.dumps(encode(recommendation), indent=1))
-        say(f"recommendation: {folder / 'recommended.toml'}\nreport: {report}")
+        emit(json.dumps({"verdict": recommendation.verdict, "answer": asdict(report.tune.answer)} | encode(recommendation), indent=1))
+        say(f"recommendation: {folder / 'recommended.toml'}\nreport: {path}")
         return 0
-    emit_table(_arms_table(recommendation))
-    said = "\n".join((*recommendation.notes, recommendation.line))
-    for arm in recommendation.arms:
-        if arm.rejected is not None and f"{arm.name} {arm.rejected}" not in said:
-            emit(f"rejected: {arm.name}: {arm.rejected}")
-    for note in recommendation.notes:
-        emit(f"note: {note}")
-    emit(recommendation.line)
-    emit(f"recommendation: {folder / 'recommended.toml'}")
-    emit(f"report: {report}")
+    if arguments.verbose:
+        emit_table(_arms_table(recommendation))
+        for arm in recommendation.arms:
+            if arm.rejected is not None:
+                emit(f"rejected: {arm.name}: {arm.rejected}")
+        for note in recommendation.notes:
+            emit(f"note: {note}")
+    emit(text_of(report.tune.answer, columns()))
     return 0
 
 

@@ -98,7 +98,7 @@ def refuse_workdir(arguments: argparse.Namespace) -> None:
 
 def what_runs(experiment: Experiment) -> str:
     """Said of a tuning before anything is started."""
-    from tuner.real_runs import leg_steps_of
+    from tuner.budget import leg_steps_of
 
     tune = experiment.tune
     least, most = 2 * (tune.finalists + 1), 2 * (3 * tune.finalists + 2)

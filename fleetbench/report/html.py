@@ -18,10 +18,12 @@ def write_report(folder: Path) -> Path:
 
     Raises ``ConfigError`` for a folder that is neither, and ``EnvironmentLacks`` where the disk refuses.
     """
-    folder = Path(folder)
-    page = render(read_report(folder))
-    path = folder / "report.html"
-    write_whole(path, page)
+    return save_report(read_report(Path(folder)), Path(folder))
+
+
+def save_report(report: Report, folder: Path) -> Path:
+    """Write a report that is read already; see ``write_report``."""
+    write_whole(path := folder / "report.html", render(report))
     return path
 
 

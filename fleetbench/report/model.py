@@ -12,6 +12,7 @@ from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.report import units
+from fleetbench.report.answer import Answer, answer_of
 from fleetbench.result import STEPS_FILE, RunResult
 from fleetbench.store import load_run
 from tuner.recommendation import Arm, Recommendation, Trial
@@ -32,6 +33,7 @@ class TuneView:
     """Name of the recommended arm."""
     min_gain: float
     """USE needs the interval's lower end above 1 + ``min_gain``."""
+    answer: Answer
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -117,13 +119,19 @@ def _tune_report(folder: Path) -> Report:
     experiment = Experiment.load(folder / "experiment.toml")
     finalist = recommendation.finalist if recommendation.verdict == "USE" else None
     is_busy = any(run.summary.busy for run in stored)
+    splits = splits_of(_by_arm(runs, recommendation.arms))
     return Report(
         name=recommendation.name,
         headline=recommendation.line + ("; measured on a busy machine" if is_busy else ""),
         good=finalist is not None,
         experiment=recommendation.experiment,
-        tune=TuneView(recommendation=recommendation, chosen=finalist or DEFAULT, min_gain=experiment.tune.min_gain),
-        splits=splits_of(_by_arm(runs, recommendation.arms)),
+        tune=TuneView(
+            recommendation=recommendation,
+            chosen=finalist or DEFAULT,
+            min_gain=experiment.tune.min_gain,
+            answer=answer_of(recommendation, folder, splits),
+        ),
+        splits=splits,
         skipped=_skipped(stored),
         notes=(*recommendation.notes, *missing),
         environment=_environment(stored) if stored else (),

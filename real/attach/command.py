@@ -36,7 +36,7 @@ def run_command(command: Sequence[str], strategy: Path) -> None:
             code = process.wait()
         except KeyboardInterrupt:
             with uninterrupted(), suppress(subprocess.TimeoutExpired):
-                process.send_signal(signal.SIGTERM)  # which a terminal's Ctrl-C has not sent
+                process.send_signal(signal.SIGTERM)  # a terminal has sent SIGINT alone
                 process.wait(_GRACE_S)
             raise
         finally:

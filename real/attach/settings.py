@@ -31,8 +31,10 @@ def own_strategy(model: DistributedDataParallel) -> DistributedStrategy:
 
 
 def combined(ordered: DistributedStrategy, own: DistributedStrategy) -> DistributedStrategy:
-    """The strategy of a file, with what the script says of its model: parameters that a loss may not reach, buffers that stay apart."""
+    """The strategy of a file, with what the script says of unused parameters, of buffers, and of 16 bits on the wire."""
     finds_unused = ordered.find_unused_parameters or own.find_unused_parameters
+    if not (ordered.is_local or ordered.fp16_allreduce or ordered.bf16_allreduce):  # else the file says how gradients travel
+        ordered = ordered.replace(fp16_allreduce=own.fp16_allreduce, bf16_allreduce=own.bf16_allreduce)
     return ordered.replace(find_unused_parameters=finds_unused, broadcast_buffers=ordered.broadcast_buffers and own.broadcast_buffers)
 
 

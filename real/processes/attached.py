@@ -10,6 +10,7 @@ unattached              a process, at its end      why none does
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,10 @@ FOUR_LINES = "the script calls fleet.init itself, and what it gives to it counts
 WAY_OUT = (
     "put fleet's lines into the script: fleet.init(), model = fleet.distributed_model(model), "
     "optimizer = fleet.distributed_optimizer(optimizer), and no DistributedDataParallel"
+)
+_UNCONFIRMED = (
+    "note: no process on this host has said that it trains by the strategy; rank 0's output shows the strategy's box at its first step "
+    "if it does, and without that the script has trained as by itself"
 )
 _SITE = Path(__file__).parents[1] / "attach" / "site"
 _ATTACHED, _UNATTACHED, _SEEN = "attached", "unattached", "seen"
@@ -68,8 +73,11 @@ def check_ordered(strategy: Path) -> None:
 def refuse_unattached(folder: Path, strategy: Path, *, is_elsewhere: bool = False) -> None:
     """Raise ``ConfigError`` where a job has ended and none of its models has taken the strategy."""
     why = why_unattached(folder)
+    if why is not None and is_elsewhere:
+        print(_UNCONFIRMED, file=sys.stderr, flush=True)  # noqa: T201  # a launcher's word
     if why is not None and not is_elsewhere:
         hint = "let it load the file: fleet.init(DistributedStrategy.load(FILE))" if why == FOUR_LINES else WAY_OUT
+        hint = "install fleetbench there: python -m pip install fleetbench" if "cannot import fleetbench" in why else hint
         raise ConfigError(f"was not applied: {why}", "--strategy", str(strategy), hint)
 
 

@@ -188,10 +188,10 @@ def watching(mark: str | None = None) -> Iterator[Load]:
     load.cores = round(found.foreign_cores * found.seconds / max(found.seconds, _SHORT_S), 3)
 
 
-def quietest(measure: Callable[[], T], load_of: Callable[[T], float | None]) -> T:
-    """Measure, again where the machine was busy: the quietest of up to ``TRIES``. ``load_of``: foreign cores during one of them."""
+def quietest(measure: Callable[[], T], load_of: Callable[[T], float | None], tries: int = TRIES) -> T:
+    """Measure, again where the machine was busy: the quietest of up to so many. ``load_of``: foreign cores during one of them."""
     best = measure()
-    for _ in range(TRIES - 1):
+    for _ in range(tries - 1):
         if not is_busy(load_of(best)):
             break
         best = min(best, measure(), key=lambda value: load_of(value) or 0.0)

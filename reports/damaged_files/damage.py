@@ -41,11 +41,10 @@ from fleetbench.result import RunResult
 from fleetbench.store import load_run, save_run
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.vectors import read_vectors, write_vectors
-from real.leg import Leg
-from real.processes.diagnosis import LegFailed
 from sim.run import simulate
+from tuner.evidence import Evidence, Outcome
+from tuner.folder import Folder
 from tuner.recommendation import Recommendation
-from tuner.resumption import Journal
 from tuner.study import open_study, run_trial
 
 HERE = Path(__file__).resolve().parent
@@ -175,14 +174,10 @@ def _tunings(folder: Path) -> Iterator[Case]:
     yield Case("recommended.toml", folder / "recommended.toml", lambda: DistributedStrategy.load(folder / "recommended.toml"))
     yield Case("recommendation.json", folder / "recommendation.json", lambda: Recommendation.load(folder))
 
-    experiment = experiment_of()
-    leg = Leg(strategy=STRATEGY, steps=3)
-    for name, outcome in (("leg", simulate(experiment)), ("failed leg", LegFailed("out of memory", "rank 1"))):
-        journal = Journal(_Runner(outcome), folder / name)
-        with contextlib.suppress(LegFailed):
-            journal.run(leg)
-        for file in sorted((folder / name / "00000").glob("*.json")):
-            yield Case(f"journal/{name}/{file.name}", file, lambda name=name: _replayed(folder / name, leg))
+    failed = Outcome(ran="0123456789abcdef", took_s=1.5, failure=("out of memory", "rank 1", None, None))
+    tuning = Folder((), experiment := experiment_of(), folder)
+    tuning.begin(experiment, Evidence(held_s=3.0, outcomes=(failed,)))
+    yield Case("evidence.json", tuning.path / "evidence.json", lambda: _evidence(tuning))
 
 
 def _objective(trial: Trial) -> float:
@@ -204,31 +199,11 @@ def _studies(folder: Path) -> Iterator[Case]:
     yield Case("study.journal", journal, lambda: _trials(experiment, folder, written))
 
 
-@dataclasses.dataclass
-class _Runner:
-    outcome: RunResult | LegFailed | None
-    startup_s: float = 0.0
-
-    def run(self, leg: Leg) -> RunResult:
-        assert leg.steps
-        if self.outcome is None:
-            raise Anew
-        if isinstance(self.outcome, LegFailed):
-            raise self.outcome
-        return self.outcome
-
-    def together(self, legs: Any) -> None:
-        assert legs
-
-
-def _replayed(folder: Path, leg: Leg) -> object:
-    """What the journal remembers; in a copy, because it forgets what it cannot read."""
-    with tempfile.TemporaryDirectory() as name:
-        copy = shutil.copytree(folder, Path(name) / "legs")
-        try:
-            return _plain(Journal(_Runner(None), copy).run(leg))
-        except LegFailed as failure:
-            return failure.args
+def _evidence(folder: Folder) -> Evidence:
+    """What a tuning that is taken up again knows; it measures anew what it cannot read."""
+    if (found := folder.evidence()) is None:
+        raise Anew
+    return found
 
 
 def _trials(experiment: Experiment, folder: Path, written: Sequence[tuple[Any, ...]] = ()) -> list[tuple[Any, ...]]:

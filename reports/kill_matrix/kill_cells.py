@@ -327,7 +327,7 @@ def _await(cell: Cell, command: subprocess.Popen[bytes], folder: Path) -> int | 
 def _phase_has_come(cell: Cell, folder: Path) -> bool:
     if cell.moment == "saving":
         if cell.command.startswith("tune"):
-            return any(folder.glob("runs/resume-*/draft/recommendation.json")) or any(folder.glob("runs/*-tune-*"))
+            return any(folder.glob("runs/resume-*/recommendation.json")) or any(folder.glob("runs/*-tune-*"))
         return bool(re.search(r"profile: (\d+) of \1\b", (folder / "output").read_text(encoding="utf-8", errors="replace")))
     return bool(re.search(_LINES[cell.moment], (folder / "output").read_text(encoding="utf-8", errors="replace")))
 

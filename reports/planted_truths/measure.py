@@ -26,6 +26,7 @@ from real.job.session import Session
 from tuner.real_runs import RealRuns
 from tuner.recommendation import Pair
 from tuner.sequential import Speedup, paired_speedup
+from tuner.verify import measured_pairs
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent.parent / "examples"
@@ -105,7 +106,7 @@ def remeasure(experiment: Experiment, strategy: DistributedStrategy) -> tuple[Sp
     experiment = experiment.replace(tune=dataclasses.replace(experiment.tune, pairs=6))
     with tempfile.TemporaryDirectory() as folder, Session(experiment) as session:
         legs = RealRuns(experiment=experiment, runner=session, folder=Path(folder), step_s=0.0)
-        pairs = list(legs.pairs("again", strategy))
+        pairs = measured_pairs(experiment, strategy, legs)
     return paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs]), pairs
 
 

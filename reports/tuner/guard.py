@@ -25,9 +25,9 @@ import numpy.typing as npt
 from scipy import stats
 
 from fleetbench.store import machine, versions
-from tuner.sequential import ERROR, Judgement, critical_values, judge, looks, planned, spent
+from tuner.ledger import FIRST_SHARE
+from tuner.sequential import ERROR, Judgement, critical_values, judge, looks, planned, spent, widening
 from tuner.to_target import FEWEST_SEEDS, SPREAD, SPREAD_FREE, Updates
-from tuner.verify import FIRST_SHARE
 
 HERE = Path(__file__).parent
 REPORTS = HERE.parent
@@ -63,6 +63,8 @@ class Kind:
     """One leg in thirty takes longer, by 30 % on average."""
     launches: bool = False
     """Every eight pairs another launch, which favours either strategy by a sixth of the pairs' deviation."""
+    lag_1: float = 0.0
+    """Correlation of neighbouring pairs, of a first-order autoregression."""
 
 
 KINDS = {
@@ -72,8 +74,14 @@ KINDS = {
     "position": Kind(recorded=True, position=True),
     "outliers": Kind(recorded=True, outliers=True),
     "launches": Kind(recorded=True, launches=True),
+    "neighbours 0.2": Kind(lag_1=0.2),
+    "neighbours 0.4": Kind(lag_1=0.4),
     "all": Kind(recorded=True, drift=True, position=True, outliers=True, launches=True),
 }
+
+
+MANY = ("normal", "recorded", "neighbours 0.2", "neighbours 0.4")
+"""Kinds of which an error of 5 % is to show."""
 
 
 def recorded_sets() -> dict[str, list[list[float]]]:
@@ -107,6 +115,8 @@ def drawn(kind: Kind, truths: Floats, deviations: Floats, noise: Floats, generat
     """Log ratios of replays, shape ``(replays, LIMIT)``; legs are in the order A B, B A, A B, ...."""
     shape, scale = (len(truths), LIMIT), deviations[:, None]
     unit = generator.choice(noise, shape) if kind.recorded else generator.normal(size=shape)
+    for pair in range(1, LIMIT if kind.lag_1 else 0):
+        unit[:, pair] = kind.lag_1 * unit[:, pair - 1] + math.sqrt(1 - kind.lag_1**2) * unit[:, pair]
     first = np.where(np.arange(LIMIT) % 2 == 0, 1.0, -1.0)  # 1: the default's leg comes first
     ratios = truths[:, None] + scale * unit
     if kind.drift:
@@ -151,7 +161,8 @@ def at_once(
     critical = [critical_values((*shares,), (*shares.values(),), share * error) for error in (FIRST, ERROR)]
     use, none, covered, stops = np.zeros((4, len(pairs)))
     for number, look in enumerate(shares):
-        mean, step = pairs[:, :look].mean(axis=1) + mean_updates, pairs[:, :look].std(axis=1, ddof=1) / math.sqrt(look)
+        mean = pairs[:, :look].mean(axis=1) + mean_updates
+        step = pairs[:, :look].std(axis=1, ddof=1) * widening(pairs[:, :look]) / math.sqrt(look)
         low, high = (np.hypot(one[number] * step, of_updates) for one, of_updates in zip(critical, half, strict=True))
         off = mean - math.log1p(MIN_GAIN)
         of_pairs, of_updates = (np.where(off > 0, *ends) for ends in ([one[number] * step for one in critical], half))
@@ -184,7 +195,7 @@ def grid(replays: int, noise: Floats) -> list[dict[str, Any]]:
         for gain in TRUTHS:
             for deviation in DEVIATIONS:
                 generator = np.random.default_rng([number, round(1000 * gain), round(1000 * deviation)])
-                count = 4 * replays if gain == 1 + MIN_GAIN and name in ("normal", "recorded") else replays  # errors of 5 % show in many
+                count = 4 * replays if gain == 1 + MIN_GAIN and name in MANY else replays  # errors of 5 % show in many
                 truths = np.full(count, math.log(gain))
                 ratios = drawn(kind, truths, np.full(count, deviation), noise, generator)
                 found = [judged(row) for row in ratios.tolist()]

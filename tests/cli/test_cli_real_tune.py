@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,16 +147,19 @@ def tunes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tunes")
 def test_tune_ends_with_the_verdict_and_the_paths(command: Callable, layers: Path, tmp_path: Path) -> None:
-    """KEEP DEFAULT is success; the report is written; step times stand side by side with their error; void legs are counted."""
+    """KEEP DEFAULT is success; the report is written; ``-v`` has step times side by side with their error, void legs and notes."""
     ended = command("tune", layers, "--out", tmp_path / "runs")
     folder = tmp_path / "runs" / "layers-tune"
     assert ended.code == 0
-    assert ended.out.splitlines()[-3:] == [
-        "KEEP DEFAULT: nothing was faster",
-        f"recommendation: {folder / 'recommended.toml'}",
-        f"report: {folder / 'report.html'}",
-    ]
+    lines = ended.out.splitlines()
+    assert lines[0] == "KEEP DEFAULT"
+    assert "  why       nothing was faster" in lines
+    details = f"details {folder / 'report.html'}: 2 strategies run, 0 simulated, and what was not searched"
+    assert " ".join(ended.out.split()).endswith(details)
+    assert "threads were not searched" not in ended.out
     assert '<td class="n">2, 1 void</td>' in (folder / "report.html").read_text()
+    shutil.rmtree(folder)
+    ended = command("tune", layers, "-v", "--out", tmp_path / "runs")
     default, candidate = (
         [cell.strip() for cell in row.split("│")[2:6]] for row in ended.out.splitlines() if row.startswith(("│ d", "│ c"))
     )
@@ -166,27 +170,12 @@ def test_tune_ends_with_the_verdict_and_the_paths(command: Callable, layers: Pat
 
 
 @pytest.mark.usefixtures("tunes")
-def test_what_the_verdict_says_of_an_arm_is_said_once(
-    command: Callable, layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rejection that is its reason, or a note, has no line of its own; the arm of Fleet's advice is called so."""
-    rejected = dataclasses.replace(RECOMMENDATION.arms[1], name="advice")
-    arms = (*RECOMMENDATION.arms, rejected, dataclasses.replace(rejected, name="candidate 2"))
-    said = {
-        "reason": "what is faster was rejected: advice misses the target",
-        "notes": ("candidate 2 misses the target: not to be used either",),
-    }
-    monkeypatch.setitem(globals(), "RECOMMENDATION", dataclasses.replace(RECOMMENDATION, arms=arms, **said))
-    ended = command("tune", layers, "--out", tmp_path / "runs")
-    assert [line for line in ended.out.splitlines() if line.startswith("rejected: ")] == ["rejected: candidate 1: misses the target"]
-    assert ended.out.count("misses the target") == 3
-    assert "│ Fleet's advice │" in ended.out
-
-
-@pytest.mark.usefixtures("tunes")
 def test_tune_prints_the_recommendation_as_json(command: Callable, layers: Path, tmp_path: Path) -> None:
-    """Exactly what recommendation.json holds but for its digest, and nothing else on stdout."""
+    """The verdict and the answer first, then exactly what recommendation.json holds but for its digest, and nothing else on stdout."""
     ended = command("tune", layers, "--json", "--out", tmp_path / "runs")
     stored = (tmp_path / "runs" / "layers-tune" / "recommendation.json").read_text(encoding="utf-8")
-    assert json.loads(ended.out) == read_json(stored)
+    said = json.loads(ended.out)
+    assert [*said][:2] == ["verdict", "answer"]
+    assert said.pop("answer")["verdict"] == "KEEP DEFAULT"
+    assert said == read_json(stored)
     assert "report.html" in ended.err

@@ -33,8 +33,8 @@ def _command(where: str, out: Path) -> list[str]:
 
 def _legs(out: Path) -> list[str]:
     """Runs of the legs that a tuning has kept so far, in the order in which they were run."""
-    entries = sorted(path.parent for path in out.glob("resume-*/legs/*/leg.json"))
-    return [run.name for entry in entries for run in entry.iterdir() if run.is_dir()]
+    kept = [json.loads(path.read_text())["outcomes"] for path in out.glob("resume-*/evidence.json")]
+    return [outcome["run"] for outcomes in kept for outcome in outcomes if "run" in outcome]
 
 
 def _driver(job: subprocess.Popen[bytes], where: str) -> psutil.Process:

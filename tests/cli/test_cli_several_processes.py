@@ -13,7 +13,8 @@ import pytest
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from real.job import inside
-from tuner import script
+from tuner import tune
+from tuner.jobs import Script
 
 
 @pytest.fixture
@@ -33,11 +34,11 @@ def test_the_experiments_own_workload_is_tuned(command: Callable, tmp_path: Path
     """Each trainer trains it, overrides included, and hands over the file's strategy itself."""
     asked: list[tuple[tuple[str, ...], Experiment]] = []
 
-    def tune_script(words: tuple[str, ...], base: Experiment, **_: Any) -> None:
-        asked.append((words, base))
+    def tuned(base: Experiment, *, script: Script, **_: Any) -> None:
+        asked.append((script.command, base))
         raise _Tuned
 
-    monkeypatch.setattr(script, "tune_script", tune_script)
+    monkeypatch.setattr(tune, "tune", tuned)
     path = tmp_path / "e.toml"
     path.write_text('schema = 1\nname = "own"\n[strategy]\nnccl_comm_num = 2\nsync_nccl_allreduce = false\n')
     with pytest.raises(_Tuned):

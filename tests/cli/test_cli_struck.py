@@ -58,8 +58,8 @@ def _struck(folder: Path) -> set[str]:
 
 def _legs(folder: Path) -> set[str]:
     """Runs that a tuning has kept so far."""
-    entries = [path.parent for path in folder.glob("runs/resume-*/legs/*/leg.json")]
-    return {run.name for entry in entries for run in entry.iterdir() if run.is_dir()}
+    kept = [json.loads(path.read_text())["outcomes"] for path in folder.glob("runs/resume-*/evidence.json")]
+    return {outcome["run"] for outcomes in kept for outcome in outcomes if "run" in outcome}
 
 
 def _found(folder: Path, done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import pytest
 from fleetbench.cli.your_script import REGISTRY_SCRIPT, require_script, split_command
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
-from tuner import script
+from tuner import tune
+from tuner.jobs import Script
 from tuner.recommendation import Recommendation
 
 
@@ -82,11 +83,11 @@ def test_without_a_file_the_built_in_settings_hold(command: Callable, tmp_path: 
     """The name is the script's; ``--set`` changes what it says; the target is what the user names."""
     asked: list[tuple[tuple[str, ...], Experiment, dict[str, Any]]] = []
 
-    def tune_script(words: tuple[str, ...], base: Experiment, **rest: Any) -> tuple[Recommendation, Path]:
-        asked.append((words, base, rest))
+    def tuned(base: Experiment, *, script: Script, **rest: Any) -> tuple[Recommendation, Path]:
+        asked.append((script.command, base, rest))
         raise _Tuned
 
-    monkeypatch.setattr(script, "tune_script", tune_script)
+    monkeypatch.setattr(tune, "tune", tuned)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my train.py").touch()
     for extra in ([], ["--set", "name=mine"]):

@@ -23,7 +23,8 @@ victim, out, marks = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 
 def kept() -> int:
     """Legs that the tuning has on disk."""
-    return len(list(out.glob("resume-*/legs/*/leg.json"))) if list(out.glob("resume-*/experiment.toml")) else -1
+    kept = [json.loads(path.read_text(encoding="utf-8")) for path in out.glob("resume-*/evidence.json")]
+    return len(kept[0].get("outcomes", ())) if kept else -1
 
 
 def strike(place: str) -> None:
@@ -53,8 +54,9 @@ all_reduce, broadcast, change = dist.all_reduce, Communicators.broadcast, Engine
 def struck_reduce(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
     """An all-reduce; strikes while a bucket's, or that of an averaging, is under way."""
     work = all_reduce(tensor, *arguments, **named)
-    if work is not None and not work.is_completed() and (engine := getattr(fleet._job, "engine", None)) is not None:
-        strike("averaging" if engine.strategy.is_local else "bucket")
+    engines = [] if fleet._job is None else fleet._job.models.engines
+    if work is not None and not work.is_completed() and engines:
+        strike("averaging" if engines[0].strategy.is_local else "bucket")
     return work
 
 

@@ -65,7 +65,7 @@ def test_strategies_that_differ_by_rank_are_refused(found: dict[str, list[Found]
         assert str(rank["refused"]).startswith("the strategy: differs between rank 0 and rank 1 (got nothing on rank 0, nccl_comm_num = 2")
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", _of("refused: "))
 def test_what_cannot_be_right_is_refused(found: dict[str, list[Found]], case: str) -> None:
     """By name, on every rank, at once."""
@@ -74,7 +74,7 @@ def test_what_cannot_be_right_is_refused(found: dict[str, list[Found]], case: st
         assert rank["after_s"] < SOON_S
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", _of("trained: "))
 def test_what_is_right_is_trained(found: dict[str, list[Found]], case: str) -> None:
     """Beside what is refused lies what DDP trains, and it is trained to the same end."""

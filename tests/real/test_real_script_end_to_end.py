@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,11 @@ from real.processes.diagnosis import LegLost
 from real.processes.place import sweep
 from real.profile.measuring import profile_script
 from sim.run import simulate
-from tuner.real_runs import RealRuns
-from tuner.script import tune_script
+from tuner.evidence import Evidence, Run
+from tuner.jobs import Script
+from tuner.ledger import Ledger, Wanted
+from tuner.recommendation import Arm
+from tuner.tune import tune
 from tuner.ways import OUTER
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_digits.py"
@@ -129,8 +133,13 @@ def test_a_run_to_the_target_trains_as_an_ordinary_launch(script: Path, tmp_path
     with forked_launches():
         launch_script(2, [str(told), str(tmp_path / "strategy.toml")], log_dir=tmp_path / "log", echo=lines.append)
         with ScriptSession(launched(script, tmp_path), base) as session:
-            legs = RealRuns(experiment=session.experiment, runner=session, folder=tmp_path, step_s=0.01)
-            table = legs.run("one", strategy, steps=40, start="initial", evaluate=True).steps
+            with pytest.raises(Wanted) as wanted:
+                Ledger(session.experiment, Evidence(), 0.01).run_to_target(
+                    Arm(name="one", strategy=strategy, simulated_s=0.01), 0, "target"
+                )
+            (request,) = [wanted.value.request]
+            assert isinstance(request, Run)
+            table = session.run(replace(request.leg, steps=40)).steps
     expected = [float(line.split()[1]) for line in b"".join(lines).decode().splitlines() if line.startswith("loss ")]
     assert table.loc[table["rank"] == 0, "loss"].tolist() == pytest.approx(expected[:40], rel=1e-6)
 
@@ -211,7 +220,7 @@ def test_a_tuning_of_the_example_has_a_verdict(tmp_path: Path) -> None:
     """The example as it is, 280 steps a launch: profile, search, trials and pairs by one command, in under six minutes."""
     base = Experiment.from_dict({"name": "digits", "tune": {"trials": 30, "leg_steps": 30, "pairs": 3}, "run": {"warmup_steps": 5}})
     begin_s = time.monotonic()
-    found, folder = tune_script(launched(EXAMPLE, tmp_path), base, out=tmp_path / "runs", seconds=1.0)
+    found, folder = tune(base, script=Script(tuple(launched(EXAMPLE, tmp_path)), seconds=1.0), out=tmp_path / "runs")
     assert time.monotonic() - begin_s < 360
     assert found.verdict in ("USE", "KEEP DEFAULT")
     assert DistributedStrategy.load(folder / "recommended.toml") == found.strategy

@@ -126,7 +126,6 @@ def kill_server(forks: ForkedLaunches, when: object) -> threading.Thread:
     return thread
 
 
-@pytest.mark.slow
 def test_a_killed_server_is_started_again_from_its_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_launches: ForkedLaunches
 ) -> None:

@@ -106,7 +106,7 @@ def test_keep_default_makes_a_page_too(tmp_path: Path, stored: bool) -> None:
     recommendation.save(folder)
     (folder / "experiment.toml").write_text(Experiment().to_toml(), encoding="utf-8")
     text = _read(write_report(folder)).text
-    assert "KEEP DEFAULT: nothing was faster" in text
+    assert "KEEP DEFAULT" in text
     assert text.count("nothing was faster") == 1
 
 

@@ -15,10 +15,12 @@ from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
-from tuner.earlier import Earlier, Held
-from tuner.real_runs import ROUNDS, RealRuns
-from tuner.recommendation import Arm, Pair, Recommendation
-from tuner.resumption import inputs_of
+from real.processes.diagnosis import LegFailed
+from tuner.evidence import ROUNDS, Evidence
+from tuner.folder import Earlier, inputs_of
+from tuner.ledger import Ledger
+from tuner.real_runs import RealRuns
+from tuner.recommendation import Arm, Recommendation
 from tuner.sequential import gone
 from tuner.tune import tune
 from tuner.verify import verify
@@ -71,28 +73,44 @@ def test_a_larger_space_measures_what_is_new_beside_the_default(first: tuple[Exp
 
 
 @pytest.mark.parametrize(
-    ("change", "moved", "held"),
+    ("change", "moved", "legs", "fresh"),
     [
-        (lambda data: data["cluster"]["inter"].update(bandwidth="10 Gbit/s"), "cluster.inter.bandwidth", (False, False, False)),
-        (lambda data: data["workload"].update(batch_size=9), "workload.batch_size", (False, False, False)),
-        (lambda data: data["workload"].update(eval_every=7), "workload.eval_every", (True, False, True)),
-        (lambda data: data["tune"].update(pairs=6), "tune.pairs", (True, True, False)),
-        (lambda data: data["tune"].update(min_gain=0.03), "tune.min_gain", (True, True, False)),
-        (lambda data: data["tune"].update(metric="accuracy"), "tune.metric", (True, False, True)),
-        (lambda data: data["tune"].update(leg_steps=6), "tune.leg_steps", (False, False, False)),
-        (lambda data: data["run"].update(seed=1), "run.seed", (False, False, False)),
+        (lambda data: data["cluster"]["inter"].update(bandwidth="10 Gbit/s"), "cluster.inter.bandwidth", False, True),
+        (lambda data: data["workload"].update(batch_size=9), "workload.batch_size", False, True),
+        (lambda data: data["workload"].update(eval_every=7), "workload.eval_every", True, False),
+        (lambda data: data["tune"].update(pairs=6), "tune.pairs", True, True),
+        (lambda data: data["tune"].update(min_gain=0.03), "tune.min_gain", True, True),
+        (lambda data: data["tune"].update(leg_steps=6), "tune.leg_steps", False, True),
+        (lambda data: data["run"].update(seed=1), "run.seed", False, True),
     ],
 )
-def test_what_has_moved_decides_what_holds(
-    first: tuple[Experiment, Tuned], change: Callable[[dict[str, dict[str, dict[str, object]]]], None], moved: str, held: tuple[bool, ...]
+def test_what_has_moved_decides_what_is_measured_again(
+    first: tuple[Experiment, Tuned],
+    change: Callable[[dict[str, dict[str, dict[str, object]]]], None],
+    moved: str,
+    legs: bool,  # whether those that rank hold
+    fresh: bool,  # whether there are new pairs
+    tmp_path: Path,
 ) -> None:
-    """Of emulated trainers, whose legs follow the links."""
+    """Of emulated trainers, whose legs follow the links; pairs are judged again where what they are judged by has moved."""
     experiment, (_, folder, _) = first
     data = encode(experiment)
     change(data)
-    found = Earlier.load(folder).beside(Experiment.from_dict(data), inputs_of(()))
-    assert [line.split()[0] for line in found.moved] == [moved]
-    assert (found.legs, found.targets, found.has_pairs) == held
+    found, _, runner = tuned(Experiment.from_dict(data), tmp_path, folder)
+    assert any(f"moved: {moved} " in note for note in found.notes)
+    assert any(leg.window < ROUNDS for leg in runner.legs) is not legs
+    assert any(leg.window >= ROUNDS for leg in runner.legs) is fresh
+
+
+def test_runs_to_another_target_are_run_again(tmp_path: Path) -> None:
+    """Each is found by what it was to reach: another target has other runs, and the same legs; the same target has the same runs."""
+    experiment = target_experiment(**FEW, fuse_grad_size_in_MB=(32.0,), local_steps=(1, 4))
+    _, folder, before = tuned(experiment, tmp_path / "first")
+    assert any(leg.evaluate for leg in before.legs)
+    for target in (0.5, 0.6):
+        asked = experiment.replace(workload=replace(experiment.workload, target_loss=target))
+        _, _, runner = tuned(asked, tmp_path / str(target), folder)
+        assert {leg.evaluate for leg in runner.legs} == ({True} if target == 0.6 else set())
 
 
 def test_links_of_real_machines_and_layer_times_move_no_legs(tmp_path: Path) -> None:
@@ -102,18 +120,19 @@ def test_links_of_real_machines_and_layer_times_move_no_legs(tmp_path: Path) -> 
     script.write_text("one")
     _, folder, _ = tuned(experiment, tmp_path / "runs")
     earlier, inputs = Earlier.load(folder), inputs_of(())
-    assert earlier.beside(experiment, inputs).moved == ()
+    evidence, note = earlier.beside(experiment, inputs)
+    assert evidence.earlier
+    assert "moved: nothing. Taken from it: legs, runs to the target" in note
     cluster = replace(experiment.cluster, intra=replace(experiment.cluster.intra, bandwidth=10**10))  # type: ignore[type-var]  # declared
-    faster = earlier.beside(experiment.replace(cluster=cluster), inputs)
-    assert (faster.legs, faster.targets) == (True, True)
+    assert earlier.beside(experiment.replace(cluster=cluster), inputs)[0] == evidence
     profile = Path(experiment.workload.profile or "")
     profile.write_text("\n".join(profile.read_text().splitlines()[1:]).replace("1 ms", "3 ms"))
-    slower = earlier.beside(experiment, inputs)
-    assert slower.moved == ("layer times, of a step 30 -> 50 ms",)
-    assert slower.legs
-    other = earlier.beside(experiment, inputs_of(("python", str(script))))
-    assert other.moved[-2:] == ("the command", "the files")
-    assert not other.legs
+    slower, note = earlier.beside(experiment, inputs)
+    assert slower == evidence
+    assert "moved: layer times, of a step 30 -> 50 ms. Taken" in note
+    other, note = earlier.beside(experiment, inputs_of(("python", str(script))))
+    assert "; the command; the files. Taken from it: nothing" in note
+    assert other == Evidence()
 
 
 def test_a_script_that_has_not_changed_keeps_its_profile(tmp_path: Path) -> None:
@@ -139,21 +158,6 @@ def test_a_folder_that_is_no_tuning_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_legs_of_another_pace_are_run_again(tmp_path: Path) -> None:
-    """Adaptive K to another target has other rounds in the mean, so the fixed K that its legs ran is not what has its seconds now."""
-    strategy = DistributedStrategy(adaptive_localsgd=True)
-    eight, two = (DistributedStrategy().replace(localsgd=True, localsgd_configs={"k_steps": k}) for k in (8, 2))
-    arm = Arm(name="candidate 1", strategy=strategy, simulated_s=0.01, paced_by=eight, ratio=0.5, measured_s=(0.01,))
-    pairs = (Pair(default_s=2.0, finalist_s=1.0, default_first=True),)
-    known = Recommendation(
-        experiment="0123abcd", name="x", verdict="USE", reason="none", strategy=strategy, arms=(arm,), finalist=arm.name, pairs=pairs
-    )
-    held = Held(earlier=Earlier(tmp_path, known, layers_experiment(), {}), moved=(), legs=True, targets=True, has_pairs=True)
-    assert (held.arm(arm), held.compared(arm)) == (arm, known)
-    other = replace(arm, paced_by=two)
-    assert (held.arm(other), held.compared(other)) == (None, None)
-
-
 FUSED = DistributedStrategy(fuse_grad_size_in_MB=1.0)
 MEAN, SPREAD = 0.0344, (0.035, -0.01, 0.03, -0.015, 0.04, -0.02, 0.03, -0.01)
 """Of the log ratios of pairs, and each one's distance from it."""
@@ -167,50 +171,124 @@ class Paired(FakeRunner):
 
     def run(self, leg: Leg) -> RunResult:
         """See ``Runner``."""
-        gain = 0.1 if leg.window < ROUNDS else self.mean + SPREAD[leg.window - ROUNDS]
+        gain = 0.1 if leg.window < ROUNDS else self.mean + SPREAD[(leg.window - ROUNDS) % len(SPREAD)]
         self.noise = lambda _: math.exp(-gain) if leg.strategy == FUSED else 1.0
         return super().run(leg)
 
 
-def in_a_budget(num_legs: int, mean: float, folder: Path, earlier: Recommendation | None = None, **held: bool) -> Recommendation:
+Found = tuple[Recommendation, Evidence, Paired]
+
+
+def inherited(earlier: Evidence, experiment: Experiment) -> Evidence:
+    """What a tuning of an experiment that goes on from an earlier one begins with."""
+    return earlier.inherited(experiment.tune.pairs, experiment.tune.min_gain)
+
+
+def in_a_budget(num_legs: int, mean: float, folder: Path, earlier: Evidence | None = None, **changes: object) -> Found:
     """The verdict on small buckets where a budget has room for so many legs, after an earlier one, if any."""
-    experiment = layers_experiment(pairs=48, budget_minutes=num_legs / 6)
+    used = changes.pop("used", FUSED)
+    experiment = layers_experiment(**{"pairs": 48, "budget_minutes": num_legs / 6} | changes)
     runner = Paired(experiment, lambda _: 0.01, mean=mean)
     now = iter(10.0 * ((number + 1) // 2) for number in range(100))
-    legs = RealRuns(experiment=experiment, runner=runner, folder=folder, step_s=1.0, clock=lambda: next(now))
-    arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("one", FUSED))]
-    holds = {"legs": True, "targets": True, "has_pairs": True} | held
-    before = None if earlier is None else Held(earlier=Earlier(folder, earlier, experiment, {}), moved=(), **holds)
-    return verify(experiment, arms, legs, held=before)
+    known = Evidence() if earlier is None else inherited(earlier, experiment)
+    legs = RealRuns(experiment=experiment, runner=runner, folder=folder, step_s=1.0, clock=lambda: next(now), evidence=known)
+    arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("one", used))]
+    return verify(experiment, arms, legs), legs.evidence, runner  # type: ignore[arg-type]  # strategies
 
 
 @pytest.mark.slow
 def test_a_larger_budget_goes_on_with_the_error_that_is_left(tmp_path: Path) -> None:
     """Three pairs were undecided; a larger budget has five. Student's t of these is 95 % sure; the look at three has left less."""
-    three = in_a_budget(10, MEAN, tmp_path / "three")
+    three, evidence, _ = in_a_budget(10, MEAN, tmp_path / "three")
     assert (three.verdict, three.undecided, len(three.pairs), three.ended) == ("KEEP DEFAULT", True, 3, (3,))
     assert "--from goes on with the error that is left, up to 48 pairs, which would prove a gain above" in three.reason
     assert (three.error, three.error_left) == (pytest.approx(0.85 * 0.05), pytest.approx(0.15 * 0.05))
-    five = in_a_budget(4, MEAN, tmp_path / "five", three)
+    five, _, _ = in_a_budget(4, MEAN, tmp_path / "five", evidence)
     assert stats.ttest_1samp([MEAN + one for one in SPREAD[:5]], math.log(1.02), alternative="greater").pvalue < 0.04
     assert five.pairs[:3] == three.pairs
     assert (five.undecided, len(five.pairs), five.ended) == (True, 5, (3, 5))
-    assert (five.error, five.error_left) == (three.error, three.error_left)
+    assert (five.error, five.error_left) == (three.error, pytest.approx(three.error_left))
 
 
 @pytest.mark.slow
 def test_what_an_earlier_finalist_has_spent_is_gone(tmp_path: Path) -> None:
-    """Fresh pairs of it have what its looks had not spent, and what was left beside it; another finalist has that alone; all is 5 %."""
-    three = in_a_budget(10, MEAN, tmp_path / "three")
-    again = in_a_budget(6, MEAN, tmp_path / "again", three, has_pairs=False)
+    """Where it is judged otherwise it has what its looks had not spent; another has what was left beside it alone; all is 5 %."""
+    three, evidence, _ = in_a_budget(10, MEAN, tmp_path / "three")
+    again, _, _ = in_a_budget(10, MEAN, tmp_path / "again", evidence, min_gain=0.03)
     unspent = three.error * (1 - gone(3, 48, (3,)))
     assert 0.4 * three.error < unspent < 0.5 * three.error
     assert again.error == pytest.approx(0.85 * (three.error_left + unspent))
-    other = in_a_budget(6, MEAN, tmp_path / "other", replace(three, finalist="default"))
+    other, _, _ = in_a_budget(10, MEAN, tmp_path / "other", evidence, used=DistributedStrategy(fuse_grad_size_in_MB=4.0))
     assert other.error == pytest.approx(0.85 * three.error_left)
     assert other.error + other.error_left + three.error == pytest.approx(0.05)
-    new = in_a_budget(10, MEAN, tmp_path / "new", three, legs=False, has_pairs=False)
-    assert new.error == three.error
+
+
+def test_settings_that_come_back_spend_no_error_twice(tmp_path: Path) -> None:
+    """Judged at 2 %, then at 3 %, and at 2 % again: all looks together have 5 %, however often they come back."""
+    evidence, spent = None, 0.0
+    for number, gain in enumerate((0.02, 0.03, 0.02, 0.03)):
+        found, evidence, _ = in_a_budget(10, MEAN, tmp_path / str(number), evidence, min_gain=gain)
+        assert found.error > 0
+        assert found.error_left >= 0
+        begun = [one for one in evidence.comparisons if not one.closed]
+        assert sum(one.error for one in evidence.comparisons) + found.error_left == pytest.approx(0.05)
+        assert [one.min_gain for one in begun] == [gain]
+        spent = sum(one.error for one in evidence.comparisons if one.closed)
+    assert 0 < spent < 0.05
+
+
+def test_a_finalist_that_failed_leaves_no_more_error_to_a_tuning_that_goes_on(tmp_path: Path) -> None:
+    """Its looks have spent what they have; the second finalist's share is of the rest, and a third one's of what is left then."""
+    other = DistributedStrategy(fuse_grad_size_in_MB=4.0)
+    experiment = layers_experiment(pairs=8)
+
+    class Failing(FakeRunner):
+        def run(self, leg: Leg) -> RunResult:
+            if leg.strategy == FUSED and leg.window == ROUNDS + 5:
+                raise LegFailed("out of memory", "rank 1")
+            self.noise = lambda number: 1 + 0.1 * (-1) ** number
+            return super().run(leg)
+
+    arms = [
+        Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("one", FUSED), ("two", other))
+    ]
+    runner = Failing(experiment, lambda one: {FUSED: 0.0095, other: 0.0096}.get(one, 0.01))
+    legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01)
+    found = verify(experiment, arms, legs)
+    assert "failed on rank 1" in (found.arms[1].rejected or "")
+    known = inherited(legs.evidence, experiment)
+    assert sum(one.error for one in known.comparisons) <= 0.05
+    assert [one.closed for one in known.comparisons] == [True, False]
+    assert Ledger(experiment, known, 0.01).error_left() == pytest.approx(found.error_left)
+
+
+def test_what_was_void_is_measured_again(tmp_path: Path) -> None:
+    """Two of the six legs of pairs were: the tuning that goes on has two pairs more, after those that were looked at."""
+    experiment = layers_experiment(pairs=3)
+    arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("one", FUSED))]
+    runner = FakeRunner(experiment, formula, void=lambda number: number in (4, 7))
+    legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=1.0)
+    assert len(verify(experiment, arms, legs).pairs) == 1
+    again = FakeRunner(experiment, formula)
+    later = RealRuns(experiment=experiment, runner=again, folder=tmp_path, step_s=1.0, evidence=inherited(legs.evidence, experiment))
+    assert len(verify(experiment, arms, later).pairs) == 3
+    assert [leg.window for leg in again.legs] == [5, 5, 6, 6]
+
+
+def test_legs_of_another_pace_are_run_again(tmp_path: Path) -> None:
+    """Adaptive K to another target has other rounds in the mean, so the fixed K that its legs ran is not what has its seconds now."""
+    experiment, strategy = target_experiment(pairs=4), DistributedStrategy(adaptive_localsgd=True)
+    known = Evidence()
+    for k_steps in (8, 8, 2):
+        paced = DistributedStrategy().replace(localsgd=True, localsgd_configs={"k_steps": k_steps})
+        arms = [Arm(name="default", strategy=DistributedStrategy(), simulated_s=0.01)]
+        arms.append(Arm(name="candidate 1", strategy=strategy, simulated_s=0.01, paced_by=paced))
+        runner = FakeRunner(experiment, formula)
+        legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, evidence=known)
+        verify(experiment, arms, legs)
+        ran = {leg.strategy.local_steps for leg in runner.legs if not leg.evaluate}
+        assert ran == (set() if known.earlier and k_steps == 8 else {1, k_steps})
+        known = inherited(legs.evidence, experiment)
 
 
 def test_seeds_that_were_judged_are_no_more_in_a_tuning_that_goes_on(tmp_path: Path) -> None:
@@ -218,20 +296,20 @@ def test_seeds_that_were_judged_are_no_more_in_a_tuning_that_goes_on(tmp_path: P
     local = DistributedStrategy().replace(localsgd=True, localsgd_configs={"k_steps": 16})
     more = (1.2, 1.7, 2.4, 1.4, 2.0, 1.2, 1.2, 1.2)
 
-    def found(seeds: int, folder: Path, earlier: Recommendation | None = None) -> tuple[Recommendation, list[int | None]]:
+    def found(seeds: int, folder: Path, earlier: Evidence | None = None) -> tuple[Recommendation, list[int | None], Evidence]:
         experiment = target_experiment(target_seeds=seeds)
         experiment = experiment.replace(run=replace(experiment.run, device="cpu"))
         updates = lambda leg: (80.0 + (leg.seed or 0)) * (more[leg.seed or 0] if leg.strategy.localsgd else 1.0)  # noqa: E731  # one line
         runner = FakeRunner(experiment, lambda one: 0.01 / (2 if one.localsgd else 1), updates=updates)
         arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("one", local))]
-        held = earlier and Held(earlier=Earlier(folder, earlier, experiment, {}), moved=(), legs=True, targets=True, has_pairs=True)
-        legs = RealRuns(experiment=experiment, runner=runner, folder=folder, step_s=0.01)
-        return verify(experiment, arms, legs, held=held), [leg.seed for leg in runner.legs if leg.evaluate]
+        known = Evidence() if earlier is None else inherited(earlier, experiment)
+        legs = RealRuns(experiment=experiment, runner=runner, folder=folder, step_s=0.01, evidence=known)
+        return verify(experiment, arms, legs), [leg.seed for leg in runner.legs if leg.evaluate], legs.evidence
 
-    five, _ = found(5, tmp_path / "five")
+    five, _, evidence = found(5, tmp_path / "five")
     assert (five.undecided, five.seeds) == (True, 5)
-    eight, ran = found(8, tmp_path / "eight", five)
+    eight, ran, _ = found(8, tmp_path / "eight", evidence)
     assert (ran, eight.seeds, eight.line) == ([], 5, five.line)
-    three, _ = found(3, tmp_path / "three")
-    later, ran = found(8, tmp_path / "later", three)
+    _, _, evidence = found(3, tmp_path / "three")
+    later, ran, _ = found(8, tmp_path / "later", evidence)
     assert (ran, later.seeds) == ([seed for seed in range(3, 8) for _ in range(2)], 8)

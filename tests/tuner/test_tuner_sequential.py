@@ -44,6 +44,17 @@ def test_one_look_is_students_t(limit: int) -> None:
     assert (math.log(found.speedup.low), math.log(found.speedup.high)) == pytest.approx((expected.low, expected.high))
 
 
+@pytest.mark.parametrize(("lag_1", "most"), [(0.0, 0.05), (0.2, 0.06), (0.4, 0.08)])
+def test_pairs_that_resemble_their_neighbours_are_not_taken_for_independent(lag_1: float, most: float) -> None:
+    """Exactly at ``min_gain``, with the error of a first finalist: a USE is as rare as asked for; without a word on it 10 and 17 % are."""
+    ratios = drawn(0.0, 1.0, 2000, seed=8)
+    for pair in range(1, 48):
+        ratios[:, pair] = lag_1 * ratios[:, pair - 1] + math.sqrt(1 - lag_1**2) * ratios[:, pair]
+    used = np.mean([judged(row, error=0.85 * ERROR).verdict == "USE" for row in (GAIN + 0.06 * ratios).tolist()])
+    assert used < most + 2 * math.sqrt(most * (1 - most) / 2000)
+    assert used > most / 4, "nor is it a verdict that never comes"
+
+
 def test_the_error_of_all_looks_is_the_one_that_was_asked_for() -> None:
     """Twenty thousand sequences of fresh normal ratios: each end is crossed in 5 %, and up to a look in what it may spend."""
     at, ratios = looks(48), drawn(0.0, 1.0, 20_000, seed=5)

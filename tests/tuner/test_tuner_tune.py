@@ -18,7 +18,7 @@ from fleetbench.result import RunResult
 from fleetbench.store import load_run
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from real.leg import Leg
-from tuner.real_runs import leg_steps_of, seeds_of
+from tuner.budget import leg_steps_of, seeds_of
 from tuner.recommendation import Recommendation
 from tuner.served import search_modes, shortened
 from tuner.space import name_of
@@ -149,7 +149,8 @@ def test_a_worker_that_dies_leaves_no_recommendation(tmp_path: Path) -> None:
 
     with pytest.raises(WorkerFailed):
         tune(experiment, out=tmp_path, runner=Dying(), simulate=FakeSimulate(formula))
-    (folder,) = tmp_path.glob("planted-tune-*")
+    assert not list(tmp_path.glob("planted-tune-*"))
+    (folder,) = tmp_path.glob("resume-planted-*")
     with pytest.raises(ConfigError, match="no recommendation"):
         Recommendation.load(folder)
 

@@ -22,8 +22,8 @@ from fleetbench.quantities import counted, hours_or_days
 from fleetbench.result import RunResult, parts_of
 from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
+from tuner.budget import seeds_of
 from tuner.learning import Learn, by_virtual_trainers
-from tuner.real_runs import seeds_of
 from tuner.recommendation import changes_of
 from tuner.simulated import candidates
 from tuner.simulated.assumptions import assumptions, changed

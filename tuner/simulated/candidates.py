@@ -25,8 +25,8 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate
+from tuner.budget import seeds_of
 from tuner.learning import Learn, Progress
-from tuner.real_runs import seeds_of
 from tuner.search import StepS, Tried, Window, search
 from tuner.search import shortened as of_collectives
 from tuner.served import search_modes

@@ -1,0 +1,176 @@
+"""Answer: what a tuning says, as a reader wants it: the verdict, what is gained and what that rests on, why, and how to use it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fleetbench.quantities import counted
+from fleetbench.report import units
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.target import median_arrival
+from tuner.recommendation import Arm, Recommendation, TargetCheck, changes_of
+from tuner.space import name_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_TRAINS = ("localsgd", "adaptive_localsgd", "gradient_merge")
+_LEAST_SHARE = 0.05
+"""Of a step, that is worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure of the default and of another strategy, spelled."""
+
+    what: str
+    today: str
+    other: str
+    gain: str = ""
+    rests_on: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A tuning's answer, spelled."""
+
+    verdict: str
+    """``USE``, ``KEEP DEFAULT`` or ``UNDECIDED``."""
+    what: str
+    """What to use, or what was tried in vain, in words."""
+    column: str
+    """Heading of that strategy's figures."""
+    figures: tuple[Figure, ...]
+    lines: tuple[tuple[str, str], ...]
+    """Headings and what stands under them."""
+
+
+def answer_of(found: Recommendation, folder: Path, splits: pd.DataFrame) -> Answer:
+    """The answer of a tuning's folder. ``splits``: see ``splits_of``."""
+    used, best = found.verdict == "USE", _best(found)
+    tried = "" if best is None else in_words(best.strategy)
+    verdict = found.verdict if used or not found.undecided else "UNDECIDED"
+    why = [*_shares(splits), *([_meets(found.strategy)] if used and found.strategy.is_local else [])] if used else [found.reason]
+    lines = [("why", "; ".join(why)), *([("besides", found.caveat)] if found.caveat else [])]
+    if used:
+        local = "; call fleet.synchronize() before evaluation and saving" if found.strategy.is_local else ""
+        lines.append(("use it", f"{folder / 'recommended.md'} says how, in plain PyTorch where it can{local}"))
+    if verdict == "UNDECIDED" and any(arm.void_runs for arm in found.arms):
+        lines.append(("next", "tune again while the machine is quiet; --from this folder keeps what counted"))
+    lines += [("noise", noise) for noise in _noise(found)]
+    num_run = f"{len(found.arms)} strategies"
+    lines.append(("details", f"{folder / 'report.html'}: {num_run} run, {len(found.trials)} simulated, and what was not searched"))
+    return Answer(
+        verdict=verdict,
+        what=f"{'keep the default; ' if verdict == 'UNDECIDED' else ''}tried: {tried}" if tried and not used else tried,
+        column="recommended" if used else "tried",
+        figures=() if best is None else tuple(_figures(found, best)),
+        lines=tuple((heading, text) for heading, text in lines if text),
+    )
+
+
+def in_words(strategy: DistributedStrategy) -> str:
+    """A strategy in words: how it trains, then what else it changes."""
+    local = strategy.localsgd and strategy.localsgd_configs.has_outer
+    kind = "DiLoCo" if local else "Local SGD" if strategy.is_local else ""
+    plain = strategy.without("lr_scale", *_TRAINS, *(f"{name}_configs" for name in _TRAINS))
+    trains = "" if plain == strategy else ", ".join(filter(None, (kind, name_of(strategy))))
+    changes = "" if trains and plain == DistributedStrategy() else changes_of(plain)
+    return ", ".join(filter(None, (trains, changes)))
+
+
+def text_of(answer: Answer, width: int) -> str:
+    """The answer for a terminal of so many columns; nothing is cut."""
+    wrap = textwrap.TextWrapper(width=width, break_on_hyphens=False, break_long_words=False)
+    wrap.initial_indent, wrap.subsequent_indent = f"{answer.verdict}  ", " " * (len(answer.verdict) + 2)
+    parts = [wrap.fill(answer.what) if answer.what else answer.verdict, ""]
+    if answer.figures:
+        parts += [*_rows(answer, width), ""]
+    for heading, text in answer.lines:
+        wrap.initial_indent, wrap.subsequent_indent = f"  {heading:<9} ", " " * 12
+        parts.append(wrap.fill(text))
+    return "\n".join(parts)
+
+
+def _rows(answer: Answer, width: int) -> list[str]:
+    """The figures as a table; where that is too wide, what a figure rests on stands in a line below it."""
+    heading = Figure("", "today", answer.column, "gain (90 %)")
+    cells = [(one.what, one.today, one.other, one.gain, one.rests_on) for one in (heading, *answer.figures)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    is_wide = 2 + sum(widths) + 2 * 4 > width
+    rows = []
+    for what, today, other, gain, rests_on in cells:
+        row = f"  {what:<{widths[0]}}  {today:>{widths[1]}}  {other:>{widths[2]}}  {gain:<{widths[3]}}"
+        rows.append((row if is_wide else f"{row}  {rests_on}").rstrip())
+        if is_wide and rests_on:
+            rows.append(f"      {rests_on}")
+    return rows
+
+
+def _best(found: Recommendation) -> Arm | None:
+    """The finalist, or else the arm that was the fastest beside the default; none where none ran."""
+    ran = [arm for arm in found.arms[1:] if arm.ratio is not None]
+    finalist = next((arm for arm in ran if arm.name == found.finalist), None)
+    return finalist or min(ran, key=lambda arm: (arm.rejected is not None, arm.ratio), default=None)
+
+
+def _figures(found: Recommendation, best: Arm) -> Iterator[Figure]:
+    default = found.arms[0]
+    if found.target_loss is not None and default.target is not None and best.target is not None:
+        seeds = f"{best.target.num_reached} of {counted(len(best.target.updates), 'seed')}"
+        gain = "" if found.to_target is None else _gain(found.to_target, found.to_target_low, found.to_target_high)
+        today, own = (units.seconds(check.time_s) for check in (default.target, best.target))
+        yield Figure(f"time to loss {found.target_loss:g}", today, own, gain, seeds)
+        today, own = map(_steps, (default.target, best.target))
+        yield Figure(f"steps to loss {found.target_loss:g}", today, own)
+    if found.speedup is not None and found.pairs:
+        default_s = statistics.geometric_mean(pair.default_s for pair in found.pairs)
+        gain, rests_on = _gain(found.speedup, found.low, found.high), counted(len(found.pairs), "pair")
+        yield Figure("time per step", _ms(default_s), _ms(default_s / found.speedup), gain, rests_on)
+    elif default.real_s is not None and best.ratio is not None:
+        legs = counted(len(best.measured_s), "leg") + ", no interval"
+        yield Figure("time per step", _ms(default.real_s), _ms(default.real_s * best.ratio), f"{1 / best.ratio:.2f}x", legs)
+
+
+def _steps(check: TargetCheck) -> str:
+    """A trainer's, in the median run."""
+    median = median_arrival(check.updates, [math.inf] * len(check.updates))
+    return units.NONE if median is None or math.isinf(median) else f"{median:.0f}"
+
+
+def _gain(mean: float, low: float | None, high: float | None) -> str:
+    return f"{mean:.2f}x" if low is None or high is None else f"{mean:.2f}x [{low:.2f}, {high:.2f}]"
+
+
+def _ms(value_s: float) -> str:
+    return f"{units.milliseconds(value_s)} ms"
+
+
+def _shares(splits: pd.DataFrame) -> Iterator[str]:
+    """What the default's steps wait for."""
+    if "default, real" not in splits.index:
+        return
+    row = splits.loc["default, real"].to_dict()
+    for part, what in (("exposed communication", "communication that no compute hides"), ("wait", "waiting for the slowest trainer")):
+        if (share := row[part] / sum(row.values())) >= _LEAST_SHARE:
+            yield f"{100 * share:.0f} % of the default's step is {what}"
+
+
+def _meets(strategy: DistributedStrategy) -> str:
+    """How seldom trainers meet."""
+    return "K adapts" if strategy.adaptive_localsgd else f"K = {strategy.local_steps} exchanges once in {strategy.local_steps} steps"
+
+
+def _noise(found: Recommendation) -> Iterator[str]:
+    """How far equal legs of the default differ, and how many did not count."""
+    legs = [pair.default_s for pair in found.pairs] or list(found.arms[0].measured_s if found.arms else ())
+    void = sum(len(arm.void_runs) for arm in found.arms)
+    if len(legs) > 1:
+        differ = f"the default's own legs differ by {100 * statistics.stdev(map(math.log, legs)):.2g} %"
+        yield differ + (f"; {counted(void, 'leg')} beside other programs did not count" if void else "")

@@ -1,0 +1,100 @@
+"""What a tuning says, in the order in which a reader wants it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from fleetbench.report.answer import in_words, text_of
+from fleetbench.report.model import read_report
+from fleetbench.strategy import DistributedStrategy
+from tuner.recommendation import Arm, Recommendation, TargetCheck
+
+DILOCO = DistributedStrategy().replace(localsgd=True, lr_scale=2.0, localsgd_configs={"k_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9})
+
+
+def said(found: Recommendation, folder: Path, width: int = 120) -> str:
+    """On a terminal."""
+    found.save(folder)
+    report = read_report(folder)
+    assert report.tune is not None
+    return text_of(report.tune.answer, width)
+
+
+def to_target(found: Recommendation) -> Recommendation:
+    """The same with a target that the finalist, DiLoCo, reaches sooner in five runs each."""
+    default = dataclasses.replace(found.arms[0], target=TargetCheck(reached=True, updates=(140.0, 146.0, 150.0, 141.0, 160.0), time_s=1.98))
+    own = Arm(
+        name="candidate 2",
+        strategy=DILOCO,
+        simulated_s=0.0084,
+        measured_s=(0.008, 0.0088),
+        ratio=0.8,
+        target=TargetCheck(reached=True, updates=(36.0, 35.0, 40.0, None, 37.0), time_s=0.34),
+    )
+    target = {"target_loss": 0.35, "to_target": 5.5, "to_target_low": 4.3, "to_target_high": 7.1, "seeds": 5}
+    return dataclasses.replace(found, strategy=DILOCO, arms=(default, own), caveat="lr_scale = 2 alone brings 2.1x", **target)  # type: ignore[arg-type]  # fields
+
+
+def test_the_verdict_is_first_and_every_figure_says_what_it_rests_on(tuned: Path, recommendation: Recommendation) -> None:
+    """By hand: 1.25 times as fast than the geometric mean of 10 and 12 ms; 4 of 5 seeds; medians of the runs; what a step waits for."""
+    lines = said(to_target(recommendation), tuned).splitlines()
+    assert lines[0] == "USE  DiLoCo, K = 4 and an outer optimizer at 2 times the learning rate"
+    assert [re.split(r"\s{2,}", line.strip()) for line in lines[2:6]] == [
+        ["today", "recommended", "gain (90 %)"],
+        ["time to loss 0.35", "1.98 s", "340.0 ms", "5.50x [4.30, 7.10]", "4 of 5 seeds"],
+        ["steps to loss 0.35", "146", "37"],
+        ["time per step", "10.95 ms", "8.76 ms", "1.25x [1.20, 1.30]", "2 pairs"],
+    ]
+    text = " ".join(" ".join(lines[6:]).split())
+    for phrase in (
+        "K = 4 exchanges once in 4 steps",
+        "besides lr_scale = 2 alone brings 2.1x",
+        f"use it {tuned / 'recommended.md'} says how, in plain PyTorch where it can; call fleet.synchronize() before evaluation",
+        "noise the default's own legs differ by 13 %",
+        f"details {tuned / 'report.html'}: 2 strategies run, 3 simulated",
+    ):
+        assert phrase in text, phrase
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_nothing_is_cut_on_a_narrow_terminal(tuned: Path, recommendation: Recommendation, width: int) -> None:
+    """Words are the same at every width, and no line is longer but for a path."""
+    found = to_target(recommendation)
+    text = said(found, tuned, width)
+    assert sorted(text.split()) == sorted(said(found, tuned, 500).split())
+    assert all(len(line) <= width or str(tuned) in line for line in text.splitlines())
+
+
+def test_what_is_undecided_recommends_nothing(tuned: Path, recommendation: Recommendation) -> None:
+    """The headline says to keep the default, and that something was tried; without pairs the legs that ranked it stand."""
+    arms = (recommendation.arms[0], dataclasses.replace(recommendation.arms[2], ratio=0.84, void_runs=("one",)))
+    kept = dataclasses.replace(
+        recommendation,
+        verdict="KEEP DEFAULT",
+        undecided=True,
+        reason="the budget ended",
+        strategy=DistributedStrategy(),
+        pairs=(),
+        arms=arms,
+    )
+    kept = dataclasses.replace(kept, speedup=None, low=None, high=None)
+    text = said(kept, tuned)
+    assert text.startswith("UNDECIDED  keep the default; tried: ")
+    assert "1.19x" in text
+    assert "2 legs, no interval" in text
+    assert "use it" not in text
+    assert "next      tune again while the machine is quiet" in text
+    sure = dataclasses.replace(kept, undecided=False, reason="no gain above 2 %")
+    assert said(sure, tuned).startswith("KEEP DEFAULT  tried: ")
+
+
+def test_a_strategy_in_words() -> None:
+    """How it trains, and what else it changes."""
+    assert in_words(DistributedStrategy()) == "Fleet's defaults"
+    assert in_words(DistributedStrategy(fuse_grad_size_in_MB=4.0)) == "fuse_grad_size_in_MB = 4.0"
+    assert in_words(DILOCO.replace(fuse_grad_size_in_MB=4.0)).endswith("at 2 times the learning rate, fuse_grad_size_in_MB = 4.0")
+    assert in_words(DistributedStrategy().replace(lr_scale=4.0)) == "synchronous at 4 times the learning rate"

@@ -1,0 +1,122 @@
+"""A recommendation as settings of PyTorch: what is printed is executed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fleetbench.quantities import MIB
+from fleetbench.strategy import DistributedStrategy
+from tuner.pytorch import in_pytorch, page_of
+from tuner.recommendation import Arm, Recommendation
+
+OWN = DistributedStrategy(fuse_grad_size_in_MB=25.0, fuse_grad_count=0)
+PLAIN = {
+    "caps": OWN.replace(fuse_grad_size_in_MB=0.5),
+    "one bucket": OWN.replace(fuse_grad_size_in_MB=0.0),
+    "a wire": OWN.replace(fp16_allreduce=True, fuse_grad_size_in_MB=4.0),
+    "buffers": OWN.replace(broadcast_buffers=False, find_unused_parameters=True),
+}
+
+
+SUMS = {"gradient_merge_configs.k_steps", "gradient_merge_configs.avg"}
+ALONE = """
+import json, sys, torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+told = {}
+for name, code in json.loads(sys.argv[2]).items():
+    found = {"model": nn.Linear(3, 2)}
+    exec(code, found)
+    model = found["model"]
+    model(torch.ones(1, 3)).sum().backward()
+    hook = model._get_ddp_logging_data().get("comm_hook", "").rpartition(".")[2]
+    told[name] = [type(model).__name__, model.bucket_bytes_cap, model.find_unused_parameters, model.broadcast_buffers, hook]
+print(json.dumps(told))
+"""
+
+
+def test_what_is_printed_for_pytorch_does_what_the_strategy_says(tmp_path: Path) -> None:
+    """The blocks of code make a DistributedDataParallel with that cap, those arguments and that hook, and it trains."""
+    pages = {name: page_of(strategy, OWN, "USE it: 1.2x") for name, strategy in PLAIN.items()}
+    blocks = {
+        name: re.findall(r"## In plain PyTorch\n\nBeside .*?:\n\n```python\n(.*?)```", page, re.DOTALL) for name, page in pages.items()
+    }
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        ALONE,
+        str(tmp_path / "store"),
+        json.dumps({name: one[0] for name, one in blocks.items()}),
+    ]
+    told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert told == {
+        "caps": ["DistributedDataParallel", MIB // 2, False, True, ""],
+        "one bucket": ["DistributedDataParallel", MIB << 20, False, True, ""],
+        "a wire": ["DistributedDataParallel", 4 * MIB, False, True, "fp16_compress_hook"],
+        "buffers": ["DistributedDataParallel", 25 * MIB, True, False, ""],
+    }
+
+
+def test_what_is_printed_for_libraries_is_python() -> None:
+    """One call each, whose arguments have the names of their documentation; compression is none of Trainer's."""
+    page = page_of(PLAIN["a wire"].replace(gradient_merge=True, gradient_merge_configs={"k_steps": 4}), OWN, "USE it: 1.2x")
+    calls = [ast.parse(text, mode="eval").body for text in re.findall(r"\| `(.*)` \|", page)]
+    assert [call.func.id for call in calls] == ["Accelerator", "Trainer"]  # type: ignore[attr-defined]  # calls by name
+    assert "kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=4.0, comm_hook=DDPCommunicationHookType.FP16)]" in page
+    assert "strategy=DDPStrategy(bucket_cap_mb=4.0, ddp_comm_hook=default_hooks.fp16_compress_hook), accumulate_grad_batches=4" in page
+    assert "the first 3 of them inside `model.no_sync()`" in page
+    page = page_of(PLAIN["buffers"], OWN, "USE it: 1.2x")
+    assert "TrainingArguments(ddp_find_unused_parameters=True, ddp_broadcast_buffers=False)" in page
+
+
+@pytest.mark.parametrize(
+    ("strategy", "others"),
+    [
+        (OWN.replace(localsgd=True, localsgd_configs={"k_steps": 4}), {"localsgd", "localsgd_configs.k_steps"}),
+        (OWN.replace(nccl_comm_num=2, sync_nccl_allreduce=False), {"nccl_comm_num", "sync_nccl_allreduce"}),
+        (DistributedStrategy(fusion="optimal"), {"fusion", "fuse_grad_size_in_MB", "fuse_grad_count"}),
+        (OWN.replace(fuse_grad_count=50, fuse_grad_size_in_MB=32.0), {"fuse_grad_count", "fuse_grad_size_in_MB"}),
+        (
+            OWN.replace(gradient_merge=True, gradient_merge_configs={"k_steps": 2, "avg": False}),
+            {"gradient_merge", "gradient_merge_configs.k_steps", "gradient_merge_configs.avg"},
+        ),
+        (OWN.replace(thread_num=2, lr_scale=2.0), set()),
+    ],
+)
+def test_what_pytorch_has_not_is_said(strategy: DistributedStrategy, others: set[str]) -> None:
+    """By name, with the command that applies it to the script as it is; nothing is left out of the page."""
+    plain, page = in_pytorch(strategy, OWN), page_of(strategy, OWN, "USE it: 1.2x")
+    assert {*plain.others} == others
+    assert ("no setting for" in page) is bool(others)
+    assert "fleetbench launch --strategy recommended.toml -- torchrun" in page
+    if not others:
+        assert "`OMP_NUM_THREADS=2`" in page
+        assert "times 2" in page
+
+
+def test_a_recommendation_has_the_page(tmp_path: Path) -> None:
+    """Beside ``recommended.toml``, if there is something to use."""
+    arms = (Arm(name="default", strategy=OWN, simulated_s=0.1),)
+    found = Recommendation(
+        experiment="0123abcd", name="x", verdict="USE", reason="faster", strategy=PLAIN["caps"], arms=arms, speedup=1.2, low=1.1, high=1.3
+    )
+    found.save(tmp_path)
+    assert "DistributedDataParallel(model, bucket_cap_mb=0.5)" in (tmp_path / "recommended.md").read_text()
+
+
+def test_a_wire_that_is_taken_away_is_said() -> None:
+    """A script's own compression hook is not dropped without a word."""
+    assert {*in_pytorch(OWN, OWN.replace(fp16_allreduce=True)).others} == {"fp16_allreduce"}
+    changed = in_pytorch(OWN.replace(bf16_allreduce=True), OWN.replace(fp16_allreduce=True))
+    assert (changed.wire, changed.others) == ("bf16", {})

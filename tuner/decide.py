@@ -1,0 +1,279 @@
+"""Decide: what a tuning measures next, and its verdict, as a function of what it has measured.
+
+Three rounds: real runs rank the arms (``tuner.ranking``); where the workload has a target, runs to it from the initial parameters may
+reject an arm (``tuner.targets``); then fresh pairs of the default and the fastest arm in alternating order, until the verdict is known.
+Where that arm is rejected, fails or gains nothing, the next that promises to be faster than the default takes its place. Only the pairs
+speak in the verdict: the runs that chose a winner flatter it.
+
+However many finalists are compared, in a tuning and in those that go on from it, the chance of a USE without the gain is that of one: the
+first has ``FIRST_SHARE`` of it, the next that share of what is left. One whose legs fail leaves what its looks had not spent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fleetbench.quantities import counted
+from real.processes.diagnosis import LegFailed, LegLost
+from tuner.budget import DEFAULT, BudgetSpent, budget_of
+from tuner.evidence import Comparison, Done, Evidence, Pair, Run
+from tuner.ledger import Ledger, Wanted
+from tuner.ranking import KEPT_LEGS, between, choose, expected, following, rank, ranked
+from tuner.recommendation import Arm, Recommendation
+from tuner.recommendation import Pair as Paired
+from tuner.sequential import LEAST_PAIRS, Judgement, judge, outlook, widening
+from tuner.state import Setting, State, says
+from tuner.targets import check_target, metrics_of, missing, reaches_target, run_rates, too_few_runs, updates_of
+
+WIDE = 0.15
+"""Half an interval of a proved gain, beside it, above which pairs go on while there is room."""
+
+
+_WIDENED = 1.1
+"""Times an interval, from which it is worth a word."""
+
+
+def decide(evidence: Evidence, setting: Setting) -> Run | Pair | Done:
+    """What to run next, or the verdict. Raises the ``LegFailed`` of a default that cannot be run, and of a launch that broke in a pair."""
+    state = State(setting, Ledger(setting.experiment, evidence, setting.step_s))
+    found = Finalists(state)
+    try:
+        reason = _reason(found)
+    except Wanted as wanted:
+        return wanted.request
+    return Done(recommendation=_recommendation(found, reason), comparisons=found.comparisons())
+
+
+@dataclass(slots=True)
+class Finalists:
+    """The finalist that is compared with the default, and what its pairs say."""
+
+    state: State
+    finalist: str | None = None
+    pairs: tuple[Paired, ...] = ()
+    comparison: Comparison | None = None
+    judged: Judgement | None = None
+    looked: dict[str, Comparison] = field(default_factory=dict)
+    """Comparisons that had a last look, by what they compare."""
+    undecided: bool = False
+    """Measuring ended before a verdict."""
+    open: tuple[str, tuple[Paired, ...], Comparison, Judgement | None] | None = None
+    """The first finalist that stayed undecided, while others are compared."""
+
+    def measure(self, arm: Arm) -> None:
+        """Let an arm be the finalist, and run its pairs until they are judged."""
+        state = self.state
+        if self.finalist is not None:
+            verdict = "no gain" if self.judged is not None and self.judged.verdict == "NO GAIN" else "undecided"
+            state.notes.append(f"before {arm.name}, {self.finalist} {self.measured()}: {verdict}")
+        self.finalist, self.pairs, self.judged = arm.name, (), None
+        self.comparison = state.ledger.comparison(arm, state.default)
+        try:
+            for pair in state.ledger.pairs(arm, state.default, self.comparison):
+                self.pairs = (*self.pairs, pair)
+                self.judge()
+                if self.judged is not None and not self.is_wide():
+                    break
+        except BudgetSpent:
+            if self.judged is None:
+                raise
+        except LegLost:  # both strategies have run before: it is the machine's doing, and no verdict
+            raise
+        except LegFailed as failure:
+            state.update(arm.name, rejected=f"in the comparison {says(failure)}")
+            self.finalist, self.pairs, self.comparison, self.judged = None, (), None, None
+            return
+        if self.judged is None:
+            self.judge(final=True)  # void pairs have left fewer than the limit
+        else:
+            self.pairs = self.pairs[: self.judged.pairs]  # more are beside the last look
+
+    def is_wide(self) -> bool:
+        """Whether a gain is proved, and more pairs would say how large it is: its interval of a step is wider than ``WIDE`` either way."""
+        if self.judged is None or self.judged.verdict != "USE":
+            return False
+        return math.log(self.judged.step.high / self.judged.step.low) / 2 > math.log1p(WIDE)
+
+    def judge(self, *, final: bool = False) -> None:
+        """Look at the pairs; ``final``: a budget has ended. What is proved stays so, with the interval of the last look that proves it."""
+        state, comparison, num = self.state, self.comparison, len(self.pairs)
+        if self.finalist is None or comparison is None:
+            return
+        tune, enough = state.experiment.tune, not missing(state, self.finalist)
+        ratios = [math.log(pair.speedup) for pair in self.pairs]
+        judged = partial(judge, ratios, tune.min_gain, tune.pairs, error=comparison.error, ended=comparison.ended, final=final)
+        now = judged(updates=updates_of(state, self.finalist), enough=enough)
+        self.judged = now if self.judged is None or (now is not None and now.verdict == "USE") else self.judged
+        if final and enough and LEAST_PAIRS <= num < tune.pairs and num not in comparison.ended:
+            self.comparison = dataclasses.replace(comparison, ended=(*comparison.ended, num))
+            self.looked[comparison.among] = self.comparison
+
+    def measured(self) -> str:
+        """What the pairs say, in words."""
+        if self.judged is None:
+            return f"has {counted(len(self.pairs), 'pair')}, and an interval needs {LEAST_PAIRS}"
+        check = self.state.ways.get(self.state.way(self.finalist)) if self.finalist is not None else None
+        once = check is not None and len(check.updates) == 1
+        what = "" if self.judged.speedup == self.judged.step else f" to the target{', one run each,' if once else ''}"
+        return f"measured {self.judged.speedup}{what} in {self.judged.pairs} pairs"
+
+    def keep_open(self, name: str) -> None:
+        """The arm stays undecided, and is the finalist again if no other comes to be used."""
+        assert self.comparison is not None
+        self.open = self.open or (name, self.pairs, self.comparison, self.judged)
+
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """Those of the evidence, with last looks at finalists' pairs."""
+        return tuple(one if one.closed else self.looked.get(one.among, one) for one in self.state.ledger.evidence.comparisons)
+
+
+def _reason(found: Finalists) -> str:
+    """Why the default is kept, if it is."""
+    state = found.state
+    try:
+        choose(state)
+        check_target(state, DEFAULT)
+        run_rates(state)
+        return _compare(found)
+    except BudgetSpent as spent:
+        num_void = state.ledger.num_void
+        busy = f"; {counted(num_void, 'real run')} did not count, because the machine was busy" if num_void else ""
+        reason = f"{spent}" or f"the budget ({budget_of(state.experiment)[1]}) ended before the comparison did{busy}"
+        state.notes.append(reason)
+        found.undecided = True
+        if found.judged is None:
+            found.judge(final=True)
+        if found.judged is None and found.open is not None:  # too few pairs of another one
+            found.finalist, found.pairs, found.comparison, found.judged = found.open
+        return reason
+
+
+def _compare(found: Finalists) -> str:
+    """Compare finalists with the default until one is faster, or may be; why none is."""
+    state, compared, ruled_out = found.state, list[str](), list[str]()
+    finalists = state.experiment.tune.finalists
+    while left := ranked(state, compared):
+        arm = left[0]
+        if compared and expected(state, arm) >= 1:
+            break
+        near = (1 + state.experiment.tune.min_gain) * expected(state, arm)
+        if not compared and (alike := [other.name for other in left[1:] if expected(state, other) < near]):
+            state.notes.append(f"chosen before {', '.join(alike)} by less than tune.min_gain, which may be chance: {arm.name}")
+        compared.append(arm.name)
+        may_follow = state.asked and len({state.way(name)[:-1] for name in compared}) <= finalists
+        if reaches := reaches_target(state, arm.name):
+            found.measure(state.arms[arm.name])
+        elif len(compared) <= finalists and (k := between(state)) is not None:
+            rank(state, [DEFAULT, k.name], f"real runs of {k.name}")
+        rejected, verdict = state.arms[arm.name].rejected, None if found.judged is None else found.judged.verdict
+        if rejected is None and verdict in (None, "USE"):
+            return ""
+        if rejected is None and verdict == "UNDECIDED":  # others of its way would be, too; another way may be a sure gain
+            found.keep_open(arm.name)
+            compared += [name for name in state.arms if state.way(name) == state.way(arm.name)]
+        else:
+            ruled_out.append(f"{arm.name} {rejected or found.measured()}")
+            _rule_out(state, arm.name, is_slow=not reaches or rejected is None, is_followed=may_follow)
+    if found.open is not None:
+        found.finalist, found.pairs, found.comparison, found.judged = found.open
+        state.notes += [f"{why}: not to be used either" for why in ruled_out]
+        return ""
+    return _nothing_found(found, ruled_out)
+
+
+def _nothing_found(found: Finalists, ruled_out: list[str]) -> str:
+    """Why no arm is to be used, of which some were ``ruled_out``."""
+    state = found.state
+    default, target = state.default.target, state.experiment.workload.target_loss
+    if default is not None and ruled_out and not any(arm.target is not None and arm.target.reached for arm in state.arms.values()):
+        ended = "" if default.final_loss is None else f"; the default ended at {default.final_loss:.3g}"
+        return f"no strategy that was tried reached loss {target:g} in {default.steps} steps{ended}: raise workload.steps, or the target"
+    if ruled_out:
+        gain = f"no gain above {100 * state.experiment.tune.min_gain:g} %"
+        return f"{'what is faster was rejected' if found.judged is None else gain}: {'; '.join(ruled_out)}"
+    failed = "; ".join(f"{arm.name} {arm.rejected}" for arm in state.arms.values() if arm.rejected)
+    return f"no other strategy ran: {failed or 'the search found none (its notes say what was not searched)'}"
+
+
+def _rule_out(state: State, name: str, *, is_slow: bool, is_followed: bool) -> None:
+    """Let another way take the arm's place, if virtual trainers know one; not its own, if that is slow and not the default's."""
+    if is_slow and state.way(name) != state.way(DEFAULT):
+        state.in_vain.add(state.way(name))
+    if is_followed and (arm := following(state)) is not None:
+        rank(state, [DEFAULT, arm.name], f"real runs of {arm.name}")
+
+
+def _recommendation(found: Finalists, reason: str) -> Recommendation:
+    """The verdict with its evidence; it knows nothing of the search yet."""
+    state, judged, undecided = found.state, found.judged, found.undecided
+    used = found.finalist if judged is not None and judged.verdict == "USE" else None
+    if used is not None:
+        reason = f"{used} is faster than the default in {len(found.pairs)} fresh pairs"
+    elif found.finalist is not None and (judged is None or judged.verdict == "UNDECIDED"):
+        undecided = True
+        more = None if judged is None else outlook(judged, state.experiment.tune.pairs)
+        more = too_few_runs(state, found.finalist, KEPT_LEGS) or more
+        reason = "; ".join(filter(None, (reason, f"{found.finalist} {found.measured()}", more)))
+    comparison = () if found.comparison is None else (found.comparison,)
+    return Recommendation(
+        experiment=state.experiment.digest(),
+        name=state.experiment.name,
+        verdict="KEEP DEFAULT" if used is None else "USE",
+        undecided=used is None and undecided,
+        reason=reason,
+        strategy=state.arms[used or DEFAULT].strategy,
+        finalist=found.finalist,
+        **_gains(found),
+        target_loss=state.experiment.workload.target_loss,
+        pairs=found.pairs,
+        error=0.0 if found.comparison is None else found.comparison.error,
+        error_left=state.ledger.error_left(*comparison),
+        ended=() if found.comparison is None else found.comparison.ended,
+        arms=tuple(_with_runs(state, arm) for arm in state.arms.values()),
+        notes=(*state.notes, *_of_noise(found)),
+    )
+
+
+def _of_noise(found: Finalists) -> list[str]:
+    """How far equal legs differ, and how many did not count."""
+    notes, num_void = list[str](), found.state.ledger.num_void
+    if num_void:
+        void = f"{counted(num_void, 'real run')} {'is' if num_void == 1 else 'are'} void"
+        notes.append(f"{void}, as the machine was not quiet in any of their repeats; pairs with one are left out: tune again")
+    if len(found.pairs) > LEAST_PAIRS:
+        both = zip(*((pair.default_s, pair.speedup) for pair in found.pairs), strict=True)
+        alone, paired = (f"{100 * statistics.stdev(map(math.log, values)):.2g} %" for values in both)
+        notes.append(f"A/A: the default's own legs differ by {alone}, the pairs by {paired} (standard deviations of logarithms)")
+        wider = float(widening(np.log([pair.speedup for pair in found.pairs])))
+        if wider > _WIDENED:
+            notes.append(f"pairs resemble their neighbours, for which the interval is {wider:.2g} times as wide")
+    return notes
+
+
+def _gains(found: Finalists) -> dict[str, Any]:
+    """Of the recommendation: of a step, and, where the finalist trains otherwise than the default, to the target."""
+    state, judged = found.state, found.judged
+    if judged is None:
+        return {}
+    step, whole = judged.step, judged.speedup
+    gains = {"speedup": step.mean, "low": step.low, "high": step.high}
+    if found.finalist is None or (updates := updates_of(state, found.finalist)) is None:
+        return gains
+    seeds = len(updates.ratios)
+    has_ends = (seeds > 1 or updates.noise + updates.spread > 0) and math.isfinite(whole.high)
+    ends = {"to_target_low": whole.low, "to_target_high": whole.high} if has_ends else {}
+    metrics, name = metrics_of(state, found.finalist), state.experiment.tune.metric
+    metric = None if metrics is None else f"{name} {metrics[0]:.4g}, the default's {metrics[1]:.4g}"
+    return {**gains, "to_target": whole.mean, "seeds": seeds, "metric": metric, **ends}
+
+
+def _with_runs(state: State, arm: Arm) -> Arm:
+    runs, void = (tuple(names.get(arm.name, ())) for names in (state.ledger.runs, state.ledger.void))
+    return dataclasses.replace(arm, measured_runs=runs, void_runs=void, ratio=state.ratios.get(arm.name))

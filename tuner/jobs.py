@@ -1,0 +1,132 @@
+"""Jobs: what is tuned, an experiment's own trainers or a user's script, with its profile and the processes that run its legs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fleetbench.config import encode
+from fleetbench.digests import json_digest
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.quantities import counted
+from fleetbench.workload import LAYERS
+from real.job.script_session import ScriptSession
+from real.profile.measuring import profile_script
+from tuner.budget import SECONDS_PER_HOUR, budget_of
+from tuner.folder import Earlier, Folder, recent
+from tuner.real_runs import Runner
+from tuner.verify import Progress, show_spent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is tuned, once it is known."""
+
+    experiment: Experiment
+    """With its profile."""
+    runner: Runner
+    held_s: Callable[[], float] | None = None
+    """Seconds of all trainers together, where they are held between legs, too."""
+    notes: Callable[[bool], list[str]] = lambda _: []
+    """What a reader of the verdict must know beside it; of a tuning that was taken up again, or not."""
+
+
+@contextmanager
+def own_trainers(asked: Experiment, folder: Folder, out: Path, runner: Runner | None, progress: Progress | None) -> Iterator[Job]:
+    """Those of an experiment of the registry; they start with the first leg. ``runner`` stands in for them."""
+    experiment = folder.experiment() or asked
+    if experiment.workload.model != LAYERS:
+        from real.profile.measuring import ensure_profile
+
+        experiment = ensure_profile(experiment, out, progress=stage(progress, "profile"))
+    if runner is not None:
+        yield Job(experiment=experiment, runner=runner)
+        return
+    from real.job.session import Session
+
+    with Session(experiment, at_once=False) as session:
+        yield Job(experiment=experiment, runner=session)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A user's."""
+
+    command: tuple[str, ...]
+    workdir: Path | None = None
+    """The folder that it is started in; this process's, if none."""
+    seconds: float = 5.0
+    """That one leg of its profile may take."""
+
+
+@contextmanager
+def script_of(
+    script: Script, asked: Experiment, folder: Folder, out: Path, earlier: Earlier | None, progress: Progress | None
+) -> Iterator[Job]:
+    """A user's, which is found out and profiled where neither an interrupted, an earlier nor a recent tuning has its profile.
+
+    Raises ``ConfigError`` where it reports no loss, and there is a target.
+    """
+    kept = folder.experiment()
+    before = earlier or recent(out, folder.inputs)
+    known = kept or (None if before is None else before.script(asked, folder.inputs))
+    with ScriptSession(script.command, asked, known=known, workdir=script.workdir) as session:
+        if asked.workload.target_loss is not None and session.experiment.workload.target_loss is None:
+            hint = "call fleet.report(loss=loss) before optimizer.step(), or drop the target"
+            raise ConfigError("the script reports no loss", "workload.target_loss", f"{asked.workload.target_loss:g}", hint)
+        evidence = None if kept is None else folder.evidence()
+        before_s = 0.0 if evidence is None else evidence.held_s
+        experiment = known or _profiled(session, out, script.seconds, progress)
+        yield Job(
+            experiment=experiment,
+            runner=session,
+            held_s=lambda: before_s + session.held_s,
+            notes=lambda taken_up: _notes(asked, experiment, session, taken_up=taken_up),
+        )
+
+
+def stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
+    """Progress of one stage."""
+    return None if progress is None else lambda done, total: progress(name, done, total)
+
+
+def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
+    """Raise ``ConfigError`` where the profile's next leg, of so many seconds, may lie beyond the budget."""
+    (budget_s, setting), trainers = budget_of(session.experiment), session.experiment.cluster.trainers
+    if session.held_s + trainers * seconds > budget_s:
+        gone = f"{budget_s / SECONDS_PER_HOUR:.3g} trainer hours, of which {session.held_s / SECONDS_PER_HOUR:.3g} are gone"
+        raise ConfigError("the profile alone would take more", setting, gone, "raise it: after the profile come the legs that are compared")
+
+
+def _profiled(session: ScriptSession, out: Path, seconds: float, progress: Progress | None) -> Experiment:
+    """The session's experiment with the file of its profile, which is named by what it holds."""
+
+    def told(done: int, total: int) -> None:
+        show_spent(session.experiment, session.held_s, progress)
+        if progress is not None:
+            progress("profile", done, total)
+        if done < total:
+            refuse_beyond_budget(session, seconds)
+
+    taken = profile_script(session, seconds=seconds, progress=told)
+    folder = out / "profiles"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = (folder / f"script-{json_digest(encode(taken.profile))[:16]}.toml").resolve()
+    taken.profile.save(path)
+    return taken.experiment.replace(workload=dataclasses.replace(taken.experiment.workload, profile=str(path)))
+
+
+def _notes(asked: Experiment, experiment: Experiment, session: ScriptSession, *, taken_up: bool) -> list[str]:
+    notes = list(session.notes)
+    if session.hosts:
+        hosts = ", ".join(dict.fromkeys(session.hosts))
+        notes.append(f"it holds for {counted(experiment.cluster.trainers, 'trainer')} on {hosts}, started by the same command")
+    if experiment.cluster.nodes > 1 and experiment.cluster.trainers_per_node > 1 and asked.cluster.intra is None:
+        notes.append("cluster.intra is not declared: the simulator took the link inside a node to be as slow as that between nodes")
+    since = " since the interruption" if taken_up else ""
+    notes.append(f"the script held its trainers for {session.held_s / SECONDS_PER_HOUR:.2g} trainer hours{since}")
+    return notes

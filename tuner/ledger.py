@@ -1,0 +1,239 @@
+"""Ledger: evidence as a decision reads it, from the beginning: each leg that it asks for is there, or is what to run next.
+
+The budget is kept here. Each leg's seconds are spent when the decision reads it, so that a decision that is made again from the same
+evidence comes out the same. A leg beside which the machine was busy is asked for again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+from fleetbench.experiment import Experiment
+from fleetbench.strategy import DistributedStrategy
+from real.leg import Leg
+from real.processes.diagnosis import LegFailed, LegLost
+from real.testbed.noise import TRIES
+from tuner.budget import BudgetSpent, budget_for, budget_of, leg_steps_of
+from tuner.evidence import ROUNDS, Comparison, Evidence, Outcome, Pair, Run, compared_as, reaching_as, timed_by
+from tuner.recommendation import Arm
+from tuner.recommendation import Pair as Paired
+from tuner.sequential import ERROR, LEAST_PAIRS, looks
+
+FIRST_SHARE = 0.85
+"""Of the error that is left, what a finalist takes."""
+_LONGER = 1.5
+"""Times the longest run to the target so far, which the next one is expected to take at most."""
+
+
+class Wanted(Exception):  # noqa: N818  # a question to the caller, and no error
+    """The evidence lacks what ``request`` asks for."""
+
+    def __init__(self, request: Run | Pair) -> None:
+        super().__init__(request)
+        self.request = request
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What of the evidence has been read, and what the budget had left by then."""
+
+    experiment: Experiment
+    evidence: Evidence
+    step_s: float
+    """Expected seconds of a step, until a leg has shown what it really takes."""
+    spent_s: float = field(init=False)
+    """Seconds of all trainers together."""
+    startup_s: float = field(init=False)
+    trained_steps: int = 0
+    """Of the longest run to the target so far, which says what the next may take."""
+    runs: dict[str, list[str]] = field(default_factory=dict)
+    """Names of stored runs, by arm."""
+    void: dict[str, list[str]] = field(default_factory=dict)
+    """Of these, those that are void."""
+    _outcomes: tuple[Outcome, ...] = field(init=False)
+    """In the order in which they ran: an earlier tuning's first."""
+    _places: dict[str, int] = field(init=False)
+    _read: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.spent_s, self.startup_s = self.evidence.before_s, self.evidence.startup_s
+        self._outcomes = (*self.evidence.earlier, *self.evidence.outcomes)
+        self._places = {outcome.ran: place for place, outcome in enumerate(self._outcomes)}
+
+    @property
+    def num_void(self) -> int:
+        """Void runs of all arms."""
+        return sum(map(len, self.void.values()))
+
+    def leg(self, strategy: DistributedStrategy, window: int = 0) -> Leg:
+        """One that prices a step."""
+        return Leg(strategy=strategy, steps=leg_steps_of(self.experiment), warmup_steps=self.experiment.run.warmup_steps, window=window)
+
+    def run(self, request: Run) -> Outcome:
+        """What a leg gave. Raises ``Wanted``, ``BudgetSpent``, and the ``LegFailed`` that it ended with."""
+        outcome = self._answer(request)
+        assert outcome.run is not None
+        self.runs.setdefault(request.arm, []).append(outcome.run)
+        if outcome.void:
+            self.void.setdefault(request.arm, []).append(outcome.run)
+        return outcome
+
+    def run_to_target(self, arm: Arm, seed: int, stage: str) -> Outcome:
+        """What an arm's run to the target with a seed came to; see ``run``.
+
+        That of a script has no warm-up, in which local steps have not begun: it trains as an ordinary launch does.
+        """
+        return self.run(self._to_target(arm, seed, stage))
+
+    def seeds_before(self, arm: Arm, seeds: Sequence[int]) -> int:
+        """With how many seeds an earlier tuning has run to the target what trains as an arm does."""
+        places = (self._places.get(self._to_target(arm, seed, "").ran) for seed in seeds)
+        return sum(place is not None and place < len(self.evidence.earlier) for place in places)
+
+    def recall(self, arm: Arm, default: Arm) -> tuple[list[Outcome], list[Outcome]] | None:
+        """An earlier tuning's legs that ranked the arm, and the default's beside it; none where it has none."""
+        own, base = (timed_by(self.leg(one.timed)) for one in (arm, default))
+        rounds: dict[str, dict[str, dict[int, Outcome]]] = {}
+        for outcome in self.evidence.earlier:
+            if outcome.ranks:
+                legs = rounds.setdefault(outcome.among, {}).setdefault(outcome.timed, {})
+                legs[outcome.window] = outcome
+        for found in rounds.values():
+            if len(found.get(own, ())) == len(found.get(base, ())) == ROUNDS:
+                return [*found[own].values()], [*found[base].values()]
+        return None
+
+    def pairs(self, finalist: Arm, default: Arm, comparison: Comparison) -> Iterator[Paired]:
+        """Pairs of the default and a finalist, ``tune.pairs`` at the most: A B, B A, A B, .... Raises what ``run`` raises.
+
+        Each has a window of injected stragglers of its own, which its legs share. A pair of which a leg is void says nothing, and is
+        left out.
+        """
+        default_first, count, limit = True, 0, self.experiment.tune.pairs
+        void_before = {one.window for one in self.evidence.earlier if one.among == comparison.among and one.void}
+        for window in range(ROUNDS, ROUNDS + limit + len(void_before)):
+            if count == limit:
+                return
+            stage = f"fresh pairs of {finalist.name}, to the next look", count, next(look for look in looks(limit) if look > count)
+            legs = [(default, "default"), (finalist, "finalist")][:: 1 if default_first else -1]
+            runs = [
+                Run(arm=arm.name, leg=self.leg(arm.timed, window), among=comparison.among, side=side, stage=stage) for arm, side in legs
+            ]
+            runs.sort(key=lambda one: self._places.get(one.ran, len(self._places)))
+            if not self._is_whole(runs):
+                self._want(runs, comparison)
+            void, is_first = self.num_void, runs[0].arm == default.name
+            step_s = {one.arm: self._in_pair(one).step_s for one in runs}
+            if self.num_void == void:
+                yield Paired(default_s=step_s[default.name], finalist_s=step_s[finalist.name], default_first=is_first)
+                default_first, count = not is_first, count + 1
+
+    def _in_pair(self, request: Run) -> Outcome:
+        """See ``run``. The default has run before: a leg of its that fails now says nothing of the finalist."""
+        try:
+            return self.run(request)
+        except LegFailed as failure:
+            if request.side == "default":
+                raise LegLost(*failure.args) from failure
+            raise
+
+    def comparison(self, finalist: Arm, default: Arm) -> Comparison:
+        """That of a finalist: with the error that it had before, or with its share of what others have left."""
+        tune = self.experiment.tune
+        among = compared_as(self.experiment, *map(self.leg, (finalist.strategy, finalist.timed, default.timed)))
+        known = (one for one in self.evidence.comparisons if one.among == among and not one.closed)
+        new = Comparison(among=among, error=FIRST_SHARE * self.error_left(), limit=tune.pairs, min_gain=tune.min_gain)
+        return next(known, new)
+
+    def error_left(self, *others: Comparison) -> float:
+        """Chance of a USE without the gain that finalists to come may have, beside those of the evidence and ``others``."""
+        begun = {one.among for one in self.evidence.comparisons if not one.closed}
+        all_of_them = (*self.evidence.comparisons, *(one for one in others if one.among not in begun))
+        taken = (self.evidence.spent_of(one) if self.evidence.failed(one.among) else one.error for one in all_of_them)
+        return max(0.0, ERROR - sum(taken))
+
+    def affords(self, number: int, *, num_targets: int = 0) -> bool:
+        """Whether the budget has room for so many legs, and runs to the target, if there is one."""
+        return self.spent_s + self.expected_s(number, num_targets=num_targets) <= budget_of(self.experiment)[0]
+
+    def refuse_small_budget(self, num_others: int) -> None:
+        """Raise ``BudgetSpent`` where, by the first leg, there is no room to run so many beside the default, and an interval's pairs."""
+        num_arms, is_first = 1 + num_others, sum(map(len, self.runs.values())) == 1
+        if not num_others or not is_first or self.affords(wanted := 2 * (num_arms + LEAST_PAIRS) - 1, num_targets=1):
+            return
+        (_, setting), workload, trainers = budget_of(self.experiment), self.experiment.workload, self.experiment.cluster.trainers
+        needs_s = self.spent_s + self.expected_s(wanted, num_targets=1)
+        to_target = "" if workload.target_loss is None else f", a run of {workload.steps} steps to the target"
+        what = f"{2 * num_arms} runs of {leg_steps_of(self.experiment)} steps to choose among {num_arms} strategies{to_target}"
+        takes = f"{what} and {LEAST_PAIRS} pairs would take {needs_s / trainers / 60:.2g} minutes by the first run"
+        raise BudgetSpent(
+            f"{setting} has no room for a verdict: {takes}; set {budget_for(self.experiment, needs_s)}, or fewer tune.finalists"
+        )
+
+    def expected_s(self, number: int, *, num_targets: int) -> float:
+        """Seconds of all trainers together that so many legs and runs to the target take, one of which may be longer than all so far."""
+        workload = self.experiment.workload
+        steps = number * (leg_steps_of(self.experiment) + self.experiment.run.warmup_steps)
+        if workload.target_loss is not None and num_targets:
+            steps += (num_targets - 1) * (self.trained_steps or workload.steps) + self._expected_steps(workload.steps)
+        return self._ahead_s(steps, starts=number // 2 + num_targets)  # of a script, a pair or a run each
+
+    def _to_target(self, arm: Arm, seed: int, stage: str) -> Run:
+        run = self.experiment.run
+        leg = Leg(
+            strategy=arm.strategy,
+            steps=self.experiment.workload.steps,
+            warmup_steps=0 if run.launcher == "command" else run.warmup_steps,
+            start="initial",
+            seed=seed,
+            evaluate=True,
+            ends_at_target=True,
+        )
+        return Run(arm=arm.name, leg=leg, among=reaching_as(self.experiment), stage=(stage, 0, 1))
+
+    def _answer(self, request: Run) -> Outcome:
+        if (place := self._places.get(request.ran)) is None:
+            self._want([request])
+        outcome, leg = self._outcomes[place], request.leg
+        if request.ran not in self._read and place >= len(self.evidence.earlier):
+            self.spent_s += self.experiment.cluster.trainers * outcome.took_s
+            self.startup_s = outcome.startup_s
+        self._read.add(request.ran)
+        outcome.raise_failure()
+        if leg.ends_at_target:
+            self.trained_steps = max(self.trained_steps, outcome.steps)
+        else:  # without the start of a launch, which startup_s has
+            self.step_s = (outcome.host_s or outcome.took_s) / (leg.steps + leg.warmup_steps)
+        return outcome
+
+    def _is_whole(self, runs: list[Run]) -> bool:
+        """Whether both legs of a pair are there, or one that failed."""
+        places = [self._places.get(one.ran) for one in runs]
+        return None not in places or any(place is not None and self._outcomes[place].failure for place in places)
+
+    def _want(self, runs: Sequence[Run], comparison: Comparison | None = None) -> NoReturn:
+        """Ask for what is not there, if the budget has room; legs that nobody has asked for were spent all the same.
+
+        A leg beside which the machine is busy may be repeated, as often as there is room, but for runs to the target, which have no times.
+        """
+        unread = (outcome.took_s for outcome in self.evidence.outcomes if outcome.ran not in self._read)
+        self.spent_s += self.experiment.cluster.trainers * sum(unread)
+        most = 1 if runs[0].leg.ends_at_target else TRIES
+        tries = sum(self._has_room(runs[0].leg, number * len(runs)) for number in range(1, most + 1))
+        if not tries:
+            raise BudgetSpent
+        first, *others = (replace(run, tries=tries) for run in runs)
+        raise Wanted(first if comparison is None else Pair(runs=(first, *others), comparison=comparison))
+
+    def _has_room(self, leg: Leg, times: int) -> bool:
+        steps = self._expected_steps(leg.steps) if leg.ends_at_target else leg.steps
+        return self.spent_s + self._ahead_s(times * (steps + leg.warmup_steps), starts=1) <= budget_of(self.experiment)[0]
+
+    def _expected_steps(self, steps: int) -> int:
+        """Of a run to the target."""
+        return min(steps, round(_LONGER * self.trained_steps)) if self.trained_steps else steps
+
+    def _ahead_s(self, steps: int, starts: int) -> float:
+        return self.experiment.cluster.trainers * (steps * self.step_s + starts * self.startup_s)

@@ -1,0 +1,136 @@
+"""PyTorch: a recommendation as settings of PyTorch itself, and of what wraps it: ``recommended.md``.
+
+What DistributedDataParallel has an argument or a communication hook for needs no fleetbench afterwards. All else is applied by
+``fleetbench launch --strategy`` to the script as it is, or by the four lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fleetbench.config import encode, flat
+from fleetbench.strategy import DistributedStrategy
+
+_ALL_IN_ONE_MB = 1 << 20
+"""Cap of a bucket, in MiB, that no model reaches."""
+_WIRES = {"fp16_allreduce": "fp16", "bf16_allreduce": "bf16"}
+
+
+@dataclass(slots=True)
+class Plain:
+    """What of a strategy PyTorch has."""
+
+    arguments: dict[str, object] = field(default_factory=dict)
+    """Of DistributedDataParallel."""
+    wire: str | None = None
+    """``fp16`` or ``bf16``: its compression hook."""
+    threads: int | None = None
+    accumulate: int | None = None
+    """Backwards an update."""
+    lr_scale: float | None = None
+    others: dict[str, object] = field(default_factory=dict)
+    """Fields that PyTorch has no setting for."""
+
+
+def in_pytorch(strategy: DistributedStrategy, default: DistributedStrategy) -> Plain:
+    """What a strategy changes beside the default."""
+    found, (own, base) = Plain(), (dict(flat(encode(one))) for one in (strategy, default))
+    capped = strategy.fuse_all_reduce_ops and strategy.fusion == "fleet" and strategy.fuse_grad_count <= 1
+    for name in [name for name in {**base, **own} if own.get(name) != base.get(name)]:
+        if name == "fuse_grad_size_in_MB" and capped:
+            found.arguments["bucket_cap_mb"] = strategy.fuse_grad_size_in_MB or _ALL_IN_ONE_MB
+        elif name in ("find_unused_parameters", "broadcast_buffers"):
+            found.arguments[name] = getattr(strategy, name)
+        elif name in _WIRES and (strategy.fp16_allreduce or strategy.bf16_allreduce):
+            found.wire = _WIRES[name] if getattr(strategy, name) else found.wire
+        elif name == "thread_num":
+            found.threads = strategy.thread_num
+        elif name == "lr_scale":
+            found.lr_scale = strategy.lr_scale / default.lr_scale
+        elif name in ("gradient_merge", "gradient_merge_configs.k_steps") and strategy.gradient_merge_configs.avg:
+            found.accumulate = strategy.gradient_merge_configs.k_steps
+        elif name != "fuse_grad_count" or not capped:
+            found.others[name] = own.get(name)
+    return found
+
+
+def page_of(strategy: DistributedStrategy, default: DistributedStrategy, line: str) -> str:
+    """``recommended.md``: how to use a strategy, in PyTorch's own words where it has them."""
+    plain = in_pytorch(strategy, default)
+    parts = [f"# {line.partition(':')[0]}", "", line, ""]
+    if plain.others:
+        names = ", ".join(f"`{name} = {_toml(value)}`" for name, value in plain.others.items())
+        parts += [f"PyTorch itself has no setting for {names}. fleetbench applies it:", *_by_fleetbench()]
+        return "\n".join(parts)
+    parts += ["## In plain PyTorch", ""]
+    if plain.arguments or plain.wire is not None:
+        parts += ["Beside the arguments that your script gives it:", "", "```python", *_script(plain), "```", ""]
+    parts += [f"- {text}" for text in _beside(plain)]
+    if libraries := _libraries(plain):
+        parts += ["", "## Where a library wraps the model", "", "| library | what to add |", "|---|---|"]
+        parts += [f"| {name} | `{text}` |" for name, text in libraries.items()]
+    return "\n".join([*parts, "", "## Without a change of the script", *_by_fleetbench()])
+
+
+def _script(plain: Plain) -> list[str]:
+    given = "".join(f", {name}={value!r}" for name, value in plain.arguments.items())
+    lines = ["from torch.nn.parallel import DistributedDataParallel", "", f"model = DistributedDataParallel(model{given})"]
+    if plain.wire is not None:
+        hook = f"{plain.wire}_compress_hook"
+        lines = [f"from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import {hook}", *lines]
+        lines.append(f"model.register_comm_hook(None, {hook})")
+    return lines
+
+
+def _beside(plain: Plain) -> list[str]:
+    """What is not an argument of DistributedDataParallel."""
+    said = []
+    if plain.threads is not None:
+        said.append(f"environment: `OMP_NUM_THREADS={plain.threads}`")
+    if plain.wire == "bf16":
+        said.append("torch has this hook for NCCL; on gloo, `fleetbench launch` has it")
+    if plain.lr_scale is not None:
+        said.append(f"the optimizer's learning rate, and that of its schedule, times {plain.lr_scale:g}")
+    if plain.accumulate is not None:
+        k = plain.accumulate
+        said.append(f"an update every {k} backwards, the loss divided by {k}: the first {k - 1} of them inside `model.no_sync()`")
+    return said
+
+
+def _libraries(plain: Plain) -> dict[str, str]:
+    if not plain.arguments and plain.wire is None and plain.accumulate is None:
+        return {}
+    names = {"bucket_cap_mb": "ddp_bucket_cap_mb", "find_unused_parameters": "ddp_find_unused_parameters"}
+    names |= {"broadcast_buffers": "ddp_broadcast_buffers"}
+    merge = [] if plain.accumulate is None else [f"gradient_accumulation_steps={plain.accumulate}"]
+    trainer = [*(f"{names[name]}={value!r}" for name, value in plain.arguments.items()), *merge]
+    handler, strategy = _spelled(plain.arguments), _spelled(plain.arguments)
+    if plain.wire is not None:
+        handler.append(f"comm_hook=DDPCommunicationHookType.{plain.wire.upper()}")
+        strategy.append(f"ddp_comm_hook=default_hooks.{plain.wire}_compress_hook")
+    accelerator = [*([f"kwargs_handlers=[DistributedDataParallelKwargs({', '.join(handler)})]"] if handler else []), *merge]
+    lightning = [f"strategy=DDPStrategy({', '.join(strategy)})"] if strategy else []
+    lightning += [] if plain.accumulate is None else [f"accumulate_grad_batches={plain.accumulate}"]
+    found = {} if plain.wire is not None else {"Hugging Face Trainer": f"TrainingArguments({', '.join(trainer)})"}
+    return found | {"Accelerate": f"Accelerator({', '.join(accelerator)})", "Lightning": f"Trainer({', '.join(lightning)})"}
+
+
+def _spelled(arguments: Mapping[str, object]) -> list[str]:
+    return [f"{name}={value!r}" for name, value in arguments.items()]
+
+
+def _by_fleetbench() -> list[str]:
+    launch = "fleetbench launch --strategy recommended.toml -- torchrun --nproc-per-node N train.py"
+    lines = [
+        "from fleetbench import fleet, DistributedStrategy",
+        "",
+        'fleet.init(DistributedStrategy.load("recommended.toml"))',
+        "model = fleet.distributed_model(model)  # in place of DistributedDataParallel(model)",
+        "optimizer = fleet.distributed_optimizer(optimizer)",
+    ]
+    return ["", "```bash", launch, "```", "", "or, in the script:", "", "```python", *lines, "```", ""]
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)

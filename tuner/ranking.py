@@ -1,0 +1,173 @@
+"""Ranking: which strategies run for real, and what their steps take beside the default's.
+
+Every arm runs twice, forward then backward (A B C C B A), and then as many more as there are finalists, each named by what the legs
+before it say of the simulator's errors (``tuner.bias``).
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+
+from fleetbench.strategy import DistributedStrategy
+from tuner.bias import named
+from tuner.budget import DEFAULT
+from tuner.evidence import ROUNDS, Outcome, Run, ranking_of
+from tuner.recommendation import Arm
+from tuner.space import differs_in, learns_as
+from tuner.state import State
+from tuner.targets import may_prove, updates_of
+from tuner.to_target import Penalty
+
+KEPT_LEGS = 20
+"""Legs for which a budget must have room before another arm runs: four to rank it, and eight pairs."""
+
+
+def choose(state: State) -> None:
+    """Rank the arms; then others, as long as one promises a gain by what the simulator has erred by so far."""
+    rank(state, [*state.arms], "real runs of every arm")
+    for _ in range(state.experiment.tune.finalists):
+        if (arm := following(state)) is None:
+            break
+        rank(state, [DEFAULT, arm.name], f"real runs of {arm.name}")
+    if (erred := _erred(state)) and state.setting.others:
+        state.notes.append(f"real over simulated time of a step, relative to the default's: {erred}")
+
+
+def rank(state: State, names: Sequence[str], stage: str) -> None:
+    """Every arm twice, in an order in which a drift of the machine favours none; but for those that an earlier tuning has ranked.
+
+    What has the legs of another arm, as at another learning rate, has its times.
+    """
+    first = {arm.timed: name for name, arm in reversed(state.arms.items())}
+    names = [name for name in names if first[state.arms[name].timed] != name or not _recall(state, name)]
+    twins = {name: whose for name in names if (whose := first[state.arms[name].timed]) != name}
+    own = [name for name in names if name != DEFAULT and name not in twins]
+    order = [DEFAULT, *own, *reversed(own), DEFAULT] if own or DEFAULT in names else []
+    among = ranking_of([state.ledger.leg(state.arms[name].timed) for name in (DEFAULT, *own)])
+    took: dict[str, list[Outcome]] = {}
+    for done, name in enumerate(order):
+        if state.arms[name].rejected is not None:
+            continue
+        with state.rejecting(name):
+            window = ROUNDS * done // len(order)  # of each round, so that arms share draws, and two are seen
+            leg = state.ledger.leg(state.arms[name].timed, window)
+            took.setdefault(name, []).append(state.ledger.run(Run(arm=name, leg=leg, among=among, stage=(stage, done, len(order)))))
+            state.ledger.refuse_small_budget(len(own))
+            _measured(state, name, took[name][-1:])
+    for name, legs in took.items():
+        if state.arms[name].rejected is None:
+            state.ratios[name] = _ratio(legs, took[DEFAULT])
+    for name, whose in twins.items():
+        arm, failed = state.arms[whose], None if whose in state.ratios else state.arms[whose].rejected
+        state.update(name, measured_s=arm.measured_s, peak_bytes=arm.peak_bytes, rejected=failed)
+        state.ratios |= {name: state.ratios[whose]} if whose in state.ratios else {}
+
+
+def following(state: State) -> Arm | None:
+    """The strategy with the largest expected gain, as a new arm; of ways that real runs have ruled out, none."""
+    if not state.ledger.affords(KEPT_LEGS, num_targets=2):
+        return None
+    others, target = state.setting.others, state.experiment.workload.target_loss
+    in_vain = {one for one in others if state.in_vain and learns_as(one) in state.in_vain}
+    ran = {arm.strategy: arm for arm in state.arms.values() if arm.name != DEFAULT and arm.strategy in others}
+    measured = {one: math.log(state.ratios[arm.name] * state.virtual(arm)) for one, arm in ran.items() if arm.name in state.ratios}
+    simulated = {one: math.log(ratio) for one, ratio in others.items() if one in measured or not (one in in_vain or one in ran)}
+    lost = in_vain | {one for one, arm in ran.items() if arm.rejected is not None}
+    same = learns_as if target is not None and not state.asked else lambda _: None
+    strategy = named(state.default.strategy, measured, simulated, same, lost)
+    return None if strategy is None else state.add(strategy)
+
+
+def ranked(state: State, compared: Sequence[str]) -> list[Arm]:
+    """The arms that are still to be compared with the default, the most promising first of those that may be used."""
+    left = [arm for arm in state.arms.values() if arm.name not in (DEFAULT, *compared) and arm.rejected is None]
+    return sorted(left, key=lambda arm: (expected(state, arm) >= 1, not may_prove(state, arm.name), expected(state, arm)))
+
+
+def expected(state: State, arm: Arm) -> float:
+    """Its time over the default's: of a step as measured, times updates to the target by virtual trainers, or by runs at other K."""
+    return state.ratios[arm.name] * (state.virtual(arm) if state.asked else _known(state, arm))
+
+
+def between(state: State) -> Arm | None:
+    """An arm with a K that has none, where runs at other K say that it is there before the default and all arms that are left."""
+    penalty = _penalty(state)
+    if penalty is None or state.asked or not state.ledger.affords(KEPT_LEGS, num_targets=2 * len(state.seeds)):
+        return None
+    known = {arm.strategy.local_steps for arm in state.arms.values()}
+    prices = {
+        strategy: ratio * penalty.ratio(strategy.local_steps)
+        for strategy, ratio in state.setting.others.items()
+        if _is_plain(state, strategy) and strategy.local_steps not in known
+    }
+    if not prices:
+        return None
+    state.notes.append(penalty.says(sorted({strategy.local_steps for strategy in prices})))
+    best = min(prices, key=lambda strategy: prices[strategy])
+    if prices[best] >= min([1.0, *(expected(state, arm) for arm in ranked(state, ()))]):
+        return None
+    return state.add(best)
+
+
+def _known(state: State, arm: Arm) -> float:
+    """Updates over the default's by runs to the target: of the default at the arm's learning rate, times those of the arm's K."""
+    default, strategy, penalty = state.default.strategy, arm.strategy, _penalty(state)
+    ways = (learns_as(default.replace(lr_scale=scale)) for scale in (strategy.lr_scale, default.lr_scale))
+    taken = [check.updates[0] or check.steps or 1 for check in map(state.ways.get, ways) if check is not None]
+    known = taken[0] / taken[1] if len(taken) == 2 else 1.0
+    is_plain = penalty is not None and _is_plain(state, strategy.replace(lr_scale=default.lr_scale))
+    return known * (penalty.ratio(strategy.local_steps) if penalty is not None and is_plain else 1.0)
+
+
+def _penalty(state: State) -> Penalty | None:
+    """What runs to the target with plain local steps say of those at another K, beside a synchronous default."""
+    if state.default.strategy.is_local:
+        return None
+    ran = [arm for arm in state.arms.values() if arm.strategy.is_local and _is_plain(state, arm.strategy)]
+    found = {arm.strategy.local_steps: updates for arm in ran if (updates := updates_of(state, arm.name)) is not None}
+    return Penalty.of({k: [math.exp(-ratio) for ratio in updates.ratios] for k, updates in found.items()})
+
+
+def _is_plain(state: State, strategy: DistributedStrategy) -> bool:
+    """Synchronous, or fixed local steps that are averaged; in all else that is learnt as the default's."""
+    default = state.default.strategy
+    configs = dataclasses.replace(default.localsgd_configs, k_steps=strategy.localsgd_configs.k_steps)
+    return learns_as(strategy) in (learns_as(default), learns_as(default.replace(localsgd=True, localsgd_configs=configs)))
+
+
+def _erred(state: State) -> str:
+    """By how much the simulator did, for each family that ran."""
+    default, errors = state.default, dict[str, list[float]]()
+    for name, ratio in state.ratios.items():
+        arm = state.arms[name]
+        if name != DEFAULT:
+            error = math.log(ratio * default.simulated_s / arm.simulated_s)
+            errors.setdefault(differs_in(arm.strategy, default.strategy), []).append(error)
+    return ", ".join(f"{family} {100 * math.expm1(statistics.fmean(found)):+.0f} %" for family, found in errors.items())
+
+
+def _recall(state: State, name: str) -> bool:
+    """Take the legs of an earlier tuning that have ranked the arm; whether there are any."""
+    if name in state.ratios:
+        return state.ledger.recall(state.arms[name], state.default) is not None
+    if (legs := state.ledger.recall(state.arms[name], state.default)) is None:
+        return False
+    own, default = legs
+    state.ratios[name] = _ratio(own, default)
+    _measured(state, name, own)
+    state.ledger.runs[name] = [outcome.run for outcome in own if outcome.run is not None]
+    return True
+
+
+def _measured(state: State, name: str, legs: Sequence[Outcome]) -> None:
+    """Let the arm have the times and the memory of more legs."""
+    arm = state.arms[name]
+    peaks = [peak for peak in (arm.peak_bytes, *(leg.peak_bytes for leg in legs)) if peak is not None]
+    state.update(name, measured_s=(*arm.measured_s, *(leg.step_s for leg in legs)), peak_bytes=max(peaks, default=None))
+
+
+def _ratio(own: Sequence[Outcome], default: Sequence[Outcome]) -> float:
+    """Of mean times of a step."""
+    taken, base = (statistics.fmean(leg.step_s for leg in legs) for legs in (own, default))
+    return taken / base

@@ -1,0 +1,198 @@
+"""Targets: runs to the target from the initial parameters, what they say of a way of training, and what they rule out.
+
+Time to the target is updates to the target times seconds an update. Updates depend on the way of training alone, and on the seed: their
+runs are shared by all arms that train alike, and each finalist's are paired with the default's of the same seeds (``tuner.to_target``).
+"""
+
+import dataclasses
+import math
+import statistics
+
+from fleetbench.quantities import counted
+from fleetbench.target import median_arrival
+from real.processes.diagnosis import LegFailed
+from real.processes.roles import SEED
+from tuner.budget import DEFAULT, budget_for, seeds_of
+from tuner.recommendation import TargetCheck
+from tuner.sequential import ERROR, FIRST_LOOK
+from tuner.space import name_of, parameters_of
+from tuner.state import State, says
+from tuner.to_target import FEWEST_SEEDS, SPREAD, Updates, too_few
+
+
+def reaches_target(state: State, name: str) -> bool:
+    """Whether the arm's runs to the target let it be recommended; otherwise it is rejected."""
+    with state.rejecting(name):
+        check_target(state, name)
+        if (rejection := _rejection(state, name)) is not None:
+            state.update(name, rejected=rejection)
+    return state.arms[name].rejected is None
+
+
+def check_target(state: State, name: str) -> None:
+    """Run to the target, and, where the arm trains otherwise than the default, with several seeds."""
+    if (target := state.experiment.workload.target_loss) is None:
+        return
+    way = state.way(name)
+    is_new = way not in state.ways
+    _run_to_target(state, name, 0)
+    if way != state.way(DEFAULT):
+        _run_other_seeds(state, name)
+    for shown in (DEFAULT, name):
+        _show(state, shown)
+    if not is_new and (whose := state.ways[way].from_arm) not in (name, DEFAULT):
+        state.notes.append(f"{name} trains step for step like {whose}, whose runs to the target stand for it")
+    if name == DEFAULT and not state.ways[way].reached:
+        missed = f"the default does not reach the target loss {target:g} in {state.ways[way].steps} steps"
+        state.notes.append(f"{missed}: only a strategy that does can be recommended")
+
+
+def run_rates(state: State) -> None:
+    """A script's default at every other learning rate to the target, once: a rate moves no clock, and ranks all that has it."""
+    default = state.default
+    rated = [arm.name for arm in state.arms.values() if arm.strategy != default.strategy and arm.timed == default.timed]
+    for name in rated if not state.asked else ():
+        if not state.ledger.affords(2 * FIRST_LOOK, num_targets=1):
+            state.notes.append(f"the budget has no room for a run of {name} to the target")
+            return
+        with state.rejecting(name):
+            _run_to_target(state, name, 0)
+            _show(state, name)
+
+
+def missing(state: State, name: str) -> int:
+    """Runs to the target without which nothing is proved of an arm; 0 where it trains like the default, or losses are declared."""
+    ways, experiment = {state.way(name), state.way(DEFAULT)}, state.experiment
+    if len(ways) == 1 or experiment.workload.target_loss is None or experiment.run.device == "emulated":
+        return 0
+    return sum(max(0, FEWEST_SEEDS - len(state.ways[way].updates if way in state.ways else ())) for way in ways)
+
+
+def may_prove(state: State, name: str) -> bool:
+    """Whether setting and budget allow for the runs to the target that an arm needs."""
+    wanted = missing(state, name)
+    return not wanted or (len(state.seeds) >= FEWEST_SEEDS and state.ledger.affords(2 * FIRST_LOOK, num_targets=wanted))
+
+
+def too_few_runs(state: State, name: str, legs: int) -> str | None:
+    """Says that the runs to the target are too few for USE, and what to change; none where they are enough."""
+    if not (wanted := missing(state, name)):
+        return None
+    ran = min(len(state.ways[way].updates) for way in (state.way(name), state.way(DEFAULT)))
+    needs_s = state.ledger.expected_s(legs, num_targets=wanted)
+    return too_few(ran, wanted, len(state.seeds), len(seeds_of(state.experiment)), budget_for(state.experiment, needs_s))
+
+
+def updates_of(state: State, name: str) -> Updates | None:
+    """What the finalist's runs say of its updates; none where they are the default's, or it never arrives."""
+    way, base = state.way(name), state.way(DEFAULT)
+    if way == base or way not in state.ways or not state.ways[base].reached:
+        return None
+    steps = state.ways[base].steps
+    assert steps is not None
+    found = Updates.of_runs(state.ways[base].updates, state.ways[way].updates, steps, state.ways[way].steps)
+    spread = SPREAD if missing(state, name) else 0.0
+    return dataclasses.replace(found, noise=state.ways[way].noise_beside(state.ways[base]), spread=spread)
+
+
+def metrics_of(state: State, name: str) -> tuple[float, float] | None:
+    """The arm's and the default's metric, in the mean over seeds of which both are known; none where none are."""
+    found = zip(state.ways[state.way(name)].metrics, state.ways[state.way(DEFAULT)].metrics, strict=False)
+    known = [(own, default) for own, default in found if own is not None and default is not None]
+    return None if not known else (statistics.fmean(own for own, _ in known), statistics.fmean(default for _, default in known))
+
+
+def _run_other_seeds(state: State, name: str) -> None:
+    """The default and the arm to the target with every further seed, as far as the budget has room, and as long as the arm may pass.
+
+    None where there are enough already: an earlier tuning has judged them, and more would be another look.
+    """
+    way, base, late = state.way(name), state.way(DEFAULT), math.log(state.ratios[name])
+    judged = state.ledger.seeds_before(state.arms[name], state.seeds)
+    for number in range(1, judged if judged >= FEWEST_SEEDS else len(state.seeds)) if missing(state, name) else ():
+        missed = state.ways[way].missed_beside(state.ways[base], state.experiment.workload.target_loss)
+        if missed or len(state.seeds) == 1:
+            return
+        if (known := updates_of(state, name)) is not None and known.mean + known.half(ERROR, 1) < late:
+            return
+        if not state.ledger.affords(2 * FIRST_LOOK, num_targets=2):
+            state.notes.append(f"the budget has no room for more than {counted(number, 'seed')} of {name}'s runs to the target")
+            return
+        try:
+            _run_to_target(state, DEFAULT, number)
+        except LegFailed as failure:
+            state.notes.append(f"the default, with seed {state.seeds[number]}, {says(failure)}: no further seed was run")
+            return
+        if len(state.seeds) > 1:
+            _run_to_target(state, name, number)
+
+
+def _run_to_target(state: State, name: str, number: int) -> None:
+    """The arm's run with the n-th seed, if none of its way has it."""
+    way = state.way(name)
+    check = state.ways.get(way, TargetCheck(reached=False, from_arm=name))
+    if number < len(check.updates):
+        return
+    seed = state.seeds[number]
+    stage = f"target of {name}" + (f", seed {seed}" if number else "")
+    outcome = state.ledger.run_to_target(state.arms[name], seed, stage)
+    reached = outcome.reached
+    assert reached is not None
+    if number and (reached.updates, reached.final_loss) == (check.updates[0], check.final_loss):
+        state.seeds = state.seeds[:1]
+        state.notes.append(f"the runs of {name} with two seeds are equal, and count as one: a script takes its seed from {SEED}")
+        return
+    state.ways[way] = check.with_run(reached.updates, reached.final_loss, outcome.steps, reached.metric, reached.noise)
+
+
+def _show(state: State, name: str) -> None:
+    """Let the arm have what is known of its way, in seconds of its own steps."""
+    check = state.ways[state.way(name)]
+    assert check.steps is not None
+    median, step_s = median_arrival(check.updates, [float(check.steps)] * len(check.updates)), state.arms[name].real_s
+    time_s = None if median is None or step_s is None else median * step_s
+    state.update(name, target=dataclasses.replace(check, time_s=time_s, from_arm=None if check.from_arm == name else check.from_arm))
+
+
+def _rejection(state: State, name: str) -> str | None:
+    """Why an arm's runs to the target rule it out. Without a target nothing does."""
+    arm, default, target = state.arms[name], state.default, state.experiment.workload.target_loss
+    if arm.target is None or default.target is None:
+        return None
+    runs = len(arm.target.updates)
+    if not arm.target.reached:
+        return _misses(arm.target, target)
+    if state.way(name) == state.way(DEFAULT):
+        state.notes.append(f"{name} trains step for step like the default: its gain to the target is that of its steps")
+        return None
+    own, beside = (state.ways[state.way(one)] for one in (name, DEFAULT))
+    lost = own.missed_beside(beside, target) or arm.target.lost_beside(default.target, target)
+    if (worse := lost or own.seldom_beside(beside, target) or _falls(state, name)) is not None:
+        return worse
+    updates, took = updates_of(state, name), "" if arm.target.time_s is None else f" in {arm.target.time_s:.3g} s"
+    if updates is not None and updates.mean - math.log(state.ratios[name]) < 0:
+        return f"reaches the target{took}, later than the default ({default.target})"
+    others = "the default does not" if updates is None else f"the default {default.target}"
+    way = f"{name_of(arm.strategy)}, gradients in {parameters_of(arm.strategy)['wire']}"
+    each = f"{'one run' if runs == 1 else f'{runs} runs'} each, from the initial parameters"
+    state.notes.append(f"{name}, {way}, reaches the target{took}, {others}; {each}")
+    return None
+
+
+def _misses(check: TargetCheck, target: float | None) -> str:
+    """That no run arrived, in words."""
+    loss, runs = check.final_loss, len(check.updates)
+    at_last = loss is not None and target is not None and loss <= target
+    needs = ", of three evaluations in a row: workload.eval_every" if at_last else ""
+    final = "" if loss is None else f" (final loss {loss:.3g}{needs})"
+    of_all = "" if runs == 1 else f", in none of {runs} runs"
+    return f"does not reach the target loss {target:g} in {check.steps} steps{of_all}{final}"
+
+
+def _falls(state: State, name: str) -> str | None:
+    """Says so where the metric is lower than the default's by more than it may be."""
+    tune, metrics = state.experiment.tune, metrics_of(state, name)
+    if metrics is None or metrics[1] - metrics[0] <= tune.metric_drop:
+        return None
+    fallen = f"{tune.metric} is {metrics[0]:.4g} at the target, and the default's {metrics[1]:.4g}"
+    return f"{fallen}: it may fall by tune.metric_drop = {tune.metric_drop:g}"
