@@ -138,7 +138,12 @@ class Legs:
 
 def measured_part(strategy: DistributedStrategy) -> DistributedStrategy:
     """The compute part, with the update apart from the backward, so that it can be told from it."""
-    return compute_part(strategy.without("build_strategy.enable_backward_optimizer_op_deps"))
+    return _computed(strategy.without("build_strategy.enable_backward_optimizer_op_deps"))
+
+
+def _computed(strategy: DistributedStrategy) -> DistributedStrategy:
+    """The compute part, under which the script's loop passes: parameters that a loss does not reach are handled as it says."""
+    return compute_part(strategy).replace(find_unused_parameters=strategy.find_unused_parameters)
 
 
 def whole(strategy: DistributedStrategy) -> DistributedStrategy:
@@ -179,6 +184,7 @@ def _local(strategy: DistributedStrategy, optimizer: str, k_steps: int = 2, **ch
         localsgd=True,
         localsgd_configs=LocalSGDConfigs(k_steps=k_steps, optimizer_state="local" if optimizer in LINEAR_OPTIMIZERS else "average"),
         thread_num=strategy.thread_num,
+        find_unused_parameters=strategy.find_unused_parameters,
         build_strategy=BuildStrategy(fuse_all_optimizer_ops=strategy.build_strategy.fuse_all_optimizer_ops),
         **changes,
     )
@@ -241,7 +247,7 @@ def _quiet(experiment: Experiment) -> Experiment:
 
 def _computing(experiment: Experiment, **changes: Any) -> Experiment:
     workload = dataclasses.replace(experiment.workload, profile=None, target_loss=None)
-    return experiment.replace(strategy=compute_part(experiment.strategy), workload=workload, **changes)
+    return experiment.replace(strategy=_computed(experiment.strategy), workload=workload, **changes)
 
 
 def _num_legs(experiment: Experiment, quiet: Experiment) -> int:

@@ -362,3 +362,19 @@ def test_gradient_noise_is_that_of_the_first_try() -> None:
     assert legs.layers(PLAIN)[0]["gradient_noise"]["scale"] in (1.0, 2.0, 3.0)
     assert next(tries, None) is None
     assert legs.noise == {"steps": 10, "scale": 1.0, "drift": 0.1}
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_every_leg_of_a_profile_handles_the_parameters_that_the_script_leaves_out(unused: bool) -> None:
+    """A script that needs ``find_unused_parameters`` passes none of them without it."""
+    own = DistributedStrategy(find_unused_parameters=unused, fp16_allreduce=True)
+    legs = (
+        profile_legs.measured_part(own),
+        profile_legs.whole(own),
+        profile_legs.several(own, table()),
+        profile_legs.averaged(own, "sgd", 8),
+        profile_legs.queued(own, "sgd"),
+        profile_legs.queued_in_twos(own, "sgd", "gloo"),
+        profile_legs.quantised(own),
+    )
+    assert [leg.find_unused_parameters for leg in legs] == [unused] * len(legs)
