@@ -18,7 +18,7 @@ _WIRES = {"fp16_allreduce": "fp16", "bf16_allreduce": "bf16"}
 
 
 @dataclass(slots=True)
-class Plain:
+class Settings:
     """What of a strategy PyTorch has."""
 
     arguments: dict[str, object] = field(default_factory=dict)
@@ -33,9 +33,9 @@ class Plain:
     """Fields that PyTorch has no setting for."""
 
 
-def in_pytorch(strategy: DistributedStrategy, default: DistributedStrategy) -> Plain:
+def in_pytorch(strategy: DistributedStrategy, default: DistributedStrategy) -> Settings:
     """What a strategy changes beside the default."""
-    found, (own, base) = Plain(), (dict(flat(encode(one))) for one in (strategy, default))
+    found, (own, base) = Settings(), (dict(flat(encode(one))) for one in (strategy, default))
     capped = strategy.fuse_all_reduce_ops and strategy.fusion == "fleet" and strategy.fuse_grad_count <= 1
     for name in [name for name in {**base, **own} if own.get(name) != base.get(name)]:
         if name == "fuse_grad_size_in_MB" and capped:
@@ -73,7 +73,7 @@ def page_of(strategy: DistributedStrategy, default: DistributedStrategy, line: s
     return "\n".join([*parts, "", "## Without a change of the script", *_by_fleetbench()])
 
 
-def _script(plain: Plain) -> list[str]:
+def _script(plain: Settings) -> list[str]:
     given = "".join(f", {name}={value!r}" for name, value in plain.arguments.items())
     lines = ["from torch.nn.parallel import DistributedDataParallel", "", f"model = DistributedDataParallel(model{given})"]
     if plain.wire is not None:
@@ -83,7 +83,7 @@ def _script(plain: Plain) -> list[str]:
     return lines
 
 
-def _beside(plain: Plain) -> list[str]:
+def _beside(plain: Settings) -> list[str]:
     """What is not an argument of DistributedDataParallel."""
     said = []
     if plain.threads is not None:
@@ -98,7 +98,7 @@ def _beside(plain: Plain) -> list[str]:
     return said
 
 
-def _libraries(plain: Plain) -> dict[str, str]:
+def _libraries(plain: Settings) -> dict[str, str]:
     if not plain.arguments and plain.wire is None and plain.accumulate is None:
         return {}
     names = {"bucket_cap_mb": "ddp_bucket_cap_mb", "find_unused_parameters": "ddp_find_unused_parameters"}

@@ -91,8 +91,13 @@ def tune(
     notes = [*recommendation.notes, *notes, cost_note(recommendation, cost_s), *job.notes(bool(replayed))]
     recommendation = dataclasses.replace(recommendation, notes=tuple(notes))
     path = folder.finish(recommendation, experiment, before)
-    keep(folder_of(out=out), key_of_profiled(experiment, table_for(experiment)), recommendation.strategy, recommendation.line)
+    store(experiment, recommendation, out)
     return recommendation, path
+
+
+def store(experiment: Experiment, recommendation: Recommendation, out: Path) -> None:
+    """Put the strategy where ``strategy.auto`` finds it for this model on these trainers."""
+    keep(folder_of(out=out), key_of_profiled(experiment, table_for(experiment)), recommendation.strategy, recommendation.line)
 
 
 def _refuse(asked: Experiment, *, is_real: bool) -> None:

@@ -159,8 +159,8 @@ def refuse_what_is_the_scripts(base: Experiment, overrides: Sequence[str] = ()) 
             what, "cluster.stragglers", f"{len(base.cluster.stragglers)} entries", "drop them; profile measures what there is"
         )
     if base.strategy != DistributedStrategy():
-        hint = "let the script load it: fleet.init(DistributedStrategy.load(FILE)); what it uses now is what others are compared with"
-        raise ConfigError("the script hands its own strategy to fleet.init", "strategy", repr(base.strategy.changes()), hint)
+        hint = "drop it: what the script gives to DistributedDataParallel or to fleet.init is what others are compared with"
+        raise ConfigError("is the script's own", "strategy", repr(base.strategy.changes()), hint)
     for override in overrides:
         key, _, value = override.partition("=")
         section, _, name = key.strip().partition(".")

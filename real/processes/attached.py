@@ -24,6 +24,7 @@ WAY_OUT = (
     "put fleet's lines into the script: fleet.init(), model = fleet.distributed_model(model), "
     "optimizer = fleet.distributed_optimizer(optimizer), and no DistributedDataParallel"
 )
+_UNREAD = "no Python process here has read PYTHONPATH, as with python -I or -E, or in a container"
 _UNCONFIRMED = (
     "note: no process on this host has said that it trains by the strategy; rank 0's output shows the strategy's box at its first step "
     "if it does, and without that the script has trained as by itself"
@@ -55,7 +56,7 @@ def why_unattached(folder: Path) -> str | None:
     if not folder.is_dir() or (folder / _ATTACHED).exists():
         return None
     if not (folder / _SEEN).exists():
-        return "no Python process here has read PYTHONPATH, as with python -I or -E, or in a container"
+        return _UNREAD
     with suppress(OSError):
         return (folder / _UNATTACHED).read_text(encoding="utf-8")
     return NEVER_CALLED
@@ -78,6 +79,7 @@ def refuse_unattached(folder: Path, strategy: Path, *, is_elsewhere: bool = Fals
     if why is not None and not is_elsewhere:
         hint = "let it load the file: fleet.init(DistributedStrategy.load(FILE))" if why == FOUR_LINES else WAY_OUT
         hint = "install fleetbench there: python -m pip install fleetbench" if "cannot import fleetbench" in why else hint
+        hint = f"start Python without -I and -E, on this host, or {WAY_OUT}" if why == _UNREAD else hint
         raise ConfigError(f"was not applied: {why}", "--strategy", str(strategy), hint)
 
 
