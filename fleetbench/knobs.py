@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 T = TypeVar("T")
 
 Need = Literal["", "target", "rounding", "nodes", "loop", "waiting", "model"]
-"""What an experiment must have for a search to mean anything: ``tuner.space.needs`` asks, and says why."""
+"""The condition that an experiment must meet before a search of the field means anything; ``tuner.space.needs`` checks it."""
 _COLLECTIVE = Literal["plan clock", "plan virtual digits", "plan way", "plan virtual way", "plan virtual way restarts"]
 _COMPUTE = Literal["plan clock time", "plan clock memory", "plan clock time restarts", "plan way time", "plan virtual way time restarts"]
 _OF_SERVERS = Literal["servers way", "way", "simulated clock", "plan pieces clock", "plan servers clock time", "plan virtual servers way"]
@@ -31,7 +31,7 @@ class Knob(NamedTuple):
     called: str = ""
     """By a person; fields of one name go together."""
     key: str = ""
-    """Of ``[tune]``, which gives other values. Keys of one knob are one parameter of the search if one of them is what it is called."""
+    """The key of ``[tune]`` that gives other values. Keys of one knob are one parameter of the search if one is its name."""
     values: tuple[Any, ...] = ()
     need: Need = ""
 

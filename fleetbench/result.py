@@ -369,7 +369,7 @@ def skip(what: str, why: str) -> dict[str, str]:
 
 
 def skipped_by_layers(workload: Workload, strategy: DistributedStrategy) -> list[dict[str, str]]:
-    """Of declared layers: changed fields of the strategy that would change the times of measured ones."""
+    """Changed fields of the strategy that declared layers ignore, and that would change the times of measured ones."""
     known = "strategy.fetch_every_n_steps" if workload.host is not None and workload.host.fetch else None
     names = [name for name, _ in changed_fields(strategy, "strategy") if name in COMPUTE_ONLY and name != known]
     return [skip(name, "declared layer times do not depend on it") for name in names if workload.model == LAYERS]

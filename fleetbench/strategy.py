@@ -108,7 +108,7 @@ class Averaging(Config):
             raise ConfigError(what, "outer_lr, outer_momentum", f"{self.outer_lr}, {self.outer_momentum}", hint)
 
     def shared(self) -> dict[str, Any]:
-        """What both kinds of local steps have, by field."""
+        """Values of the fields that both kinds of local steps have, by name."""
         return {name: getattr(self, name) for name in defaults_of(Averaging)}
 
     @property

@@ -33,11 +33,11 @@ from tuner.state import Setting, State, says
 from tuner.targets import check_target, metrics_of, missing, reaches_target, run_rates, too_few_runs, updates_of
 
 WIDE = 0.15
-"""Half an interval of a proved gain, beside it, above which pairs go on while there is room."""
+"""Relative half width of a proved gain's interval above which more pairs run while there is room."""
 
 
 _WIDENED = 1.1
-"""Times an interval, from which it is worth a word."""
+"""Factor by which an interval is widened, from which a note says so."""
 
 
 def decide(evidence: Evidence, setting: Setting) -> Run | Pair | Done:

@@ -183,11 +183,12 @@ class Evidence(Config):
         return self.before_s + trainers * sum(outcome.took_s for outcome in self.outcomes)
 
     def taken_up(self, trainers: int) -> Evidence:
-        """What a tuning that was interrupted goes on with: a launch that broke at the end is tried again.
+        """What a tuning that was interrupted goes on with: what ended it, a launch that broke or a default's leg in a pair, is tried again.
 
         What the interruption cost is spent after the last leg that is kept, so that what was decided before is decided again.
         """
-        outcomes = self.outcomes[:-1] if self.outcomes and self.outcomes[-1].lost else self.outcomes
+        ended_it = any(one.lost or (one.failure and one.side == "default") for one in self.outcomes[-1:])
+        outcomes = self.outcomes[:-1] if ended_it else self.outcomes
         kept = replace(self, outcomes=outcomes, num_replayed=len(outcomes))
         lost_s = max(0.0, self.held_s - kept.spent_s(trainers))
         if not outcomes:

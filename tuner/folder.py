@@ -205,7 +205,7 @@ class Earlier:
 
 
 def recent(out: Path, inputs: Mapping[str, Any]) -> Earlier | None:
-    """The newest tuning below ``out`` of the same command and files on the same machine, if its profile is fresh."""
+    """A tuning below ``out`` of the same command and files on the same machine whose profile is fresh: the freshest, or one of them."""
     since = time.time() - FRESH_S
     profiles = [path for path in out.glob(f"*-tune-*/{_PROFILE}") if path.stat().st_mtime > since]
     for path in sorted(profiles, key=lambda path: path.stat().st_mtime, reverse=True):

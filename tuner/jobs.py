@@ -75,6 +75,8 @@ def script_of(
     before = earlier or recent(out, folder.inputs)
     known = kept or (None if before is None else before.script(asked, folder.inputs))
     with ScriptSession(script.command, asked, known=known, workdir=script.workdir) as session:
+        if kept is None and earlier is None and known is not None and before is not None:
+            session.notes.append(f"the profile is that of {before.path.name}: the same script within the last hour")
         if asked.workload.target_loss is not None and session.experiment.workload.target_loss is None:
             hint = "call fleet.report(loss=loss) before optimizer.step(), or drop the target"
             raise ConfigError("the script reports no loss", "workload.target_loss", f"{asked.workload.target_loss:g}", hint)

@@ -48,7 +48,7 @@ def emit_table(table: RenderableType) -> None:
 
 
 def columns() -> int:
-    """Of the terminal; as many as a table has where stdout is none."""
+    """Width of the terminal, in columns; where stdout is no terminal, that of a table."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
 
 

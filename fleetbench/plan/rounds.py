@@ -59,7 +59,7 @@ Levels = tuple[tuple[DistributedStrategy, float], ...]
 
 
 def rounds_of(cadence: Cadence | None) -> Rounds:
-    """What is known of the rounds before the training. Without a cadence trainers update together."""
+    """The lengths of rounds as they are known before the training. Without a cadence trainers update together."""
     if cadence is None or cadence.begin_step >= EVERY_UPDATE:
         return Constant(1)
     if cadence.k_steps is None:

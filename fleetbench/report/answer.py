@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _TRAINS = ("localsgd", "adaptive_localsgd", "gradient_merge")
 _LEAST_SHARE = 0.05
-"""Of a step, that is worth a word."""
+"""Smallest share of a step that the answer mentions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Answer:
     verdict: str
     """``USE``, ``KEEP DEFAULT`` or ``UNDECIDED``."""
     what: str
-    """What to use, or what was tried in vain, in words."""
+    """The strategy to use, or the one that was tried without a gain, in words."""
     column: str
     """Heading of that strategy's figures."""
     figures: tuple[Figure, ...]
@@ -153,7 +153,7 @@ def _ms(value_s: float) -> str:
 
 
 def _shares(splits: pd.DataFrame) -> Iterator[str]:
-    """What the default's steps wait for."""
+    """The two waits of the default's steps, each with its share of a step."""
     if "default, real" not in splits.index:
         return
     row = splits.loc["default, real"].to_dict()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from real.attach.ddp import DistributedDataParallel
 
 _TIMEOUT_S = 120.0
-"""Of collectives, at least; the script's process group may wait for longer."""
+"""Least timeout of a collective; the script's process group may allow more."""
 
 
 class Attached:

@@ -31,10 +31,15 @@ def own_strategy(model: DistributedDataParallel) -> DistributedStrategy:
 
 
 def combined(ordered: DistributedStrategy, own: DistributedStrategy) -> DistributedStrategy:
-    """The strategy of a file, with what the script says of unused parameters, of buffers, and of 16 bits on the wire."""
+    """The strategy of a file, with what the script says of unused parameters and of buffers.
+
+    Raises ``ConfigError`` where the script rounds its gradients to 16 bits and the file sends them as they are.
+    """
     finds_unused = ordered.find_unused_parameters or own.find_unused_parameters
-    if not (ordered.is_local or ordered.fp16_allreduce or ordered.bf16_allreduce):  # else the file says how gradients travel
-        ordered = ordered.replace(fp16_allreduce=own.fp16_allreduce, bf16_allreduce=own.bf16_allreduce)
+    wire = next((name for name in _WIRES.values() if getattr(own, name)), None)
+    if wire is not None and not (ordered.is_local or ordered.fp16_allreduce or ordered.bf16_allreduce):
+        hint = f"add {wire} = true to the file, or leave the hook out of the script"
+        raise ConfigError("the script's communication hook sends 16 bits, and the strategy 32", "--strategy", wire, hint)
     return ordered.replace(find_unused_parameters=finds_unused, broadcast_buffers=ordered.broadcast_buffers and own.broadcast_buffers)
 
 

@@ -11,7 +11,9 @@ import pytest
 
 from fleetbench.cli.main import main
 from fleetbench.errors import ConfigError
+from fleetbench.strategy import DistributedStrategy
 from real.attach import command
+from real.attach.settings import combined
 from real.processes import attached
 from real.processes.attached import NEVER_CALLED, attached_environment, refuse_unattached, why_unattached
 
@@ -119,6 +121,16 @@ def test_what_is_wrong_with_a_command_is_said(
     """With the exit code of its kind."""
     assert main(["launch", *(word.format(strategy) for word in words)]) == code
     assert said in capsys.readouterr().err
+
+
+def test_a_file_does_not_take_a_scripts_wire_away() -> None:
+    """Gradients that the script rounds are not exchanged otherwise without a word; under local steps none are exchanged."""
+    own, local = DistributedStrategy(fp16_allreduce=True, broadcast_buffers=False), DistributedStrategy().replace(localsgd=True)
+    with pytest.raises(ConfigError, match="sends 16 bits, and the strategy 32") as caught:
+        combined(DistributedStrategy(fuse_grad_size_in_MB=1.0), own)
+    assert "fp16_allreduce = true" in str(caught.value.hint)
+    assert combined(DistributedStrategy(bf16_allreduce=True), own).bf16_allreduce
+    assert combined(local, own) == local.replace(broadcast_buffers=False)
 
 
 def test_a_strategy_of_parameter_servers_is_refused(strategy: Path) -> None:

@@ -1,6 +1,8 @@
 """A tuning that goes on from an earlier one's folder: what has moved, what is measured again, and what is not."""
 
 import math
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +14,13 @@ from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, profiled_ex
 from fleetbench.config import encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed
 from tuner.evidence import ROUNDS, Evidence
-from tuner.folder import Earlier, inputs_of
+from tuner.folder import FRESH_S, Earlier, inputs_of, recent
 from tuner.ledger import Ledger
 from tuner.real_runs import RealRuns
 from tuner.recommendation import Arm, Recommendation
@@ -148,6 +151,25 @@ def test_a_script_that_has_not_changed_keeps_its_profile(tmp_path: Path) -> None
     assert found.workload.profile == str(folder / "profile.toml")
     assert earlier.script(base.replace(workload=replace(base.workload, target_loss=None)), inputs) is None
     assert earlier.script(base, inputs_of(("python",))) is None
+
+
+def test_a_profile_of_the_last_hour_is_found_by_what_was_run(tmp_path: Path) -> None:
+    """One of the same command and files; none of another command, none that is older, and none of a busy machine."""
+    experiment = profiled_experiment(tmp_path, **FEW, local_steps=(1,), fuse_grad_size_in_MB=(1.0, 32.0), thread_num=(1,), wire=("fp32",))
+    out, inputs = tmp_path / "runs", inputs_of(())
+    assert recent(out, inputs) is None
+    tuned(experiment, out)
+    found = recent(out, inputs)
+    assert found is not None
+    assert found.experiment.workload.profile == str(found.path / "profile.toml")
+    assert recent(out, inputs_of(("python", "train.py"))) is None
+    profiles = list(out.glob("*-tune-*/profile.toml"))
+    for path in profiles:
+        os.utime(path, (0, time.time() - FRESH_S - 1))
+    assert recent(out, inputs) is None
+    for path in profiles:
+        replace(Profile.load(path), foreign_cores=1.5).save(path)
+    assert recent(out, inputs) is None
 
 
 def test_a_folder_that_is_no_tuning_is_refused(tmp_path: Path) -> None:

@@ -217,15 +217,15 @@ def test_half_of_a_pair_is_run_again(tmp_path: Path) -> None:
 
 
 def test_what_an_interruption_cost_changes_nothing_that_was_decided(tmp_path: Path) -> None:
-    """Eight minutes were lost in a pair: the room for a verdict, which the first leg had, is not looked for again; the pairs end sooner."""
-    experiment = layers_experiment(pairs=48, budget_minutes=10.0)
+    """Nearly all of five minutes was lost in a pair: the first leg still had room for a verdict then, and the pairs that are there count."""
+    experiment = layers_experiment(pairs=48, budget_minutes=5.0)
     arms = [Arm(name="default", strategy=DEFAULT, simulated_s=0.01), Arm(name="small", strategy=SMALL, simulated_s=0.01)]
     unsteady = lambda number: 1 + 0.2 * (-1) ** (number // 3)  # noqa: E731  # one line
     runner = Breaking(experiment, lambda _: 0.01, noise=unsteady, at=9)
     now = [0.0]
 
     def clock() -> float:
-        now[0] += 2.5 if runner.num_run != 9 else 240.0
+        now[0] += 2.5 if runner.num_run != 9 else 285.0
         return now[0]
 
     runs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, clock=clock, step_s=0.1)
@@ -253,6 +253,29 @@ def test_what_a_strategy_failed_of_is_remembered_and_a_broken_launch_is_not(fail
     known = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, evidence=runs.evidence.taken_up(2))
     found = verify(experiment, arms, known)
     assert (runner.num_run, found.arms[1].rejected) == (3 + again, "failed on rank 1: out of memory")
+
+
+def test_a_default_that_fails_in_a_pair_is_tried_again_by_the_next_attempt(tmp_path: Path) -> None:
+    """It has run before, so that this says nothing of the finalist: the tuning ends, and the next goes on with that pair."""
+    experiment = layers_experiment()
+    arms = [Arm(name="default", strategy=DEFAULT, simulated_s=0.01), Arm(name="small", strategy=SMALL, simulated_s=0.01)]
+
+    class Once(FakeRunner):
+        failed = False
+
+        def run(self, leg: Leg) -> RunResult:
+            if leg.strategy == DEFAULT and leg.window == 3 and not self.failed:
+                self.failed = True
+                raise LegFailed("no space", "rank 1")
+            return super().run(leg)
+
+    runner = Once(experiment, formula)
+    runs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path)
+    with pytest.raises(LegLost, match="no space"):
+        verify(experiment, arms, runs)
+    again = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, evidence=runs.evidence.taken_up(2))
+    found = verify(experiment, arms, again)
+    assert (found.verdict, len(found.pairs), found.arms[1].rejected) == ("USE", 4, None)
 
 
 @pytest.mark.parametrize("damaged", ["evidence.json", "runs/*/manifest.json"])

@@ -1,4 +1,3 @@
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,9 +14,8 @@ from fleetbench.store import load_run
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed
-from tuner.budget import BudgetSpent, leg_steps_of
-from tuner.evidence import Run
-from tuner.ledger import FIRST_SHARE, Ledger, Wanted
+from tuner.budget import leg_steps_of
+from tuner.ledger import FIRST_SHARE
 from tuner.real_runs import RealRuns
 from tuner.recommendation import Arm, Recommendation
 from tuner.sequential import ERROR
@@ -434,97 +432,6 @@ def test_every_leg_is_stored_before_the_next(tmp_path: Path) -> None:
     assert stored == list(range(len(runner.legs)))
     assert (len(default.measured_runs), len(one.measured_runs)) == (2 + 4, 2 + 4)
     assert all(load_run(tmp_path / run).experiment.strategy == FUSED for run in one.measured_runs)
-
-
-def ran(legs: RealRuns, *strategies: DistributedStrategy) -> Ledger:
-    """Legs of strategies, one after the other, as a decision asks for them; those that fail are passed over."""
-    while True:
-        ledger = Ledger(legs.experiment, legs.evidence, legs.step_s)
-        try:
-            for window, strategy in enumerate(strategies):
-                with contextlib.suppress(LegFailed):
-                    ledger.run(Run(arm="any", leg=ledger.leg(strategy, window)))
-        except Wanted as wanted:
-            legs.carry_out(wanted.request)
-        else:
-            return ledger
-
-
-def test_the_budget_ends_the_legs_before_it_is_exceeded(tmp_path: Path) -> None:
-    """Two trainers, ten steps a leg at one second each: 60 trainer-seconds carry three legs and no fourth."""
-    experiment = layers_experiment(budget_gpu_hours=65 / 3600)
-    clock = iter(10.0 * (number // 2) + 10.0 * (number % 2) for number in range(100))
-    legs = RealRuns(experiment=experiment, runner=FakeRunner(experiment, by_fusion), folder=tmp_path, step_s=1.0, clock=lambda: next(clock))
-    assert experiment.cluster.trainers == 2
-    assert ran(legs, *[DEFAULT] * 3).spent_s == pytest.approx(60.0)
-    with pytest.raises(BudgetSpent):
-        ran(legs, *[DEFAULT] * 4)
-
-
-def test_a_leg_that_may_need_another_launch_leaves_room_for_its_start(tmp_path: Path) -> None:
-    """The same legs where a launch takes 10 seconds to start: the third would lie beyond 65 trainer-seconds."""
-    experiment = layers_experiment(budget_gpu_hours=65 / 3600)
-    clock = iter(10.0 * (number // 2) + 10.0 * (number % 2) for number in range(100))
-    runner = FakeRunner(experiment, by_fusion, startup_s=10.0)
-    legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=1.0, clock=lambda: next(clock))
-    ran(legs, *[DEFAULT] * 2)
-    with pytest.raises(BudgetSpent):
-        ran(legs, *[DEFAULT] * 3)
-
-
-@dataclass
-class Timed(FakeRunner):
-    """Whose runs say that their steps took two seconds, and whose small buckets fail."""
-
-    def run(self, leg: Leg) -> RunResult:
-        """See ``Runner``."""
-        if leg.strategy == FUSED:
-            raise LegFailed("out of memory", "rank 1")
-        return replace(FakeRunner.run(self, leg), host_s=2.0)
-
-
-def test_what_a_leg_held_its_trainers_for_is_spent_however_it_ended(tmp_path: Path) -> None:
-    """Two trainers for ten seconds, of a leg that fails too; nothing for what is known already.
-
-    A step is expected to take a tenth of the two seconds that ten of them took: the rest was the start of a launch.
-    """
-    experiment, told = layers_experiment(), list[float]()
-    clock = iter([0.0, 10.0, 10.0, 20.0, 20.0, 20.0])
-    legs = RealRuns(
-        experiment=experiment,
-        runner=Timed(experiment, by_fusion),
-        folder=tmp_path,
-        step_s=1.0,
-        clock=lambda: next(clock),
-        keep=lambda evidence: told.append(evidence.held_s),
-    )
-    assert ran(legs, DEFAULT).step_s == pytest.approx(2.0 / (5 + experiment.run.warmup_steps))
-    assert ran(legs, DEFAULT, FUSED).spent_s == pytest.approx(40.0)
-    assert ran(legs, DEFAULT, FUSED, DEFAULT).spent_s == pytest.approx(40.0)
-    assert told == [20.0, 40.0, 40.0]
-
-
-def test_a_spent_budget_keeps_the_default(tmp_path: Path) -> None:
-    """A budget that ends in the middle is said in the reason, and nothing is recommended on half of the pairs: later legs take longer."""
-    experiment = layers_experiment()
-    experiment = experiment.replace(tune=replace(experiment.tune, budget_gpu_hours=110 / 3600))
-    now = iter([0, 5, *range(20, 10_000, 20)])
-    runner = FakeRunner(experiment, by_fusion)
-    legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=1.0, clock=lambda: float(next(now)))
-    found = verify(experiment, arms(one=FUSED), legs)
-    assert (found.verdict, found.undecided, len(runner.legs), len(found.pairs)) == ("KEEP DEFAULT", True, 3, 0)
-    assert "the budget (tune.budget_gpu_hours = 0.0305556) ended" in found.reason
-
-
-@pytest.mark.parametrize(("minutes", "num_pairs", "verdict"), [(10 / 6, 3, "USE"), (5 / 6, 0, "KEEP DEFAULT")])
-def test_minutes_end_the_pairs_with_a_last_look(tmp_path: Path, minutes: float, num_pairs: int, verdict: str) -> None:
-    """Ten seconds a leg, on both trainers at once: of 100 seconds four legs choose and six make three pairs, no look but the last."""
-    experiment = layers_experiment(pairs=48, budget_minutes=minutes)
-    now = iter(10.0 * ((number + 1) // 2) for number in range(100))
-    runner = FakeRunner(experiment, by_fusion)
-    legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=1.0, clock=lambda: next(now))
-    found = verify(experiment, arms(one=FUSED), legs)
-    assert (found.verdict, found.undecided, len(found.pairs)) == (verdict, verdict != "USE", num_pairs)
 
 
 def seeded(
