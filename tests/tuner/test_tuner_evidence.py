@@ -217,7 +217,7 @@ def test_half_of_a_pair_is_run_again(tmp_path: Path) -> None:
 
 
 def test_what_an_interruption_cost_changes_nothing_that_was_decided(tmp_path: Path) -> None:
-    """Nearly all of five minutes was lost in a pair: the first leg still had room for a verdict then, and the pairs that are there count."""
+    """Nearly all of five minutes was lost in a pair: the first leg had room for a verdict, and the pairs that are there count."""
     experiment = layers_experiment(pairs=48, budget_minutes=5.0)
     arms = [Arm(name="default", strategy=DEFAULT, simulated_s=0.01), Arm(name="small", strategy=SMALL, simulated_s=0.01)]
     unsteady = lambda number: 1 + 0.2 * (-1) ** (number // 3)  # noqa: E731  # one line
