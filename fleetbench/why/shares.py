@@ -1,0 +1,51 @@
+"""Shares of a step that add up to it, of a typical rank: one that waits for others, and not the one that the others wait for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal[
+    "input", "forward", "backward", "optimizer", "loop", "evaluate", "save", "gradients", "buffers", "unused", "collective", "idle", "device"
+]
+"""What a rank does: waits for its next batch; computes a forward, a backward or an update; runs other code of the script's loop; evaluates;
+saves. Or exchanges: gradients after the backward's compute has ended, buffers before a forward, the search for unused parameters, other
+collectives of the script's. ``idle``: a device that waits for its host; ``device``: one that computes what no other kind names."""
+COMPUTE: tuple[Kind, ...] = ("forward", "backward", "device", "optimizer")
+EXCHANGES: tuple[Kind, ...] = ("gradients", "buffers", "unused", "collective")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Part of a step."""
+
+    kind: Kind
+    seconds: float
+    """Mean over steps, and over the ranks that are not the last of a step."""
+    rank: int | None = None
+    """The rank that is waited for; ``kind`` says what that rank does more of than the others. None: nobody is waited for."""
+    period: int | None = None
+    """So many steps lie between two of those that have this part; None if each step has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """How a step's seconds divide."""
+
+    step_s: float
+    """Mean step."""
+    num_steps: int
+    num_ranks: int
+    shares: tuple[Share, ...]
+    """They add up to ``step_s``."""
+    notes: tuple[str, ...] = ()
+    """What could not be told, as sentences."""
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds per step of forward, backward and update, without waits and periodic work."""
+        return sum(share.seconds for share in self.shares if share.kind in COMPUTE and share.rank is None and share.period is None)
+
+    def of(self, *kinds: Kind, waits: bool = False) -> float:
+        """Seconds per step of these kinds, or of the ``waits`` for a rank that does more of them."""
+        return sum(share.seconds for share in self.shares if share.kind in kinds and (share.rank is not None) is waits)
