@@ -12,7 +12,7 @@ Kind = Literal[
 saves. Or exchanges: gradients after the backward's compute has ended, buffers before a forward, the search for unused parameters, other
 collectives of the script's. ``idle``: a device that waits for its host; ``device``: one that computes what no other kind names."""
 COMPUTE: tuple[Kind, ...] = ("forward", "backward", "device", "optimizer")
-EXCHANGES: tuple[Kind, ...] = ("gradients", "buffers", "unused", "collective")
+EXCHANGES: tuple[Kind, ...] = ("gradients", "buffers", "collective")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,8 @@ class Shares:
     num_ranks: int
     shares: tuple[Share, ...]
     """They add up to ``step_s``."""
+    steady_rank: int | None = None
+    """The rank that is slower than the others in most steps."""
     notes: tuple[str, ...] = ()
     """What could not be told, as sentences."""
 

@@ -32,18 +32,16 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from fleetbench.config import decode, encode
+from fleetbench.config import Config, decode, encode
 from fleetbench.digests import atomic_write
 from fleetbench.errors import ConfigError
 from real.processes.diagnosis import RankError
 from real.processes.place import Place
 from real.processes.roles import TUNING
 
-if TYPE_CHECKING:
-    from real.leg import Leg
-
+Order = TypeVar("Order", bound=Config)
 _LAYOUT = struct.Struct("<4q")  # process id, leg, step, time
 
 
@@ -143,8 +141,8 @@ class DriverSide(JobFolder):
 
         threading.Thread(target=run, name="driver-beat", daemon=True).start()
 
-    def order(self, number: int, leg: Leg) -> None:
-        """Order leg ``number``."""
+    def order(self, number: int, leg: Any) -> None:
+        """Order a leg or a look, a ``Config``, as number ``number``."""
         write_json(self.legs / f"{number}.json", encode(leg))
 
     def stop(self) -> None:
@@ -192,14 +190,12 @@ class RankSide(JobFolder):
         """This rank, of so many, is here."""
         write_json(self.ranks / f"rank{rank}.json", {"trainers": trainers, "host": host}, parents=False)
 
-    def wait_for(self, number: int) -> Leg | None:
-        """Leg ``number`` as soon as it is there; none when the driver says stop instead. Every rank waits by itself."""
-        from real.leg import Leg  # which brings torch: a launcher does without it
-
+    def wait_for(self, number: int, kind: type[Order]) -> Order | None:
+        """Order ``number`` as soon as it is there; none when the driver says stop instead. Every rank waits by itself."""
         path, stop = self.legs / f"{number}.json", self.legs / "stop"
         while True:
             if path.exists():
-                return decode(_json(path), Leg, str(path))
+                return decode(_json(path), kind, str(path))
             if stop.exists():
                 return None
             time.sleep(_POLL_S)

@@ -15,13 +15,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.job.driver_watch import GRACE_S
 from real.job.folder import NEVER, BeatReader, DriverSide
 from real.job.inside import SHARED, trainer_environment
-from real.leg import Leg
 from real.processes.attached import why_unattached
 from real.processes.diagnosis import STOPPED, LegFailed, LegLost, diagnose, how_it_ended
 from real.processes.fork_server import ForkServer, fork_server
@@ -45,6 +44,21 @@ _OF_AGENT = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)\n\s*exitcode\s
 """A rank in the report of torch's agent."""
 
 Progress = Callable[[int, int], None]
+
+
+class Order(Protocol):
+    """What ranks do next: a leg, or a look at the script."""
+
+    @property
+    def steps(self) -> int:
+        """Counted steps."""
+        ...
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps before them."""
+        ...
+
 
 
 class Launch(ABC):
@@ -83,7 +97,7 @@ class Launch(ABC):
         codes = [process.popen.poll() for process in self._processes]
         return next((code for code in codes if code), None if None in codes else 0)
 
-    def run(self, leg: Leg, progress: Progress | None = None, check: Callable[[], None] | None = None) -> dict[int, dict[str, Any]]:
+    def run(self, leg: Order, progress: Progress | None = None, check: Callable[[], None] | None = None) -> dict[int, dict[str, Any]]:
         """Order a leg and wait for it: every rank's part; where a script ends first, what there is of them.
 
         ``check`` is called now and then, and may raise. Raises what ``_failure`` finds when a rank breaks.
@@ -120,7 +134,7 @@ class Launch(ABC):
             time.sleep(_POLL_S)
         self._end_s = self._end_s or time.monotonic()
 
-    def _wait_for(self, number: int, leg: Leg, progress: Progress | None, check: Callable[[], None] | None) -> dict[int, dict[str, Any]]:
+    def _wait_for(self, number: int, leg: Order, progress: Progress | None, check: Callable[[], None] | None) -> dict[int, dict[str, Any]]:
         """The parts of an order: of all ranks, or what there is after the end."""
         last_s: float | None = None
         while True:

@@ -240,7 +240,7 @@ class RankLegs:
         """
         number = 0
         beat = beat or self._beats.beat
-        while (leg := self.folder.wait_for(number)) is not None:
+        while (leg := self.folder.wait_for(number, Leg)) is not None:
             self._beats.beat(number, self._num_steps or -leg.warmup_steps)
             offsets_ns = [self._compared_clocks()]
             first, self._evaluates, self._metrics = 1 - leg.warmup_steps - self._num_steps, leg.evaluate, {}

@@ -41,6 +41,9 @@ STARTUP = "FLEETBENCH_STARTUP_TIMEOUT"
 TUNING = "FLEETBENCH_TUNING"
 """Environment variable with a job's folder, in a user's script that ``fleetbench profile -- COMMAND`` or ``tune -- COMMAND`` drives."""
 
+WHY = "FLEETBENCH_WHY"
+"""Environment variable of a command that ``fleetbench why`` looks at: DistributedDataParallel stays as it is."""
+
 SEED = "FLEETBENCH_SEED"
 """Environment variable with the seed of a tuning's run to the target, for a user's script that takes it."""
 

@@ -49,11 +49,11 @@ def test_an_order_arrives_as_it_was_given(sides: tuple[DriverSide, RankSide]) ->
     driver, script = sides
     later = threading.Timer(0.1, lambda: driver.order(0, ORDER))
     later.start()
-    assert script.wait_for(0) == ORDER
+    assert script.wait_for(0, Leg) == ORDER
     later.join()
     driver.stop()
-    assert script.wait_for(0) == ORDER
-    assert script.wait_for(1) is None
+    assert script.wait_for(0, Leg) == ORDER
+    assert script.wait_for(1, Leg) is None
 
 
 def test_a_launch_has_joined_when_all_ranks_have(sides: tuple[DriverSide, RankSide]) -> None:

@@ -1,0 +1,129 @@
+"""Observed: what the ranks of a job have seen of their own steps, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fleetbench.config import Config, decode
+from fleetbench.why.shares import Kind
+
+
+class Event(NamedTuple):
+    """What the main thread of a rank did for a while; events of a rank lie beside or inside each other."""
+
+    kind: Kind
+    start_ns: int
+    """Nanoseconds of the host's clock, as all times here."""
+    end_ns: int
+    computed_ns: int = 0
+    """Of a backward that exchanges gradients: when the last of them was computed. 0: it exchanges nothing."""
+
+
+class Sample(NamedTuple):
+    """The line of the script that the main thread was in at one moment."""
+
+    time_ns: int
+    line: str
+    """``file:line function``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model(Config):
+    """A DistributedDataParallel model and its own settings."""
+
+    nbytes: int
+    """Bytes of all gradients."""
+    num_gradients: int
+    bucket_nbytes: tuple[int, ...] = ()
+    """Bytes of each bucket, in the order of their exchange, after the first step."""
+    bucket_cap_mb: float | None = None
+    """MiB; none: torch's default, with a first bucket of 1 MiB."""
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+    broadcast_buffers: bool = True
+    comm_hook: str = ""
+    """Name of the communication hook; empty: none."""
+    buffers_nbytes: int = 0
+    """Bytes of the buffers that are broadcast before each forward."""
+    buffers_change: bool = True
+    """Whether a forward changes any of them."""
+    num_unused: int = 0
+    """Parameters without a gradient in at least one of the steps that were looked at."""
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loader(Config):
+    """A DataLoader that the script draws batches from."""
+
+    num_workers: int
+    batch_size: int | None = None
+    cpu_share: float = 0.0
+    """Share of the time inside of it in which this process's main thread computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLog:
+    """What a rank has seen; ``of`` reads what ``dataclasses.asdict`` gives, as it comes back from JSON."""
+
+    rank: int
+    trainers: int
+    host: str
+    device: str
+    backend: str
+    threads: int
+    """Threads of torch for one operation."""
+    cores: int
+    """Cores that this process may use."""
+    cpu_cores: float
+    """Cores that this process was computing on, in the mean."""
+    step_ends_ns: tuple[int, ...]
+    """Ends of optimizer steps: the first one begins the first step, so that there is one more than steps."""
+    events: tuple[tuple[str, int, int, int], ...]
+    """The fields of ``Event``, in order of their ends."""
+    samples: tuple[tuple[int, str], ...] = ()
+    """The fields of ``Sample``, in order."""
+    batches: tuple[int, ...] = ()
+    """Numbers in the first input of each forward, 0 where the model gets no tensor."""
+    model: Model | None = None
+    loader: Loader | None = None
+    clock_ahead_ns: int = 0
+    """By how much this host's clock is ahead of rank 0's."""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> RankLog:
+        """The log of a rank's part."""
+        model, loader = data["model"], data["loader"]
+        return cls(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+            | {
+                "events": tuple(tuple(event) for event in data["events"]),
+                "samples": tuple(tuple(sample) for sample in data["samples"]),
+                "model": None if model is None else decode(model, Model, "model"),
+                "loader": None if loader is None else decode(loader, Loader, "loader"),
+            }
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Whole steps."""
+        return max(0, len(self.step_ends_ns) - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readiness(Config):
+    """When gradients are ready, with what a step's compute takes; medians of some steps of rank 0."""
+
+    names: tuple[str, ...]
+    """Parameters, in order of registration."""
+    numels: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    ready_ns: tuple[int, ...]
+    """From the backward's start."""
+    forward_ns: int
+    backward_ns: int
+    unused: tuple[str, ...] = ()
+    """Parameters that got no gradient in at least one of the steps."""

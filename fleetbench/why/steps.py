@@ -1,0 +1,246 @@
+"""Steps: what each rank did in each step, whom it waited for, and the shares that follow.
+
+A rank's time is cut into spans of one activity: an event inside another one counts alone, and what lies outside of all events is the
+script's loop. Ranks meet in exchanges, and the n-th of a step is the same one on all ranks. Until the last rank has come, the others wait
+for it; the rest is the exchange's own. Why the last rank is late: what it did more of than the others since the exchange before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple, cast
+
+from fleetbench.errors import ConfigError
+from fleetbench.why.observed import Event, RankLog
+from fleetbench.why.shares import EXCHANGES, Kind, Share, Shares
+
+LEAST_STEPS = 5
+"""Fewer steps tell nothing."""
+_NOW_AND_THEN: tuple[Kind, ...] = ("input", "loop", "save", "evaluate", "collective")
+"""What a script does more of in some steps than in others."""
+_SELDOM = 0.5
+"""Share of the steps that have what comes now and then, at most."""
+_OUTLIER = 0.2
+"""Of a median step: what takes so much longer than in the median step comes now and then."""
+_STEADY = 0.75
+"""Share of the steps, and of all waiting, from which a rank counts as slower than the others."""
+_MOST_LATE = 0.02
+"""Of a step: shorter waits name no rank."""
+
+
+class Span(NamedTuple):
+    """So long a rank did one thing; ``meets``: an exchange."""
+
+    kind: Kind
+    start_ns: int
+    end_ns: int
+    meets: bool
+
+
+@dataclass(slots=True)
+class Meeting:
+    """A rank's part in an exchange."""
+
+    kind: Kind
+    start_ns: int
+    end_ns: int
+    since: dict[Kind, int]
+    """What the rank did since the exchange before, in ns by kind."""
+    before_ns: int
+    """When that ended."""
+
+
+@dataclass(slots=True)
+class RankStep:
+    """One rank's step, in ns."""
+
+    own: dict[Kind, int] = field(default_factory=lambda: defaultdict(int))
+    exposed: dict[Kind, float] = field(default_factory=lambda: defaultdict(float))
+    waited: dict[tuple[int, Kind], float] = field(default_factory=lambda: defaultdict(float))
+    """By the rank that was waited for, and what it did more of."""
+    meetings: list[Meeting] = field(default_factory=list)
+
+
+def shares_of(logs: Sequence[RankLog]) -> Shares:
+    """The shares of the steps that all ranks have seen. Raises ``ConfigError`` where these are fewer than five."""
+    steps = steps_of(logs)
+    if len(steps) < LEAST_STEPS:
+        hint = f"let it train {2 * LEAST_STEPS} steps at least; a step ends where optimizer.step() returns"
+        raise ConfigError("ends before enough of its steps were seen", "the command", f"{len(steps)} steps", hint)
+    seldom = {rank: _seldom(logs[rank], [step[rank] for step in steps]) for rank in range(len(logs))}
+    sums: Counter[tuple[Kind, int | None, int | None]] = Counter()
+    lasts: Counter[int] = Counter()
+    for number, step in enumerate(steps):
+        last = min(range(len(step)), key=lambda rank: sum(step[rank].waited.values()))
+        lasts[last] += 1
+        others = [rank for rank in range(len(step)) if rank != last] or [0]
+        for rank in others:
+            for key, ns in _parts(step[rank], rank, number, seldom):
+                sums[key] += ns / len(others)  # type: ignore[assignment]  # a mean
+    to_s = 1e-9 / len(steps)
+    shares = [Share(kind=kind, seconds=ns * to_s, rank=rank, period=period) for (kind, rank, period), ns in sums.items() if ns > 0]
+    shares.sort(key=lambda share: -share.seconds)
+    step_s = math.fsum((log.step_ends_ns[len(steps)] - log.step_ends_ns[0]) * to_s for log in logs) / len(logs)
+    return Shares(
+        step_s=step_s,
+        num_steps=len(steps),
+        num_ranks=len(logs),
+        shares=tuple(shares),
+        steady_rank=_steady(shares, lasts, len(steps), step_s),
+    )
+
+
+def steps_of(logs: Sequence[RankLog]) -> list[list[RankStep]]:
+    """Each step of each rank, with its waits."""
+    by_rank = [_rank_steps(log) for log in logs]
+    steps = [list(step) for step in zip(*by_rank, strict=False)]
+    for step in steps:
+        kinds = {tuple(meeting.kind for meeting in rank.meetings) for rank in step}
+        for rank in step if len(kinds) > 1 else ():
+            for meeting in rank.meetings:  # who met whom is not known
+                rank.exposed[meeting.kind] += meeting.end_ns - meeting.start_ns
+        for together in zip(*(rank.meetings for rank in step), strict=False) if len(kinds) == 1 else ():
+            _meet(step, together)
+    return steps
+
+
+def _meet(step: Sequence[RankStep], together: Sequence[Meeting]) -> None:
+    """File what each rank of an exchange waited for, and what the exchange itself took."""
+    last = max(range(len(step)), key=lambda rank: together[rank].start_ns)
+    arrived_ns, why = together[last].start_ns, _excess(together, last)
+    for rank, meeting in enumerate(together):
+        waited_ns = min(arrived_ns, meeting.end_ns) - meeting.start_ns
+        step[rank].exposed[meeting.kind] += meeting.end_ns - meeting.start_ns - waited_ns
+        for kind, share in why.items():
+            if kind in EXCHANGES:
+                step[rank].exposed[kind] += waited_ns * share
+            elif waited_ns > 0:
+                step[rank].waited[last, kind] += waited_ns * share
+
+
+def _excess(together: Sequence[Meeting], last: int) -> dict[Kind, float]:
+    """Shares, which add up to 1, of what the last rank did more of than the others: an exchange, if it came out of the one before late."""
+    others = [meeting for rank, meeting in enumerate(together) if rank != last]
+    if not others:
+        return {together[last].kind: 1.0}
+    own = together[last]
+    more: dict[Kind, float] = {}
+    for kind in own.since.keys() | {kind for each in others for kind in each.since}:
+        more[kind] = own.since.get(kind, 0) - math.fsum(each.since.get(kind, 0) for each in others) / len(others)
+    more[own.kind] = own.before_ns - math.fsum(each.before_ns for each in others) / len(others)
+    total = math.fsum(ns for ns in more.values() if ns > 0)
+    return {kind: ns / total for kind, ns in more.items() if ns > 0} if total > 0 else {own.kind: 1.0}
+
+
+def _rank_steps(log: RankLog) -> list[RankStep]:
+    ends = [end - log.clock_ahead_ns for end in log.step_ends_ns]
+    steps = [RankStep() for _ in range(log.num_steps)]
+    number, since, before_ns = 0, defaultdict[Kind, int](int), ends[0] if ends else 0
+    for span in spans_of(log):
+        while number < len(steps) and span.start_ns >= ends[number + 1]:
+            number += 1
+        if number == len(steps):
+            break
+        if span.meets:
+            steps[number].meetings.append(Meeting(span.kind, span.start_ns, span.end_ns, dict(since), before_ns))
+            since, before_ns = defaultdict(int), span.end_ns
+        else:
+            steps[number].own[span.kind] += span.end_ns - span.start_ns
+            since[span.kind] += span.end_ns - span.start_ns
+    return steps
+
+
+def spans_of(log: RankLog) -> Iterator[Span]:
+    """What the rank did from its first step's begin to its last one's end, on rank 0's clock, one thing after another."""
+    if not log.num_steps:
+        return
+    now, end = log.step_ends_ns[0], log.step_ends_ns[-1]
+    stack: list[Event] = []
+
+    def until(time_ns: int) -> Iterator[Span]:
+        nonlocal now
+        while stack and stack[-1].end_ns <= time_ns:
+            yield from _span(stack[-1].kind, now, stack[-1].end_ns)
+            now = max(now, stack.pop().end_ns)
+        yield from _span(stack[-1].kind if stack else "loop", now, time_ns)
+        now = max(now, time_ns)
+
+    def _span(kind: Kind, start_ns: int, end_ns: int) -> Iterator[Span]:
+        """Cut where steps end: a step may end inside of an event."""
+        bounds = [start_ns, *(at for at in log.step_ends_ns if start_ns < at < end_ns), end_ns]
+        for first, second in pairwise(bounds):
+            if second > first:
+                yield Span(kind, first - log.clock_ahead_ns, second - log.clock_ahead_ns, kind in EXCHANGES)
+
+    for event in sorted(_split(log), key=lambda event: (event.start_ns, -event.end_ns)):
+        if event.end_ns > now and event.start_ns < end:
+            yield from until(max(now, event.start_ns))
+            stack.append(event)
+    yield from until(end)
+
+
+def _split(log: RankLog) -> Iterator[Event]:
+    """The events; of a backward that exchanges gradients, what follows the last of them is an event of its own."""
+    for event in (Event(cast("Kind", kind), *times) for kind, *times in log.events):
+        computed_ns = min(event.computed_ns, event.end_ns)
+        if event.kind == "backward" and computed_ns > event.start_ns:
+            yield Event("backward", event.start_ns, computed_ns)
+            yield Event("gradients", computed_ns, event.end_ns)
+        else:
+            yield event
+
+
+@dataclass(slots=True)
+class _Seldom:
+    """Steps in which a rank does more of a kind than in most."""
+
+    usual_ns: float
+    period: int
+    steps: frozenset[int]
+
+
+def _seldom(log: RankLog, steps: Sequence[RankStep]) -> Mapping[Kind, _Seldom]:
+    length_ns = median(end - begin for begin, end in pairwise(log.step_ends_ns))
+    found: dict[Kind, _Seldom] = {}
+    for kind in _NOW_AND_THEN:
+        times = [step.own.get(kind, 0) + step.exposed.get(kind, 0.0) for step in steps]
+        usual = median(times)
+        long = [number for number, ns in enumerate(times) if ns > usual + _OUTLIER * length_ns]
+        if long and len(long) <= _SELDOM * len(steps):
+            gaps = [later - earlier for earlier, later in pairwise(long)]
+            found[kind] = _Seldom(usual, round(median(gaps)) if gaps else len(steps), frozenset(long))
+    return found
+
+
+def _parts(
+    step: RankStep, rank: int, number: int, seldom: Mapping[int, Mapping[Kind, _Seldom]]
+) -> Iterator[tuple[tuple[Kind, int | None, int | None], float]]:
+    """A rank's step by kind, the rank that it waits for, and the period of what comes now and then."""
+    for times in (step.own, step.exposed):
+        for kind, ns in times.items():
+            rare = seldom[rank].get(kind)
+            more = max(0.0, ns - rare.usual_ns) if rare is not None and number in rare.steps else 0.0
+            yield (kind, None, None), ns - more
+            if rare is not None and more:
+                yield (kind, None, rare.period), more
+    for (late, kind), ns in step.waited.items():
+        rare = seldom[late].get(kind)
+        yield (kind, late, rare.period if rare is not None and number in rare.steps else None), ns
+
+
+def _steady(shares: Sequence[Share], lasts: Counter[int], num_steps: int, step_s: float) -> int | None:
+    """The rank that is slower than the others in most steps."""
+    waits: Counter[int] = Counter()
+    for share in shares:
+        if share.rank is not None and share.period is None:
+            waits[share.rank] += share.seconds  # type: ignore[assignment]  # seconds
+    if not waits:
+        return None
+    rank, waited_s = waits.most_common(1)[0]
+    is_most = waited_s >= _STEADY * sum(waits.values()) and lasts[rank] >= _STEADY * num_steps
+    return rank if is_most and waited_s >= _MOST_LATE * step_s else None

@@ -1,0 +1,190 @@
+"""Events: what the main thread of a process does, noted while it does it; nothing of torch is changed before or after."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import dataloader
+
+from fleetbench.why.observed import Loader
+from fleetbench.why.shares import Kind
+
+_COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast",
+    "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+    "scatter", "send",
+)  # fmt: skip
+"""Functions of ``torch.distributed`` that a script calls by itself."""
+_SAMPLES_PER_S = 50.0
+_LIBRARIES = tuple({str(Path(module.__file__ or "").parents[1]) for module in (threading, torch)} | {str(Path(__file__).parents[2])})
+"""Folders of Python, of installed packages and of this project: lines below are nobody's script."""
+clock = time.time_ns
+"""The Reducer's own times are of this clock."""
+
+
+class Events:
+    """Notes events of one thread between ``on`` and its end."""
+
+    def __init__(self) -> None:
+        self.found: list[list[Any]] = []
+        """The fields of ``Event``, in order of their ends."""
+        self.samples: list[tuple[int, str]] = []
+        self.loader: Loader | None = None
+        self._input_ns, self._input_cpu_ns = 0, 0
+        self._thread = threading.get_ident()
+        self._pending: list[DistributedDataParallel] = []
+        """Models whose forward has run, and whose backward exchanges gradients."""
+        self._exchanged: dict[int, list[Any]] = {}
+        """By model, the last backward that exchanged its gradients."""
+        self._begun: list[int] = []
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Note what happens inside."""
+        with ExitStack() as stack:
+            for owner, name, around in self._places():
+                stack.enter_context(_replaced(owner, name, around))
+            stack.enter_context(self._sampling())
+            yield
+
+    def forward(self, model: DistributedDataParallel, call: Callable[[], Any]) -> Any:
+        """Run a model's forward, and read what the Reducer knows of the backward before."""
+        exchanges = torch.is_grad_enabled() and model.require_backward_grad_sync
+        kind: Kind = "forward" if torch.is_grad_enabled() else "evaluate"
+        result = self._note(kind, call)
+        if exchanges:
+            logged = model._get_ddp_logging_data()  # noqa: SLF001  # torch has no public name for it
+            before = self._exchanged.pop(id(model), None)
+            computed_ns = int(logged.get("backward_compute_time_end", 0))  # of the exchange before this forward
+            if before is not None and before[1] < computed_ns < before[2]:
+                before[3] = max(before[3], computed_ns)
+            self._pending.append(model)
+        return result
+
+    def optimizer_begins(self) -> None:
+        """An optimizer's step begins."""
+        self._begun.append(clock())
+
+    def optimizer_ends(self) -> None:
+        """It ends."""
+        if self._begun:
+            self.found.append(["optimizer", self._begun.pop(), clock(), 0])
+
+    def _places(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        yield torch.autograd, "backward", self._backward
+        yield torch, "save", functools.partial(self._around, "save")
+        yield dataloader._BaseDataLoaderIter, "__next__", self._next  # noqa: SLF001  # torch has no public name for it
+        yield dataloader.DataLoader, "__iter__", functools.partial(self._around, "input")
+        yield DistributedDataParallel, "_sync_buffers", functools.partial(self._around, "buffers")
+        yield DistributedDataParallel, "_post_forward", self._search
+        for name in _COLLECTIVES:
+            yield dist, name, self._collective
+
+    def _note(self, kind: Kind, call: Callable[[], Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return call()
+        begin = clock()
+        try:
+            return call()
+        finally:
+            self.found.append([kind, begin, clock(), 0])
+
+    def _around(self, kind: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **named: Any) -> Any:
+            return self._note(kind, lambda: function(*arguments, **named))
+
+        return noted
+
+    def _backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        noted = self._around("backward", function)
+
+        def backward(*arguments: Any, **named: Any) -> Any:
+            models, self._pending = self._pending, []
+            result = noted(*arguments, **named)
+            if threading.get_ident() == self._thread:
+                self._exchanged.update({id(model): self.found[-1] for model in models})
+            return result
+
+        return backward
+
+    def _search(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def post_forward(model: DistributedDataParallel, output: Any) -> Any:
+            finds = model.find_unused_parameters and torch.is_grad_enabled()
+            return self._note("unused", lambda: function(model, output)) if finds else function(model, output)
+
+        return post_forward
+
+    def _collective(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        noted = self._around("collective", function)
+
+        def collective(*arguments: Any, **named: Any) -> Any:
+            return function(*arguments, **named) if named.get("async_op") else noted(*arguments, **named)
+
+        return collective
+
+    def _next(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def following(iterator: Any) -> Any:
+            begin, cpu_begin = time.perf_counter_ns(), time.thread_time_ns()
+            try:
+                return self._note("input", lambda: function(iterator))
+            finally:
+                self._input_ns += time.perf_counter_ns() - begin
+                self._input_cpu_ns += time.thread_time_ns() - cpu_begin
+                batch_size = getattr(getattr(iterator, "_index_sampler", None), "batch_size", None)
+                share = self._input_cpu_ns / max(1, self._input_ns)
+                self.loader = Loader(num_workers=iterator._num_workers, batch_size=batch_size, cpu_share=min(1.0, share))  # noqa: SLF001
+
+        return following
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """Note the script's line 50 times a second, in another thread."""
+        over = threading.Event()
+
+        def run() -> None:
+            while not over.wait(1 / _SAMPLES_PER_S):
+                line = _line(sys._current_frames().get(self._thread))  # noqa: SLF001  # Python has no public name for it
+                if line is not None:
+                    self.samples.append((clock(), line))
+
+        thread = threading.Thread(target=run, name="line-samples", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def _line(frame: FrameType | None) -> str | None:
+    """The innermost line that is the script's own; none where there is none."""
+    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+        frame = frame.f_back
+    return None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
+    """``owner.name`` is another function inside of the context; one that a library has put there since stays."""
+    before = owner.__dict__.get(name)
+    if before is None:
+        yield
+        return
+    other = functools.wraps(before)(around(before))
+    setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        if owner.__dict__.get(name) is other:
+            setattr(owner, name, before)

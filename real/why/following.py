@@ -1,0 +1,36 @@
+"""Following: DistributedDataParallel's forward in a process of a job that is looked at."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from real.why.observer import Observer
+
+
+def follow(module: ModuleType) -> None:
+    """Let the first forward with gradients of a DDP make this process's observer; ``module`` has just been imported."""
+    ddp = module.DistributedDataParallel
+    forward, observers, owner = ddp.forward, list["Observer"](), os.getpid()
+
+    def observed(model: Any, *inputs: Any, **named: Any) -> Any:
+        def call() -> Any:
+            return forward(model, *inputs, **named)
+
+        if not observers and torch.is_grad_enabled() and os.getpid() == owner and multiprocessing.parent_process() is None:
+            from real.why.observer import Observer
+
+            observers.append(Observer(model))
+        return observers[0].forward(model, call, inputs, named) if observers else call()
+
+    ddp.forward = _eager(observed)
+
+
+def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Not compiled, as torch's own forward is not; what it calls may be."""
+    eager: Callable[..., Any] = torch._disable_dynamo(function, recursive=False)  # type: ignore[attr-defined]  # noqa: SLF001  # as torch
+    return eager

@@ -1,0 +1,82 @@
+"""The driver's side: a command whose ranks are looked at."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fleetbench.errors import ConfigError, FleetbenchError, WorkerFailed
+from fleetbench.experiment import Run
+from real.job.inside import SHARED
+from real.job.launch import CommandLaunch, Progress
+from real.processes.place import make_folder
+from real.processes.roles import WHY
+from real.processes.started import uninterrupted
+from real.why.look import Look
+
+
+class LookedAt:
+    """A command that trains with DistributedDataParallel, as it is. A context manager: entering starts it, leaving ends it.
+
+    A rank that fails or hangs ends the command within ``run.timeout``, by name; its output is kept then.
+    """
+
+    def __init__(self, command: Sequence[str], run: Run, workdir: Path | None = None) -> None:
+        self._command, self._run, self._workdir = tuple(command), run, workdir
+        self._folder = Path()
+        self._launch: CommandLaunch | None = None
+        self.is_over = False
+        """Whether the script has ended by itself."""
+
+    @property
+    def folder(self) -> Path:
+        """Where ranks leave traces, while the command runs."""
+        return self._folder / "1"
+
+    @property
+    def output(self) -> str:
+        """What the command has printed so far."""
+        return (self.folder / "command.log").read_text(encoding="utf-8", errors="replace")
+
+    def __enter__(self) -> Self:
+        self._folder = make_folder(Path(os.environ[SHARED]) if SHARED in os.environ else None)
+        timeouts = {"startup_timeout_s": self._run.startup_timeout * 1e-9, "timeout_s": self._run.timeout * 1e-9}
+        self._launch = CommandLaunch(self._command, self.folder, **timeouts)
+        try:
+            self._launch.start({**self._run.environment, WHY: "1"}, self._workdir)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        launch, self._launch = self._launch, None
+        assert launch is not None
+        try:
+            if kind is None:
+                launch.end()
+        except FleetbenchError:
+            pass  # what it was to tell is there
+        finally:
+            with uninterrupted():
+                launch.kill()
+            if not isinstance(error, WorkerFailed):
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def look(self, look: Look, progress: Progress | None = None) -> list[Mapping[str, Any]]:
+        """Every rank's part of a look, by rank; none of them where the script has ended before, which ``is_over`` says.
+
+        Raises ``ConfigError`` where no DistributedDataParallel model trains.
+        """
+        assert self._launch is not None
+        parts = self._launch.run(look, progress)
+        self.is_over = not parts or not all(part["complete"] for part in parts.values())
+        if not parts:
+            why = self._launch.unattached or "it ended before a model's first step"
+            hint = "wrap the model with DistributedDataParallel; what else trains several ranks is not looked at"
+            raise ConfigError(f"has no step that could be looked at: {why}", "the command", self._command[-1], hint)
+        return [parts[rank] for rank in sorted(parts)]

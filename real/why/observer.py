@@ -1,0 +1,258 @@
+"""Observer: a rank's part in ``fleetbench why``, beside the script's own DistributedDataParallel."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Generator
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from fleetbench.config import encode
+from fleetbench.why.observed import RankLog, Readiness
+from real.job.driver_watch import end_script, watch_driver
+from real.job.folder import BeatWriter, RankSide
+from real.processes.attached import note_attached
+from real.processes.exits import at_exit
+from real.processes.place import Place
+from real.why.events import Events, clock
+from real.why.look import Look
+from real.why.settings import LivingDdp, model_of
+
+_LEAST_STEPS = 10
+_MEETINGS = 9
+_SAMPLE_RATE = 100
+"""Torch's own: so many iterations lie between two that the Reducer times."""
+Part = dict[str, Any]
+Steps = Generator[None, bool, Part]
+"""Goes on after each optimizer step, and hears whether the script is over instead; returns this rank's part of a look."""
+
+
+class Observer:
+    """Life cycle: made at the first forward with gradients of a DDP -> looks, each from one optimizer step to another, as the driver orders
+    them -> the driver says stop, and ``SystemExit`` is raised; or the script ends first, and what was seen so far is told.
+
+    Steps are those of the first optimizer that steps and holds parameters of that model. All ranks look at the same steps.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self._rank, self._trainers = dist.get_rank(), dist.get_world_size()
+        watch_driver(self._rank)
+        self._folder = RankSide.of_environment()
+        self._beats = BeatWriter(self._folder.beats, self._rank)
+        self._folder.join(self._rank, self._trainers, Place.here().host)
+        note_attached()
+        self._living = LivingDdp(ddp)
+        self._events: Events | None = None
+        self._optimizer: int | None = None
+        self._num_steps = self._num_agreed = 0
+        self._batches: list[int] = []
+        self._buffers_change = False
+        self._unused: set[str] = set()
+        self._looks = self._obey()
+        next(self._looks)
+        register_optimizer_step_pre_hook(lambda *_: self._steps())
+        register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer))
+        at_exit(self._exits)
+
+    def forward(self, ddp: DistributedDataParallel, call: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """A model's forward is to run."""
+        if self._events is None:
+            return call()
+        if torch.is_grad_enabled() and ddp is self._ddp:
+            tensor = next((leaf for leaf in pytree.tree_leaves((inputs, named)) if isinstance(leaf, torch.Tensor)), None)
+            self._batches.append(0 if tensor is None else tensor.numel())
+        if ddp is not self._ddp or self._buffers_change or len(self._batches) > _LEAST_STEPS:
+            return self._events.forward(ddp, call)
+        before = [buffer._version for buffer in ddp.module.buffers()]  # noqa: SLF001  # torch has no public name for it
+        result = self._events.forward(ddp, call)
+        self._buffers_change = before != [buffer._version for buffer in ddp.module.buffers()]  # noqa: SLF001  # as above
+        return result
+
+    def _steps(self) -> None:
+        if self._events is not None:
+            self._events.optimizer_begins()
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._events is not None:
+            self._events.optimizer_ends()
+        if self._optimizer is None:
+            known = {id(parameter) for parameter in self._ddp.module.parameters()}
+            if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+                self._optimizer = id(optimizer)
+        if id(optimizer) == self._optimizer:
+            self._num_steps += 1
+            self._looks.send(False)
+
+    def _exits(self) -> None:
+        try:
+            self._looks.send(True)
+        except StopIteration:
+            pass
+
+    def _obey(self) -> Generator[None, bool, None]:
+        number = 0
+        while (look := self._folder.wait_for(number, Look)) is not None:
+            part = yield from self._look(number, look)
+            self._folder.finish(number, self._rank, part | {"num_steps": self._num_steps})
+            if not part["complete"]:
+                return
+            number += 1
+        self._living.change(Look(steps=1).change)
+        end_script()
+
+    def _look(self, number: int, look: Look) -> Steps:
+        if self._living.can_change:
+            self._living.change(look.change)
+        times: list[int] = [clock()]
+        for _ in range(look.warmup_steps):
+            self._beats.beat(number, self._num_steps + 1)
+            if (yield):
+                return {"complete": False, "log": None}
+            times.append(clock())
+        step_s = _median(later - earlier for earlier, later in pairwise(times)) * 1e-9
+        steps = int(self._agree(str(max(min(_LEAST_STEPS, look.steps), min(look.steps, int(look.max_s / max(step_s, 1e-9)))))))
+        run = {"watch": self._watch, "readiness": self._readiness, "times": self._times}[look.what]
+        part = yield from run(partial(self._beats.beat, number), steps, look)
+        if look.links and part["complete"]:
+            part["links"] = self._links()
+        return part
+
+    def _times(self, beat: Any, steps: int, _look: Look) -> Steps:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            beat(self._num_steps + 1)
+            if (yield):
+                return {"complete": False}
+        return {"complete": True, "step_s": (time.perf_counter() - begin) / steps}
+
+    def _watch(self, beat: Any, steps: int, look: Look) -> Steps:
+        ahead_ns = self._clock_ahead_ns()
+        events, ends, is_over = Events(), [clock()], False
+        process, begin_s = psutil.Process(), time.perf_counter()
+        cpu_s = sum(process.cpu_times()[:2])
+        self._batches.clear()
+        with ExitStack() as stack:
+            stack.enter_context(events.on())
+            trace = stack.enter_context(_tracing(self._folder.path / f"trace-rank{self._rank}.json")) if look.trace else None
+            self._ddp._set_ddp_runtime_logging_sample_rate(1)  # noqa: SLF001  # torch has no public name for it
+            stack.callback(self._ddp._set_ddp_runtime_logging_sample_rate, _SAMPLE_RATE)  # noqa: SLF001  # as above
+            self._events = events
+            stack.callback(self.__dict__.__setitem__, "_events", None)
+            for _ in range(steps):
+                beat(self._num_steps + 1)
+                if (yield):
+                    is_over = True
+                    break
+                ends.append(clock())
+                if trace is not None:
+                    trace.step()
+        cores = (sum(process.cpu_times()[:2]) - cpu_s) / (time.perf_counter() - begin_s)
+        log = RankLog(
+            rank=self._rank,
+            trainers=self._trainers,
+            host=Place.here().host,
+            device=self._ddp.device_type,
+            backend=dist.get_backend(self._ddp.process_group),
+            threads=torch.get_num_threads(),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cpu_cores=cores,
+            step_ends_ns=tuple(ends),
+            events=tuple(tuple(event) for event in events.found),
+            samples=tuple(events.samples),
+            batches=tuple(self._batches),
+            model=model_of(self._ddp, buffers_change=self._buffers_change, num_unused=len(self._unused)),
+            loader=events.loader,
+            clock_ahead_ns=ahead_ns,
+        )
+        return {"complete": not is_over, "log": asdict(log)}
+
+    def _readiness(self, beat: Any, steps: int, _look: Look) -> Steps:
+        """Gradients' own hooks tell when each is ready, from the end of the forward on."""
+        names = {name: parameter for name, parameter in self._ddp.module.named_parameters() if parameter.requires_grad}
+        ready: list[dict[str, int]] = []
+        spans: list[tuple[int, int]] = []
+        begun = [0]
+        before = self._ddp.register_forward_pre_hook(lambda *_: begun.__setitem__(0, clock()))
+
+        def forward_ends(*_: object) -> None:
+            if torch.is_grad_enabled():
+                spans.append((begun[0], clock()))
+                ready.append({})
+
+        def is_ready(name: str, _parameter: torch.Tensor) -> None:
+            if ready:
+                ready[-1][name] = clock()
+
+        handles = [before, self._ddp.register_forward_hook(forward_ends)]
+        handles += [each.register_post_accumulate_grad_hook(partial(is_ready, name)) for name, each in names.items()]
+        is_over = False
+        try:
+            for _ in range(steps):
+                beat(self._num_steps + 1)
+                if (yield):
+                    is_over = True
+                    break
+        finally:
+            for handle in handles:
+                handle.remove()
+        whole = [(span, at) for span, at in zip(spans, ready, strict=True) if at]
+        self._unused |= {name for _, at in whole for name in names if name not in at}
+        if is_over or not whole:
+            return {"complete": False}
+        found = Readiness(
+            names=tuple(names),
+            numels=tuple(each.numel() for each in names.values()),
+            dtypes=tuple(str(each.dtype).removeprefix("torch.") for each in names.values()),
+            ready_ns=tuple(_median(at[name] - end for (_, end), at in whole if name in at) for name in names),
+            forward_ns=_median(end - begin for (begin, end), _ in whole),
+            backward_ns=_median(max(at.values()) - end for (_, end), at in whole),
+            unused=tuple(sorted(self._unused)),
+        )
+        return {"complete": True, "readiness": encode(found)}
+
+    def _links(self) -> Part:
+        return {}
+
+    def _agree(self, text: str) -> str:
+        """Rank 0's text, on all ranks."""
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
+        key, self._num_agreed = f"fleetbench/why/{self._num_agreed}", self._num_agreed + 1
+        if self._rank == 0:
+            store.set(key, text)
+        return str(store.get(key).decode())
+
+    def _clock_ahead_ns(self) -> int:
+        """By how much this host's clock is ahead of rank 0's: ranks note when they leave a barrier."""
+        kernel = Place.here().kernel
+        is_one = self._agree(kernel) == kernel
+        left = []
+        for _ in range(_MEETINGS if self._trainers > 1 else 0):  # also on rank 0's host, where the answer is known
+            dist.barrier()
+            mine = clock()
+            left.append(mine - int(self._agree(str(mine))))
+        return 0 if is_one else _median(left)
+
+
+def _median(values: Any) -> int:
+    found = list(values)
+    return round(statistics.median(found)) if found else 0
+
+
+def _tracing(path: Any) -> Any:
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    return profile(activities=activities, with_stack=True, on_trace_ready=lambda trace: trace.export_chrome_trace(str(path)))
