@@ -1,0 +1,1 @@
+"""Why a training is slow, seen from inside its processes."""
