@@ -6,7 +6,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal[
-    "input", "forward", "backward", "optimizer", "loop", "evaluate", "save", "gradients", "buffers", "unused", "collective", "idle", "device"
+    "input",
+    "forward",
+    "backward",
+    "optimizer",
+    "loop",
+    "evaluate",
+    "save",
+    "gradients",
+    "buffers",
+    "unused",
+    "collective",
+    "idle",
+    "device",
 ]
 """What a rank does: waits for its next batch; computes a forward, a backward or an update; runs other code of the script's loop; evaluates;
 saves. Or exchanges: gradients after the backward's compute has ended, buffers before a forward, the search for unused parameters, other

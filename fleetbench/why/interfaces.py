@@ -1,0 +1,233 @@
+"""What a host's network hardware should carry, and what its processes use; from sysfs, psutil and nvidia-smi, without torch.
+
+Sources: the kernel's Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net; tcp_info in linux/tcp.h;
+``nvidia-smi topo --help``.
+"""
+
+import collections
+import ipaddress
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from fleetbench.config import Config
+from fleetbench.quantities import BitsPerSecond
+
+SYSFS = Path("/sys")
+LOOPBACK = "lo"
+_NVIDIA_SMI_S = 20.0
+"""Seconds for nvidia-smi to answer: without persistence mode it starts the driver first."""
+_TCP_BYTES_ACKED = slice(120, 128)
+"""Where ``tcp_info`` has ``tcpi_bytes_acked``, an unsigned integer (linux/tcp.h; Linux 4.1)."""
+_PATHS = r"(?:X|NV\d+|PIX|PXB|PHB|NODE|SYS)"
+_CLOSEST = ("PIX", "PXB", "PHB", "NODE", "SYS")
+"""What lies between a GPU and a network adapter, the shortest way first: one PCIe switch, several, a host bridge, a NUMA node, two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface(Config):
+    """A network interface that is up."""
+
+    name: str
+    addresses: tuple[str, ...]
+    """With their prefix, such as ``10.0.0.1/24``; IPv4 first, link-local ones left out."""
+    mtu: int | None
+    """Bytes of the largest packet."""
+    speed: BitsPerSecond | None = None
+    """What the driver says; None where it does not, as of virtual devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port(Config):
+    """A port of an RDMA adapter."""
+
+    name: str
+    """Adapter and port as NCCL_IB_HCA takes them: ``mlx5_0:1``."""
+    link_layer: str
+    """``InfiniBand`` or ``Ethernet`` (RoCE)."""
+    state: str
+    """``ACTIVE``, ``DOWN``, ``INIT`` or ``ARMED``."""
+    rate: BitsPerSecond | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus(Config):
+    """How the GPUs of a host are connected."""
+
+    paths: dict[str, int]
+    """Pairs of GPUs by what lies between them: ``{"NV18": 28}``; the words are nvidia-smi's."""
+    adapters: dict[str, int]
+    """GPUs by what lies between them and the closest network adapter: ``{"PIX": 8}``."""
+    nvlink_bytes_per_s: float | None = None
+    """Of all NVLinks of the GPU that has the fewest, in one direction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host(Config):
+    """What one host has for its ranks to communicate by."""
+
+    name: str
+    interfaces: tuple[Interface, ...] = ()
+    ports: tuple[Port, ...] = ()
+    gpus: Gpus | None = None
+    """None without nvidia-smi or without GPUs."""
+
+    @property
+    def has_infiniband(self) -> bool:
+        """Whether NCCL could use an adapter's port, InfiniBand or RoCE."""
+        return any(port.state == "ACTIVE" for port in self.ports)
+
+    def interface(self, name: str | None) -> Interface | None:
+        """The interface of that name."""
+        return next((found for found in self.interfaces if found.name == name), None)
+
+
+def this_host(sysfs: Path = SYSFS) -> Host:
+    """Look at this host; ``sysfs`` is where it is mounted."""
+    return Host(name=socket.gethostname(), interfaces=_interfaces(sysfs), ports=_ports(sysfs), gpus=_gpus())
+
+
+def _interfaces(sysfs: Path) -> tuple[Interface, ...]:
+    """Those that are up and have an address: addresses are psutil's, and so is the rest where sysfs is another network's."""
+    found, known = [], psutil.net_if_stats()
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        folder = sysfs / "class/net" / name
+        state = _text(folder / "operstate") or ("up" if name in known and known[name].isup else "down")
+        usable = [each for entry in addresses if (each := _with_prefix(entry.address, entry.netmask)) is not None]
+        if usable and state in ("up", "unknown"):  # the loopback's and many virtual devices' is unknown
+            mtu = _number(folder / "mtu") or (known[name].mtu if name in known else None)
+            speed = _number(folder / "speed")
+            usable.sort(key=lambda each: ":" in each)
+            rate = BitsPerSecond(speed * 10**6) if speed is not None and speed > 0 else None  # -1 and an error are both unknown
+            found.append(Interface(name=name, addresses=tuple(usable), mtu=mtu, speed=rate))
+    return tuple(found)
+
+
+def _with_prefix(address: str, netmask: str | None) -> str | None:
+    """``10.0.0.1/24`` of what psutil says; None for a link-local address and one that is not IP."""
+    try:
+        own = ipaddress.ip_address(address.partition("%")[0])
+        bits = int(ipaddress.ip_address(netmask)) if netmask else 0
+    except ValueError:
+        return None
+    return None if own.is_link_local else f"{own}/{bits.bit_count() if netmask else own.max_prefixlen}"
+
+
+def _ports(sysfs: Path) -> tuple[Port, ...]:
+    found = []
+    for folder in sorted((sysfs / "class/infiniband").glob("*/ports/*")):
+        rate = re.match(r"([\d.]+) Gb/sec", _text(folder / "rate"))  # 200 Gb/sec (4X HDR)
+        found.append(
+            Port(
+                name=f"{folder.parents[1].name}:{folder.name}",
+                link_layer=_text(folder / "link_layer") or "InfiniBand",
+                state=_text(folder / "state").partition(": ")[2] or "unknown",  # 4: ACTIVE
+                rate=BitsPerSecond(round(float(rate[1]) * 1e9)) if rate else None,
+            )
+        )
+    return tuple(found)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:  # the file is missing, or the driver does not know
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path)
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def _gpus() -> Gpus | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    texts = []
+    for words in (("topo", "-m"), ("nvlink", "-s")):
+        try:
+            done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=False)  # noqa: S607
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        texts.append(done.stdout)
+    return read_gpus(*texts)
+
+
+def read_gpus(topology: str, nvlink: str = "") -> Gpus | None:
+    """What ``nvidia-smi topo -m`` and ``nvidia-smi nvlink -s`` print; None where the first names no GPU."""
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]  # the headings are underlined
+    heading: Sequence[str] = next((words for words in rows if words[:1] == ["GPU0"] and not re.fullmatch(_PATHS, "".join(words[1:2]))), ())
+    names = [word for word in heading if re.fullmatch(r"GPU\d+|NIC\d+|mlx\d+_\w+", word)]
+    table = {words[0]: dict(zip(names, words[1:], strict=False)) for words in rows if words and words is not heading and words[0] in names}
+    gpus = [name for name in table if name.startswith("GPU")]
+    if not gpus:
+        return None
+    paths = collections.Counter(table[a].get(b, "?") for index, a in enumerate(gpus) for b in gpus[index + 1 :])
+    adapters = collections.Counter[str]()
+    for gpu in gpus:
+        ways = [way for name, way in table[gpu].items() if not name.startswith("GPU") and way in _CLOSEST]
+        adapters.update([min(ways, key=_CLOSEST.index)] if ways else [])
+    return Gpus(paths=dict(paths), adapters=dict(adapters), nvlink_bytes_per_s=_nvlink(nvlink))
+
+
+def _nvlink(text: str) -> float | None:
+    """The sum of a GPU's active links: ``Link 0: 26.562 GB/s`` below ``GPU 0: ...``."""
+    parts = re.split(r"^GPU \d+:", text, flags=re.MULTILINE)[1:]
+    sums = [sum(float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", part)) for part in parts]
+    return min(sums) * 1e9 if sums and min(sums) > 0 else None
+
+
+def bytes_sent() -> Mapping[str, int]:
+    """Bytes that this process's established TCP connections have sent and got acknowledged, by local address. Linux only."""
+    sent = collections.Counter[str]()
+    for one in psutil.Process().net_connections(kind="tcp"):
+        if one.status == psutil.CONN_ESTABLISHED and one.fd >= 0:
+            try:
+                with socket.socket(fileno=os.dup(one.fd)) as copy:
+                    told = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            except OSError:  # it has been closed in the meantime
+                continue
+            sent[one.laddr.ip.removeprefix("::ffff:")] += int.from_bytes(told[_TCP_BYTES_ACKED], "little")
+    return sent
+
+
+def interface_of_connections(before: Mapping[str, int] | None = None) -> str | None:
+    """The interface whose address this process's established TCP connections have sent most from, as gloo's; None without connections.
+
+    ``before``: an earlier ``bytes_sent()``, and what was sent since counts: between the two lies a collective.
+    """
+    now = bytes_sent()
+    grown = {address: number - (before or {}).get(address, 0) for address, number in now.items()}
+    if not grown:
+        return None
+    own = max(grown, key=lambda address: grown[address])
+    every = psutil.net_if_addrs().items()
+    return next((name for name, entries in every if any(entry.address.partition("%")[0] == own for entry in entries)), None)
+
+
+def shared_interfaces(hosts: Sequence[Host]) -> tuple[str, ...]:
+    """Interfaces other than the loopback by which several hosts should reach one another.
+
+    They are up on every host under one name, with different addresses of one subnet: bridges of containers have the same address
+    everywhere, and lead nowhere. Empty for a single host, whose own addresses all lead through the loopback.
+    """
+    if len(hosts) < 2:
+        return ()
+    found = []
+    for interface in hosts[0].interfaces:
+        others = [host.interface(interface.name) for host in hosts]
+        if interface.name == LOOPBACK or any(other is None for other in others):
+            continue
+        own = [[ipaddress.ip_interface(address) for address in other.addresses] for other in others if other is not None]
+        nets = set.intersection(*({address.network for address in addresses} for addresses in own))
+        firsts = [next((address.ip for address in addresses if address.network in nets), None) for addresses in own]
+        if nets and len(set(firsts)) == len(hosts):
+            found.append(interface.name)
+    return tuple(found)

@@ -1,0 +1,169 @@
+"""What a process group's links carry, measured: plain data, and what to do about it. ``real.why.links`` measures."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fleetbench.cluster import Link
+from fleetbench.config import Config
+from fleetbench.why.interfaces import LOOPBACK, Host
+
+FASTER = 1.2
+"""Another interface is worth a word from this ratio of bus bandwidths on, above what two measurements of one interface differ by."""
+_SLOW = 0.7
+"""A pair of hosts below this share of the middle pair's bandwidth is slow."""
+_UNUSED = 0.5
+"""Below this share of the interface's speed, the link carries less than the hardware should."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remark(Config):
+    """Something that slows the exchange."""
+
+    what: str
+    """A sentence."""
+    remedy: str
+    """The variable to set or to unset, such as ``GLOO_SOCKET_IFNAME=eth1``, or what else to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduceTime(Config):
+    """An all-reduce of one size."""
+
+    size_bytes: int
+    """Bytes that each rank contributes."""
+    median_s: float
+    """Median duration on the rank where it is longest."""
+    num: int
+    """Repeats, without the warm-up."""
+    algbw_bytes_per_s: float
+    """Size over duration."""
+    busbw_bytes_per_s: float
+    """2 (n - 1) / n times that among n ranks, as nccl-tests defines it."""
+    is_correct: bool
+    """Whether the sum was right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairTime(Config):
+    """Messages between the first ranks of two neighbouring hosts, there and back."""
+
+    hosts: tuple[int, ...]
+    """Two places in ``Links.hosts``."""
+    size_bytes: int
+    median_s: float
+    """Seconds in one direction: half of the way there and back."""
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterfaceTime(Config):
+    """All-reduces of a gloo group that was made over one interface."""
+
+    name: str
+    times: tuple[AllReduceTime, ...] = ()
+    error: str | None = None
+    """Why there was no such group, in gloo's words; None where it was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links(Config):
+    """What the links of one process group carry, the same value on every rank."""
+
+    backend: Literal["gloo", "nccl"]
+    ranks: int
+    hosts: tuple[Host, ...]
+    """In the order of their first ranks."""
+    host_of_rank: tuple[int, ...]
+    """Places in ``hosts``, by rank of the group."""
+    times: tuple[AllReduceTime, ...]
+    """By size, the smallest first."""
+    fit: Link | None = None
+    """The link that a ring among these ranks would need: latency per message, bandwidth one way. None of a single size."""
+    interface: str | None = None
+    """The one that gloo's connections use on most ranks; None of NCCL, and without connections."""
+    pairs: tuple[PairTime, ...] = ()
+    """Of several hosts: each with the next, and the last with the first."""
+    interfaces: tuple[InterfaceTime, ...] = ()
+    """gloo between several hosts: the interface in use, twice, and all others that could be."""
+
+    @property
+    def busbw_bytes_per_s(self) -> float:
+        """Bus bandwidth at the largest size; 0 for a single rank."""
+        return self.times[-1].busbw_bytes_per_s if self.times else 0.0
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """Names of the hosts, with an address where two have one name."""
+        names = [host.name for host in self.hosts]
+        return tuple(name if names.count(name) == 1 else f"{name} ({_address(host)})" for name, host in zip(names, self.hosts, strict=True))
+
+    def faster_interface(self) -> tuple[str, float] | None:
+        """The fastest other interface and how many times the bus bandwidth it has of the one in use; None where that is as fast.
+
+        Of several measurements of the interface in use the fastest counts.
+        """
+        speeds: dict[str, float] = {}
+        for each in self.interfaces:
+            if each.times:
+                speeds[each.name] = max(speeds.get(each.name, 0.0), each.times[-1].busbw_bytes_per_s)
+        used = speeds.pop(self.interface or "", 0.0)
+        best = max(speeds, key=lambda name: speeds[name], default=None)
+        return None if best is None or not used or speeds[best] < FASTER * used else (best, speeds[best] / used)
+
+
+def _address(host: Host) -> str:
+    return next((found.addresses[0].partition("/")[0] for found in host.interfaces if found.name != LOOPBACK), "no address")
+
+
+def remarks_of_links(links: Links) -> tuple[Remark, ...]:
+    """What slows the group's exchange as far as the measurement tells, the largest gain first; empty where nothing does."""
+    found = [_other_interface(links), _slow_host(links), _below_hardware(links)]
+    wrong = [each.size_bytes for each in links.times if not each.is_correct]
+    if wrong:
+        remedy = "update torch, or exchange tensors of the CPU: this backend corrupts data here"
+        found.insert(0, Remark(what=f"The all-reduce of {wrong[0]:,} bytes gave a wrong sum.", remedy=remedy))
+    down = [f"{port.name} of {name} is {port.state}" for name, host in zip(links.host_names, links.hosts, strict=True)
+            for port in host.ports if port.state != "ACTIVE"]  # fmt: skip
+    if down and any(host.has_infiniband for host in links.hosts):
+        found.append(Remark(what=f"Adapters are not in use: {', '.join(down)}.", remedy="look at cables and the subnet manager: ibstat"))
+    return tuple(remark for remark in found if remark is not None)
+
+
+def _other_interface(links: Links) -> Remark | None:
+    faster = links.faster_interface()
+    if faster is None:
+        return None
+    name, ratio = faster
+    what = f"gloo exchanges over {links.interface}; over {name} an all-reduce has {ratio:.1f} times the bandwidth."
+    return Remark(what=what, remedy=f"GLOO_SOCKET_IFNAME={name}")
+
+
+def _slow_host(links: Links) -> Remark | None:
+    """With three hosts or more: the host all of whose pairs are slow, or else the slow pairs."""
+    if len(links.pairs) < 3:
+        return None
+    middle = sorted(pair.bytes_per_s for pair in links.pairs)[len(links.pairs) // 2]
+    slow = [pair for pair in links.pairs if pair.bytes_per_s < _SLOW * middle]
+    if not slow:
+        return None
+    names, share = links.host_names, min(pair.bytes_per_s for pair in slow) / middle
+    common = set.intersection(*(set(pair.hosts) for pair in slow))
+    if len(common) == 1 and len(slow) > 1:
+        name = names[common.pop()]
+        what = f"The links of {name} carry {100 * share:.0f} % of what the other hosts' carry."
+        return Remark(what=what, remedy=f"leave {name} out, and look at its adapter, cable and switch port")
+    what = f"Between {' and '.join(names[host] for host in slow[0].hosts)} a message has {100 * share:.0f} % of the other pairs' bandwidth."
+    return Remark(what=what, remedy="look at the cables and switch ports between the two")
+
+
+def _below_hardware(links: Links) -> Remark | None:
+    """Of gloo between hosts: bus bandwidth, which is what each link of a ring carries, against the slowest host's interface."""
+    found = [host.interface(links.interface) for host in links.hosts]
+    speeds = [interface.speed for interface in found if interface is not None and interface.speed is not None]
+    carries = 8 * links.busbw_bytes_per_s
+    if len(links.hosts) < 2 or len(speeds) < len(links.hosts) or carries >= _UNUSED * min(speeds):
+        return None
+    carried, made_for = (f"{rate / 1e9:.3g} Gbit/s" for rate in (carries, min(speeds)))
+    what = f"{links.interface} is made for {made_for}, and the exchange gets {carried} out of it."
+    remedy = "look for other traffic; on GPUs use backend nccl: gloo copies through the host and one connection"
+    return Remark(what=what, remedy=remedy)

@@ -1,0 +1,258 @@
+"""Link test: what the links of a process group carry, in a job of its own or between two steps of somebody else's training.
+
+``measure_links`` leaves nothing behind: ranks agree through the default store, under keys that are deleted at the end; groups over other
+interfaces are made without torch's registry and without environment variables. Sources: nccl-tests, doc/PERFORMANCE.md, for bus bandwidth.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from fleetbench.config import Config, decode, encode
+from fleetbench.errors import ConfigError
+from fleetbench.fitting.lines import Hockney, fit_line
+from fleetbench.why.interfaces import Host, bytes_sent, interface_of_connections, shared_interfaces, this_host
+from fleetbench.why.links import AllReduceTime, InterfaceTime, Links, PairTime
+
+SIZES = (64 * 2**10, 2**20, 16 * 2**20)
+_PAIR_BYTES = 4 * 2**20
+_PAIR_REPEATS = 3
+_LEAST, _MOST = 3, 200
+"""Repeats of an all-reduce."""
+_PREFIX = "fleetbench/links"
+_INTERFACE_TIMEOUT = timedelta(seconds=10)
+_ELEMENT = 4
+"""Bytes of a float32."""
+_VALUES = 256
+"""Ranks contribute so many different numbers: their sum is exact."""
+
+Process = Any  # a ProcessGroup, or a Backend such as ProcessGroupGloo: torch declares no type that both have
+
+
+def measure_links(
+    group: dist.ProcessGroup | None = None, sizes: Sequence[int] = SIZES, seconds: float = 1.0, *, pairs: bool = True
+) -> Links:
+    """Time all-reduces of ``sizes`` bytes in ``group``, by default the job's own; every rank of it calls this at the same place.
+
+    ``seconds``: about so long the all-reduces of a group take together; at least three repeats of each size. Between several hosts there
+    are messages of 4 MiB too (``pairs``; NCCL makes a communicator for each pair, which takes GPU memory), and with gloo the same
+    all-reduces over each other interface. Memory: once the largest size. Raises ``ConfigError`` where there is no process group, or this
+    rank is not in it; a collective that fails raises torch's error.
+    """
+    if not dist.is_initialized():
+        raise ConfigError("there is no process group", "measure_links", hint="call torch.distributed.init_process_group first")
+    process = group if group is not None else dist.group.WORLD
+    if process is None or dist.get_rank(process) < 0:
+        raise ConfigError("this rank is not in the group", "measure_links", hint="call it on the ranks of the group alone")
+    is_nccl = torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config(process).split(",")
+    device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+    before = {} if is_nccl else bytes_sent()
+    times = _all_reduces(process, device, sizes, seconds)
+    with _Meeting(process, device) as meeting:
+        told = {"host": encode(this_host()), "interface": None if is_nccl else interface_of_connections(before)}
+        found = decode(meeting.decide(told, _told), _Told, "hosts")
+        own_pairs = _neighbours(process, device, found.host_of_rank) if pairs and len(found.hosts) > 1 else []
+        others = [] if is_nccl else _other_interfaces(meeting, found, sizes, seconds)
+        all_pairs = meeting.decide(encode(own_pairs), lambda told: sorted(itertools.chain(*told), key=lambda pair: pair["hosts"]))
+    line = fit_line([each.size_bytes for each in times], [each.median_s for each in times])
+    return Links(
+        backend="nccl" if is_nccl else "gloo",
+        ranks=process.size(),
+        hosts=found.hosts,
+        host_of_rank=found.host_of_rank,
+        times=times,
+        fit=Hockney(trainers=process.size(), line=line).link if line.statement is None else None,
+        interface=found.interface,
+        pairs=decode(all_pairs, tuple[PairTime, ...], "pairs"),
+        interfaces=tuple(others),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told(Config):
+    """What rank 0 makes of what all ranks say of their host."""
+
+    hosts: tuple[Host, ...]
+    host_of_rank: tuple[int, ...]
+    interface: str | None = None
+
+
+def _told(told: Sequence[dict[str, Any]]) -> Any:
+    """Hosts of all ranks, each once, as a ``_Told``: hosts of one name with other addresses are two, as network namespaces are."""
+    keys = [json.dumps([own["host"]["name"], [each["addresses"] for each in own["host"]["interfaces"]]]) for own in told]
+    first = list(dict.fromkeys(keys))
+    hosts = [told[keys.index(key)]["host"] for key in first]
+    used = Counter(own["interface"] for own in told).most_common(1)[0][0]
+    return encode({"hosts": hosts, "host_of_rank": [first.index(key) for key in keys], "interface": used})
+
+
+class _Meeting:
+    """Decisions that all ranks of a group take alike: each tells rank 0, which decides; JSON texts through the default store.
+
+    Every rank asks for the same decisions in the same order; at the end of the ``with`` their keys are gone.
+    """
+
+    def __init__(self, process: Process, device: torch.device) -> None:
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
+        own = float(store.add(f"{_PREFIX}/meetings", 1)) if process.rank() == 0 else 0.0
+        (number,) = _largest(process, device, own)
+        self.store: Any = dist.PrefixStore(f"{_PREFIX}/{number:.0f}", store)  # type: ignore[attr-defined]  # missing from __all__ only
+        self.process, self._device = process, device
+        self.turn, self._written = 0, list[str]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed is None:
+            _largest(self.process, self._device, 0.0)  # all have read everything
+        for key in self._written:
+            self.store.delete_key(key)
+
+    def decide(self, own: Any, decision: Callable[[list[Any]], Any]) -> Any:
+        """What rank 0 decides of every rank's ``own``, in the order of ranks; both are what JSON can say."""
+        self.turn += 1
+        keys = [f"{self.turn}/{rank}" for rank in range(self.process.size())]
+        answer = f"{self.turn}/answer"
+        self._write(keys[self.process.rank()], own)
+        if self.process.rank() == 0:
+            self._write(answer, decision([json.loads(text) for text in self.store.multi_get(keys)]))
+        return json.loads(self.store.get(answer))
+
+    def _write(self, key: str, value: Any) -> None:
+        self._written.append(key)
+        self.store.set(key, json.dumps(value))
+
+
+def _largest(process: Process, device: torch.device, *numbers: float) -> list[float]:
+    """Each number's maximum over all ranks."""
+    told = torch.tensor(numbers, dtype=torch.float64, device=device)
+    process.allreduce([told], dist.ReduceOp.MAX).wait()
+    return told.tolist()
+
+
+def _all_reduces(process: Process, device: torch.device, sizes: Sequence[int], seconds: float) -> tuple[AllReduceTime, ...]:
+    """Each size's all-reduce, once to see that its sum is right and how long it takes, then as often as all ranks agree on."""
+    ranks, found = process.size(), list[AllReduceTime]()
+    if ranks == 1:
+        return ()
+    whole = torch.zeros(max(sizes) // _ELEMENT, dtype=torch.float32, device=device)
+    _time(process, whole[: min(sizes) // _ELEMENT], device)  # which opens connections
+    for size in sorted(sizes):
+        part = whole[: size // _ELEMENT]
+        part.fill_(process.rank() % _VALUES + 1)
+        first = _time(process, part, device)
+        is_wrong = bool((part != sum(rank % _VALUES + 1 for rank in range(ranks))).any())
+        part.zero_()
+        first, wrong = _largest(process, device, first, is_wrong)
+        num = max(_LEAST, min(_MOST, int(seconds / len(sizes) / first)))
+        own = statistics.median([_time(process, part, device) for _ in range(num)])
+        (median,) = _largest(process, device, own)
+        speed = part.numel() * _ELEMENT / median
+        found.append(
+            AllReduceTime(
+                size_bytes=part.numel() * _ELEMENT,
+                median_s=median,
+                num=num,
+                algbw_bytes_per_s=speed,
+                busbw_bytes_per_s=2 * (ranks - 1) / ranks * speed,
+                is_correct=not wrong,
+            )
+        )
+    return tuple(found)
+
+
+def _time(process: Process, tensor: torch.Tensor, device: torch.device) -> float:
+    """Seconds of one all-reduce, in which ranks wait for one another."""
+    begin = time.perf_counter()
+    process.allreduce([tensor]).wait()
+    _wait_for(device)
+    return time.perf_counter() - begin
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _neighbours(process: Process, device: torch.device, host_of_rank: Sequence[int]) -> list[PairTime]:
+    """What this rank has timed: each host's first rank and the next host's, at most two of whose pairs are busy at a time."""
+    leaders = [host_of_rank.index(host) for host in range(max(host_of_rank) + 1)]
+    num, found = len(leaders), list[PairTime]()
+    chain = [(host, host + 1) for first in (0, 1) for host in range(first, num - 1, 2)]
+    for hosts in (*chain, *([(num - 1, 0)] if num > 2 else [])):
+        ends = [leaders[host] for host in hosts]
+        if process.rank() not in ends:
+            continue
+        is_first, took = process.rank() == ends[0], list[float]()
+        message = torch.zeros(_PAIR_BYTES // _ELEMENT, dtype=torch.float32, device=device)
+        for _ in range(1 + _PAIR_REPEATS):
+            begin = time.perf_counter()
+            for sends in (is_first, not is_first):
+                work = process.send([message], ends[is_first], 0) if sends else process.recv([message], ends[is_first], 0)
+                work.wait()
+            _wait_for(device)
+            took.append((time.perf_counter() - begin) / 2)
+        if is_first:
+            median = statistics.median(took[1:])
+            found.append(PairTime(hosts=hosts, size_bytes=_PAIR_BYTES, median_s=median, bytes_per_s=_PAIR_BYTES / median))
+    return found
+
+
+def _other_interfaces(meeting: _Meeting, told: _Told, sizes: Sequence[int], seconds: float) -> list[InterfaceTime]:
+    """All-reduces over each interface that all hosts share; over the one in use before and after the others, as two moments differ."""
+    shared = shared_interfaces(told.hosts)
+    others = [name for name in shared if name != told.interface]
+    used = [name for name in shared if name == told.interface]
+    return [_over(name, meeting, sizes, seconds) for name in (*used, *others, *used)] if others else []
+
+
+def _over(name: str, meeting: _Meeting, sizes: Sequence[int], seconds: float) -> InterfaceTime:
+    """All-reduces in a gloo group over one interface; all ranks say together whether there is one, and whether it went well."""
+    error, group = None, None
+    times: tuple[AllReduceTime, ...] = ()
+    try:
+        group = gloo_over(name, meeting)
+    except RuntimeError as failed:
+        error = _said(failed)
+    error = meeting.decide(error, _first_error)
+    if error is None:
+        try:
+            times = _all_reduces(group, torch.device("cpu"), sizes, seconds)
+        except RuntimeError as failed:
+            error = _said(failed)
+        error = meeting.decide(error, _first_error)
+    return InterfaceTime(name=name, times=times if error is None else (), error=error)
+
+
+def gloo_over(interface: str, meeting: _Meeting) -> Process:
+    """A gloo group of the meeting's ranks over one interface, which torch does not list: it ends when nothing names it any more.
+
+    As if it had been made with GLOO_SOCKET_IFNAME. Raises ``RuntimeError`` where this rank reaches another one not within 10 s.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # as torch's own tests make one
+    options._timeout = _INTERFACE_TIMEOUT  # noqa: SLF001  # as above
+    device = dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=False)
+    options._devices = [device]  # noqa: SLF001  # as above
+    process = meeting.process
+    store = dist.PrefixStore(f"gloo/{meeting.turn}", meeting.store)  # type: ignore[attr-defined]  # missing from __all__ only
+    return dist.ProcessGroupGloo(store, process.rank(), process.size(), options)
+
+
+def _said(failed: RuntimeError) -> str:
+    return str(failed).strip().partition("\n")[0]
+
+
+def _first_error(told: Sequence[str | None]) -> str | None:
+    return next((error for error in told if error is not None), None)

@@ -1,0 +1,51 @@
+"""One rank of the link test's tests: ``links_rank.py RANK RANKS STORE OUTPUT WAYS`` measures in ways of its own; saved as text."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from fleetbench.config import encode
+from real.why.links import measure_links
+
+SIZES = (4096, 65536, 262144)
+
+
+def main() -> None:
+    """Measure in the job's group and in a part of it, and look at what is left over."""
+    rank, ranks = int(sys.argv[1]), int(sys.argv[2])
+    store = dist.FileStore(sys.argv[3], ranks)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    part = dist.new_group([1, 0]) if ranks > 1 else None
+    measure_links(sizes=SIZES, seconds=0.1)
+    group, keys, environment = dist.group.WORLD, store.num_keys(), dict(os.environ)
+    groups, threads, process = len(dist.distributed_c10d._world.pg_map), threading.active_count(), psutil.Process()
+    before, files = process.num_threads(), process.num_fds()
+    links = measure_links(sizes=SIZES, seconds=0.1)
+    of_part = measure_links(part, sizes=SIZES[:1], seconds=0.1)
+    dist.barrier()
+    left = {
+        "group": dist.group.WORLD is group,
+        "groups": len(dist.distributed_c10d._world.pg_map) == groups,
+        "keys": store.num_keys() == keys,
+        "environment": dict(os.environ) == environment,
+        "threads": (threading.active_count(), process.num_threads()) == (threads, before),
+        "files": process.num_fds() == files,
+    }
+    mean = torch.ones(1)
+    dist.all_reduce(mean)
+    found = {"links": encode(links), "part": encode(of_part), "left": left, "after": float(mean)}
+    np.savez(sys.argv[4], found=json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
