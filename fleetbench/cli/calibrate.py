@@ -87,7 +87,7 @@ def _print(found: Calibration) -> None:
 
 
 def _shown(parameter: Fitted, value: float) -> str:
-    from fleetbench.report import units
+    from fleetbench import units
 
     if parameter.unit == "ns":
         return units.seconds(value * 1e-9)

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleetbench import units
 from fleetbench.cli.options import Commands, add_command, add_json, number
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.config import encode, flat
 from fleetbench.errors import ConfigError, GateFailed
-from fleetbench.report import units
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

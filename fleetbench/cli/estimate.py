@@ -8,12 +8,12 @@ import re
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from fleetbench import units
 from fleetbench.cli import progress
 from fleetbench.cli.options import Commands, add_command, add_command_line, add_experiment, add_json, check_writable, load_experiment
 from fleetbench.cli.profile import show
 from fleetbench.cli.your_script import require_script
 from fleetbench.errors import ConfigError
-from fleetbench.report import units
 
 if TYPE_CHECKING:
     from fleetbench.experiment import Experiment

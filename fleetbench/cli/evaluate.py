@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fleetbench import units
 from fleetbench.cli import progress
 from fleetbench.cli.options import Commands, add_command, add_experiment, add_json, load_experiment, number, whole
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.digests import write_whole
 from fleetbench.errors import ConfigError, GateFailed
-from fleetbench.report import units
 
 TOLERANCE = 1e-4
 """Sums of float32 in another order stay below it, computing in half precision does not."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fleetbench import __version__
-from fleetbench.cli import calibrate, compare, doctor, estimate, evaluate, launch, profile, real, report, sim, testbed, tune
+from fleetbench.cli import calibrate, compare, doctor, estimate, evaluate, launch, profile, real, report, sim, testbed, tune, why
 from fleetbench.cli.output import flush, hold_standard_files, say
 from fleetbench.cli.your_script import split_command
 from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, Interrupted
@@ -25,7 +25,7 @@ _OF_THE_MACHINE = (*_FULL, errno.EACCES, errno.EPERM)
 _OF_THE_SCRIPT = ("script", "arguments", "command_line")
 """What is handed on as it is."""
 
-COMMANDS = (sim, real, tune, profile, report, compare, launch, evaluate, testbed, doctor, calibrate, estimate)
+COMMANDS = (why, sim, real, tune, profile, report, compare, launch, evaluate, testbed, doctor, calibrate, estimate)
 
 DESCRIPTION = "Simulate, measure and tune data-parallel training."
 EPILOG = """\

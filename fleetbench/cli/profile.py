@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fleetbench import units
 from fleetbench.cli import progress, your_script
 from fleetbench.cli.options import Commands, add_command, add_command_line, add_experiment, add_json, load_experiment, number
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError, printable
 from fleetbench.quantities import counted
-from fleetbench.report import units
 
 if TYPE_CHECKING:
     from rich.table import Table

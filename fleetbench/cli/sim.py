@@ -7,6 +7,7 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fleetbench import units
 from fleetbench.cli import progress
 from fleetbench.cli.options import (
     Commands,
@@ -22,7 +23,6 @@ from fleetbench.cli.options import (
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import counted
-from fleetbench.report import units
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

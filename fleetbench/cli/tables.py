@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fleetbench import units
 from fleetbench.cli.output import emit, emit_table, new_table
 from fleetbench.cluster import Cluster
 from fleetbench.config import flat
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
-from fleetbench.report import units
 from fleetbench.result import Summary
 
 if TYPE_CHECKING:

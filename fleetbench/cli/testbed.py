@@ -6,11 +6,11 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from fleetbench import units
 from fleetbench.cli.options import Commands, add_command, add_experiment, add_json, load_experiment
 from fleetbench.cli.output import emit, emit_table, new_table
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import format_bandwidth
-from fleetbench.report import units
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

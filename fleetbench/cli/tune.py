@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fleetbench import units
 from fleetbench.cli import progress, your_script
 from fleetbench.cli.options import (
     Commands,
@@ -22,7 +23,6 @@ from fleetbench.cli.options import (
 from fleetbench.cli.output import columns, emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import hours_or_days
-from fleetbench.report import units
 
 if TYPE_CHECKING:
     from rich.table import Table

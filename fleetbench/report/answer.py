@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fleetbench import units
 from fleetbench.quantities import counted
-from fleetbench.report import units
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import median_arrival
 from tuner.recommendation import Arm, Recommendation, TargetCheck, changes_of

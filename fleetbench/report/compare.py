@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
+from fleetbench import units
 from fleetbench.config import flat
-from fleetbench.report import units
 from fleetbench.result import RunResult, step_times
 from fleetbench.staleness import total_variation
 

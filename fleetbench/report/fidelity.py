@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from fleetbench import units
 from fleetbench.config import encode, flat
 from fleetbench.errors import ConfigError
-from fleetbench.report import units
 from fleetbench.result import PARTS, RunResult
 
 SIM, REAL = "sim", "real"

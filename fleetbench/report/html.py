@@ -6,8 +6,9 @@ from pathlib import Path
 import jinja2
 from matplotlib.figure import Figure
 
+from fleetbench import units
 from fleetbench.digests import write_whole
-from fleetbench.report import figures, units
+from fleetbench.report import figures
 from fleetbench.report.model import Report, read_report
 
 _SPELLINGS = (units.milliseconds, units.seconds, units.percent, units.number, units.ratio, units.size, units.changes)

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from fleetbench import units
 from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.report import units
 from fleetbench.report.answer import Answer, answer_of
 from fleetbench.result import STEPS_FILE, RunResult
 from fleetbench.store import load_run

@@ -60,7 +60,6 @@ class Order(Protocol):
         ...
 
 
-
 class Launch(ABC):
     """``started`` -> ``joined`` (every rank has met the others) -> legs, one order after another -> ``ended``.
 

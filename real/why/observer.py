@@ -27,11 +27,14 @@ from real.processes.attached import note_attached
 from real.processes.exits import at_exit
 from real.processes.place import Place
 from real.why.events import Events, clock
+from real.why.links import measure_links
 from real.why.look import Look
 from real.why.settings import LivingDdp, model_of
 
 _LEAST_STEPS = 10
 _MEETINGS = 9
+_LINKS_S = 1.0
+"""Seconds for measuring the links of a group."""
 _SAMPLE_RATE = 100
 """Torch's own: so many iterations lie between two that the Reducer times."""
 Part = dict[str, Any]
@@ -124,10 +127,10 @@ class Observer:
             times.append(clock())
         step_s = _median(later - earlier for earlier, later in pairwise(times)) * 1e-9
         steps = int(self._agree(str(max(min(_LEAST_STEPS, look.steps), min(look.steps, int(look.max_s / max(step_s, 1e-9)))))))
-        run = {"watch": self._watch, "readiness": self._readiness, "times": self._times}[look.what]
+        run = {"watch": self._watch, "alone": self._alone, "times": self._times}[look.what]
         part = yield from run(partial(self._beats.beat, number), steps, look)
         if look.links and part["complete"]:
-            part["links"] = self._links()
+            part["links"] = encode(measure_links(self._ddp.process_group, seconds=_LINKS_S))
         return part
 
     def _times(self, beat: Any, steps: int, _look: Look) -> Steps:
@@ -179,8 +182,8 @@ class Observer:
         )
         return {"complete": not is_over, "log": asdict(log)}
 
-    def _readiness(self, beat: Any, steps: int, _look: Look) -> Steps:
-        """Gradients' own hooks tell when each is ready, from the end of the forward on."""
+    def _alone(self, beat: Any, steps: int, _look: Look) -> Steps:
+        """Steps without any exchange; gradients' own hooks tell when each is ready, from the end of the forward on."""
         names = {name: parameter for name, parameter in self._ddp.module.named_parameters() if parameter.requires_grad}
         ready: list[dict[str, int]] = []
         spans: list[tuple[int, int]] = []
@@ -199,15 +202,18 @@ class Observer:
         handles = [before, self._ddp.register_forward_hook(forward_ends)]
         handles += [each.register_post_accumulate_grad_hook(partial(is_ready, name)) for name, each in names.items()]
         is_over = False
-        try:
+        with ExitStack() as stack:
+            for handle in handles:
+                stack.callback(handle.remove)
+            stack.enter_context(self._ddp.no_sync())
             for _ in range(steps):
                 beat(self._num_steps + 1)
                 if (yield):
                     is_over = True
                     break
-        finally:
-            for handle in handles:
-                handle.remove()
+        if not is_over:
+            for tensor in (*self._ddp.module.parameters(), *self._ddp.module.buffers()):  # ranks have parted
+                dist.broadcast(tensor.detach(), 0, group=self._ddp.process_group)
         whole = [(span, at) for span, at in zip(spans, ready, strict=True) if at]
         self._unused |= {name for _, at in whole for name in names if name not in at}
         if is_over or not whole:
@@ -221,10 +227,7 @@ class Observer:
             backward_ns=_median(max(at.values()) - end for (_, end), at in whole),
             unused=tuple(sorted(self._unused)),
         )
-        return {"complete": True, "readiness": encode(found)}
-
-    def _links(self) -> Part:
-        return {}
+        return {"complete": True, "alone": encode(found)}
 
     def _agree(self, text: str) -> str:
         """Rank 0's text, on all ranks."""

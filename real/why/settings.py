@@ -9,8 +9,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.quantities import MIB
+from fleetbench.why.change import DdpChange
 from fleetbench.why.observed import Model
-from real.why.look import DdpChange
 
 _PLAIN = ("", "None", "N/A")
 

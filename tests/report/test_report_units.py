@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleetbench.report import units
+from fleetbench import units
 
 
 @pytest.mark.parametrize(

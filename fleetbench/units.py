@@ -1,4 +1,4 @@
-"""How a report writes numbers: each with the unit and the digits that a reader needs."""
+"""How reports and answers write numbers: each with the unit and the digits that a reader needs."""
 
 from collections.abc import Mapping
 from typing import Any

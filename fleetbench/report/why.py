@@ -1,0 +1,128 @@
+"""What ``fleetbench why`` has found, for a terminal: the shares of a step, the causes with their remedies, and what all of it comes to."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from fleetbench.quantities import counted
+from fleetbench.units import milliseconds
+from fleetbench.why.shares import Kind, Share
+from tuner.why.causes import Cause
+from tuner.why.explaining import Explanation
+
+_LABELS: dict[Kind, str] = {
+    "input": "waiting for batches",
+    "forward": "compute",
+    "backward": "compute",
+    "device": "compute",
+    "optimizer": "optimizer",
+    "loop": "the script's own code",
+    "evaluate": "evaluation",
+    "save": "saving",
+    "gradients": "gradients not hidden behind the backward",
+    "buffers": "buffers sent before each forward",
+    "unused": "the search for unused parameters",
+    "collective": "collectives of the script's own",
+    "idle": "the device waits for its host",
+}
+_LEAST = 0.01
+"""Of a step: smaller parts are one line."""
+NOTHING = 0.9
+"""Share of what the ranks could do from which nothing is wrong, if no remedy is known."""
+
+
+def text_of(found: Explanation, width: int) -> str:
+    """The answer, wrapped to so many columns."""
+    shares = found.shares
+    head = f"{counted(found.ranks, 'rank')} on {counted(found.hosts, 'host')}, {counted(shares.num_steps, 'step')}, {found.seconds:.0f} s"
+    lines = [head, "", *_wrapped(_step(found), width, "  ", "  "), ""]
+    numbered = {id(cause): number for number, cause in enumerate(found.causes, 1)}
+    rows = list(rows_of(found))
+    longest = max(len(milliseconds(seconds)) for seconds, _, _ in rows)
+    column = max(len(label) for _, label, _ in rows)
+    for seconds, label, causes in rows:
+        marks = "; ".join(f"{numbered[id(cause)]}. {cause.name}" for cause in causes)
+        line = f"  {milliseconds(seconds):>{longest + 2}} ms  {label:<{column}}" + (f"  <- {marks}" if marks else "")
+        lines += _wrapped(line, width, "", " " * (longest + 9))
+    lines.append("")
+    for number, cause in enumerate(found.causes, 1):
+        lines += _wrapped(f"{cause.name}: {cause.what}.", width, f"  {number}. ", "     ")
+        if cause.remedy:
+            lines += _wrapped(f"{cause.remedy}", width, "     ", "       ")
+        if gain := gain_of(cause, found):
+            lines += _wrapped(gain, width, "     ", "       ")
+    lines += _wrapped(conclusion_of(found), width, "  ", "  ")
+    lines += [line for note in found.notes for line in _wrapped(f"note: {note}", width, "  ", "    ")]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _step(found: Explanation) -> str:
+    took = f"a step takes {milliseconds(found.shares.step_s)} ms"
+    if found.alone_s is None or found.efficiency is None:
+        return took
+    alone = f"alone, one rank's compute takes {milliseconds(found.alone_s)} ms"
+    return f"{took}; {alone}: {100 * found.efficiency:.0f} % of what {counted(found.ranks, 'rank')} can do"
+
+
+def rows_of(found: Explanation) -> Iterator[tuple[float, str, tuple[Cause, ...]]]:
+    """Seconds per step, what they go into, and the causes that say why; the largest first, compute before all."""
+    rows: dict[str, float] = {}
+    causes: dict[str, list[Cause]] = {}
+    least = _LEAST * found.shares.step_s
+    for share in found.shares.shares:
+        label = label_of(share, found.shares.steady_rank)
+        rows[label] = rows.get(label, 0.0) + share.seconds
+        for cause in found.causes:
+            known = causes.setdefault(label, [])
+            if share in cause.shares and cause not in known:
+                known.append(cause)
+    small = sum(seconds for label, seconds in rows.items() if seconds < least and not causes.get(label))
+    kept = {label: seconds for label, seconds in rows.items() if seconds >= least or causes.get(label)}
+    for label in sorted(kept, key=lambda label: (label != _LABELS["forward"], -kept[label])):
+        yield kept[label], label, tuple(causes.get(label, ()))
+    if small > 0:
+        yield small, "other", ()
+
+
+def label_of(share: Share, steady_rank: int | None) -> str:
+    """What a part of a step goes into."""
+    if share.period is not None:
+        return "work in some steps only"
+    if share.rank is None:
+        return _LABELS[share.kind]
+    return f"waiting for rank {share.rank}" if share.rank == steady_rank else "waiting for each other"
+
+
+def gain_of(cause: Cause, found: Explanation) -> str:
+    """What a remedy comes to: as tried here, or else as simulated."""
+    today = milliseconds(found.shares.step_s)
+    if cause.tried is not None:
+        tried = cause.tried
+        values = [milliseconds(seconds) for seconds in (tried.today_s, tried.other_s, tried.low_s, tried.high_s)]
+        gains = "" if tried.helps else ": no gain is sure"
+        return f"tried here: {values[0]} -> {values[1]} ms [{values[2]}, {values[3]}], {counted(tried.pairs, 'pair')}{gains}"
+    if cause.simulated_s is not None:
+        changes = f" Training changes: {cause.trains_differently}." if cause.trains_differently else ""
+        return f"simulated: {today} -> {milliseconds(cause.simulated_s)} ms.{changes}"
+    return ""
+
+
+def conclusion_of(found: Explanation) -> str:
+    """The last line: what all remedies come to, or that nothing is wrong."""
+    helps = [cause for cause in found.causes if cause.remedy]
+    if not helps:
+        share = "" if found.efficiency is None else f": {100 * found.efficiency:.0f} % of what {counted(found.ranks, 'rank')} can do"
+        if found.efficiency is None or found.efficiency >= NOTHING:
+            return f"nothing is wrong{share}"
+        return f"no setting is known that makes a step shorter{share}"
+    next_step = "fleetbench tune -- COMMAND tries and proves what a setting can change"
+    if found.all_s is None or len(helps) == 1:
+        return next_step
+    return f"all of it: {milliseconds(found.shares.step_s)} -> {milliseconds(found.all_s)} ms. {next_step}"
+
+
+def _wrapped(text: str, width: int, first: str, later: str) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )

@@ -1,0 +1,45 @@
+"""Buckets of DistributedDataParallel: which gradients travel together, and when each bucket is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fleetbench.plan.layers import DTYPE_BYTES
+from fleetbench.quantities import MIB
+from fleetbench.why.observed import Readiness
+
+FIRST_CAP_MB, CAP_MB = 1.0, 25.0
+"""Torch's defaults, in MiB."""
+
+
+class DdpBucket(NamedTuple):
+    """Gradients that travel together."""
+
+    nbytes: int
+    ready_ns: int
+    """From the backward's start until its last gradient is ready."""
+
+
+def buckets_of(found: Readiness, cap_mb: float | None) -> list[DdpBucket]:
+    """The buckets that DDP makes after its first step. ``cap_mb``: MiB; none: torch's default, whose first bucket is smaller.
+
+    Gradients are taken in the order in which they are ready; a bucket is closed as soon as it has as many bytes as its cap. Source:
+    ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp.
+    """
+    order = sorted(range(len(found.names)), key=lambda index: found.ready_ns[index])
+    caps = [cap_mb] if cap_mb is not None else [FIRST_CAP_MB, CAP_MB]
+    buckets: list[DdpBucket] = []
+    nbytes, ready_ns = 0, 0
+    for index in order:
+        nbytes += found.numels[index] * DTYPE_BYTES[found.dtypes[index]]
+        ready_ns = max(ready_ns, found.ready_ns[index])
+        if nbytes >= caps[min(len(buckets), len(caps) - 1)] * MIB:
+            buckets.append(DdpBucket(nbytes, ready_ns))
+            nbytes = 0
+    return [*buckets, DdpBucket(nbytes, ready_ns)] if nbytes else buckets
+
+
+def sizes(buckets: Sequence[DdpBucket]) -> tuple[int, ...]:
+    """Bytes of each."""
+    return tuple(bucket.nbytes for bucket in buckets)

@@ -1,0 +1,310 @@
+"""Causes: what takes more of a step than it need, with its evidence, and what to type."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from fleetbench.quantities import MIB, counted
+from fleetbench.units import milliseconds, size
+from fleetbench.why.change import DdpChange
+from fleetbench.why.links import Links, remarks_of_links
+from fleetbench.why.observed import RankLog, Readiness
+from fleetbench.why.shares import COMPUTE, Kind, Share, Shares
+from fleetbench.why.steps import spans_of
+
+LEAST_SHARE = 0.02
+"""Of a step: what takes less is no cause."""
+_UNEVEN = 1.1
+"""Batches are uneven if one is so many times as large as another."""
+_DOING: dict[Kind, str] = {
+    "input": "waits for its batches",
+    "forward": "computes its forward",
+    "backward": "computes its backward",
+    "optimizer": "updates",
+    "loop": "runs the script's own code",
+    "evaluate": "evaluates",
+    "save": "saves",
+    "device": "computes",
+    "idle": "leaves its device idle",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """What pairs of legs in the living script came to: seconds per step, with and without a remedy."""
+
+    today_s: float
+    other_s: float
+    low_s: float
+    """Ends of the 90 % interval of ``other_s``, at the same seconds today."""
+    high_s: float
+    pairs: int
+
+    @property
+    def helps(self) -> bool:
+        """Whether the interval lies below today's seconds."""
+        return self.high_s < self.today_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """One thing that makes a step longer."""
+
+    name: str
+    """A heading: ``a slow rank``."""
+    what: str
+    """The evidence, as a sentence."""
+    shares: tuple[Share, ...]
+    """What of a step it takes."""
+    remedy: str = ""
+    """What to type, or to do."""
+    change: DdpChange | None = None
+    """The remedy, where the living script can try it."""
+    spares: bool = True
+    """Whether the remedy takes its shares away; or else ``change`` alone tells what it does."""
+    trains_differently: str = ""
+    """How training changes by it."""
+    interface: float | None = None
+    """By which factor it makes the link faster."""
+    simulated_s: float | None = None
+    """Seconds of a step with the remedy, simulated from the job's own profile."""
+    tried: Tried | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(share.seconds for share in self.shares)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """All that is known of a job."""
+
+    logs: tuple[RankLog, ...]
+    shares: Shares
+    alone: Readiness | None = None
+    links: Links | None = None
+    lines: dict[tuple[int, Kind], str] = field(default_factory=dict)
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of rank 0's host."""
+        return sum(log.host == self.logs[0].host for log in self.logs)
+
+
+def causes_of(seen: Seen) -> list[Cause]:
+    """The causes, the largest first; those of less than 2 % of a step are left out, but not settings that cost without a share."""
+    found = [*_slow_rank(seen), *_input(seen), *_network(seen), *_buffers(seen), *_unused(seen), *_seldom(seen), *_loop(seen)]
+    least = LEAST_SHARE * seen.shares.step_s
+    return sorted((cause for cause in found if cause.seconds >= least), key=lambda cause: -cause.seconds) + list(_threads(seen))
+
+
+def _waits(seen: Seen, *, rank: int | None) -> tuple[Share, ...]:
+    """Waits in every step, for a rank, or for any."""
+    return tuple(s for s in seen.shares.shares if s.rank is not None and s.period is None and rank in (None, s.rank))
+
+
+def _slow_rank(seen: Seen) -> Iterator[Cause]:
+    rank = seen.shares.steady_rank
+    if rank is None:
+        waits = _waits(seen, rank=None)
+        uneven = _uneven_batches(seen)
+        what = uneven or "the slowest rank changes from step to step"
+        remedy = "give all ranks batches of one size in a step: sort by length, or count tokens instead of samples" if uneven else ""
+        yield Cause(name="uneven batches" if uneven else "ranks wait for each other", what=what, shares=waits, remedy=remedy)
+        return
+    waits = _waits(seen, rank=rank)
+    kind = max(waits, key=lambda share: share.seconds).kind
+    own, others = _own_s(seen, rank, kind), [_own_s(seen, other.rank, kind) for other in seen.logs if other.rank != rank]
+    what = f"rank {rank} {_DOING.get(kind, kind)} for {milliseconds(own)} ms per step, the others for {_ms(statistics.fmean(others))} ms"
+    ratio = _batch(seen.logs[rank]) / max(1.0, statistics.fmean(_batch(log) for log in seen.logs if log.rank != rank))
+    remedy = f"look at {seen.logs[rank].host}: other programs, clocks, temperature" if len(seen.logs) > seen.local_ranks else ""
+    if kind in ("forward", "backward", "device", "optimizer", "loop") and ratio > _UNEVEN:
+        name, what = "uneven batches", f"{what}; its batches are {ratio:.2g} times as large"
+        remedy = "give each rank as many samples: DistributedSampler does"
+    else:
+        name = "a slow rank"
+        if kind == "input":
+            remedy = _more_workers(seen, rank)
+        line = _line(seen, rank, kind)
+        what += f", most of it in {line}" if line else ""
+    yield Cause(name=name, what=what, shares=waits, remedy=remedy)
+
+
+def _uneven_batches(seen: Seen) -> str:
+    """Where the last rank of a step is the one with the largest batch, as a sentence."""
+    num = min(len(log.batches) for log in seen.logs)
+    steps = [[log.batches[step] for log in seen.logs] for step in range(num)]
+    uneven = [sizes for sizes in steps if max(sizes) > _UNEVEN * min(sizes) > 0]
+    if len(uneven) < num / 2 or not uneven:
+        return ""
+    ratio = statistics.median(max(sizes) / min(sizes) for sizes in uneven)
+    return f"the largest batch of a step is {ratio:.2g} times as large as the smallest, and ranks wait for it"
+
+
+def _input(seen: Seen) -> Iterator[Cause]:
+    shares = tuple(s for s in seen.shares.shares if s.kind == "input" and s.rank is None)
+    loader = seen.logs[0].loader
+    took = _ms(sum(share.seconds for share in shares))
+    what = f"each rank waits {took} ms per step for its next batch"
+    if loader is not None:
+        what += f", with num_workers={loader.num_workers}"
+    yield Cause(name="the loader", what=what, shares=shares, remedy=_more_workers(seen, 0))
+
+
+def _more_workers(seen: Seen, rank: int) -> str:
+    """More processes that make batches; nothing where a batch is computed and no core is free."""
+    log = seen.logs[rank]
+    if log.loader is None:
+        return "make batches in other processes, beside the training: DataLoader(..., num_workers=4)"
+    busy = sum(other.cpu_cores for other in seen.logs if other.host == log.host)
+    free = max(0.0, log.cores - busy)
+    if free < 0.5 and log.loader.cpu_share > 0.5:
+        return ""
+    num = 2 * log.loader.num_workers or min(4, max(1, log.cores // max(1, seen.local_ranks)))
+    return f"DataLoader(..., num_workers={num}, persistent_workers=True)"
+
+
+def _network(seen: Seen) -> Iterator[Cause]:
+    shares = tuple(share for share in seen.shares.shares if share.kind == "gradients" and share.rank is None)
+    model = seen.logs[0].model
+    if model is None or len(seen.logs) == 1:
+        return
+    own = seen.shares.of("gradients")
+    num = len(model.bucket_nbytes)
+    what = f"{size(model.nbytes)} of gradients in {counted(num, 'bucket')}, of which {_ms(own)} ms are not hidden behind the backward"
+    remedy, factor = "", None
+    if seen.links is not None:
+        what += f"; an all-reduce gets {seen.links.busbw_bytes_per_s * 8e-9:.3g} Gbit/s on this job's links"
+        faster = seen.links.faster_interface()
+        remarks = remarks_of_links(seen.links)
+        if remarks:
+            what, remedy = f"{what}. {remarks[0].what.rstrip('.')}", remarks[0].remedy
+        factor = None if faster is None else faster[1]
+    yield Cause(name="the network", what=what, shares=shares, remedy=remedy, spares=False, interface=factor)
+
+
+def _buffers(seen: Seen) -> Iterator[Cause]:
+    shares = tuple(s for s in seen.shares.shares if s.kind == "buffers" and s.rank is None)
+    model = seen.logs[0].model
+    if model is None or not shares:
+        return
+    changes = any(log.model is not None and log.model.buffers_change for log in seen.logs)
+    why = "each rank keeps its own statistics in between, and rank 0's are saved" if changes else ""
+    what = f"rank 0 sends {size(model.buffers_nbytes)} of buffers before each forward" + (
+        "" if changes else ", and no forward changes them"
+    )
+    remedy = "DistributedDataParallel(..., broadcast_buffers=False)"
+    yield Cause(name="buffers", what=what, shares=shares, remedy=remedy, change=DdpChange(broadcast_buffers=False), trains_differently=why)
+
+
+def _unused(seen: Seen) -> Iterator[Cause]:
+    shares = tuple(share for share in seen.shares.shares if share.kind == "unused" and share.rank is None)
+    model = seen.logs[0].model
+    if model is None or not model.find_unused_parameters:
+        return
+    unused = sorted(set(seen.alone.unused if seen.alone is not None else ()))
+    what = f"DDP looks for unused parameters in each step, and exchanges what it found; {counted(len(unused), 'parameter')} got no gradient"
+    remedy = "" if unused or seen.alone is None else "DistributedDataParallel(..., find_unused_parameters=False)"
+    change = DdpChange(find_unused_parameters=False) if remedy else None
+    yield Cause(name="the search for unused parameters", what=what, shares=shares, remedy=remedy, change=change)
+
+
+def _seldom(seen: Seen) -> Iterator[Cause]:
+    """What comes now and then, on all ranks or on one."""
+    groups: dict[tuple[Kind, int | None], list[Share]] = {}
+    for share in seen.shares.shares:
+        if share.period is not None:
+            groups.setdefault((share.kind, None), []).append(share)
+    for (kind, _), shares in groups.items():
+        who = {share.rank for share in shares if share.rank is not None}
+        largest = max(shares, key=lambda share: share.seconds)
+        rank = largest.rank if largest.rank is not None else 0
+        total = sum(share.seconds for share in shares)
+        period = largest.period or 1
+        actor = f"rank {next(iter(who))}" if len(who) == 1 else "each rank"
+        line = _line(seen, rank, kind, rare=True)
+        often = "one of the steps" if period >= seen.shares.num_steps else f"each {_nth(period)} step"
+        what = f"{actor} {_DOING.get(kind, 'exchanges')} for {_ms(total * period)} ms in {often}" + (f", in {line}" if line else "")
+        remedy = {
+            "save": "save less often, or beside the training: torch.distributed.checkpoint.async_save",
+            "evaluate": "evaluate less often, or on fewer batches",
+            "input": "DataLoader(..., persistent_workers=True)",
+        }.get(kind, "do it less often, or in another thread")
+        yield Cause(name="periodic work", what=what, shares=tuple(shares), remedy=remedy)
+
+
+def _loop(seen: Seen) -> Iterator[Cause]:
+    for kind, name in (("loop", "the script's own code"), ("collective", "the script's own collectives")):
+        shares = tuple(s for s in seen.shares.shares if s.kind == kind and s.rank is None and s.period is None)
+        line = _line(seen, 0, kind)  # type: ignore[arg-type]  # a kind
+        took = _ms(sum(share.seconds for share in shares))
+        what = f"{'between the calls of torch' if kind == 'loop' else 'its calls of torch.distributed'} take {took} ms per step"
+        remedy = "average it over steps, or exchange it seldom" if kind == "collective" else ""
+        yield Cause(name=name, what=what + (f", most of it in {line}" if line else ""), shares=shares, remedy=remedy)
+
+
+def _threads(seen: Seen) -> Iterator[Cause]:
+    """Threads of torch that are more than the cores, or fewer than half of them; on GPUs they matter little."""
+    log, ranks = seen.logs[0], seen.local_ranks
+    fair = max(1, log.cores // ranks)
+    if log.device != "cpu" or log.threads == fair:
+        return
+    if log.threads > fair:
+        what = f"{counted(ranks, 'rank')} with {log.threads} threads each share {counted(log.cores, 'core')}"
+    elif log.threads * ranks <= log.cores / 2:
+        what = f"{counted(ranks, 'rank')} with {counted(log.threads, 'thread')} each leave most of {log.cores} cores idle"
+    else:
+        return
+    shares = tuple(replace(s, seconds=0.0) for s in seen.shares.shares[:1])
+    yield Cause(name="threads", what=what, shares=shares, remedy=f"OMP_NUM_THREADS={fair}", change=DdpChange(threads=fair), spares=False)
+
+
+def gradient_views(seen: Seen) -> DdpChange | None:
+    """A setting that costs nothing else: gradients that are views of their buckets are not copied."""
+    model = seen.logs[0].model
+    return None if model is None or model.gradient_as_bucket_view or model.nbytes < MIB else DdpChange(gradient_as_bucket_view=True)
+
+
+def _own_s(seen: Seen, rank: int, kind: Kind) -> float:
+    """Seconds per step of a rank's own."""
+    log = seen.logs[rank]
+    spans = [span.end_ns - span.start_ns for span in spans_of(log) if span.kind == kind]
+    return sum(spans) * 1e-9 / max(1, log.num_steps)
+
+
+def _batch(log: RankLog) -> float:
+    return statistics.fmean(log.batches) if log.batches else 0.0
+
+
+def _line(seen: Seen, rank: int, kind: Kind, *, rare: bool = False) -> str:
+    """The script's line in which most samples of a kind fall, if that is a third of them; ``rare``: of its longest spans."""
+    log = seen.logs[rank]
+    spans = [span for span in spans_of(log) if span.kind == kind]
+    if rare and spans:
+        longest = max(span.end_ns - span.start_ns for span in spans)
+        spans = [span for span in spans if span.end_ns - span.start_ns > longest / 3]
+    lines: Counter[str] = Counter()
+    position = 0
+    for time_ns, line in log.samples:
+        at = time_ns - log.clock_ahead_ns
+        while position < len(spans) and spans[position].end_ns <= at:
+            position += 1
+        if position < len(spans) and spans[position].start_ns <= at:
+            lines[line] += 1
+    line, num = lines.most_common(1)[0] if lines else ("", 0)
+    return line if num >= max(2, sum(lines.values()) / 3) else ""
+
+
+def _nth(number: int) -> str:
+    return {1: "", 2: "second", 3: "third"}.get(number, f"{number}th")
+
+
+def _ms(seconds: float) -> str:
+    return milliseconds(seconds)
+
+
+__all__ = ["COMPUTE", "Cause", "Seen", "Tried", "causes_of"]

@@ -1,0 +1,171 @@
+"""Explaining: look at a command's ranks, name what makes their steps long, and what would make them shorter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fleetbench.config import decode
+from fleetbench.errors import FleetbenchError
+from fleetbench.experiment import Run
+from fleetbench.why.change import DdpChange
+from fleetbench.why.links import Links
+from fleetbench.why.observed import RankLog, Readiness
+from fleetbench.why.shares import Shares
+from fleetbench.why.steps import shares_of
+from real.processes.roles import TUNING
+from real.testbed.noise import watching
+from real.why.job import LookedAt
+from real.why.look import Look
+from tuner.why.causes import Cause, Seen, causes_of
+from tuner.why.simulated import Simulated, simulated_of
+from tuner.why.trials import try_change
+
+_STEPS, _SECONDS = 400, 12.0
+"""Steps that are watched, at most, and for how long, about."""
+_ALONE = 12
+"""Steps without an exchange."""
+_WARMUP = 5
+_CAPS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
+"""Bucket caps that are simulated, in MiB."""
+_GAIN = 0.02
+"""Of a step: a smaller gain recommends nothing."""
+_TRIES = 3
+"""Remedies at most that are tried."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a job's step takes as long as it does."""
+
+    command: str
+    ranks: int
+    hosts: int
+    device: str
+    shares: Shares
+    alone_s: float | None
+    """Seconds of a step of one rank's compute without any exchange; None where the script ended before."""
+    causes: tuple[Cause, ...]
+    """The largest gain first."""
+    all_s: float | None
+    """Seconds of a step with all remedies, simulated; None where nothing was."""
+    foreign_cores: float | None
+    """Cores of this host that other programs computed on while the steps were watched."""
+    seconds: float
+    """Seconds that looking took, from the command's start."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def efficiency(self) -> float | None:
+        """The share of what the ranks could do if nothing but compute took time."""
+        return None if self.alone_s is None else min(1.0, self.alone_s / self.shares.step_s)
+
+
+def explain(
+    command: Sequence[str], run: Run, *, seconds: float = 60.0, workdir: Path | None = None, progress: Progress | None = None
+) -> Explanation:
+    """Start the command, look at its steps, and end it; ``seconds``: about so long after its first step.
+
+    Raises ``ConfigError`` where nothing trains that could be looked at, ``LegFailed`` naming the rank that breaks.
+    """
+    began, tell, notes = time.monotonic(), progress or (lambda *_: None), list[str]()
+    with LookedAt(command, run, workdir) as job:
+        with watching(f"{TUNING}={job.folder}") as load:
+            parts = job.look(Look(steps=_STEPS, warmup_steps=_WARMUP, max_s=_SECONDS, links=True), lambda *at: tell("watch", *at))
+        logs = tuple(RankLog.of(part["log"]) for part in parts if part["log"] is not None)
+        seen = Seen(logs=logs, shares=shares_of(logs))
+        if job.is_over:
+            notes.append("the script ended by itself before its links were measured and remedies were tried")
+        else:
+            seen = replace(seen, links=decode(parts[0]["links"], Links, "links"))
+            parts = job.look(Look(what="alone", steps=_ALONE, warmup_steps=0), lambda *at: tell("alone", *at))
+            if not job.is_over:
+                unused = {name for part in parts for name in part["alone"].get("unused", ())}
+                alone = decode(parts[0]["alone"], Readiness, "alone")
+                seen = replace(seen, alone=replace(alone, unused=tuple(sorted(unused))))
+        simulated = simulated_of(seen)
+        causes = [_simulate(cause, seen, simulated) for cause in causes_of(seen)]
+        causes += _better_buckets(seen, simulated)
+        deadline_s = began + max(seconds, time.monotonic() - began)
+        if not job.is_over:
+            causes = list(_try(job, causes, seen, deadline_s, notes, tell))
+    causes.sort(key=lambda cause: -_gain_s(cause, seen))
+    helpful = [cause for cause in causes if cause.remedy and cause.simulated_s is not None and not cause.trains_differently]
+    return Explanation(
+        command=" ".join(command),
+        ranks=len(logs),
+        hosts=len({log.host for log in logs}),
+        device=logs[0].device,
+        shares=seen.shares,
+        alone_s=None if seen.alone is None else (seen.alone.forward_ns + seen.alone.backward_ns) * 1e-9 + seen.shares.of("optimizer"),
+        causes=tuple(causes),
+        all_s=None if simulated is None or not helpful else simulated.step_s(helpful),
+        foreign_cores=load.cores,
+        seconds=time.monotonic() - began,
+        notes=tuple(notes),
+    )
+
+
+def _simulate(cause: Cause, seen: Seen, simulated: Simulated | None) -> Cause:
+    """The cause with a step's seconds after its remedy; without a remedy, or where it gains nothing, there is none."""
+    if simulated is None or not cause.remedy or cause.name == "threads":
+        return cause
+    if not cause.spares and cause.interface is None:
+        return cause
+    after_s = simulated.step_s([cause])
+    return replace(cause, simulated_s=after_s) if after_s < (1 - _GAIN) * seen.shares.step_s else replace(cause, remedy="", change=None)
+
+
+def _better_buckets(seen: Seen, simulated: Simulated | None) -> Iterator[Cause]:
+    model = seen.logs[0].model
+    if simulated is None or model is None or len(seen.logs) == 1:
+        return
+    cap, after_s = simulated.best_cap(_CAPS)
+    if after_s >= (1 - _GAIN) * seen.shares.step_s:
+        return
+    shares = tuple(share for share in seen.shares.shares if share.kind == "gradients" and share.rank is None)
+    num = len(model.bucket_nbytes)
+    hidden = "nothing travels before the backward has ended" if num == 1 else f"the last of {num} buckets is too large"
+    yield Cause(
+        name="the buckets",
+        what=f"{hidden}: bucket_cap_mb={'25 (the default)' if model.bucket_cap_mb is None else f'{model.bucket_cap_mb:g}'}",
+        shares=shares,
+        remedy=f"DistributedDataParallel(..., bucket_cap_mb={cap:g})",
+        change=DdpChange(bucket_cap_mb=cap),
+        spares=False,
+        simulated_s=after_s,
+    )
+
+
+def _try(job: LookedAt, causes: Sequence[Cause], seen: Seen, deadline_s: float, notes: list[str], tell: Progress) -> Iterator[Cause]:
+    """The causes, with what the living script came to by their remedies; one that does not help is no remedy."""
+    tried = [cause for cause in sorted(causes, key=lambda cause: -_gain_s(cause, seen)) if cause.change is not None][:_TRIES]
+    for number, cause in enumerate(causes):
+        if cause not in tried or job.is_over or cause.change is None:
+            yield cause
+            continue
+        tell("try", number, len(causes))
+        share_s = (deadline_s - time.monotonic()) / max(1, len(tried) - tried.index(cause))
+        try:
+            found = try_change(job, cause.change, seen.shares.step_s, time.monotonic() + share_s)
+        except FleetbenchError as error:
+            notes.append(f"a trial of {cause.remedy} ended the script: {error.what}")
+            job.is_over = True
+            yield cause
+            continue
+        if found is not None and not found.helps:
+            yield replace(cause, tried=found, simulated_s=None, remedy="", change=None)
+        else:
+            yield replace(cause, tried=found)
+
+
+def _gain_s(cause: Cause, seen: Seen) -> float:
+    """Seconds per step that a cause's remedy gains, as tried or else as simulated; without a remedy, what the cause takes."""
+    today_s = seen.shares.step_s
+    if cause.tried is not None:
+        return (1 - cause.tried.other_s / cause.tried.today_s) * today_s if cause.tried.helps else 0.0
+    return cause.seconds if cause.simulated_s is None else today_s - cause.simulated_s

@@ -1,0 +1,140 @@
+"""Remedies, simulated from the job's own profile: its compute alone, its buckets, its links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fleetbench.cluster import Cluster, Link, Measured
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.measurements import CollectivePoint
+from fleetbench.plan.layers import DTYPE_BYTES
+from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
+from fleetbench.stragglers import SlowRank
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.why.buckets import DdpBucket, buckets_of
+from fleetbench.why.links import Links
+from fleetbench.why.observed import Model, Readiness
+from fleetbench.why.shares import Share
+from fleetbench.workload import HostWork, LayerSpec, Workload
+from sim.run import simulate
+from tuner.why.causes import Cause, Seen
+
+_STEPS = 20
+
+
+class Simulated:
+    """Steps of the job by the simulator, each as a share of its step as it is.
+
+    A step is what the simulator executes (compute, buckets, buffers, a slow rank, the loop's own work) and what it does not: work that
+    comes now and then, collectives of the script's own, waits for a rank that changes from step to step.
+    """
+
+    def __init__(self, seen: Seen, alone: Readiness, links: Links, model: Model) -> None:
+        self._seen, self._alone, self._links, self._model = seen, alone, links, model
+        self._steady = seen.shares.steady_rank
+        self._today_s = self._total_s(())
+
+    @property
+    def error(self) -> float:
+        """By how much the step as it is comes out too long or too short, as a share."""
+        return self._today_s / self._seen.shares.step_s - 1.0
+
+    def step_s(self, causes: Sequence[Cause], cap_mb: float | None = None) -> float:
+        """Seconds of a step with the remedies of these causes, and with other buckets where ``cap_mb`` is given."""
+        return self._seen.shares.step_s * self._total_s(causes, cap_mb) / self._today_s
+
+    def best_cap(self, caps: Sequence[float]) -> tuple[float, float]:
+        """The cap in MiB whose steps are the shortest, and these seconds."""
+        return min(((cap, self.step_s((), cap)) for cap in caps), key=lambda found: found[1])
+
+    def _total_s(self, causes: Sequence[Cause], cap_mb: float | None = None) -> float:
+        spared = {share for cause in causes if cause.spares for share in cause.shares}
+        faster = max((cause.interface or 1.0 for cause in causes), default=1.0)
+        left = [share for share in self._seen.shares.shares if share not in spared]
+        beside = sum(share.seconds for share in left if not self._is_executed(share))
+        cap_mb = next((c.change.bucket_cap_mb for c in causes if c.change is not None and c.change.bucket_cap_mb is not None), cap_mb)
+        experiment = self._experiment(left, faster, cap_mb)
+        return beside + simulate(experiment, timeline=False, table=False).summary.step_s["mean"]
+
+    def _is_executed(self, share: Share) -> bool:
+        """Whether the simulated step has this part of its own."""
+        if share.rank is not None:
+            return share.period is None and share.rank == self._steady
+        return share.period is None and share.kind not in ("collective", "evaluate", "save")
+
+    def _experiment(self, left: Sequence[Share], faster: float, cap_mb: float | None) -> Experiment:
+        alone, seen = self._alone, self._seen
+        cap = self._model.bucket_cap_mb if cap_mb is None else cap_mb
+        buckets = buckets_of(alone, cap)
+        own = {kind: sum(s.seconds for s in left if s.kind == kind and s.rank is None and s.period is None) for kind in _HOST}
+        waited = sum(share.seconds for share in left if share.rank is not None and self._is_executed(share))
+        compute_s = (alone.forward_ns + alone.backward_ns) * 1e-9
+        slow = (SlowRank(ranks=(self._steady,), factor=1.0 + waited / compute_s),) if self._steady is not None and waited > 0 else ()
+        broadcasts = any(share.kind == "buffers" for share in left)
+        ns = {kind: Nanoseconds(round(seconds * 1e9)) for kind, seconds in own.items()}
+        host = HostWork(read=Nanoseconds(ns["input"] + ns["loop"] + ns["unused"]), update=ns["optimizer"])
+        return Experiment(
+            name="why",
+            workload=Workload(
+                model="layers",
+                layers=_layers(alone, buckets, self._model.buffers_nbytes if broadcasts else 0),
+                host=host,
+                steps=_STEPS,
+                batch_size=1,
+                dtype="float32",
+            ),
+            cluster=_cluster(seen, self._links, faster, slow),
+            strategy=DistributedStrategy(fuse_all_reduce_ops=False, sync_nccl_allreduce=False, broadcast_buffers=broadcasts),
+        )
+
+
+_HOST = ("input", "loop", "unused", "optimizer")
+
+
+def _layers(alone: Readiness, buckets: Sequence[DdpBucket], buffers_nbytes: int) -> tuple[LayerSpec, ...]:
+    """A layer for each bucket, whose backward ends when the bucket is ready; the last layer's is ready first."""
+    ready, layers = 0, []
+    for number, bucket in enumerate(buckets):
+        layers.append(
+            LayerSpec(
+                name=f"bucket{number}",
+                params=max(1, bucket.nbytes // DTYPE_BYTES["float32"]),
+                forward=Nanoseconds(alone.forward_ns // len(buckets)),
+                backward=Nanoseconds(max(0, bucket.ready_ns - ready)),
+                buffers=Bytes(0 if number else buffers_nbytes),
+            )
+        )
+        ready = max(ready, bucket.ready_ns)
+    return tuple(reversed(layers))
+
+
+def _cluster(seen: Seen, links: Links, faster: float, slow: tuple[SlowRank, ...]) -> Cluster:
+    """The job's ranks, with an all-reduce as it was measured among them."""
+    ranks, nodes = len(seen.logs), len(links.hosts)
+    is_even = ranks % nodes == 0
+    points = tuple(
+        CollectivePoint(nbytes=Bytes(one.size_bytes), took=Nanoseconds(round(one.median_s * 1e9 / faster))) for one in links.times
+    )
+    fit = links.fit or Link(bandwidth=BitsPerSecond(max(1, round(8 * links.busbw_bytes_per_s))))
+    link = Link(bandwidth=BitsPerSecond(max(1, round(fit.bandwidth * faster))), latency=fit.latency, payload=True)
+    return Cluster(
+        nodes=nodes if is_even else 1,
+        trainers_per_node=ranks // nodes if is_even else ranks,
+        intra=link,
+        inter=link,
+        collective="measured" if ranks > 1 else "ring",
+        measured=Measured(trainers=ranks, points=points) if ranks > 1 else None,
+        stragglers=slow,
+    )
+
+
+def simulated_of(seen: Seen) -> Simulated | None:
+    """The job's steps by the simulator; None where too little is known of it, or nothing of it takes time."""
+    model = seen.logs[0].model
+    if seen.alone is None or seen.links is None or model is None or not seen.alone.names:
+        return None
+    try:
+        return Simulated(seen, seen.alone, seen.links, model)
+    except ConfigError:  # such as times of zero
+        return None

@@ -1,0 +1,50 @@
+"""Trials: a remedy in the living script, in pairs of legs with and without it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+
+from scipy import stats
+
+from fleetbench.why.change import DdpChange
+from real.why.job import LookedAt
+from real.why.look import Look
+from tuner.sequential import CONFIDENCE
+from tuner.why.causes import Tried
+
+_PAIRS = 6
+_LEAST_PAIRS = 4
+_LEG_S, _LEAST_STEPS, _MOST_STEPS = 0.7, 8, 200
+_WARMUP = 3
+"""Steps: DDP lays its buckets out after the first."""
+
+
+def try_change(job: LookedAt, change: DdpChange, step_s: float, deadline_s: float) -> Tried | None:
+    """Legs A B B A B A ..., until six pairs are there or the deadline (of ``time.monotonic``) has come; None with fewer than four pairs."""
+    steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(_LEG_S / step_s)))
+    found: list[tuple[float, float]] = []
+    while len(found) < _PAIRS:
+        began = time.monotonic()
+        order = (DdpChange(), change) if len(found) % 2 == 0 else (change, DdpChange())
+        legs = {}
+        for one in order:
+            parts = job.look(Look(what="times", steps=steps, warmup_steps=_WARMUP, change=one))
+            if job.is_over:
+                return _tried(found)
+            legs[one] = statistics.fmean(part["step_s"] for part in parts)
+        found.append((legs[DdpChange()], legs[change]))
+        if 2 * time.monotonic() - began > deadline_s:  # another pair would end behind it
+            break
+    return _tried(found)
+
+
+def _tried(found: list[tuple[float, float]]) -> Tried | None:
+    if len(found) < _LEAST_PAIRS:
+        return None
+    logs = [math.log(other / today) for today, other in found]
+    mean, half = statistics.fmean(logs), float(stats.t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1) * stats.sem(logs))
+    today_s = statistics.geometric_mean(today for today, _ in found)
+    other, low, high = (today_s * math.exp(log) for log in (mean, mean - half, mean + half))
+    return Tried(today_s=today_s, other_s=other, low_s=low, high_s=high, pairs=len(found))
