@@ -104,7 +104,8 @@ def gain_of(cause: Cause, found: Explanation) -> str:
         return f"tried here: {values[0]} -> {values[1]} ms [{values[2]}, {values[3]}], {counted(tried.pairs, 'pair')}{gains}"
     if cause.simulated_s is not None:
         changes = f" Training changes: {cause.trains_differently}." if cause.trains_differently else ""
-        return f"simulated: {today} -> {milliseconds(cause.simulated_s)} ms.{changes}"
+        without = "simulated" if cause.remedy else "simulated without it"
+        return f"{without}: {today} -> {milliseconds(cause.simulated_s)} ms.{changes}"
     return ""
 
 

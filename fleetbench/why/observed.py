@@ -50,8 +50,6 @@ class Model(Config):
     """Bytes of the buffers that are broadcast before each forward."""
     buffers_change: bool = True
     """Whether a forward changes any of them."""
-    num_unused: int = 0
-    """Parameters without a gradient in at least one of the steps that were looked at."""
     dtype: str = "float32"
 
 

@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Generator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 
 from fleetbench.config import encode
-from fleetbench.why.observed import RankLog, Readiness
+from fleetbench.why.observed import RankLog
 from real.job.driver_watch import end_script, watch_driver
 from real.job.folder import BeatWriter, RankSide
 from real.processes.attached import note_attached
@@ -29,6 +29,7 @@ from real.processes.place import Place
 from real.why.events import Events, clock
 from real.why.links import measure_links
 from real.why.look import Look
+from real.why.readiness import ReadinessClock
 from real.why.settings import LivingDdp, model_of
 
 _LEAST_STEPS = 10
@@ -43,10 +44,10 @@ Steps = Generator[None, bool, Part]
 
 
 class Observer:
-    """Life cycle: made at the first forward with gradients of a DDP -> looks, each from one optimizer step to another, as the driver orders
-    them -> the driver says stop, and ``SystemExit`` is raised; or the script ends first, and what was seen so far is told.
+    """Life cycle: made at a DDP's first forward with gradients -> looks -> the driver says stop, and ``SystemExit`` is raised.
 
-    Steps are those of the first optimizer that steps and holds parameters of that model. All ranks look at the same steps.
+    A look begins and ends with an optimizer step. If the script ends first, what was seen so far is told. Steps are those of the
+    first optimizer that steps and holds parameters of that model. All ranks look at the same steps.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -63,7 +64,6 @@ class Observer:
         self._num_steps = self._num_agreed = 0
         self._batches: list[int] = []
         self._buffers_change = False
-        self._unused: set[str] = set()
         self._looks = self._obey()
         next(self._looks)
         register_optimizer_step_pre_hook(lambda *_: self._steps())
@@ -100,10 +100,8 @@ class Observer:
             self._looks.send(False)
 
     def _exits(self) -> None:
-        try:
+        with suppress(StopIteration):
             self._looks.send(True)
-        except StopIteration:
-            pass
 
     def _obey(self) -> Generator[None, bool, None]:
         number = 0
@@ -176,7 +174,7 @@ class Observer:
             events=tuple(tuple(event) for event in events.found),
             samples=tuple(events.samples),
             batches=tuple(self._batches),
-            model=model_of(self._ddp, buffers_change=self._buffers_change, num_unused=len(self._unused)),
+            model=model_of(self._ddp, buffers_change=self._buffers_change),
             loader=events.loader,
             clock_ahead_ns=ahead_ns,
         )
@@ -184,50 +182,21 @@ class Observer:
 
     def _alone(self, beat: Any, steps: int, _look: Look) -> Steps:
         """Steps without any exchange; gradients' own hooks tell when each is ready, from the end of the forward on."""
-        names = {name: parameter for name, parameter in self._ddp.module.named_parameters() if parameter.requires_grad}
-        ready: list[dict[str, int]] = []
-        spans: list[tuple[int, int]] = []
-        begun = [0]
-        before = self._ddp.register_forward_pre_hook(lambda *_: begun.__setitem__(0, clock()))
-
-        def forward_ends(*_: object) -> None:
-            if torch.is_grad_enabled():
-                spans.append((begun[0], clock()))
-                ready.append({})
-
-        def is_ready(name: str, _parameter: torch.Tensor) -> None:
-            if ready:
-                ready[-1][name] = clock()
-
-        handles = [before, self._ddp.register_forward_hook(forward_ends)]
-        handles += [each.register_post_accumulate_grad_hook(partial(is_ready, name)) for name, each in names.items()]
+        clock_of = ReadinessClock(self._ddp)
         is_over = False
         with ExitStack() as stack:
-            for handle in handles:
-                stack.callback(handle.remove)
+            stack.enter_context(clock_of.on())
             stack.enter_context(self._ddp.no_sync())
             for _ in range(steps):
                 beat(self._num_steps + 1)
                 if (yield):
                     is_over = True
                     break
-        if not is_over:
-            for tensor in (*self._ddp.module.parameters(), *self._ddp.module.buffers()):  # ranks have parted
-                dist.broadcast(tensor.detach(), 0, group=self._ddp.process_group)
-        whole = [(span, at) for span, at in zip(spans, ready, strict=True) if at]
-        self._unused |= {name for _, at in whole for name in names if name not in at}
-        if is_over or not whole:
+        if is_over:
             return {"complete": False}
-        found = Readiness(
-            names=tuple(names),
-            numels=tuple(each.numel() for each in names.values()),
-            dtypes=tuple(str(each.dtype).removeprefix("torch.") for each in names.values()),
-            ready_ns=tuple(_median(at[name] - end for (_, end), at in whole if name in at) for name in names),
-            forward_ns=_median(end - begin for (begin, end), _ in whole),
-            backward_ns=_median(max(at.values()) - end for (_, end), at in whole),
-            unused=tuple(sorted(self._unused)),
-        )
-        return {"complete": True, "alone": encode(found)}
+        for tensor in (*self._ddp.module.parameters(), *self._ddp.module.buffers()):  # ranks have parted
+            dist.broadcast(tensor.detach(), 0, group=self._ddp.process_group)
+        return {"complete": True, "alone": encode(clock_of.found())}
 
     def _agree(self, text: str) -> str:
         """Rank 0's text, on all ranks."""

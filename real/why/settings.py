@@ -15,7 +15,7 @@ from fleetbench.why.observed import Model
 _PLAIN = ("", "None", "N/A")
 
 
-def model_of(ddp: DistributedDataParallel, *, buffers_change: bool, num_unused: int) -> Model:
+def model_of(ddp: DistributedDataParallel, *, buffers_change: bool) -> Model:
     """What a DDP is, and what its Reducer says of itself after some steps."""
     logged = ddp._get_ddp_logging_data()  # noqa: SLF001  # torch has no public name for it
     trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
@@ -32,7 +32,6 @@ def model_of(ddp: DistributedDataParallel, *, buffers_change: bool, num_unused: 
         comm_hook=hook_of(ddp),
         buffers_nbytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.modules_buffers),
         buffers_change=buffers_change,
-        num_unused=num_unused,
         dtype=str(trained[0].dtype).removeprefix("torch."),
     )
 

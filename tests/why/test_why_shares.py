@@ -22,9 +22,11 @@ class Rank:
         self.ends: list[int] = []
 
     def stamp(self, at: float) -> int:
+        """Nanoseconds on this rank's clock."""
         return round((at + self.ahead) * MS)
 
     def does(self, kind: Kind, ms: float) -> None:
+        """Do one thing for so long."""
         if kind != "loop":
             self.events.append((kind, self.stamp(self.now), self.stamp(self.now + ms), 0))
         self.now += ms
@@ -36,13 +38,16 @@ class Rank:
         self.now = until
 
     def buffers(self, until: float) -> None:
+        """Send or receive buffers until then."""
         self.events.append(("buffers", self.stamp(self.now), self.stamp(until), 0))
         self.now = until
 
     def ends_step(self) -> None:
+        """An optimizer step has ended."""
         self.ends.append(self.stamp(self.now))
 
     def log(self, trainers: int) -> RankLog:
+        """What this rank has seen."""
         return RankLog(
             rank=self.rank,
             trainers=trainers,
@@ -72,7 +77,7 @@ def train(
 
     ``more``: ms more of a kind on a rank. ``stall``: (rank, every, kind, ms).
     """
-    draws, planted = random.Random(seed), more or {}
+    draws, planted = random.Random(seed), more or {}  # noqa: S311  # a test's own
     ranks = [Rank(rank, ahead=ahead * rank) for rank in range(num_ranks)]
     for step in range(num_steps + 1):
         for rank in ranks:
@@ -91,6 +96,7 @@ def train(
 
 
 def seconds(found: Shares, kind: Kind, *, rank: int | None = None, periodic: bool = False) -> float:
+    """Milliseconds per step of one kind."""
     return 1e3 * sum(each.seconds for each in found.shares if (each.kind, each.rank, each.period is not None) == (kind, rank, periodic))
 
 
@@ -164,7 +170,7 @@ def test_a_broadcast_is_waited_for_until_the_last_rank_is_there() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_shares_add_up_to_the_step(seed: int) -> None:
     """Whatever ranks do, the shares are those of whole steps."""
-    draws = random.Random(seed)
+    draws = random.Random(seed)  # noqa: S311  # as above
     kinds = ("input", "forward", "backward", "loop")
     more = {(draws.randrange(3), draws.choice(kinds)): draws.uniform(0, 30) for _ in range(draws.randrange(4))}
     found = train(3, 30, more=more, exchange=draws.uniform(0, 20), seed=seed, stall=(draws.randrange(3), 7, "save", draws.uniform(0, 90)))

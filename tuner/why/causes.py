@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -12,13 +13,20 @@ from fleetbench.units import milliseconds, size
 from fleetbench.why.change import DdpChange
 from fleetbench.why.links import Links, remarks_of_links
 from fleetbench.why.observed import RankLog, Readiness
-from fleetbench.why.shares import COMPUTE, Kind, Share, Shares
+from fleetbench.why.shares import Kind, Share, Shares
 from fleetbench.why.steps import spans_of
 
+NETWORK = "the network"
+"""Name of a cause."""
 LEAST_SHARE = 0.02
 """Of a step: what takes less is no cause."""
 _UNEVEN = 1.1
 """Batches are uneven if one is so many times as large as another."""
+_OWN_CODE: tuple[tuple[Kind, str, float], ...] = (
+    ("loop", "the script's own code", 0.1),
+    ("collective", "the script's own collectives", LEAST_SHARE),
+)
+"""What else a loop does, and from which share of a step on it is a cause: each loop computes its loss."""
 _DOING: dict[Kind, str] = {
     "input": "waits for its batches",
     "forward": "computes its forward",
@@ -96,10 +104,10 @@ class Seen:
 
 
 def causes_of(seen: Seen) -> list[Cause]:
-    """The causes, the largest first; those of less than 2 % of a step are left out, but not settings that cost without a share."""
-    found = [*_slow_rank(seen), *_input(seen), *_network(seen), *_buffers(seen), *_unused(seen), *_seldom(seen), *_loop(seen)]
+    """The causes; those of less than 2 % of a step are left out, but not settings whose costs no share shows."""
+    found = [*_slow_rank(seen), *_input(seen), *_network(seen), *_buffers(seen), *_seldom(seen), *_loop(seen)]
     least = LEAST_SHARE * seen.shares.step_s
-    return sorted((cause for cause in found if cause.seconds >= least), key=lambda cause: -cause.seconds) + list(_threads(seen))
+    return [cause for cause in found if cause.seconds >= least] + [*_unused(seen), *_threads(seen)]
 
 
 def _waits(seen: Seen, *, rank: int | None) -> tuple[Share, ...]:
@@ -114,7 +122,8 @@ def _slow_rank(seen: Seen) -> Iterator[Cause]:
         uneven = _uneven_batches(seen)
         what = uneven or "the slowest rank changes from step to step"
         remedy = "give all ranks batches of one size in a step: sort by length, or count tokens instead of samples" if uneven else ""
-        yield Cause(name="uneven batches" if uneven else "ranks wait for each other", what=what, shares=waits, remedy=remedy)
+        name = "uneven batches" if uneven else "ranks wait for each other"
+        yield Cause(name=name, what=what, shares=waits, remedy=remedy, spares=bool(uneven))
         return
     waits = _waits(seen, rank=rank)
     kind = max(waits, key=lambda share: share.seconds).kind
@@ -164,7 +173,8 @@ def _more_workers(seen: Seen, rank: int) -> str:
     free = max(0.0, log.cores - busy)
     if free < 0.5 and log.loader.cpu_share > 0.5:
         return ""
-    num = 2 * log.loader.num_workers or min(4, max(1, log.cores // max(1, seen.local_ranks)))
+    waits_s = _own_s(seen, rank, "input")
+    num = 2 * log.loader.num_workers or math.ceil(waits_s / max(1e-9, seen.shares.step_s - waits_s))
     return f"DataLoader(..., num_workers={num}, persistent_workers=True)"
 
 
@@ -184,7 +194,7 @@ def _network(seen: Seen) -> Iterator[Cause]:
         if remarks:
             what, remedy = f"{what}. {remarks[0].what.rstrip('.')}", remarks[0].remedy
         factor = None if faster is None else faster[1]
-    yield Cause(name="the network", what=what, shares=shares, remedy=remedy, spares=False, interface=factor)
+    yield Cause(name=NETWORK, what=what, shares=shares, remedy=remedy, spares=False, interface=factor)
 
 
 def _buffers(seen: Seen) -> Iterator[Cause]:
@@ -208,9 +218,12 @@ def _unused(seen: Seen) -> Iterator[Cause]:
         return
     unused = sorted(set(seen.alone.unused if seen.alone is not None else ()))
     what = f"DDP looks for unused parameters in each step, and exchanges what it found; {counted(len(unused), 'parameter')} got no gradient"
-    remedy = "" if unused or seen.alone is None else "DistributedDataParallel(..., find_unused_parameters=False)"
-    change = DdpChange(find_unused_parameters=False) if remedy else None
-    yield Cause(name="the search for unused parameters", what=what, shares=shares, remedy=remedy, change=change)
+    if not unused and seen.alone is not None:
+        remedy = "DistributedDataParallel(..., find_unused_parameters=False)"
+        change = DdpChange(find_unused_parameters=False)
+        yield Cause(name="the search for unused parameters", what=what, shares=shares, remedy=remedy, change=change)
+    elif sum(share.seconds for share in shares) >= LEAST_SHARE * seen.shares.step_s:
+        yield Cause(name="the search for unused parameters", what=what, shares=shares, spares=False)
 
 
 def _seldom(seen: Seen) -> Iterator[Cause]:
@@ -238,13 +251,16 @@ def _seldom(seen: Seen) -> Iterator[Cause]:
 
 
 def _loop(seen: Seen) -> Iterator[Cause]:
-    for kind, name in (("loop", "the script's own code"), ("collective", "the script's own collectives")):
+    for kind, name, least in _OWN_CODE:
         shares = tuple(s for s in seen.shares.shares if s.kind == kind and s.rank is None and s.period is None)
-        line = _line(seen, 0, kind)  # type: ignore[arg-type]  # a kind
-        took = _ms(sum(share.seconds for share in shares))
-        what = f"{'between the calls of torch' if kind == 'loop' else 'its calls of torch.distributed'} take {took} ms per step"
+        took_s = sum(share.seconds for share in shares)
+        if took_s < least * seen.shares.step_s:
+            continue
+        line = _line(seen, 0, kind)
+        calls = "what is no forward, backward or update takes" if kind == "loop" else "its calls of torch.distributed take"
         remedy = "average it over steps, or exchange it seldom" if kind == "collective" else ""
-        yield Cause(name=name, what=what + (f", most of it in {line}" if line else ""), shares=shares, remedy=remedy)
+        what = f"{calls} {_ms(took_s)} ms per step" + (f", most of it in {line}" if line else "")
+        yield Cause(name=name, what=what, shares=shares, remedy=remedy)
 
 
 def _threads(seen: Seen) -> Iterator[Cause]:
@@ -305,6 +321,3 @@ def _nth(number: int) -> str:
 
 def _ms(seconds: float) -> str:
     return milliseconds(seconds)
-
-
-__all__ = ["COMPUTE", "Cause", "Seen", "Tried", "causes_of"]

@@ -19,7 +19,7 @@ from real.processes.roles import TUNING
 from real.testbed.noise import watching
 from real.why.job import LookedAt
 from real.why.look import Look
-from tuner.why.causes import Cause, Seen, causes_of
+from tuner.why.causes import LEAST_SHARE, NETWORK, Cause, Seen, causes_of
 from tuner.why.simulated import Simulated, simulated_of
 from tuner.why.trials import try_change
 
@@ -32,6 +32,8 @@ _CAPS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
 """Bucket caps that are simulated, in MiB."""
 _GAIN = 0.02
 """Of a step: a smaller gain recommends nothing."""
+_GAIN_OF_ROUNDING = 0.1
+"""The same of a remedy that rounds gradients."""
 _TRIES = 3
 """Remedies at most that are tried."""
 
@@ -90,10 +92,11 @@ def explain(
         simulated = simulated_of(seen)
         causes = [_simulate(cause, seen, simulated) for cause in causes_of(seen)]
         causes += _better_buckets(seen, simulated)
+        causes = _fewer_bytes(causes, seen, simulated)
         deadline_s = began + max(seconds, time.monotonic() - began)
         if not job.is_over:
             causes = list(_try(job, causes, seen, deadline_s, notes, tell))
-    causes.sort(key=lambda cause: -_gain_s(cause, seen))
+    causes.sort(key=lambda cause: (-_gain_s(cause, seen), -cause.seconds))
     helpful = [cause for cause in causes if cause.remedy and cause.simulated_s is not None and not cause.trains_differently]
     return Explanation(
         command=" ".join(command),
@@ -111,13 +114,12 @@ def explain(
 
 
 def _simulate(cause: Cause, seen: Seen, simulated: Simulated | None) -> Cause:
-    """The cause with a step's seconds after its remedy; without a remedy, or where it gains nothing, there is none."""
-    if simulated is None or not cause.remedy or cause.name == "threads":
-        return cause
-    if not cause.spares and cause.interface is None:
+    """The cause with a step's seconds without it; a remedy that gains nothing is none."""
+    if simulated is None or not (cause.spares or cause.interface is not None):
         return cause
     after_s = simulated.step_s([cause])
-    return replace(cause, simulated_s=after_s) if after_s < (1 - _GAIN) * seen.shares.step_s else replace(cause, remedy="", change=None)
+    gains = after_s < (1 - _GAIN) * seen.shares.step_s
+    return replace(cause, simulated_s=after_s, remedy=cause.remedy if gains or cause.change is not None else "")
 
 
 def _better_buckets(seen: Seen, simulated: Simulated | None) -> Iterator[Cause]:
@@ -129,7 +131,7 @@ def _better_buckets(seen: Seen, simulated: Simulated | None) -> Iterator[Cause]:
         return
     shares = tuple(share for share in seen.shares.shares if share.kind == "gradients" and share.rank is None)
     num = len(model.bucket_nbytes)
-    hidden = "nothing travels before the backward has ended" if num == 1 else f"the last of {num} buckets is too large"
+    hidden = "nothing travels before the backward has ended" if num == 1 else f"{num} buckets hide less than others would"
     yield Cause(
         name="the buckets",
         what=f"{hidden}: bucket_cap_mb={'25 (the default)' if model.bucket_cap_mb is None else f'{model.bucket_cap_mb:g}'}",
@@ -141,31 +143,53 @@ def _better_buckets(seen: Seen, simulated: Simulated | None) -> Iterator[Cause]:
     )
 
 
+def _fewer_bytes(causes: Sequence[Cause], seen: Seen, simulated: Simulated | None) -> list[Cause]:
+    """Where the network takes a good part of a step and nothing else is known: gradients of 16 bits."""
+    model = seen.logs[0].model
+    if simulated is None or model is None or model.comm_hook or model.dtype != "float32":
+        return list(causes)
+    after_s = simulated.step_s((), wire=0.5)
+    if after_s >= (1 - _GAIN_OF_ROUNDING) * seen.shares.step_s:
+        return list(causes)
+    hook = "bf16_compress_hook" if seen.logs[0].backend == "nccl" else "fp16_compress_hook"
+    remedy = f"model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.{hook})"
+    rounds = "gradients travel in 16 bits"
+    return [
+        replace(cause, remedy=remedy, simulated_s=after_s, trains_differently=rounds)
+        if cause.name == NETWORK and not cause.remedy
+        else cause
+        for cause in causes
+    ]
+
+
 def _try(job: LookedAt, causes: Sequence[Cause], seen: Seen, deadline_s: float, notes: list[str], tell: Progress) -> Iterator[Cause]:
-    """The causes, with what the living script came to by their remedies; one that does not help is no remedy."""
+    """The causes, with what the living script came to by their remedies; what does not help is no remedy, and no cause without a share."""
     tried = [cause for cause in sorted(causes, key=lambda cause: -_gain_s(cause, seen)) if cause.change is not None][:_TRIES]
-    for number, cause in enumerate(causes):
+    for cause in causes:
         if cause not in tried or job.is_over or cause.change is None:
             yield cause
             continue
-        tell("try", number, len(causes))
-        share_s = (deadline_s - time.monotonic()) / max(1, len(tried) - tried.index(cause))
+        number = tried.index(cause)
+        tell("try remedies", number, len(tried))
+        share_s = (deadline_s - time.monotonic()) / (len(tried) - number)
         try:
             found = try_change(job, cause.change, seen.shares.step_s, time.monotonic() + share_s)
         except FleetbenchError as error:
             notes.append(f"a trial of {cause.remedy} ended the script: {error.what}")
             job.is_over = True
-            yield cause
-            continue
-        if found is not None and not found.helps:
-            yield replace(cause, tried=found, simulated_s=None, remedy="", change=None)
-        else:
+            found = None
+        if found is None or found.helps:
             yield replace(cause, tried=found)
+            continue
+        times = f"{1e3 * found.today_s:.4g} -> {1e3 * found.other_s:.4g} ms [{1e3 * found.low_s:.4g}, {1e3 * found.high_s:.4g}]"
+        notes.append(f"tried here without a gain that is sure: {cause.remedy}: {times}, {found.pairs} pairs")
+        if cause.spares and cause.seconds >= LEAST_SHARE * seen.shares.step_s:
+            yield replace(cause, tried=found, simulated_s=None, remedy="", change=None)
 
 
 def _gain_s(cause: Cause, seen: Seen) -> float:
-    """Seconds per step that a cause's remedy gains, as tried or else as simulated; without a remedy, what the cause takes."""
+    """Seconds per step that a step is shorter by without a cause: as tried, or else as simulated."""
     today_s = seen.shares.step_s
     if cause.tried is not None:
         return (1 - cause.tried.other_s / cause.tried.today_s) * today_s if cause.tried.helps else 0.0
-    return cause.seconds if cause.simulated_s is None else today_s - cause.simulated_s
+    return 0.0 if cause.simulated_s is None else today_s - cause.simulated_s

@@ -40,21 +40,21 @@ class Simulated:
         """By how much the step as it is comes out too long or too short, as a share."""
         return self._today_s / self._seen.shares.step_s - 1.0
 
-    def step_s(self, causes: Sequence[Cause], cap_mb: float | None = None) -> float:
-        """Seconds of a step with the remedies of these causes, and with other buckets where ``cap_mb`` is given."""
-        return self._seen.shares.step_s * self._total_s(causes, cap_mb) / self._today_s
+    def step_s(self, causes: Sequence[Cause], cap_mb: float | None = None, wire: float = 1.0) -> float:
+        """Seconds of a step with the remedies of these causes, with other buckets if ``cap_mb`` is given, and ``wire`` times the bytes."""
+        return self._seen.shares.step_s * self._total_s(causes, cap_mb, wire) / self._today_s
 
     def best_cap(self, caps: Sequence[float]) -> tuple[float, float]:
         """The cap in MiB whose steps are the shortest, and these seconds."""
         return min(((cap, self.step_s((), cap)) for cap in caps), key=lambda found: found[1])
 
-    def _total_s(self, causes: Sequence[Cause], cap_mb: float | None = None) -> float:
+    def _total_s(self, causes: Sequence[Cause], cap_mb: float | None = None, wire: float = 1.0) -> float:
         spared = {share for cause in causes if cause.spares for share in cause.shares}
         faster = max((cause.interface or 1.0 for cause in causes), default=1.0)
         left = [share for share in self._seen.shares.shares if share not in spared]
         beside = sum(share.seconds for share in left if not self._is_executed(share))
         cap_mb = next((c.change.bucket_cap_mb for c in causes if c.change is not None and c.change.bucket_cap_mb is not None), cap_mb)
-        experiment = self._experiment(left, faster, cap_mb)
+        experiment = self._experiment(left, faster, cap_mb, wire)
         return beside + simulate(experiment, timeline=False, table=False).summary.step_s["mean"]
 
     def _is_executed(self, share: Share) -> bool:
@@ -63,10 +63,10 @@ class Simulated:
             return share.period is None and share.rank == self._steady
         return share.period is None and share.kind not in ("collective", "evaluate", "save")
 
-    def _experiment(self, left: Sequence[Share], faster: float, cap_mb: float | None) -> Experiment:
+    def _experiment(self, left: Sequence[Share], faster: float, cap_mb: float | None, wire: float) -> Experiment:
         alone, seen = self._alone, self._seen
         cap = self._model.bucket_cap_mb if cap_mb is None else cap_mb
-        buckets = buckets_of(alone, cap)
+        buckets = [DdpBucket(round(wire * nbytes), ready_ns) for nbytes, ready_ns in buckets_of(alone, cap)]
         own = {kind: sum(s.seconds for s in left if s.kind == kind and s.rank is None and s.period is None) for kind in _HOST}
         waited = sum(share.seconds for share in left if share.rank is not None and self._is_executed(share))
         compute_s = (alone.forward_ns + alone.backward_ns) * 1e-9
