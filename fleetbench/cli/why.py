@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress, your_script
 from fleetbench.cli.options import Commands, add_command, add_command_line, add_json, number
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from tuner.why.explaining import Explanation
 
 _SECONDS = 60.0
+_FILE = "why.json"
 
 
 def register(commands: Commands) -> None:
@@ -38,6 +38,8 @@ def register(commands: Commands) -> None:
     share = number("a percentage above zero", math.ulp(0.0))
     text = "exit with 1 if more than so many per cent of a step are not compute"
     parser.add_argument("--fail-above", type=share, metavar="PERCENT", help=text)
+    text = "say what became slower since an earlier answer: its folder, or its why.json"
+    parser.add_argument("--against", type=Path, metavar="OLD", help=text)
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where the answer's folder goes; default: runs")
     add_json(parser, "the answer")
     add_command_line(parser)
@@ -56,21 +58,47 @@ def run(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace, command: tuple[str, ...], base: Experiment) -> int:
     from tuner.why.explaining import explain
 
+    old = None if arguments.against is None else _earlier(arguments.against)
     with (
         your_script.telling((arguments.workdir or Path()).resolve(), arguments.out),
         progress.stages(lines=True) as advance,
     ):
         found = explain(command, base.run, seconds=arguments.seconds, workdir=arguments.workdir, progress=advance)
-    return show(found, arguments)
+    return show(found, arguments, base, old)
 
 
-def show(found: Explanation, arguments: argparse.Namespace) -> int:
-    """Print an answer; 1 if more of a step than ``--fail-above`` is not compute."""
-    from fleetbench.report.why import text_of
+def show(found: Explanation, arguments: argparse.Namespace, base: Experiment, old: dict[str, Any] | None) -> int:
+    """Store an answer and print it; 1 if more of a step than ``--fail-above`` is not compute."""
+    from fleetbench.report.why import against, data_of, text_of, write_page
+    from fleetbench.store import new_folder
 
-    emit(json.dumps(dataclasses.asdict(found), indent=1) if arguments.json else text_of(found, columns()))
+    data = data_of(found)
+    with new_folder(base, "why", arguments.out) as (folder, _):
+        (folder / _FILE).write_text(json.dumps(data, indent=1), encoding="utf-8")
+        page = write_page(found, folder)
+    if arguments.json:
+        emit(json.dumps(data | {"folder": str(folder)}, indent=1))
+    else:
+        emit(text_of(found, columns()))
+        emit(f"  details: {page}")
+        if old is not None:
+            emit(against(data, old, columns()))
     wasted = 100 * (1 - found.shares.compute_s / found.shares.step_s)
     if arguments.fail_above is not None and wasted > arguments.fail_above:
         say(f"{wasted:.0f} % of a step are not compute, more than --fail-above {arguments.fail_above:g}")
         return 1
     return 0
+
+
+def _earlier(path: Path) -> dict[str, Any]:
+    """An earlier answer. Raises ``ConfigError`` for what is none."""
+    from fleetbench.digests import read_text
+
+    file = path / _FILE if path.is_dir() else path
+    hint = "fleetbench why writes it into its folder"
+    try:
+        data = json.loads(read_text(file, hint))
+        float(data["step_s"]), [(part["what"], float(part["seconds"])) for part in data["parts"]]
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError("is no answer of fleetbench why", "--against", str(file), hint) from None
+    return dict(data)

@@ -47,6 +47,7 @@ _SPANS = {
     "communication": ("#c44e35", "////"),
     "wait": ("#f3d9a4", "...."),
     "update": ("#5b9a68", "xxxx"),
+    "input": ("#b08bbb", "\\\\\\\\"),
     "other": ("#d0d0d0", ""),
 }
 _WIDTH_INCHES = 8.0
@@ -118,7 +119,8 @@ def timeline(run: RunResult | pd.DataFrame, first: int = 1, last: int | None = N
         places = [tracks.index(track) for track in zip(own["rank"], own["stream"], own["row"], strict=True)]
         axes.barh(places, own["duration_ms"], 0.8, own["start_ms"], color=colour, hatch=hatch, edgecolor="white", linewidth=0.4, label=kind)
     end_ms = (data["start_ms"] + data["duration_ms"]).max()
-    for span in data[(data["kind"] == "communication") & (data["duration_ms"] > end_ms / 40)].itertuples():
+    numbered = (data["kind"] == "communication") & data["name"].str.contains(" ")
+    for span in data[numbered & (data["duration_ms"] > end_ms / 40)].itertuples():
         middle = float(span.start_ms) + float(span.duration_ms) / 2
         text = str(span.name).rpartition(" ")[2]
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
+import jinja2
+import pandas as pd
+
+from fleetbench.digests import write_whole
 from fleetbench.quantities import counted
+from fleetbench.report import figures
 from fleetbench.units import milliseconds
 from fleetbench.why.shares import Kind, Share
 from tuner.why.causes import Cause
@@ -28,6 +37,8 @@ _LABELS: dict[Kind, str] = {
 }
 _LEAST = 0.01
 """Of a step: smaller parts are one line."""
+_CHANGED = 0.02
+"""Of an older step: smaller changes are not told."""
 NOTHING = 0.9
 """Share of what the ranks could do from which nothing is wrong, if no remedy is known."""
 
@@ -116,11 +127,67 @@ def conclusion_of(found: Explanation) -> str:
         share = "" if found.efficiency is None else f": {100 * found.efficiency:.0f} % of what {counted(found.ranks, 'rank')} can do"
         if found.efficiency is None or found.efficiency >= NOTHING:
             return f"nothing is wrong{share}"
-        return f"no setting is known that makes a step shorter{share}"
+        first = next((cause for cause in found.causes if cause.simulated_s is not None), None)
+        without = "" if first is None else f"; without {first.name} it would take {milliseconds(first.simulated_s)} ms"
+        return f"no setting is known that makes a step shorter{share}{without}"
     next_step = "fleetbench tune -- COMMAND tries and proves what a setting can change"
     if found.all_s is None or len(helps) == 1:
         return next_step
     return f"all of it: {milliseconds(found.shares.step_s)} -> {milliseconds(found.all_s)} ms. {next_step}"
+
+
+def data_of(found: Explanation) -> dict[str, Any]:
+    """The answer as plain data, times in seconds; what ``--json`` prints and ``--against`` reads."""
+    named = {"command": found.command, "ranks": found.ranks, "hosts": found.hosts, "device": found.device}
+    parts = [{"what": label, "seconds": took, "causes": [cause.name for cause in causes]} for took, label, causes in rows_of(found)]
+    return named | {
+        "steps": found.shares.num_steps,
+        "step_s": found.shares.step_s,
+        "alone_s": found.alone_s,
+        "efficiency": found.efficiency,
+        "conclusion": conclusion_of(found),
+        "parts": parts,
+        "causes": [_cause_data(cause) for cause in found.causes],
+        "with_all_remedies_s": found.all_s,
+        "shares": [asdict(share) for share in found.shares.shares],
+        "foreign_cores": found.foreign_cores,
+        "looked_s": found.seconds,
+        "notes": list(found.notes),
+    }
+
+
+def _cause_data(cause: Cause) -> dict[str, Any]:
+    named = ("name", "what", "seconds", "remedy", "trains_differently", "simulated_s")
+    return {name: getattr(cause, name) for name in named} | {"tried": None if cause.tried is None else asdict(cause.tried)}
+
+
+def against(found: Mapping[str, Any], old: Mapping[str, Any], width: int) -> str:
+    """What became slower or faster since an older answer, both as ``data_of`` gives them."""
+    step_s, before_s = found["step_s"], old["step_s"]
+    lines = [f"since then: a step takes {milliseconds(before_s)} -> {milliseconds(step_s)} ms ({100 * (step_s / before_s - 1):+.1f} %)"]
+    parts, before = ({part["what"]: part["seconds"] for part in each["parts"]} for each in (found, old))
+    changed = {what: parts.get(what, 0.0) - before.get(what, 0.0) for what in parts.keys() | before}
+    for what in sorted(changed, key=lambda what: -abs(changed[what])):
+        if abs(changed[what]) >= _CHANGED * before_s:
+            lines += _wrapped(f"{milliseconds(changed[what], sign=True):>8} ms  {what}", width, "  ", "    ")
+    return "\n".join(lines)
+
+
+def write_page(found: Explanation, folder: Path) -> Path:
+    """Write ``why.html`` into a folder: the answer, and one step across ranks as a picture; its path."""
+    steps = pd.DataFrame(found.step, columns=["rank", "name", "start_s", "duration_s"]).assign(stream="step", row=0)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = resources.files("fleetbench.report").joinpath("why.html").read_text(encoding="utf-8")
+    page = environment.from_string(template).render(
+        found=found,
+        rows=[(milliseconds(took), label, causes) for took, label, causes in rows_of(found)],
+        step=_step(found),
+        gain=lambda cause: gain_of(cause, found),
+        conclusion=conclusion_of(found),
+        picture=figures.data_uri(figures.timeline(steps)) if found.step else "",
+    )
+    write_whole(path := folder / "why.html", page)
+    return path
 
 
 def _wrapped(text: str, width: int, first: str, later: str) -> list[str]:

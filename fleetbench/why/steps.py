@@ -109,6 +109,35 @@ def steps_of(logs: Sequence[RankLog]) -> list[list[RankStep]]:
     return steps
 
 
+def drawn(logs: Sequence[RankLog]) -> list[tuple[int, str, float, float]]:
+    """The step of about median length: rank, what it does (``wait``: for the last rank of an exchange), start and duration in seconds."""
+    ends = [log.step_ends_ns for log in logs]
+    lengths = [later - earlier for earlier, later in pairwise(ends[0])][: min(len(each) for each in ends) - 1]
+    number = min(range(len(lengths)), key=lambda step: abs(lengths[step] - median(lengths)))
+    spans = [_within(log, number) for log in logs]
+    begin = min(span.start_ns for own in spans for span in own)
+    met = [[span for span in own if span.meets] for own in spans]
+    is_known = len({tuple(span.kind for span in own) for own in met}) == 1
+    arrived = [max(span.start_ns for span in together) for together in zip(*met, strict=False)] if is_known else []
+    rows = []
+    for rank, own in enumerate(spans):
+        lasts = iter(arrived)
+        for kind, start_ns, end_ns, meets in own:
+            middle = min(max(next(lasts, start_ns), start_ns), end_ns) if meets else start_ns
+            name = "communication" if meets else _DRAWN.get(kind, "other")
+            rows += [(rank, "wait", (start_ns - begin) * 1e-9, (middle - start_ns) * 1e-9)] if middle > start_ns else []
+            rows += [(rank, name, (middle - begin) * 1e-9, (end_ns - middle) * 1e-9)] if end_ns > middle else []
+    return rows
+
+
+_DRAWN = {"forward": "forward", "backward": "backward", "optimizer": "update", "input": "input"}
+
+
+def _within(log: RankLog, number: int) -> list[Span]:
+    begin, end = (log.step_ends_ns[number + at] - log.clock_ahead_ns for at in (0, 1))
+    return [span for span in spans_of(log) if begin <= span.start_ns and span.end_ns <= end]
+
+
 def _meet(step: Sequence[RankStep], together: Sequence[Meeting]) -> None:
     """File what each rank of an exchange waited for, and what the exchange itself took."""
     last = max(range(len(step)), key=lambda rank: together[rank].start_ns)

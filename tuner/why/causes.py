@@ -20,6 +20,8 @@ NETWORK = "the network"
 """Name of a cause."""
 LEAST_SHARE = 0.02
 """Of a step: what takes less is no cause."""
+_LEAST_INPUT = 0.05
+"""The same of batches: each loop takes its next one from somewhere."""
 _UNEVEN = 1.1
 """Batches are uneven if one is so many times as large as another."""
 _OWN_CODE: tuple[tuple[Kind, str, float], ...] = (
@@ -157,8 +159,10 @@ def _uneven_batches(seen: Seen) -> str:
 def _input(seen: Seen) -> Iterator[Cause]:
     shares = tuple(s for s in seen.shares.shares if s.kind == "input" and s.rank is None)
     loader = seen.logs[0].loader
-    took = _ms(sum(share.seconds for share in shares))
-    what = f"each rank waits {took} ms per step for its next batch"
+    took_s = sum(share.seconds for share in shares)
+    if took_s < _LEAST_INPUT * seen.shares.step_s:
+        return
+    what = f"each rank waits {_ms(took_s)} ms per step for its next batch"
     if loader is not None:
         what += f", with num_workers={loader.num_workers}"
     yield Cause(name="the loader", what=what, shares=shares, remedy=_more_workers(seen, 0))
@@ -233,12 +237,11 @@ def _seldom(seen: Seen) -> Iterator[Cause]:
         if share.period is not None:
             groups.setdefault((share.kind, None), []).append(share)
     for (kind, _), shares in groups.items():
-        who = {share.rank for share in shares if share.rank is not None}
         largest = max(shares, key=lambda share: share.seconds)
         rank = largest.rank if largest.rank is not None else 0
         total = sum(share.seconds for share in shares)
         period = largest.period or 1
-        actor = f"rank {next(iter(who))}" if len(who) == 1 else "each rank"
+        actor = "each rank" if largest.rank is None else f"rank {rank}"
         line = _line(seen, rank, kind, rare=True)
         often = "one of the steps" if period >= seen.shares.num_steps else f"each {_nth(period)} step"
         what = f"{actor} {_DOING.get(kind, 'exchanges')} for {_ms(total * period)} ms in {often}" + (f", in {line}" if line else "")

@@ -14,7 +14,7 @@ from fleetbench.why.change import DdpChange
 from fleetbench.why.links import Links
 from fleetbench.why.observed import RankLog, Readiness
 from fleetbench.why.shares import Shares
-from fleetbench.why.steps import shares_of
+from fleetbench.why.steps import drawn, shares_of
 from real.processes.roles import TUNING
 from real.testbed.noise import watching
 from real.why.job import LookedAt
@@ -25,8 +25,8 @@ from tuner.why.trials import try_change
 
 _STEPS, _SECONDS = 400, 12.0
 """Steps that are watched, at most, and for how long, about."""
-_ALONE = 12
-"""Steps without an exchange."""
+_ALONE, _ALONE_S = 100, 3.0
+"""Steps without an exchange, at most, and for how long, about."""
 _WARMUP = 5
 _CAPS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
 """Bucket caps that are simulated, in MiB."""
@@ -59,6 +59,8 @@ class Explanation:
     """Cores of this host that other programs computed on while the steps were watched."""
     seconds: float
     """Seconds that looking took, from the command's start."""
+    step: tuple[tuple[int, str, float, float], ...] = ()
+    """One step across ranks: rank, what it does, start and duration in seconds."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -84,7 +86,7 @@ def explain(
             notes.append("the script ended by itself before its links were measured and remedies were tried")
         else:
             seen = replace(seen, links=decode(parts[0]["links"], Links, "links"))
-            parts = job.look(Look(what="alone", steps=_ALONE, warmup_steps=0), lambda *at: tell("alone", *at))
+            parts = job.look(Look(what="alone", steps=_ALONE, warmup_steps=2, max_s=_ALONE_S), lambda *at: tell("alone", *at))
             if not job.is_over:
                 unused = {name for part in parts for name in part["alone"].get("unused", ())}
                 alone = decode(parts[0]["alone"], Readiness, "alone")
@@ -109,6 +111,7 @@ def explain(
         all_s=None if simulated is None or not helpful else simulated.step_s(helpful),
         foreign_cores=load.cores,
         seconds=time.monotonic() - began,
+        step=tuple(drawn(logs)),
         notes=tuple(notes),
     )
 
