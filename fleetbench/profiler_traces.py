@@ -1,4 +1,4 @@
-"""Traces of torch.profiler: for how long each rank computed and communicated in each step.
+"""Traces of torch.profiler: when each rank computed and communicated (``read_traces``), and for how long (``read_profiler``).
 
 A device runs after its host, by whole steps at times. So a kernel belongs to the step in whose host time it was *launched*: kernel and
 launch (``cudaLaunchKernel``, ``hipLaunchKernel``, ``cudaGraphLaunch``, ...) have one ``args.correlation``. A kernel without a launch in
@@ -15,12 +15,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fleetbench.digests import reading
 from fleetbench.errors import ConfigError
@@ -41,16 +42,108 @@ _STEP = re.compile(r"ProfilerStep#?\s*(\d+)")
 _RANK = re.compile(r"rank[-_. =]?(\d+)", re.IGNORECASE)
 _WORKER = re.compile(r"(\.\d{6,})?(\.pt)?(\.trace)?\.json(\.\w+)?$")
 """What follows the worker in a file's name: ``tensorboard_trace_handler`` puts the time there, one for each profiling cycle."""
-_ON_DEVICE = ("gpu_memcpy", "gpu_memset", "gpu_user_annotation", "cuda_sync", "memcpy", "memset")
+_COPIES = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")
+_ON_DEVICE = (*_COPIES, "gpu_user_annotation", "cuda_sync")
+_RANGE = re.compile(r"enumerate\(DataLoader\)#.*__next__|Optimizer\.step#")
+_WAITS = re.compile(
+    r"(cuda|hip)(Stream|Device|Event)Synchronize|(cuda|hip)Memcpy|hipMemcpyWithStream|aten::(item|_local_scalar_dense|is_nonzero|nonzero)"
+)
+"""Names of calls in which the host waits for the device."""
 _HINT = "record CPU and CUDA activities with torch.profiler.profile, and call profiler.step() after each training step"
 _LOST = 0.01
 """The share of a trace's kernel time that may be unnamed, and above which what is left out is said."""
 MOST_BYTES = 2**31
 """Of a trace, decompressed: larger ones are refused."""
-_OUTSIDE, _NEVER = -1, -2
+OUTSIDE, NEVER = -1, -2
 """In place of a step: launched outside of all steps; not launched in this trace."""
 _IDLE_NS = 2_000
 """A device that is idle for so long before and after a step begins has done what was launched before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Kernels, or operators in a trace without kernels; arrays have an entry for each."""
+
+    begin: Integers
+    end: Integers
+    """In ns, as ``begin``."""
+    launched: Integers
+    """When the host launched it, in ns; ``begin`` if no kernel's launch is known, and -1 if this kernel's is not."""
+    at: Integers
+    """The place of its step in ``Trace.windows``, ``OUTSIDE`` or ``NEVER``."""
+    communicates: npt.NDArray[np.bool_]
+    names: tuple[str, ...]
+    """Of communication the collective, as ``allreduce``, if the trace says it; else the kernel's or operator's own name."""
+    group_sizes: Integers
+    """Number of ranks that communicate; 0 if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call by a thread of the host, or a copy on the device."""
+
+    begin: int
+    end: int
+    """In ns, as ``begin``."""
+    name: str
+    thread: str
+    stack: str = ""
+    """Python's calls that led to it, the innermost first, with semicolons between them; torch 1.x only."""
+    is_python: bool = False
+    """Whether it is a function of Python, named as ``train.py(12): main``, and no operator, range or runtime call."""
+
+
+@dataclass(slots=True)
+class Host:
+    """Calls of the host, and copies on the device; empty unless ``read_traces`` is told to keep them."""
+
+    copies: list[Call] = field(default_factory=list)
+    """Copies and fills on the device; ``thread`` says nothing."""
+    ranges: list[Call] = field(default_factory=list)
+    """``enumerate(DataLoader)#...__next__`` and ``Optimizer.step#...``."""
+    waits: list[Call] = field(default_factory=list)
+    """Calls in which the host waits for the device."""
+    calls: list[Call] = field(default_factory=list)
+    """Operators, and Python's functions where the profiler recorded them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One file."""
+
+    path: Path
+    rank: int | None
+    """As the trace says; in ``Recorded`` it is always known."""
+    world_size: int | None
+    """The job's number of ranks, as the trace says."""
+    has_kernels: bool
+    windows: dict[int, tuple[int, int]]
+    """Begin and end of the host's steps in ns, by number and in order of time."""
+    work: Work
+    host: Host
+    steps: dict[int, tuple[int, int]]
+    """Nanoseconds of compute and of communication, by step."""
+    longest: tuple[str, ...]
+    """Names that take most time."""
+    notes: tuple[str, ...]
+
+    @property
+    def worker(self) -> str:
+        """The process that wrote it, by the file's name."""
+        return _WORKER.sub("", self.path.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Traces of one job."""
+
+    traces: tuple[Trace, ...]
+    ranks: tuple[int, ...]
+    """Numbers of the ranks, in order."""
+    steps: tuple[int, ...]
+    """Numbers of the steps in which each rank computes, in order."""
+    notes: tuple[str, ...]
+    """What is to be said of how they were read."""
 
 
 def read_profiler(sources: Sequence[Path], where: str) -> tuple[pd.DataFrame, tuple[str, ...]]:
@@ -61,7 +154,27 @@ def read_profiler(sources: Sequence[Path], where: str) -> tuple[pd.DataFrame, tu
     """
     import pandas as pd
 
-    traces = [_read(path, where) for path in _files(sources, where)]
+    recorded = read_traces(sources, where)
+    traces, numbers, whole, notes = recorded.traces, recorded.ranks, recorded.steps, [*recorded.notes]
+    if numbers != tuple(range(len(numbers))):
+        of = ", ".join(f"rank {rank} of the job is rank {place} here" for place, rank in enumerate(numbers[:8]))
+        notes.append(f"ranks are counted from 0: {of}{', ...' if len(numbers) > 8 else ''}")
+    times = {(trace.rank, step): spent for trace in traces for step, spent in trace.steps.items()}
+    rows = [(place, step, *(ns * 1e-9 for ns in times[rank, step])) for place, rank in enumerate(numbers) for step in whole]
+    table = pd.DataFrame(rows, columns=["rank", "step", "compute_s", "communication_s"])
+    work = "kernels by the step of their launch" if traces[0].has_kernels else "operators of the host, for lack of kernels"
+    compute, communication = (_spread(table[name] * 1e3) for name in ("compute_s", "communication_s"))
+    size = f"{counted(len(whole), 'step')} ({whole[0]} to {whole[-1]}) of {counted(len(numbers), 'rank')}"
+    said = f"traces of torch.profiler: {size}; {work}: {compute} of compute a step, {communication} of communication"
+    return table, (said, *notes)
+
+
+def read_traces(sources: Sequence[Path], where: str, *, host: bool = False) -> Recorded:
+    """The traces in ``sources``, as ``read_profiler`` takes them, and the steps in which each rank computes.
+
+    ``host``: keep what ``Host`` holds, too. Raises ``ConfigError`` for what cannot be told.
+    """
+    traces = [_read(path, where, host=host) for path in _files(sources, where)]
     if other := next((trace for trace in traces if trace.has_kernels != traces[0].has_kernels), None):
         raise ConfigError(f"holds {'' if other.has_kernels else 'no '}kernels, unlike {traces[0].path.name}", where, str(other.path), _HINT)
     ranks, notes = _ranks(traces, where)
@@ -78,19 +191,16 @@ def read_profiler(sources: Sequence[Path], where: str) -> tuple[pd.DataFrame, tu
         raise ConfigError(what, f"{where}: {traces[0].path}", f"steps {steps[0]} to {steps[-1]} of {counted(len(numbers), 'rank')}", _HINT)
     if left := len(steps) - len(whole):
         notes.append(f"{left} of {len(steps)} steps are left out: a rank lacks them, or computes nothing in them")
-    if numbers != list(range(len(numbers))):
-        of = ", ".join(f"rank {rank} of the job is rank {place} here" for place, rank in enumerate(numbers[:8]))
-        notes.append(f"ranks are counted from 0: {of}{', ...' if len(numbers) > 8 else ''}")
     if len(numbers) > 1 and not any(communication for _, communication in times.values()):
         names = ", ".join(traces[0].longest)
         notes.append(f"no name is one of communication (nccl, rccl, gloo, ...), so all counts as compute; most time take {names}")
-    rows = [(place, step, *(ns * 1e-9 for ns in times[rank, step])) for place, rank in enumerate(numbers) for step in whole]
-    table = pd.DataFrame(rows, columns=["rank", "step", "compute_s", "communication_s"])
-    work = "kernels by the step of their launch" if traces[0].has_kernels else "operators of the host, for lack of kernels"
-    compute, communication = (_spread(table[name] * 1e3) for name in ("compute_s", "communication_s"))
-    size = f"{counted(len(whole), 'step')} ({whole[0]} to {whole[-1]}) of {counted(len(numbers), 'rank')}"
-    said = f"traces of torch.profiler: {size}; {work}: {compute} of compute a step, {communication} of communication"
-    return table, (said, *notes, *dict.fromkeys(note for trace in traces for note in trace.notes))
+    said = (note for trace in traces for note in trace.notes)
+    return Recorded(
+        traces=tuple(replace(trace, rank=rank) for trace, rank in zip(traces, ranks, strict=True)),
+        ranks=tuple(numbers),
+        steps=tuple(whole),
+        notes=(*notes, *dict.fromkeys(said)),
+    )
 
 
 def _files(sources: Sequence[Path], where: str) -> list[Path]:
@@ -107,7 +217,7 @@ def _files(sources: Sequence[Path], where: str) -> list[Path]:
     return found
 
 
-def _ranks(traces: Sequence[_Trace], where: str) -> tuple[list[int], list[str]]:
+def _ranks(traces: Sequence[Trace], where: str) -> tuple[list[int], list[str]]:
     """Each trace's rank, and what is to be said of how it was found."""
     named = [_RANK.search(trace.path.name) for trace in traces]
     told = [int(name[1]) if trace.rank is None and name else trace.rank for trace, name in zip(traces, named, strict=True)]
@@ -140,11 +250,15 @@ class _Events:
     """Begin, by correlation."""
     kernels: list[tuple[int, int, str, Any, Any]] = field(default_factory=list)
     """Begin, end, name, correlation, stream."""
+    collectives: list[tuple[str, int]] = field(default_factory=list)
+    """Name of each kernel's collective, and number of its ranks; empty and 0 if unknown."""
     operators: list[tuple[int, int, str]] = field(default_factory=list)
     names: Counter[str] = field(default_factory=Counter)
     """Of annotations."""
     calls: Counter[str] = field(default_factory=Counter)
     """Of a device's runtime, by category."""
+    host: Host | None = None
+    """None if it is not to be kept."""
 
     def keep(self, table: dict[str, Any]) -> Any:
         """``object_hook`` of ``json.loads``: of an event nothing stays in the data."""
@@ -157,10 +271,15 @@ class _Events:
         return None
 
     def _add(self, name: str, kind: str, begin: int, end: int, correlation: Any, table: dict[str, Any]) -> None:
+        if self.host is not None:
+            self._add_host(self.host, name, kind, begin, end, table)
         if (step := _STEP.match(name)) is not None:
             (self.device_steps if kind == "gpu_user_annotation" else self.steps).append((begin, end, int(step[1])))
         elif kind == "kernel":
             self.kernels.append((begin, end, name, correlation, (table.get("pid"), table.get("tid"))))
+            arguments = table.get("args") or {}
+            size = arguments.get("Group size")
+            self.collectives.append((str(arguments.get("Collective name") or ""), size if isinstance(size, int) else 0))
         elif kind in ("cpu_op", "operator") or (kind == "user_annotation" and COMMUNICATION.search(name)):
             self.operators.append((begin, end, name))
         elif kind == "user_annotation":
@@ -169,30 +288,27 @@ class _Events:
             self.launches[correlation] = begin
             self.calls[kind] += 1
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trace:
-    """One file."""
-
-    path: Path
-    rank: int | None
-    """As the trace says."""
-    has_kernels: bool
-    steps: dict[int, tuple[int, int]]
-    """Nanoseconds of compute and of communication, by step."""
-    longest: tuple[str, ...]
-    """Names that take most time."""
-    notes: tuple[str, ...]
-
-    @property
-    def worker(self) -> str:
-        """The process that wrote it, by the file's name."""
-        return _WORKER.sub("", self.path.name)
+    def _add_host(self, host: Host, name: str, kind: str, begin: int, end: int, table: dict[str, Any]) -> None:
+        is_python, is_operator = kind == "python_function", kind in ("cpu_op", "operator")
+        is_range = _RANGE.match(name) is not None and kind != "gpu_user_annotation"
+        is_wait = _WAITS.fullmatch(name) is not None
+        if not (is_python or is_operator or is_range or is_wait or kind in _COPIES):
+            return
+        stack = (table.get("args") or {}).get("Call stack") or ""
+        call = Call(begin, end, name, f"{table.get('pid')} {table.get('tid')}", str(stack), is_python)
+        if kind in _COPIES:
+            host.copies.append(call)
+        if is_range:
+            host.ranges.append(call)
+        if is_wait:
+            host.waits.append(call)
+        if is_python or is_operator:
+            host.calls.append(call)
 
 
-def _read(path: Path, where: str) -> _Trace:
+def _read(path: Path, where: str, *, host: bool) -> Trace:
     """Raises ``ConfigError`` for a file that is no trace, or whose kernels' steps cannot be told."""
-    events, place = _Events(), f"{where}: {path}"
+    events, place = _Events(host=Host() if host else None), f"{where}: {path}"
     raw = read_file(path, _HINT, place, MOST_BYTES)
     with reading(place, _HINT):
         data = json.loads(raw, object_hook=events.keep, parse_float=Decimal)
@@ -204,7 +320,9 @@ def _read(path: Path, where: str) -> _Trace:
     work = events.kernels or events.operators
     begin, end = np.array([item[:2] for item in work], dtype=np.int64).T
     notes = list[str]()
-    at = _launched(events, begins, ends, begin, end, place, notes) if events.kernels else _step_of(begin, begins, ends)
+    at, launched = _step_of(begin, begins, ends), begin
+    if events.kernels:
+        at, launched = _launched(events, begins, ends, begin, end, place, notes)
     took = Counter[str]()
     for item, ns in zip(work, (end - begin) * (at >= 0), strict=True):
         took[str(item[2])] += int(ns)
@@ -212,18 +330,31 @@ def _read(path: Path, where: str) -> _Trace:
     if (unnamed := sum(ns for name, ns in took.items() if _UNNAMED.fullmatch(name))) > least:
         what, held = "holds kernels whose names do not say whether they compute or communicate", f"{unnamed * 1e-6:.4g} ms"
         raise ConfigError(what, place, f"{held} of {took.total() * 1e-6:.4g}", _HINT)
-    if (lost := int((end - begin)[at == _NEVER].sum())) > least:
+    if (lost := int((end - begin)[at == NEVER].sum())) > least:
         notes.append(f"kernels of {lost * 1e-6:.4g} ms have no launch in {path.name}, and are left out")
     if not events.kernels and data.get("deviceProperties"):
         notes.append("the machine has GPUs, and no kernels were recorded: what they compute is not in these times")
     information = data.get("distributedInfo")
-    rank = information.get("rank") if isinstance(information, dict) else None
+    rank, size = (information.get(name) if isinstance(information, dict) else None for name in ("rank", "world_size"))
     communicates = np.array([COMMUNICATION.search(item[2]) is not None for item in work], dtype=bool)
+    collectives = events.collectives or [("", 0)] * len(work)
     parts = [[(at == index) & chosen for chosen in (~communicates, communicates)] for index in range(len(numbers))]
-    return _Trace(
+    return Trace(
         path=path,
         rank=rank if isinstance(rank, int) else None,
+        world_size=size if isinstance(size, int) else None,
         has_kernels=bool(events.kernels),
+        windows={int(number): (int(first), int(last)) for first, last, number in zip(begins, ends, numbers, strict=True)},
+        work=Work(
+            begin=begin,
+            end=end,
+            launched=launched,
+            at=at,
+            communicates=communicates,
+            names=tuple(collective or str(item[2]) for item, (collective, _) in zip(work, collectives, strict=True)),
+            group_sizes=np.array([size for _, size in collectives], dtype=np.int64),
+        ),
+        host=events.host or Host(),
         steps={int(number): (_busy(begin[c], end[c]), _busy(begin[m], end[m])) for number, (c, m) in zip(numbers, parts, strict=True)},
         longest=tuple(name for name, _ in took.most_common(3)),
         notes=tuple(notes),
@@ -244,36 +375,38 @@ def _refuse(events: _Events, place: str) -> None:
         raise ConfigError("has neither kernels nor operators", place, held, _HINT)
 
 
-def _launched(events: _Events, begins: Integers, ends: Integers, begin: Integers, end: Integers, place: str, notes: list[str]) -> Integers:
-    """The step of each kernel by its place in ``begins``; see the module."""
+def _launched(
+    events: _Events, begins: Integers, ends: Integers, begin: Integers, end: Integers, place: str, notes: list[str]
+) -> tuple[Integers, Integers]:
+    """The step of each kernel by its place in ``begins``, and when it was launched; see the module."""
     launches = [events.launches.get(kernel[3], -1) for kernel in events.kernels]
     if max(launches) < 0:
         by = "the device's own annotations" if events.device_steps else "the host's time, as the device is idle where steps begin"
         notes.append(f"a trace has no launches of its kernels: they are given to steps by {by}")
-        return _unlaunched(events, begins, ends, begin, end, place)
-    at = np.where(np.array(launches) < 0, _NEVER, _step_of(np.array(launches), begins, ends))
+        return _unlaunched(events, begins, ends, begin, end, place), begin
+    at = np.where(np.array(launches) < 0, NEVER, _step_of(np.array(launches), begins, ends))
     streams: dict[Any, list[int]] = {}
     for index in np.argsort(begin, kind="stable"):
         streams.setdefault(events.kernels[index][4], []).append(int(index))
     for indices in streams.values():
         own = at[indices]
-        known = np.flatnonzero(own != _NEVER)
-        own[: known[0] if len(known) else 0] = _OUTSIDE  # launched before the trace began
+        known = np.flatnonzero(own != NEVER)
+        own[: known[0] if len(known) else 0] = OUTSIDE  # launched before the trace began
         following = [*own[known[1:]], len(begins) - 1]  # nothing is launched after the last step
         for before, after, step in zip(known, [*known[1:], len(own)], following, strict=True):
             if own[before] == step:
                 own[before:after] = step
         at[indices] = own
-    return at
+    return at, np.array(launches)
 
 
 def _unlaunched(events: _Events, begins: Integers, ends: Integers, begin: Integers, end: Integers, place: str) -> Integers:
     """The step of each kernel of a trace without launches."""
     if events.device_steps:
-        at = np.full(len(begin), _NEVER)
+        at = np.full(len(begin), NEVER)
         places = {number: index for index, (*_, number) in enumerate(sorted(events.steps))}
         for first, last, number in events.device_steps:
-            at[(begin >= first) & (begin < last)] = places.get(number, _NEVER)
+            at[(begin >= first) & (begin < last)] = places.get(number, NEVER)
         return at
     if any(((begin < first + _IDLE_NS) & (end > first - _IDLE_NS)).any() for first in begins):
         what = "has no launches of its kernels, and the device is busy where a step begins: which kernel is of which step is unknown"
@@ -284,7 +417,7 @@ def _unlaunched(events: _Events, begins: Integers, ends: Integers, begin: Intege
 def _step_of(moments: Integers, begins: Integers, ends: Integers) -> Integers:
     """The place in ``begins`` of the step in which each moment lies."""
     at = np.searchsorted(begins, moments, side="right") - 1
-    return np.where((at >= 0) & (moments < ends[at]), at, _OUTSIDE)
+    return np.where((at >= 0) & (moments < ends[at]), at, OUTSIDE)
 
 
 def _busy(begin: Integers, end: Integers) -> int:

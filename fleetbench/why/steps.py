@@ -91,7 +91,7 @@ def shares_of(logs: Sequence[RankLog]) -> Shares:
         num_steps=len(steps),
         num_ranks=len(logs),
         shares=tuple(shares),
-        steady_rank=_steady(shares, lasts, len(steps), step_s),
+        steady_rank=steady_rank_of(shares, lasts, len(steps), step_s),
     )
 
 
@@ -262,7 +262,7 @@ def _parts(
         yield (kind, late, rare.period if rare is not None and number in rare.steps else None), ns
 
 
-def _steady(shares: Sequence[Share], lasts: Counter[int], num_steps: int, step_s: float) -> int | None:
+def steady_rank_of(shares: Sequence[Share], lasts: Counter[int], num_steps: int, step_s: float) -> int | None:
     """The rank that is slower than the others in most steps."""
     waits: Counter[int] = Counter()
     for share in shares:
