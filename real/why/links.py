@@ -63,8 +63,8 @@ def measure_links(
         told = {"host": encode(this_host()), "interface": None if is_nccl else interface_of_connections(before)}
         found = decode(meeting.decide(told, _told), _Told, "hosts")
         own_pairs = _neighbours(process, device, found.host_of_rank) if pairs and len(found.hosts) > 1 else []
-        others = [] if is_nccl else _other_interfaces(meeting, found, sizes, seconds)
         all_pairs = meeting.decide(encode(own_pairs), lambda told: sorted(itertools.chain(*told), key=lambda pair: pair["hosts"]))
+        others = [] if is_nccl else _other_interfaces(meeting, found, sizes, seconds)
     line = fit_line([each.size_bytes for each in times], [each.median_s for each in times])
     return Links(
         backend="nccl" if is_nccl else "gloo",
@@ -109,7 +109,7 @@ class _Meeting:
         (number,) = _largest(process, device, own)
         self.store: Any = dist.PrefixStore(f"{_PREFIX}/{number:.0f}", store)  # type: ignore[attr-defined]  # missing from __all__ only
         self.process, self._device = process, device
-        self.turn, self._written = 0, list[str]()
+        self.turn = 0
 
     def __enter__(self) -> Self:
         return self
@@ -117,22 +117,18 @@ class _Meeting:
     def __exit__(self, failed: object, *_: object) -> None:
         if failed is None:
             _largest(self.process, self._device, 0.0)  # all have read everything
-        for key in self._written:
-            self.store.delete_key(key)
+            for key in self.store.list_keys() if self.process.rank() == 0 else ():  # gloo's own among them
+                self.store.delete_key(key)
 
     def decide(self, own: Any, decision: Callable[[list[Any]], Any]) -> Any:
         """What rank 0 decides of every rank's ``own``, in the order of ranks; both are what JSON can say."""
         self.turn += 1
         keys = [f"{self.turn}/{rank}" for rank in range(self.process.size())]
         answer = f"{self.turn}/answer"
-        self._write(keys[self.process.rank()], own)
+        self.store.set(keys[self.process.rank()], json.dumps(own))
         if self.process.rank() == 0:
-            self._write(answer, decision([json.loads(text) for text in self.store.multi_get(keys)]))
+            self.store.set(answer, json.dumps(decision([json.loads(text) for text in self.store.multi_get(keys)])))
         return json.loads(self.store.get(answer))
-
-    def _write(self, key: str, value: Any) -> None:
-        self._written.append(key)
-        self.store.set(key, json.dumps(value))
 
 
 def _largest(process: Process, device: torch.device, *numbers: float) -> list[float]:
@@ -196,8 +192,8 @@ def _neighbours(process: Process, device: torch.device, host_of_rank: Sequence[i
         if process.rank() not in ends:
             continue
         is_first, took = process.rank() == ends[0], list[float]()
-        message = torch.zeros(_PAIR_BYTES // _ELEMENT, dtype=torch.float32, device=device)
-        for _ in range(1 + _PAIR_REPEATS):
+        whole = torch.zeros(_PAIR_BYTES // _ELEMENT, dtype=torch.float32, device=device)
+        for message in (whole[:1], *[whole] * _PAIR_REPEATS):  # the first opens the connection
             begin = time.perf_counter()
             for sends in (is_first, not is_first):
                 work = process.send([message], ends[is_first], 0) if sends else process.recv([message], ends[is_first], 0)
