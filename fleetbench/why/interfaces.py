@@ -6,6 +6,7 @@ Sources: the kernel's Documentation/ABI/stable/sysfs-class-infiniband and testin
 
 import collections
 import ipaddress
+import itertools
 import os
 import re
 import shutil
@@ -26,7 +27,6 @@ _NVIDIA_SMI_S = 20.0
 """Seconds for nvidia-smi to answer: without persistence mode it starts the driver first."""
 _TCP_BYTES_ACKED = slice(120, 128)
 """Where ``tcp_info`` has ``tcpi_bytes_acked``, an unsigned integer (linux/tcp.h; Linux 4.1)."""
-_PATHS = r"(?:X|NV\d+|PIX|PXB|PHB|NODE|SYS)"
 _CLOSEST = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """What lies between a GPU and a network adapter, the shortest way first: one PCIe switch, several, a host bridge, a NUMA node, two."""
 
@@ -163,8 +163,8 @@ def _gpus() -> Gpus | None:
 def read_gpus(topology: str, nvlink: str = "") -> Gpus | None:
     """What ``nvidia-smi topo -m`` and ``nvidia-smi nvlink -s`` print; None where the first names no GPU."""
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]  # the headings are underlined
-    heading: Sequence[str] = next((words for words in rows if words[:1] == ["GPU0"] and not re.fullmatch(_PATHS, "".join(words[1:2]))), ())
-    names = [word for word in heading if re.fullmatch(r"GPU\d+|NIC\d+|mlx\d+_\w+", word)]
+    heading: Sequence[str] = next((words for words in rows if words[:1] == ["GPU0"] and words[1:2] != ["X"]), ())
+    names = list(itertools.takewhile(lambda word: word != "CPU", heading))  # the next column is CPU Affinity
     table = {words[0]: dict(zip(names, words[1:], strict=False)) for words in rows if words and words is not heading and words[0] in names}
     gpus = [name for name in table if name.startswith("GPU")]
     if not gpus:
