@@ -55,11 +55,11 @@ def measure_links(
     process = group if group is not None else dist.group.WORLD
     if process is None or dist.get_rank(process) < 0:
         raise ConfigError("this rank is not in the group", "measure_links", hint="call it on the ranks of the group alone")
-    is_nccl = torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config(process).split(",")
-    device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+    device = device_of_group(process)
+    is_nccl = device.type == "cuda"
     before = {} if is_nccl else bytes_sent()
     times = _all_reduces(process, device, sizes, seconds)
-    with _Meeting(process, device) as meeting:
+    with Meeting(process, device) as meeting:
         told = {"host": encode(this_host()), "interface": None if is_nccl else interface_of_connections(before)}
         found = decode(meeting.decide(told, _told), _Told, "hosts")
         own_pairs = _neighbours(process, device, found.host_of_rank) if pairs and len(found.hosts) > 1 else []
@@ -77,6 +77,12 @@ def measure_links(
         pairs=decode(all_pairs, tuple[PairTime, ...], "pairs"),
         interfaces=tuple(others),
     )
+
+
+def device_of_group(process: Process) -> torch.device:
+    """The device of what the group's links are timed with: this rank's GPU where NCCL carries it, the CPU for gloo."""
+    is_nccl = torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config(process).split(",")
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +103,7 @@ def _told(told: Sequence[dict[str, Any]]) -> Any:
     return encode({"hosts": hosts, "host_of_rank": [first.index(key) for key in keys], "interface": used})
 
 
-class _Meeting:
+class Meeting:
     """Decisions that all ranks of a group take alike: each tells rank 0, which decides; JSON texts through the default store.
 
     Every rank asks for the same decisions in the same order; at the end of the ``with`` their keys are gone.
@@ -206,7 +212,7 @@ def _neighbours(process: Process, device: torch.device, host_of_rank: Sequence[i
     return found
 
 
-def _other_interfaces(meeting: _Meeting, told: _Told, sizes: Sequence[int], seconds: float) -> list[InterfaceTime]:
+def _other_interfaces(meeting: Meeting, told: _Told, sizes: Sequence[int], seconds: float) -> list[InterfaceTime]:
     """All-reduces over each interface that all hosts share; over the one in use before and after the others, as two moments differ."""
     shared = shared_interfaces(told.hosts)
     others = [name for name in shared if name != told.interface]
@@ -214,7 +220,7 @@ def _other_interfaces(meeting: _Meeting, told: _Told, sizes: Sequence[int], seco
     return [_over(name, meeting, sizes, seconds) for name in (*used, *others, *used)] if others else []
 
 
-def _over(name: str, meeting: _Meeting, sizes: Sequence[int], seconds: float) -> InterfaceTime:
+def _over(name: str, meeting: Meeting, sizes: Sequence[int], seconds: float) -> InterfaceTime:
     """All-reduces in a gloo group over one interface; all ranks say together whether there is one, and whether it went well."""
     error, group = None, None
     times: tuple[AllReduceTime, ...] = ()
@@ -232,7 +238,7 @@ def _over(name: str, meeting: _Meeting, sizes: Sequence[int], seconds: float) ->
     return InterfaceTime(name=name, times=times if error is None else (), error=error)
 
 
-def gloo_over(interface: str, meeting: _Meeting) -> Process:
+def gloo_over(interface: str, meeting: Meeting) -> Process:
     """A gloo group of the meeting's ranks over one interface, which torch does not list: it ends when nothing names it any more.
 
     As if it had been made with GLOO_SOCKET_IFNAME. Raises ``RuntimeError`` where this rank reaches another one not within 10 s.
