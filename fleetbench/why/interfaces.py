@@ -103,11 +103,16 @@ def _interfaces(sysfs: Path) -> tuple[Interface, ...]:
         usable = [each for entry in addresses if (each := _with_prefix(entry.address, entry.netmask)) is not None]
         if usable and state in ("up", "unknown"):  # the loopback's and many virtual devices' is unknown
             mtu = _number(folder / "mtu") or (known[name].mtu if name in known else None)
-            speed = _number(folder / "speed")
             usable.sort(key=lambda each: ":" in each)
-            rate = BitsPerSecond(speed * 10**6) if speed is not None and speed > 0 else None  # -1 and an error are both unknown
-            found.append(Interface(name=name, addresses=tuple(usable), mtu=mtu, speed=rate))
+            found.append(Interface(name=name, addresses=tuple(usable), mtu=mtu, speed=_speed(folder)))
     return tuple(found)
+
+
+def _speed(folder: Path) -> BitsPerSecond | None:
+    """The speed of a device or of one above others, such as a bond; containers' virtual devices say 10 Gbit/s whatever carries them."""
+    is_real = (folder / "device").exists() or any(folder.glob("lower_*"))
+    speed = _number(folder / "speed") if is_real else None
+    return BitsPerSecond(speed * 10**6) if speed is not None and speed > 0 else None  # -1 and an error are both unknown
 
 
 def _with_prefix(address: str, netmask: str | None) -> str | None:

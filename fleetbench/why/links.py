@@ -117,15 +117,11 @@ def _address(host: Host) -> str:
 
 def remarks_of_links(links: Links) -> tuple[Remark, ...]:
     """What slows the group's exchange as far as the measurement tells, the largest gain first; empty where nothing does."""
-    found = [_other_interface(links), _slow_host(links), _below_hardware(links)]
+    found = [_other_interface(links), _slow_host(links), _ports_down(links), _below_hardware(links)]
     wrong = [each.size_bytes for each in links.times if not each.is_correct]
     if wrong:
         remedy = "update torch, or exchange tensors of the CPU: this backend corrupts data here"
         found.insert(0, Remark(what=f"The all-reduce of {wrong[0]:,} bytes gave a wrong sum.", remedy=remedy))
-    down = [f"{port.name} of {name} is {port.state}" for name, host in zip(links.host_names, links.hosts, strict=True)
-            for port in host.ports if port.state != "ACTIVE"]  # fmt: skip
-    if down and any(host.has_infiniband for host in links.hosts):
-        found.append(Remark(what=f"Adapters are not in use: {', '.join(down)}.", remedy="look at cables and the subnet manager: ibstat"))
     return tuple(remark for remark in found if remark is not None)
 
 
@@ -154,6 +150,16 @@ def _slow_host(links: Links) -> Remark | None:
         return Remark(what=what, remedy=f"leave {name} out, and look at its adapter, cable and switch port")
     what = f"Between {' and '.join(names[host] for host in slow[0].hosts)} a message has {100 * share:.0f} % of the other pairs' bandwidth."
     return Remark(what=what, remedy="look at the cables and switch ports between the two")
+
+
+def _ports_down(links: Links) -> Remark | None:
+    """Ports that are active on one host and not on another; those that nobody uses are down on all."""
+    active = {port.name for host in links.hosts for port in host.ports if port.state == "ACTIVE"}
+    named = [(name, port) for name, host in zip(links.host_names, links.hosts, strict=True) for port in host.ports]
+    down = [f"{port.name} of {name} is {port.state}" for name, port in named if port.name in active and port.state != "ACTIVE"]
+    if not down:
+        return None
+    return Remark(what=f"Ports are down that other hosts use: {', '.join(down)}.", remedy="look at cables and the subnet manager: ibstat")
 
 
 def _below_hardware(links: Links) -> Remark | None:
