@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.config import encode
 from fleetbench.errors import ConfigError
-from fleetbench.quantities import counted
+from fleetbench.quantities import Bytes, counted, format_size
 from fleetbench.report import units
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def _emit(tested: Tested) -> None:
     if links.pairs or links.interfaces:
         _emit_between(links)
     for number, remark in enumerate(tested.remarks, start=1):
-        emit(f"{number}. {remark.what}\n   SET: {remark.remedy}")
+        emit(f"{number}. {remark.what}\n   REMEDY: {remark.remedy}")
     if not tested.remarks:
-        emit("nothing to set")
+        emit("no remedy: nothing found that slows the exchange")
 
 
 def _emit_times(links: Links) -> None:
@@ -65,7 +65,7 @@ def _emit_times(links: Links) -> None:
     table = new_table(title, "size", "time", "algbw", "busbw", "sum")
     for each in links.times:
         speeds = [_rate(8 * speed) for speed in (each.algbw_bytes_per_s, each.busbw_bytes_per_s)]
-        table.add_row(f"{each.size_bytes // 1024} KiB", units.seconds(each.median_s), *speeds, "right" if each.is_correct else "WRONG")
+        table.add_row(format_size(Bytes(each.size_bytes)), units.seconds(each.median_s), *speeds, "right" if each.is_correct else "WRONG")
     if links.fit is not None:
         latency = units.seconds(links.fit.latency / 1e9)
         table.caption = f"as a ring of links with {latency} and {_rate(links.fit.bandwidth)}"
@@ -85,24 +85,20 @@ def _emit_transports(found: Transports) -> None:
 
 
 def _emit_hosts(links: Links) -> None:
-    """One host for all that have the same hardware."""
-    table = new_table("hardware", "link", "should carry", "state", left=("state",))
-    seen: list[list[tuple[str, ...]]] = []
+    """Hosts with the same hardware share their rows."""
+    groups: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
     for name, host in zip(links.host_names, links.hosts, strict=True):
-        rows = _rows(host, links)
-        if rows not in seen:
-            seen.append(rows)
-            for row in rows:
-                table.add_row(*row)
-            table.add_section()
-            table.caption = "each host has these" if len(links.hosts) > 1 and len(seen) == 1 else f"the last differ: {name}"
-    if len(links.hosts) == 1:
-        table.caption = None
-    emit_table(table)
+        groups.setdefault(tuple(_rows(host, links)), []).append(name)
+    for rows, names in groups.items():
+        more = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
+        table = new_table(f"hardware of {names[0]}{more}", "link", "should carry", "state", left=("state",))
+        for row in rows:
+            table.add_row(*row)
+        emit_table(table)
 
 
-def _rows(host: Host, links: Links) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
+def _rows(host: Host, links: Links) -> list[tuple[str, str, str]]:
+    rows = []
     for each in host.interfaces:
         used = ", in use" if each.name == links.interface else ""
         rows.append((each.name, _rate(each.speed), f"up{used}, MTU {each.mtu or units.NONE}"))

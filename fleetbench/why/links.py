@@ -95,7 +95,14 @@ class Links(Config):
     def host_names(self) -> tuple[str, ...]:
         """Names of the hosts, with an address where two have one name."""
         names = [host.name for host in self.hosts]
-        return tuple(name if names.count(name) == 1 else f"{name} ({_address(host)})" for name, host in zip(names, self.hosts, strict=True))
+        return tuple(
+            name if names.count(name) == 1 else f"{name} ({self._address(host)})" for name, host in zip(names, self.hosts, strict=True)
+        )
+
+    def _address(self, host: Host) -> str:
+        """The address of the interface in use, or of another one."""
+        known = [host.interface(self.interface), *(found for found in host.interfaces if found.name != LOOPBACK)]
+        return next((found.addresses[0].partition("/")[0] for found in known if found is not None), "no address")
 
     def faster_interface(self) -> tuple[str, float] | None:
         """The fastest other interface and how many times the bus bandwidth it has of the one in use; None where that is as fast.
@@ -109,10 +116,6 @@ class Links(Config):
         used = speeds.pop(self.interface or "", 0.0)
         best = max(speeds, key=lambda name: speeds[name], default=None)
         return None if best is None or not used or speeds[best] < FASTER * used else (best, speeds[best] / used)
-
-
-def _address(host: Host) -> str:
-    return next((found.addresses[0].partition("/")[0] for found in host.interfaces if found.name != LOOPBACK), "no address")
 
 
 def remarks_of_links(links: Links) -> tuple[Remark, ...]:

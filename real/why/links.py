@@ -80,9 +80,13 @@ def measure_links(
 
 
 def device_of_group(process: Process) -> torch.device:
-    """The device of what the group's links are timed with: this rank's GPU where NCCL carries it, the CPU for gloo."""
-    is_nccl = torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config(process).split(",")
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+    """The device to time a group's links with: this rank's GPU with NCCL, the CPU with gloo. Raises ``ConfigError`` for other backends."""
+    backends = dist.get_backend_config(process).split(",")
+    if torch.cuda.is_available() and "cuda:nccl" in backends:
+        return torch.device("cuda", torch.cuda.current_device())
+    if "cpu:gloo" not in backends:
+        raise ConfigError("has links that cannot be timed", "the process group", ",".join(backends), "gloo and NCCL can")
+    return torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
