@@ -1,4 +1,4 @@
-"""``fleetbench doctor --network``: what links carry, what the hardware should carry, and the variable to set."""
+"""``fleetbench doctor --network``: what links carry and should carry, and the variable to set."""
 
 from __future__ import annotations
 
@@ -61,11 +61,13 @@ def _emit(tested: Tested) -> None:
 
 def _emit_times(links: Links) -> None:
     over = f" over {links.interface}" if links.interface else ""
-    title = f"all-reduce: {counted(links.ranks, 'rank')} on {counted(len(links.hosts), 'host')}, {links.backend}{over}"
+    ranks, hosts = counted(links.ranks, "rank"), counted(len(links.hosts), "host")
+    title = f"all-reduce: {ranks} on {hosts}, {links.backend}{over}"
     table = new_table(title, "size", "time", "algbw", "busbw", "sum")
     for each in links.times:
         speeds = [_rate(8 * speed) for speed in (each.algbw_bytes_per_s, each.busbw_bytes_per_s)]
-        table.add_row(format_size(Bytes(each.size_bytes)), units.seconds(each.median_s), *speeds, "right" if each.is_correct else "WRONG")
+        size, is_right = format_size(Bytes(each.size_bytes)), "right" if each.is_correct else "WRONG"
+        table.add_row(size, units.seconds(each.median_s), *speeds, is_right)
     if links.fit is not None:
         latency = units.seconds(links.fit.latency / 1e9)
         table.caption = f"as a ring of links with {latency} and {_rate(links.fit.bandwidth)}"
@@ -105,9 +107,10 @@ def _rows(host: Host, links: Links) -> list[tuple[str, str, str]]:
     rows += [(f"{port.name} {port.link_layer}", _rate(port.rate), port.state) for port in host.ports]
     if host.gpus is not None:
         paths = ", ".join(f"{number} pairs by {path}" for path, number in host.gpus.paths.items())
-        adapters = ", ".join(f"{number} with an adapter at {path}" for path, number in host.gpus.adapters.items())
+        adapters = ", ".join(f"{number} GPUs {path} to an adapter" for path, number in host.gpus.adapters.items())
         speed = host.gpus.nvlink_bytes_per_s
-        rows.append(("GPUs", _rate(None if speed is None else 8 * speed), "; ".join(filter(None, (paths, adapters))) or "one"))
+        state = "; ".join(filter(None, (paths, adapters))) or "one"
+        rows.append(("NVLink", _rate(None if speed is None else 8 * speed), state))
     return rows
 
 
@@ -115,7 +118,8 @@ def _emit_between(links: Links) -> None:
     table = new_table("between hosts", "link", "carries", "", left=("",))
     names = links.host_names
     for pair in links.pairs:
-        table.add_row(" - ".join(names[host] for host in pair.hosts), _rate(8 * pair.bytes_per_s), "4 MiB from one rank to one")
+        between = " - ".join(names[host] for host in pair.hosts)
+        table.add_row(between, _rate(8 * pair.bytes_per_s), "4 MiB from one rank to one")
     table.add_section()
     for each in links.interfaces:
         used = ", in use" if each.name == links.interface else ""

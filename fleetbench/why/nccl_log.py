@@ -1,7 +1,7 @@
-"""What NCCL says of its transports where NCCL_DEBUG=INFO is set: NCCL 2.18 to 2.28, as it stands in a job's output.
+"""What NCCL 2.18 to 2.28 says of its transports in a job's output with NCCL_DEBUG=INFO.
 
-Sources: the INFO lines of NCCL's src/transport/{p2p,shm,net,net_ib,net_socket,nvls}.cc, src/init.cc, src/misc/param.cc and
-src/graph/paths.cc; its documentation of environment variables.
+Sources: the INFO lines of NCCL's src/transport/{p2p,shm,net,net_ib,net_socket,nvls}.cc, src/init.cc,
+src/misc/param.cc and src/graph/paths.cc; its documentation of environment variables.
 """
 
 import collections
@@ -18,7 +18,7 @@ _PROCESS = re.compile(r"([^\s:]+:\d+):\d+ \[\d+\] NCCL INFO ")
 _SET = re.compile(r"(NCCL_\w+) set (?:by environment )?to (\S+?)\.?\s*$")
 _NETWORK = re.compile(r"Using network (.+?)\s*$")
 _DEVICES = re.compile(r"NET/(IB|Socket) : Using(.*)")
-_DEVICE = re.compile(r"\[\d+\]([^\s\[]+)")
+_DEVICE = re.compile(r"\[\d+\](\w[^\s:]*:\d+/[^\s\[]+|[^\s:\[]+)")
 _VIA = re.compile(r"Channel \d+.* via ((?:P2P|SHM|NET)/.+?)\s*$")
 _NET = re.compile(r"NET/([^/]+)/\d+(?:\(\d+\))?(/GDRDMA)?")
 _CHANNELS = re.compile(r"(\d+) coll channels,.*?(\d+) nvls channels")
@@ -28,7 +28,7 @@ _NVLS = re.compile(r"NVLS multicast support is (not )?available")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transports(Config):
-    """How NCCL's communicators of a job exchange."""
+    """What carries the exchange of a job's communicators."""
 
     version: str | None = None
     """Such as ``2.21.5``; rank 0 alone says it."""
@@ -37,8 +37,8 @@ class Transports(Config):
     devices: tuple[str, ...] = ()
     """``mlx5_0:1/IB`` or ``mlx5_0:1/RoCE``; of sockets the interfaces."""
     connections: dict[str, int] = field(default_factory=dict)
-    """Lines of connected channels by transport: ``P2P/IPC``, ``P2P/CUMEM``, ``P2P/direct pointer``, ``SHM``, ``NET/IB/GDRDMA``,
-    ``NET/IB``, ``NET/Socket``."""
+    """Lines of connected channels by transport: ``P2P/IPC``, ``P2P/CUMEM``, ``P2P/direct pointer``, ``SHM``,
+    ``NET/IB/GDRDMA``, ``NET/IB``, ``NET/Socket``."""
     channels: tuple[int, ...] = ()
     """Of each communicator of one process, in their order."""
     has_rings: bool = False
@@ -58,7 +58,7 @@ class Transports(Config):
 
 
 def read_nccl_log(text: str) -> Transports | None:
-    """What a job's output says of NCCL, among other lines and whatever stands before NCCL's; None where it says nothing."""
+    """What a job's output says of NCCL, among other lines and after any prefix; None where that is nothing."""
     lines = [line for line in text.splitlines() if _INFO in line]
     if not lines:
         return None
@@ -66,9 +66,11 @@ def read_nccl_log(text: str) -> Transports | None:
     said = [line.partition(_INFO)[2] for line in lines]
     networks = [found[1] for line in said if (found := _NETWORK.match(line))]
     connections = collections.Counter(_transport(found[1]) for line in said if (found := _VIA.match(line)))
-    used = networks[0] if networks else next((kind.split("/")[1] for kind in connections if kind.startswith("NET/")), None)
-    listed = [found for line in said if (found := _DEVICES.match(line)) and found[1] == ("Socket" if used == "Socket" else "IB")]
-    devices = (device for found in listed for device in _DEVICE.findall(found[2].partition("; OOB")[0]) if device != "RO")
+    networks += [kind.split("/")[1] for kind in connections if kind.startswith("NET/")]
+    used = networks[0] if networks else None
+    listed = [found for line in said if (found := _DEVICES.match(line))]
+    own = [found[2].partition("; OOB")[0] for found in listed if (found[1] == "Socket") is (used == "Socket")]
+    devices = [device for text in own for device in _DEVICE.findall(text)]
     counts = collections.defaultdict[str, list[int]](list)
     nvls_channels = 0
     for line in lines:
@@ -82,7 +84,7 @@ def read_nccl_log(text: str) -> Transports | None:
     return Transports(
         version=version[1] if version else None,
         network=used,
-        devices=tuple(dict.fromkeys(device.partition(":")[0] if used == "Socket" else device for device in devices)),
+        devices=tuple(dict.fromkeys(devices)),
         connections=dict(connections),
         channels=tuple(next(iter(counts.values()), ())),
         has_rings=any(line.startswith("Connected all rings") for line in said),
@@ -106,13 +108,14 @@ def remarks(transports: Transports, nodes: int, has_infiniband: bool) -> tuple[R
 
     ``nodes``: hosts of the job. ``has_infiniband``: whether they have an active InfiniBand or RoCE port.
     """
-    found = (_sockets(transports, nodes, has_infiniband), _gdr(transports), *_inside(transports, nodes), _nvls(transports))
-    more = (_channels(transports), *_forced(transports))
-    return tuple(remark for remark in (*found, *more) if remark is not None)
+    between = (_sockets(transports, nodes, has_infiniband), _gdr(transports))
+    inside = (_peer_to_peer(transports), _shared_memory(transports, nodes), _nvls(transports))
+    both = (_channels(transports), *_forced(transports))
+    return tuple(remark for remark in (*between, *inside, *both) if remark is not None)
 
 
 def _unset(transports: Transports, *names: str) -> str | None:
-    """``unset A B``, of those variables that the log says were set to what switches something off; None where none was."""
+    """``unset A B`` of those variables that the log says were set; None where none was."""
     were = [name for name in names if name in transports.environment]
     return f"unset {' '.join(were)}" if were else None
 
@@ -129,8 +132,8 @@ def _sockets(transports: Transports, nodes: int, has_infiniband: bool) -> Remark
     if _is_on(transports, "NCCL_IB_DISABLE"):
         return Remark(what=what, remedy="unset NCCL_IB_DISABLE")
     reset = _unset(transports, "NCCL_NET", "NCCL_IB_HCA")
-    remedy = "let NCCL see the adapters: in a container --device=/dev/infiniband and --ulimit memlock=-1, and libibverbs"
-    return Remark(what=what, remedy=reset or remedy)
+    container = "in a container --device=/dev/infiniband and --ulimit memlock=-1, and libibverbs"
+    return Remark(what=what, remedy=reset or f"let NCCL see the adapters: {container}")
 
 
 def _gdr(transports: Transports) -> Remark | None:
@@ -140,29 +143,31 @@ def _gdr(transports: Transports) -> Remark | None:
         return None
     what = "NCCL copies through host memory between GPUs and network adapters: GPUDirect RDMA is off."
     reset = _unset(transports, "NCCL_NET_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT", "NCCL_DMABUF_ENABLE")
-    remedy = "load its module (modprobe nvidia_peermem); if GPU and adapter are far apart, NCCL_NET_GDR_LEVEL=SYS allows it all the same"
+    remedy = "modprobe nvidia_peermem; NCCL_NET_GDR_LEVEL=SYS, if GPU and adapter are far apart"
     return Remark(what=what, remedy=reset or remedy)
 
 
-def _inside(transports: Transports, nodes: int) -> tuple[Remark | None, ...]:
-    """Transports inside a node: peer to peer is best, shared memory second, the network a mistake."""
-    is_direct, num_shared = transports.of("P2P/") > 0, transports.of("SHM")
-    is_off = _is_on(transports, "NCCL_P2P_DISABLE") or transports.environment.get("NCCL_P2P_LEVEL") in ("LOC", "0")
-    reset = "unset NCCL_P2P_DISABLE NCCL_P2P_LEVEL"  # NCCL 2.18 to 2.22 report NCCL_P2P_DISABLE=1 as NCCL_P2P_LEVEL=LOC
-    shared = None
-    if is_off:
-        shared = Remark(what="Peer-to-peer copies between GPUs of a node are switched off.", remedy=reset)
-    elif num_shared:
-        some = f"{num_shared} of {num_shared + transports.of('P2P/')} connections" if is_direct else "All connections"
-        remedy = "NCCL_P2P_LEVEL=SYS allows peer-to-peer copies across sockets; switch ACS off in the BIOS (nvidia-smi topo -p2p r)"
-        shared = Remark(what=f"{some} inside nodes go through host memory (SHM) instead of peer to peer.", remedy=remedy)
-    network = None
+def _peer_to_peer(transports: Transports) -> Remark | None:
+    if _is_on(transports, "NCCL_P2P_DISABLE") or transports.environment.get("NCCL_P2P_LEVEL") in ("LOC", "0"):
+        what = "Peer-to-peer copies between GPUs of a node are switched off."
+        reset = "unset NCCL_P2P_DISABLE NCCL_P2P_LEVEL"  # NCCL up to 2.22 reports the first as the second
+        return Remark(what=what, remedy=reset)
+    shared, direct = transports.of("SHM"), transports.of("P2P/")
+    if not shared:
+        return None
+    some = f"{shared} of {shared + direct} connections inside nodes"
+    remedy = "NCCL_P2P_LEVEL=SYS, and PCIe ACS off in the BIOS; nvidia-smi topo -p2p r says what GPUs can"
+    return Remark(what=f"{some} go through host memory (SHM) instead of peer to peer.", remedy=remedy)
+
+
+def _shared_memory(transports: Transports, nodes: int) -> Remark | None:
     if _is_on(transports, "NCCL_SHM_DISABLE"):
-        network = Remark(what="Shared memory between GPUs of a node is switched off.", remedy="unset NCCL_SHM_DISABLE")
-    elif nodes == 1 and transports.of("NET/"):
-        remedy = "let the ranks share /dev/shm and the host's name: in containers --ipc=host; unset NCCL_HOSTID"
-        network = Remark(what="GPUs of one node exchange through the network.", remedy=remedy)
-    return shared, network
+        what = "Shared memory between GPUs of a node is switched off."
+        return Remark(what=what, remedy="unset NCCL_SHM_DISABLE")
+    if nodes > 1 or not transports.of("NET/"):
+        return None
+    remedy = "let the ranks share /dev/shm and the host's name: in containers --ipc=host; unset NCCL_HOSTID"
+    return Remark(what="GPUs of one node exchange through the network.", remedy=remedy)
 
 
 def _nvls(transports: Transports) -> Remark | None:
@@ -171,19 +176,20 @@ def _nvls(transports: Transports) -> Remark | None:
         return Remark(what=what, remedy="unset NCCL_NVLS_ENABLE")
     if transports.nvls == "unused":
         what = "NVLink SHARP (NVLS) is available and not used."
-        remedy = _unset(transports, "NCCL_ALGO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS") or "NCCL_NVLS_ENABLE=1"
-        return Remark(what=what, remedy=remedy)
+        reset = _unset(transports, "NCCL_ALGO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS")
+        return Remark(what=what, remedy=reset or "NCCL_NVLS_ENABLE=1")
     return None
 
 
 def _channels(transports: Transports) -> Remark | None:
     if max(transports.channels, default=0) != 1:
         return None
-    remedy = _unset(transports, "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_MAX_NRINGS") or "NCCL_MIN_NCHANNELS=4"
-    return Remark(what="NCCL uses one channel: one thread block moves all data.", remedy=remedy)
+    reset = _unset(transports, "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_MAX_NRINGS")
+    what = "NCCL uses one channel: one thread block moves all data."
+    return Remark(what=what, remedy=reset or "NCCL_MIN_NCHANNELS=4")
 
 
 def _forced(transports: Transports) -> list[Remark]:
     """Choices that NCCL makes by size and topology unless a variable makes them."""
-    made = {name: value for name, value in transports.environment.items() if name in ("NCCL_ALGO", "NCCL_PROTO")}
-    return [Remark(what=f"{name}={value} takes a choice from NCCL.", remedy=f"unset {name}") for name, value in made.items()]
+    made = [name for name in ("NCCL_ALGO", "NCCL_PROTO") if name in transports.environment]
+    return [Remark(what=f"{name} takes a choice from NCCL.", remedy=f"unset {name}") for name in made]

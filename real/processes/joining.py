@@ -142,6 +142,11 @@ def take_interface(host: str, port: int, *, patience_s: float = 0.0) -> None:
         os.environ[GLOO] = name
 
 
+def own_name_is_loopback() -> bool:
+    """Whether this host's name resolves to its loopback alone, or not at all: gloo then chooses the loopback, where no other host comes."""
+    return all(is_loopback(address) for address in _addresses(socket.gethostname()))
+
+
 def is_loopback(host: str) -> bool:
     """Whether a name or address means the machine itself, wherever it is said."""
     try:

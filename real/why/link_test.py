@@ -1,4 +1,4 @@
-"""Link test as a job of its own: ranks on this machine, or on the nodes of somebody's launcher, run ``python -m real.why.link_test``."""
+"""Link test as a job of its own: each rank, wherever a launcher starts it, runs this module."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from fleetbench.why.links import Links, Remark, remarks_of_links
 from fleetbench.why.nccl_log import Transports, read_nccl_log, remarks
 from real.job.launcher import launch_script
 from real.processes.diagnosis import how_it_ended
-from real.processes.joining import GLOO, join
+from real.processes.joining import GLOO, join, own_name_is_loopback
 from real.processes.place import temporary_folder
 from real.processes.roles import role_of
 from real.processes.started import uninterrupted
@@ -73,12 +74,16 @@ def run_here(nproc: int, heard: Heard) -> Tested:
 def run_with(command: Sequence[str], heard: Heard) -> Tested | None:
     """Test the links between the ranks that a launcher starts; ``heard`` gets its other lines.
 
-    None where rank 0 is on a node whose launcher was started there. Raises ``EnvironmentLacks`` for a program that cannot be started,
-    ``WorkerFailed`` where it fails.
+    None where rank 0 is on a node whose launcher was started there. Raises ``EnvironmentLacks`` for a program
+    that cannot be started, ``WorkerFailed`` where it fails.
     """
     try:
         process = subprocess.Popen(
-            bound(with_module(command), gently=True), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace"
+            bound(with_module(command), gently=True),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
         )
     except OSError as error:
         what, hint = f"cannot be started: {error.strerror}", "what follows -- is a launcher with its options"
@@ -97,12 +102,13 @@ def run_with(command: Sequence[str], heard: Heard) -> Tested | None:
         process.kill()
         process.wait()
     if code:
-        raise WorkerFailed(how_it_ended(code), "the command", hint=f"its output says why; ranks that do not meet may need {GLOO}")
+        hint = f"its output says why; ranks that do not meet may need {GLOO}"
+        raise WorkerFailed(how_it_ended(code), "the command", hint=hint)
     return next((tested for tested in found if tested is not None), None)
 
 
 def with_module(command: Sequence[str]) -> list[str]:
-    """The launcher's command line with what each rank runs: as a module of torchrun's, accelerate's or Python's, or as a program."""
+    """The launcher's command line with what each rank runs: a module where it takes one, else a program."""
     takes_module = any(_TAKE_A_MODULE.fullmatch(Path(word).name) for word in command)
     return [*command, *([] if takes_module else [sys.executable, "-u", "-P"]), "-m", MODULE]
 
@@ -119,8 +125,9 @@ def main() -> None:
     """Be one rank. Raises ``ConfigError`` for one that nobody has started beside others."""
     role = role_of(os.environ)
     if role.trainers < 2:
-        hint = "fleetbench doctor --network -- torchrun --nnodes 2 --nproc-per-node 8 ...; or srun, which sets SLURM_PROCID"
-        raise ConfigError("links need two ranks, and the launcher's environment names one", "the link test", hint=hint)
+        what = "links need two ranks, and the launcher's environment names one"
+        hint = "start it with torchrun or srun; or fleetbench doctor --network --nproc 2"
+        raise ConfigError(what, "the link test", hint=hint)
     import torch
     import torch.distributed as dist
 
@@ -133,15 +140,21 @@ def main() -> None:
         os.environ.pop("NCCL_DEBUG_SUBSYS", None)
         if torch.cuda.is_available():
             device_of("cuda", role.local_rank)
-        join(role, _TIMEOUT, takes_interface=False)
+        is_spread = role.trainers_per_node != role.trainers
+        is_lost = is_spread and GLOO not in os.environ and own_name_is_loopback()
+        join(role, _TIMEOUT, takes_interface=is_lost)
+        if is_lost and dist.get_backend() == "gloo":
+            why = f"the name of {socket.gethostname()} resolves to its loopback, which gloo takes by itself"
+            note = f"note: {why}: scripts need {GLOO}={os.environ.get(GLOO)}"
+            print(note, file=sys.stderr, flush=True)  # noqa: T201  # the rank's word to its user
         links = measure_links()
         said = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     world = dist.group.WORLD
     with Meeting(world, device_of_group(world)) as meeting:
-        transports = meeting.decide(said, lambda told: encode({"found": read_nccl_log("\n".join(told))}))
+        transports = meeting.decide(said, lambda told: encode(read_nccl_log("\n".join(told))))
     if role.rank == 0:
-        tested = Tested(links=links, transports=decode(transports.get("found"), Transports | None, "NCCL's log"))  # type: ignore[arg-type]
-        print(_RESULT + json.dumps(encode(tested)), flush=True)  # noqa: T201  # the launcher's output is the way to the command
+        told = _RESULT + json.dumps({"links": encode(links), "transports": transports})
+        print(told, flush=True)  # noqa: T201  # the launcher's output is the way to the command
     dist.barrier()
     dist.destroy_process_group()
 
