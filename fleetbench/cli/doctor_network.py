@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.config import encode
 from fleetbench.errors import ConfigError
-from fleetbench.quantities import Bytes, counted, format_size
+from fleetbench.quantities import counted
 from fleetbench.report import units
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ def _emit_times(links: Links) -> None:
     table = new_table(title, "size", "time", "algbw", "busbw", "sum")
     for each in links.times:
         speeds = [_rate(8 * speed) for speed in (each.algbw_bytes_per_s, each.busbw_bytes_per_s)]
-        size, is_right = format_size(Bytes(each.size_bytes)), "right" if each.is_correct else "WRONG"
-        table.add_row(size, units.seconds(each.median_s), *speeds, is_right)
+        size, unit = (each.size_bytes / 2**20, "MiB") if each.size_bytes >= 2**20 else (each.size_bytes / 2**10, "KiB")
+        is_right = "right" if each.is_correct else "WRONG"
+        table.add_row(f"{size:g} {unit}", units.seconds(each.median_s), *speeds, is_right)
     if links.fit is not None:
         latency = units.seconds(links.fit.latency / 1e9)
         table.caption = f"as a ring of links with {latency} and {_rate(links.fit.bandwidth)}"
@@ -107,7 +108,7 @@ def _rows(host: Host, links: Links) -> list[tuple[str, str, str]]:
     rows += [(f"{port.name} {port.link_layer}", _rate(port.rate), port.state) for port in host.ports]
     if host.gpus is not None:
         paths = ", ".join(f"{number} pairs by {path}" for path, number in host.gpus.paths.items())
-        adapters = ", ".join(f"{number} GPUs {path} to an adapter" for path, number in host.gpus.adapters.items())
+        adapters = ", ".join(f"{number} {path} to an adapter" for path, number in host.gpus.adapters.items())
         speed = host.gpus.nvlink_bytes_per_s
         state = "; ".join(filter(None, (paths, adapters))) or "one"
         rows.append(("NVLink", _rate(None if speed is None else 8 * speed), state))

@@ -109,7 +109,7 @@ def _interfaces(sysfs: Path) -> tuple[Interface, ...]:
 
 
 def _speed(folder: Path) -> BitsPerSecond | None:
-    """None of a virtual device that is above no other, as in containers: it says 10 Gbit/s, and knows nothing."""
+    """None of a virtual device above no other, as in containers: it says 10 Gbit/s, whatever carries it."""
     is_real = (folder / "device").exists() or any(folder.glob("lower_*"))
     speed = _number(folder / "speed") or -1  # which is what many drivers say that do not know
     return BitsPerSecond(speed * 10**6) if is_real and speed > 0 else None
@@ -194,6 +194,8 @@ def _nvlink(text: str) -> float | None:
 def bytes_sent() -> Mapping[str, int]:
     """Bytes acknowledged of this process's established TCP connections, by local address. Linux only."""
     sent = collections.Counter[str]()
+    if not hasattr(socket, "TCP_INFO"):
+        return sent
     for one in psutil.Process().net_connections(kind="tcp"):
         if one.status == psutil.CONN_ESTABLISHED and one.fd >= 0:
             try:
@@ -223,7 +225,7 @@ def shared_interfaces(hosts: Sequence[Host]) -> tuple[str, ...]:
     """Interfaces other than the loopback by which several hosts should reach one another.
 
     They are up on every host under one name, with different addresses of one subnet: bridges of containers
-    have one address everywhere, and lead nowhere. Empty for a single host: its addresses lead through the loopback.
+    have one address everywhere, and lead nowhere. Empty for a single host, which uses its loopback.
     """
     if len(hosts) < 2:
         return ()

@@ -10,7 +10,7 @@ from fleetbench.why.interfaces import LOOPBACK, Host
 FASTER = 1.2
 """Ratio of bus bandwidths from which on another interface is faster, not just measured at a better moment."""
 _SLOW = 0.7
-"""A pair of hosts below this share of the middle pair's bandwidth is slow."""
+"""A pair of hosts below this share of the better half's bandwidth is slow."""
 _UNUSED = 0.5
 """Below this share of the interface's speed, the link carries less than the hardware should."""
 
@@ -78,7 +78,7 @@ class Links(Config):
     times: tuple[AllReduceTime, ...]
     """By size, the smallest first."""
     fit: Link | None = None
-    """The link of a ring that takes as long: latency per message, bandwidth one way. None for a single size."""
+    """The link of a ring that takes as long: latency of a message, bandwidth one way. None for one size."""
     interface: str | None = None
     """The one that gloo's connections use on most ranks; None of NCCL, and without connections."""
     pairs: tuple[PairTime, ...] = ()
@@ -95,8 +95,9 @@ class Links(Config):
     def host_names(self) -> tuple[str, ...]:
         """Names of the hosts, with an address where two have one name."""
         names = [host.name for host in self.hosts]
-        longer = [f"{host.name} ({self._address(host)})" for host in self.hosts]
-        return tuple(name if names.count(name) == 1 else long for name, long in zip(names, longer, strict=True))
+        whole = [f"{host.name} ({self._address(host)})" for host in self.hosts]
+        pairs = zip(names, whole, strict=True)
+        return tuple(name if names.count(name) == 1 else longer for name, longer in pairs)
 
     def _address(self, host: Host) -> str:
         """The address of the interface in use, or of another one."""
@@ -105,7 +106,7 @@ class Links(Config):
         return "no address" if best is None else best.addresses[0].partition("/")[0]
 
     def faster_interface(self) -> tuple[str, float] | None:
-        """The fastest other interface and its bus bandwidth over that of the one in use; None where none is faster.
+        """The fastest other interface, and its bus bandwidth over that of the one in use; None if not faster.
 
         Of several measurements of one interface the fastest counts.
         """
@@ -144,7 +145,7 @@ def _slow_host(links: Links) -> Remark | None:
     """With three hosts or more: the host all of whose pairs are slow, or else the slow pairs."""
     if len(links.pairs) < 3:
         return None
-    middle = sorted(pair.bytes_per_s for pair in links.pairs)[len(links.pairs) // 2]
+    middle = sorted(pair.bytes_per_s for pair in links.pairs)[-(len(links.pairs) // 2)]  # a slow host has two pairs
     slow = [pair for pair in links.pairs if pair.bytes_per_s < _SLOW * middle]
     if not slow:
         return None

@@ -58,7 +58,7 @@ class Transports(Config):
 
 
 def read_nccl_log(text: str) -> Transports | None:
-    """What a job's output says of NCCL, among other lines and after any prefix; None where that is nothing."""
+    """What a job's output says of NCCL, among other lines and after any prefix; None if nothing."""
     lines = [line for line in text.splitlines() if _INFO in line]
     if not lines:
         return None

@@ -1,8 +1,8 @@
 """Link test: what the links of a process group carry, in a job of its own or between two steps of a training.
 
 ``measure_links`` leaves nothing behind: ranks agree through the default store, under keys that are deleted at
-the end; groups over other interfaces are made without torch's registry and without environment variables. Source
-of bus bandwidth: nccl-tests, doc/PERFORMANCE.md.
+the end; groups over other interfaces are made without torch's registry and without environment variables.
+Source of bus bandwidth: nccl-tests, doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ def measure_links(
     *,
     pairs: bool = True,
 ) -> Links:
-    """Time all-reduces of ``sizes`` bytes in ``group``, by default the job's own; all its ranks call this together.
+    """Time all-reduces of ``sizes`` bytes in ``group``, by default the job's own; all its ranks call this.
 
-    ``seconds``: about so long the all-reduces take, with at least three repeats of each size. Between several hosts
-    there are messages of 4 MiB too (``pairs``: NCCL makes a communicator for each, which takes GPU memory), and with
-    gloo the same all-reduces over each other interface. Takes memory for the largest size. Raises ``ConfigError``
-    where there is no process group, or this rank is not in it; a collective that fails raises torch's error.
+    ``seconds``: about so long the all-reduces take, with at least three repeats of each size. Between several
+    hosts there are messages of 4 MiB too (``pairs``: NCCL makes a communicator for each, which takes GPU
+    memory), and with gloo the same all-reduces over each other interface. Takes memory for the largest size.
+    Raises ``ConfigError`` where there is no process group, or this rank is not in it; a collective that fails
+    raises torch's error.
     """
     if not dist.is_initialized():
         hint = "call torch.distributed.init_process_group first"
@@ -109,7 +110,7 @@ class _Told(Config):
 
 
 def _told(told: Sequence[dict[str, Any]]) -> Any:
-    """Hosts of all ranks, each once, as a ``_Told``; network namespaces of one machine differ in addresses."""
+    """Hosts of all ranks, each once, as a ``_Told``; network namespaces of a machine differ in addresses."""
     addresses = [[each["addresses"] for each in own["host"]["interfaces"]] for own in told]
     keys = [str((own["host"]["name"], each)) for own, each in zip(told, addresses, strict=True)]
     first = list(dict.fromkeys(keys))
@@ -169,7 +170,7 @@ def _largest(process: Process, device: torch.device, *numbers: float) -> list[fl
 
 
 def _all_reduces(process: Process, device: torch.device, sizes: Sequence[int], seconds: float) -> Times:
-    """Each size's all-reduce: once to see whether its sum is right, then as often as fits on the slowest rank."""
+    """Each size's all-reduce: once to see whether its sum is right, then as often as the slowest rank can."""
     ranks, found = process.size(), list[AllReduceTime]()
     if ranks == 1:
         return ()
@@ -213,7 +214,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _neighbours(process: Process, device: torch.device, host_of_rank: Sequence[int]) -> list[PairTime]:
-    """What this rank has timed: messages between the first ranks of a host and the next, each host with one at a time."""
+    """What this rank has timed of messages between a host's first rank and the next host's."""
     leaders = [host_of_rank.index(host) for host in range(max(host_of_rank) + 1)]
     num, found = len(leaders), list[PairTime]()
     chain = [(host, host + 1) for first in (0, 1) for host in range(first, num - 1, 2)]
@@ -271,7 +272,7 @@ def _over(name: str, meeting: Meeting, sizes: Sequence[int], seconds: float) -> 
 def gloo_over(interface: str, meeting: Meeting) -> Process:
     """A gloo group of the meeting's ranks, as if made with GLOO_SOCKET_IFNAME; torch does not list it.
 
-    It ends with its last reference. Raises ``RuntimeError`` where this rank does not reach another within 10 s.
+    It ends with its last reference. Raises ``RuntimeError`` where a rank is not reached within 10 s.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001  # as torch's own tests do

@@ -11,11 +11,28 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.config import encode
 from real.why.links import measure_links
 
 SIZES = (4096, 65536, 262144)
+
+
+def train(*, measures: bool) -> float:
+    """The loss of the sixth step of a DDP training, with or without a link test between two steps."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        if measures and step == 3:
+            measure_links(sizes=SIZES[:2], seconds=0.05)
+        optimizer.zero_grad()
+        loss = model(torch.randn(16, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+    return float(loss)
 
 
 def main() -> None:
@@ -41,7 +58,8 @@ def main() -> None:
     }
     mean = torch.ones(1)
     dist.all_reduce(mean)
-    found = {"links": encode(links), "part": encode(of_part), "left": left, "after": float(mean)}
+    losses = [train(measures=measures) for measures in (False, True)]
+    found = {"links": encode(links), "part": encode(of_part), "left": left, "after": float(mean), "losses": losses}
     np.savez(sys.argv[4], found=json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
