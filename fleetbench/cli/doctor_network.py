@@ -13,10 +13,12 @@ from fleetbench.quantities import counted
 from fleetbench.report import units
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from fleetbench.why.interfaces import Host
     from fleetbench.why.links import Links
     from fleetbench.why.nccl_log import Transports
-    from real.why.link_test import Tested
+    from real.why.link_test import LinkReport
 
 _EXAMPLE = "fleetbench doctor --network -- torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500"
 
@@ -45,7 +47,7 @@ def _default_ranks() -> int:
     return max(2, torch.cuda.device_count())
 
 
-def _emit(tested: Tested) -> None:
+def _emit(tested: LinkReport) -> None:
     links = tested.links
     _emit_times(links)
     if tested.transports is not None:
@@ -77,6 +79,7 @@ def _emit_times(links: Links) -> None:
 
 def _emit_transports(found: Transports) -> None:
     table = new_table(f"NCCL {found.version or ''}", "", "used", left=("used",), show_header=False)
+    _texts_wrap(table, 50)
     via = ", ".join(f"{number} x {kind}" for kind, number in sorted(found.connections.items()))
     table.add_row("network", f"{found.network or 'none'} {' '.join(found.devices)}")
     table.add_row("connections", via or "none seen")
@@ -95,6 +98,7 @@ def _emit_hosts(links: Links) -> None:
     for rows, names in groups.items():
         more = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
         table = new_table(f"hardware of {names[0]}{more}", "link", "should carry", "state", left=("state",))
+        _texts_wrap(table, 36)
         for row in rows:
             table.add_row(*row)
         emit_table(table)
@@ -117,6 +121,7 @@ def _rows(host: Host, links: Links) -> list[tuple[str, str, str]]:
 
 def _emit_between(links: Links) -> None:
     table = new_table("between hosts", "link", "carries", "", left=("",))
+    _texts_wrap(table, 28)
     names = links.host_names
     for pair in links.pairs:
         between = " - ".join(names[host] for host in pair.hosts)
@@ -129,9 +134,16 @@ def _emit_between(links: Links) -> None:
     emit_table(table)
 
 
+def _texts_wrap(table: Table, columns: int) -> None:
+    """Keep the table within 80 columns: its last column wraps at so many."""
+    table.columns[-1].max_width = columns
+    table.columns[-1].overflow = "fold"
+
+
 def _rate(bits_per_s: float | None) -> str:
     """Bits per second, with the prefix that suits their size."""
     if bits_per_s is None:
         return units.NONE
-    scale, unit = (1e9, "Gbit/s") if bits_per_s >= 1e9 else (1e6, "Mbit/s")
+    units_of = ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"))
+    scale, unit = next((each for each in units_of if bits_per_s >= each[0]), units_of[-1])
     return f"{bits_per_s / scale:.3g} {unit}"

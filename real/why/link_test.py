@@ -31,8 +31,9 @@ from real.processes.started import uninterrupted
 MODULE = "real.why.link_test"
 _RESULT = "fleetbench-links "
 """Begins what rank 0 prints, on a line that a launcher may put something before."""
-_TAKE_A_MODULE = re.compile(r"torchrun|accelerate|python[\d.]*|torch\.distributed\.(run|launch)")
-"""Programs after whose options ``-m MODULE`` may stand."""
+_TAKE_A_MODULE = re.compile(r"torchrun|accelerate|torch\.distributed\.(run|launch)")
+"""Launchers after whose options ``-m MODULE`` may stand."""
+_PYTHON = re.compile(r"python[\d.]*")
 _TIMEOUT = timedelta(minutes=5)
 """For ranks to meet, and for a collective."""
 _GRACE_S = 30.0
@@ -42,7 +43,7 @@ Heard = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tested(Config):
+class LinkReport(Config):
     """What the link test has found."""
 
     links: Links
@@ -57,7 +58,7 @@ class Tested(Config):
         return (*of_nccl, *remarks_of_links(self.links))
 
 
-def run_here(nproc: int, heard: Heard) -> Tested:
+def run_here(nproc: int, heard: Heard) -> LinkReport:
     """Test the links between ``nproc`` ranks on this machine; ``heard`` gets other lines of rank 0.
 
     Raises ``WorkerFailed`` naming the rank that failed.
@@ -71,7 +72,7 @@ def run_here(nproc: int, heard: Heard) -> Tested:
     return next(tested for tested in found if tested is not None)
 
 
-def run_with(command: Sequence[str], heard: Heard) -> Tested | None:
+def run_with(command: Sequence[str], heard: Heard) -> LinkReport | None:
     """Test the links between the ranks that a launcher starts; ``heard`` gets its other lines.
 
     None where rank 0 is on a node whose launcher was started there. Raises ``EnvironmentLacks`` for a program
@@ -109,16 +110,17 @@ def run_with(command: Sequence[str], heard: Heard) -> Tested | None:
 
 def with_module(command: Sequence[str]) -> list[str]:
     """The launcher's command line with what each rank runs: a module where it takes one, else a program."""
-    takes_module = any(_TAKE_A_MODULE.fullmatch(Path(word).name) for word in command)
+    names = [Path(word).name for word in command if not word.startswith("-")]
+    takes_module = any(map(_TAKE_A_MODULE.fullmatch, names)) or any(map(_PYTHON.fullmatch, names[-1:]))
     return [*command, *([] if takes_module else [sys.executable, "-u", "-P"]), "-m", MODULE]
 
 
-def _result(line: str, heard: Heard) -> Tested | None:
+def _result(line: str, heard: Heard) -> LinkReport | None:
     before, mark, text = line.partition(_RESULT)
     if not mark:
         heard(before)
         return None
-    return decode(json.loads(text), Tested, "the result of rank 0")
+    return decode(json.loads(text), LinkReport, "the result of rank 0")
 
 
 def main() -> None:

@@ -95,8 +95,8 @@ def device_of_group(process: Process) -> torch.device:
     if torch.cuda.is_available() and "cuda:nccl" in backends:
         return torch.device("cuda", torch.cuda.current_device())
     if "cpu:gloo" not in backends:
-        what = "is not of gloo or NCCL, whose links can be timed"
-        raise ConfigError(what, "the process group", ",".join(backends))
+        hint = "time a group of gloo or NCCL"
+        raise ConfigError("has links that cannot be timed", "the process group", ",".join(backends), hint)
     return torch.device("cpu")
 
 

@@ -125,6 +125,8 @@ def test_doctor_tests_links_on_this_machine(tmp_path: Path) -> None:
         (["torchrun", "--nnodes", "2"], ["-m", "real.why.link_test"]),
         (["srun", "-N2", "/opt/bin/torchrun", "--nnodes", "2"], ["-m", "real.why.link_test"]),
         (["python3", "-m", "torch.distributed.run", "--nnodes", "2"], ["-m", "real.why.link_test"]),
+        (["srun", "-n16", "python3", "-u"], ["-m", "real.why.link_test"]),
+        (["python", "launch.py", "--hosts=2"], [sys.executable, "-u", "-P", "-m", "real.why.link_test"]),
         (["srun", "-n16"], [sys.executable, "-u", "-P", "-m", "real.why.link_test"]),
     ],
 )
