@@ -55,7 +55,7 @@ class LinkReport(Config):
         """What slows the exchange, and what to do about it."""
         has_infiniband = any(host.has_infiniband for host in self.links.hosts)
         of_nccl = remarks(self.transports, len(self.links.hosts), has_infiniband) if self.transports else ()
-        return (*of_nccl, *remarks_of_links(self.links))
+        return (*remarks_of_links(self.links), *of_nccl)
 
 
 def run_here(nproc: int, heard: Heard) -> LinkReport:
@@ -67,6 +67,8 @@ def run_here(nproc: int, heard: Heard) -> LinkReport:
     try:
         with temporary_folder() as folder:
             launch_script(nproc, ["-P", "-m", MODULE], log_dir=folder, echo=output.extend)
+    except WorkerFailed as failed:
+        raise WorkerFailed(failed.what, failed.where, hint="its output is above") from None
     finally:
         found = [_result(line, heard) for line in output.decode(errors="replace").splitlines()]
     return next(tested for tested in found if tested is not None)

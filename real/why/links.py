@@ -1,8 +1,8 @@
 """Link test: what the links of a process group carry, in a job of its own or between two steps of a training.
 
-``measure_links`` leaves nothing behind: ranks agree through the default store, under keys that are deleted at
-the end; groups over other interfaces are made without torch's registry and without environment variables.
-Source of bus bandwidth: nccl-tests, doc/PERFORMANCE.md.
+``measure_links`` leaves nothing behind but a counter in the default store, through which ranks agree; groups
+over other interfaces are made without torch's registry and without environment variables. Source of bus
+bandwidth: nccl-tests, doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations

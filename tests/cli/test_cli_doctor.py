@@ -118,7 +118,7 @@ def test_the_link_test_can_be_read_as_json(monkeypatch: pytest.MonkeyPatch, caps
     assert main(["doctor", "--network", "--nproc", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["links"]["ranks"] == 16
-    assert told["remarks"][0]["remedy"] == "unset NCCL_NET_GDR_LEVEL"
+    assert told["remarks"][1]["remedy"] == "unset NCCL_NET_GDR_LEVEL"
 
 
 def test_rank_0_may_be_elsewhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from fleetbench.why.interfaces import Host, Interface, Port
 from fleetbench.why.links import AllReduceTime, InterfaceTime, Links, PairTime, remarks_of_links
 from real.testbed.link_shaping import Step
 from real.testbed.network import Network
+from real.why import link_test
 from real.why.link_test import run_with, with_module
 
 RANK = Path(__file__).with_name("links_rank.py")
@@ -146,6 +147,16 @@ def test_a_launcher_that_fails_is_an_error(capfd: pytest.CaptureFixture[str]) ->
     with pytest.raises(WorkerFailed, match="exit code 1"):
         run_with(["env", "-u", "RANK"], said.append)
     assert "links need two ranks" in capfd.readouterr().err
+
+
+def test_a_rank_that_fails_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output has been passed on; its log goes with the temporary folder."""
+    monkeypatch.setattr(link_test, "MODULE", "no_such_module")
+    said = list[str]()
+    with pytest.raises(WorkerFailed, match="its output is above") as failed:
+        link_test.run_here(2, said.append)
+    assert str(failed.value).startswith("rank ")
+    assert any("no_such_module" in line for line in said)
 
 
 def times(bytes_per_s: float, *, is_correct: bool = True) -> tuple[AllReduceTime, ...]:
