@@ -1,4 +1,4 @@
-"""``fleetbench doctor``: what this machine offers, and what will get in the way. Reads only."""
+"""``fleetbench doctor``: what this machine offers, and what will get in the way. Reads only, but for ``--network``, which times links."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fleetbench.cli.options import Commands, add_command, add_json
+from fleetbench.cli.doctor_network import run_network
+from fleetbench.cli.options import Commands, add_command, add_json, show_command, whole
 from fleetbench.cli.output import emit, emit_table, new_table
+from fleetbench.errors import ConfigError
 
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _GIB = 2**30
@@ -20,11 +22,22 @@ _GIB = 2**30
 def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "doctor", "look at this machine: versions, cores, devices, network", run)
+    network = "time what the network carries, between ranks on this machine or those that COMMAND, a launcher with its options, starts"
+    parser.add_argument("--network", action="store_true", help=network)
+    ranks = "with --network: number of ranks on this machine; default: one per GPU, or 2"
+    parser.add_argument("--nproc", type=whole(2), metavar="N", help=ranks)
     add_json(parser, "the findings")
+    show_command(parser)
+    parser.set_defaults(command_line=(), interrupted="all ranks were stopped")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found; a warning is no failure."""
+    if arguments.network:
+        return run_network(arguments.command_line, arguments.nproc, as_json=arguments.json)
+    if arguments.nproc is not None or arguments.command_line:
+        given = "-- COMMAND" if arguments.command_line else "--nproc"
+        raise ConfigError("goes with --network", given, hint="fleetbench doctor --network -- torchrun --nproc-per-node 2")
     findings = examine()
     if arguments.json:
         emit(json.dumps(dataclasses.asdict(findings), indent=1))

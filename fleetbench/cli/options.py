@@ -50,8 +50,13 @@ def add_strategy(parser: argparse.ArgumentParser) -> None:
 
 
 def add_command_line(parser: argparse.ArgumentParser) -> None:
-    """Let a command follow, and the usage say so; to be called after all other options."""
+    """Let a command follow that starts in a folder; to be called after all other options."""
     parser.add_argument("--workdir", type=Path, metavar="DIR", help="start the command in this folder; default: here")
+    show_command(parser)
+
+
+def show_command(parser: argparse.ArgumentParser) -> None:
+    """Let the usage say that a command may follow; to be called after all options."""
     parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [-- COMMAND ...]".replace("%", "%%")
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SEPARATOR = "--"
 REGISTRY_SCRIPT = "real.workloads.train"
 """The module that trains an experiment's own workload as a user's script would."""
-TAKE_A_COMMAND = ("why", "profile", "tune", "estimate")
+TAKE_A_COMMAND = ("why", "profile", "tune", "estimate", "doctor")
 _OF_THE_WORKLOAD = ("target_loss", "eval_every", "steps")
 """What may be set of it; model, data and the rest are the script's."""
 _MOST_ENTRIES = 100_000

@@ -1,11 +1,12 @@
-"""What a host's network hardware should carry, and what its processes use; from sysfs, psutil and nvidia-smi, without torch.
+"""What a host's network hardware should carry, and what its processes use, without torch.
 
-Sources: the kernel's Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net; tcp_info in linux/tcp.h;
-``nvidia-smi topo --help``.
+Sources: the kernel's Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net; tcp_info in
+linux/tcp.h; ``nvidia-smi topo --help``.
 """
 
 import collections
 import ipaddress
+import itertools
 import os
 import re
 import shutil
@@ -26,9 +27,8 @@ _NVIDIA_SMI_S = 20.0
 """Seconds for nvidia-smi to answer: without persistence mode it starts the driver first."""
 _TCP_BYTES_ACKED = slice(120, 128)
 """Where ``tcp_info`` has ``tcpi_bytes_acked``, an unsigned integer (linux/tcp.h; Linux 4.1)."""
-_PATHS = r"(?:X|NV\d+|PIX|PXB|PHB|NODE|SYS)"
 _CLOSEST = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""What lies between a GPU and a network adapter, the shortest way first: one PCIe switch, several, a host bridge, a NUMA node, two."""
+"""What lies between a GPU and a network adapter, the shortest way first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,19 +95,24 @@ def this_host(sysfs: Path = SYSFS) -> Host:
 
 
 def _interfaces(sysfs: Path) -> tuple[Interface, ...]:
-    """Those that are up and have an address: addresses are psutil's, and so is the rest where sysfs is another network's."""
+    """Those that are up and have an address; psutil's state where sysfs shows another network namespace."""
     found, known = [], psutil.net_if_stats()
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         folder = sysfs / "class/net" / name
         state = _text(folder / "operstate") or ("up" if name in known and known[name].isup else "down")
-        usable = [each for entry in addresses if (each := _with_prefix(entry.address, entry.netmask)) is not None]
+        read = [_with_prefix(entry.address, entry.netmask) for entry in addresses]
+        usable = sorted((each for each in read if each is not None), key=lambda each: ":" in each)
         if usable and state in ("up", "unknown"):  # the loopback's and many virtual devices' is unknown
             mtu = _number(folder / "mtu") or (known[name].mtu if name in known else None)
-            speed = _number(folder / "speed")
-            usable.sort(key=lambda each: ":" in each)
-            rate = BitsPerSecond(speed * 10**6) if speed is not None and speed > 0 else None  # -1 and an error are both unknown
-            found.append(Interface(name=name, addresses=tuple(usable), mtu=mtu, speed=rate))
+            found.append(Interface(name=name, addresses=tuple(usable), mtu=mtu, speed=_speed(folder)))
     return tuple(found)
+
+
+def _speed(folder: Path) -> BitsPerSecond | None:
+    """None of a virtual device above no other, as in containers: it says 10 Gbit/s, whatever carries it."""
+    is_real = (folder / "device").exists() or any(folder.glob("lower_*"))
+    speed = _number(folder / "speed") or -1  # which is what many drivers say that do not know
+    return BitsPerSecond(speed * 10**6) if is_real and speed > 0 else None
 
 
 def _with_prefix(address: str, netmask: str | None) -> str | None:
@@ -148,28 +153,30 @@ def _number(path: Path) -> int | None:
 
 
 def _gpus() -> Gpus | None:
-    if shutil.which("nvidia-smi") is None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
         return None
     texts = []
     for words in (("topo", "-m"), ("nvlink", "-s")):
         try:
-            done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=False)  # noqa: S607
-        except (OSError, subprocess.TimeoutExpired):
+            texts.append(subprocess.check_output([program, *words], text=True, timeout=_NVIDIA_SMI_S))
+        except (OSError, subprocess.SubprocessError):
             return None
-        texts.append(done.stdout)
     return read_gpus(*texts)
 
 
 def read_gpus(topology: str, nvlink: str = "") -> Gpus | None:
     """What ``nvidia-smi topo -m`` and ``nvidia-smi nvlink -s`` print; None where the first names no GPU."""
-    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]  # the headings are underlined
-    heading: Sequence[str] = next((words for words in rows if words[:1] == ["GPU0"] and not re.fullmatch(_PATHS, "".join(words[1:2]))), ())
-    names = [word for word in heading if re.fullmatch(r"GPU\d+|NIC\d+|mlx\d+_\w+", word)]
-    table = {words[0]: dict(zip(names, words[1:], strict=False)) for words in rows if words and words is not heading and words[0] in names}
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)  # the headings are underlined
+    rows = [words for line in plain.splitlines() if (words := line.split())]
+    heading: Sequence[str] = next((words for words in rows if words[0] == "GPU0" and words[1:2] != ["X"]), ())
+    names = list(itertools.takewhile(lambda word: word != "CPU", heading))  # the next column is CPU Affinity
+    own = [words for words in rows if words[0] in names and words is not heading]
+    table = {words[0]: dict(zip(names, words[1:], strict=False)) for words in own}
     gpus = [name for name in table if name.startswith("GPU")]
     if not gpus:
         return None
-    paths = collections.Counter(table[a].get(b, "?") for index, a in enumerate(gpus) for b in gpus[index + 1 :])
+    paths = collections.Counter(table[one].get(other, "?") for one, other in itertools.combinations(gpus, 2))
     adapters = collections.Counter[str]()
     for gpu in gpus:
         ways = [way for name, way in table[gpu].items() if not name.startswith("GPU") and way in _CLOSEST]
@@ -185,8 +192,10 @@ def _nvlink(text: str) -> float | None:
 
 
 def bytes_sent() -> Mapping[str, int]:
-    """Bytes that this process's established TCP connections have sent and got acknowledged, by local address. Linux only."""
+    """Bytes acknowledged of this process's established TCP connections, by local address. Linux only."""
     sent = collections.Counter[str]()
+    if not hasattr(socket, "TCP_INFO"):
+        return sent
     for one in psutil.Process().net_connections(kind="tcp"):
         if one.status == psutil.CONN_ESTABLISHED and one.fd >= 0:
             try:
@@ -199,35 +208,33 @@ def bytes_sent() -> Mapping[str, int]:
 
 
 def interface_of_connections(before: Mapping[str, int] | None = None) -> str | None:
-    """The interface whose address this process's established TCP connections have sent most from, as gloo's; None without connections.
+    """The interface that this process's established TCP connections send most from; None without connections.
 
-    ``before``: an earlier ``bytes_sent()``, and what was sent since counts: between the two lies a collective.
+    ``before``: an earlier ``bytes_sent()``, to count what was sent since: a collective lies between the two.
     """
     now = bytes_sent()
     grown = {address: number - (before or {}).get(address, 0) for address, number in now.items()}
     if not grown:
         return None
     own = max(grown, key=lambda address: grown[address])
-    every = psutil.net_if_addrs().items()
-    return next((name for name, entries in every if any(entry.address.partition("%")[0] == own for entry in entries)), None)
+    every = [(name, entry.address) for name, entries in psutil.net_if_addrs().items() for entry in entries]
+    return next((name for name, address in every if address.partition("%")[0] == own), None)
 
 
 def shared_interfaces(hosts: Sequence[Host]) -> tuple[str, ...]:
     """Interfaces other than the loopback by which several hosts should reach one another.
 
-    They are up on every host under one name, with different addresses of one subnet: bridges of containers have the same address
-    everywhere, and lead nowhere. Empty for a single host, whose own addresses all lead through the loopback.
+    They are up on every host under one name, with different addresses of one subnet: bridges of containers
+    have one address everywhere, and lead nowhere. Empty for a single host, which uses its loopback.
     """
     if len(hosts) < 2:
         return ()
     found = []
     for interface in hosts[0].interfaces:
-        others = [host.interface(interface.name) for host in hosts]
-        if interface.name == LOOPBACK or any(other is None for other in others):
-            continue
-        own = [[ipaddress.ip_interface(address) for address in other.addresses] for other in others if other is not None]
+        same = [other for host in hosts if (other := host.interface(interface.name)) is not None]
+        own = [[ipaddress.ip_interface(address) for address in other.addresses] for other in same]
         nets = set.intersection(*({address.network for address in addresses} for addresses in own))
-        firsts = [next((address.ip for address in addresses if address.network in nets), None) for addresses in own]
-        if nets and len(set(firsts)) == len(hosts):
+        firsts = {next((each.ip for each in addresses if each.network in nets), None) for addresses in own}
+        if interface.name != LOOPBACK and nets and len(same) == len(firsts) == len(hosts):
             found.append(interface.name)
     return tuple(found)

@@ -1,4 +1,4 @@
-"""What a process group's links carry, measured: plain data, and what to do about it. ``real.why.links`` measures."""
+"""What a process group's links carry, as ``real.why.links`` measures it, and what to do about it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,9 +8,9 @@ from fleetbench.config import Config
 from fleetbench.why.interfaces import LOOPBACK, Host
 
 FASTER = 1.2
-"""Another interface is worth a word from this ratio of bus bandwidths on, above what two measurements of one interface differ by."""
+"""Ratio of bus bandwidths from which on another interface is faster, not just measured at a better moment."""
 _SLOW = 0.7
-"""A pair of hosts below this share of the middle pair's bandwidth is slow."""
+"""A pair of hosts below this share of the better half's bandwidth is slow."""
 _UNUSED = 0.5
 """Below this share of the interface's speed, the link carries less than the hardware should."""
 
@@ -78,7 +78,7 @@ class Links(Config):
     times: tuple[AllReduceTime, ...]
     """By size, the smallest first."""
     fit: Link | None = None
-    """The link that a ring among these ranks would need: latency per message, bandwidth one way. None of a single size."""
+    """The link of a ring that takes as long: latency of a message, bandwidth one way. None for one size."""
     interface: str | None = None
     """The one that gloo's connections use on most ranks; None of NCCL, and without connections."""
     pairs: tuple[PairTime, ...] = ()
@@ -95,12 +95,20 @@ class Links(Config):
     def host_names(self) -> tuple[str, ...]:
         """Names of the hosts, with an address where two have one name."""
         names = [host.name for host in self.hosts]
-        return tuple(name if names.count(name) == 1 else f"{name} ({_address(host)})" for name, host in zip(names, self.hosts, strict=True))
+        whole = [f"{host.name} ({self._address(host)})" for host in self.hosts]
+        pairs = zip(names, whole, strict=True)
+        return tuple(name if names.count(name) == 1 else longer for name, longer in pairs)
+
+    def _address(self, host: Host) -> str:
+        """The address of the interface in use, or of another one."""
+        others = (found for found in host.interfaces if found.name != LOOPBACK)
+        best = host.interface(self.interface) or next(others, None)
+        return "no address" if best is None else best.addresses[0].partition("/")[0]
 
     def faster_interface(self) -> tuple[str, float] | None:
-        """The fastest other interface and how many times the bus bandwidth it has of the one in use; None where that is as fast.
+        """The fastest other interface, and its bus bandwidth over that of the one in use; None if not faster.
 
-        Of several measurements of the interface in use the fastest counts.
+        Of several measurements of one interface the fastest counts.
         """
         speeds: dict[str, float] = {}
         for each in self.interfaces:
@@ -108,24 +116,18 @@ class Links(Config):
                 speeds[each.name] = max(speeds.get(each.name, 0.0), each.times[-1].busbw_bytes_per_s)
         used = speeds.pop(self.interface or "", 0.0)
         best = max(speeds, key=lambda name: speeds[name], default=None)
-        return None if best is None or not used or speeds[best] < FASTER * used else (best, speeds[best] / used)
-
-
-def _address(host: Host) -> str:
-    return next((found.addresses[0].partition("/")[0] for found in host.interfaces if found.name != LOOPBACK), "no address")
+        if best is None or not used or speeds[best] < FASTER * used:
+            return None
+        return best, speeds[best] / used
 
 
 def remarks_of_links(links: Links) -> tuple[Remark, ...]:
-    """What slows the group's exchange as far as the measurement tells, the largest gain first; empty where nothing does."""
-    found = [_other_interface(links), _slow_host(links), _below_hardware(links)]
+    """What slows the group's exchange as far as the measurement tells; empty where nothing does."""
+    found = [_other_interface(links), _slow_host(links), _ports_down(links), _below_hardware(links)]
     wrong = [each.size_bytes for each in links.times if not each.is_correct]
     if wrong:
         remedy = "update torch, or exchange tensors of the CPU: this backend corrupts data here"
         found.insert(0, Remark(what=f"The all-reduce of {wrong[0]:,} bytes gave a wrong sum.", remedy=remedy))
-    down = [f"{port.name} of {name} is {port.state}" for name, host in zip(links.host_names, links.hosts, strict=True)
-            for port in host.ports if port.state != "ACTIVE"]  # fmt: skip
-    if down and any(host.has_infiniband for host in links.hosts):
-        found.append(Remark(what=f"Adapters are not in use: {', '.join(down)}.", remedy="look at cables and the subnet manager: ibstat"))
     return tuple(remark for remark in found if remark is not None)
 
 
@@ -134,7 +136,8 @@ def _other_interface(links: Links) -> Remark | None:
     if faster is None:
         return None
     name, ratio = faster
-    what = f"gloo exchanges over {links.interface}; over {name} an all-reduce has {ratio:.1f} times the bandwidth."
+    used = f"gloo exchanges over {links.interface}"
+    what = f"{used}; over {name} an all-reduce has {ratio:.1f} times the bandwidth."
     return Remark(what=what, remedy=f"GLOO_SOCKET_IFNAME={name}")
 
 
@@ -142,7 +145,7 @@ def _slow_host(links: Links) -> Remark | None:
     """With three hosts or more: the host all of whose pairs are slow, or else the slow pairs."""
     if len(links.pairs) < 3:
         return None
-    middle = sorted(pair.bytes_per_s for pair in links.pairs)[len(links.pairs) // 2]
+    middle = sorted(pair.bytes_per_s for pair in links.pairs)[-(len(links.pairs) // 2)]  # a slow host has two pairs
     slow = [pair for pair in links.pairs if pair.bytes_per_s < _SLOW * middle]
     if not slow:
         return None
@@ -152,12 +155,28 @@ def _slow_host(links: Links) -> Remark | None:
         name = names[common.pop()]
         what = f"The links of {name} carry {100 * share:.0f} % of what the other hosts' carry."
         return Remark(what=what, remedy=f"leave {name} out, and look at its adapter, cable and switch port")
-    what = f"Between {' and '.join(names[host] for host in slow[0].hosts)} a message has {100 * share:.0f} % of the other pairs' bandwidth."
+    between = " and ".join(names[host] for host in slow[0].hosts)
+    what = f"Between {between} a message has {100 * share:.0f} % of the other pairs' bandwidth."
     return Remark(what=what, remedy="look at the cables and switch ports between the two")
 
 
+def _ports_down(links: Links) -> Remark | None:
+    """Ports that are active on one host and not on another; those that nobody uses are down on all."""
+    active = {port.name for host in links.hosts for port in host.ports if port.state == "ACTIVE"}
+    down = [
+        f"{port.name} of {name} is {port.state}"
+        for name, host in zip(links.host_names, links.hosts, strict=True)
+        for port in host.ports
+        if port.name in active and port.state != "ACTIVE"
+    ]
+    if not down:
+        return None
+    what = f"Ports are down that other hosts use: {', '.join(down)}."
+    return Remark(what=what, remedy="look at cables and the subnet manager: ibstat")
+
+
 def _below_hardware(links: Links) -> Remark | None:
-    """Of gloo between hosts: bus bandwidth, which is what each link of a ring carries, against the slowest host's interface."""
+    """Of gloo between hosts: bus bandwidth, which each link of a ring carries, and the slowest interface."""
     found = [host.interface(links.interface) for host in links.hosts]
     speeds = [interface.speed for interface in found if interface is not None and interface.speed is not None]
     carries = 8 * links.busbw_bytes_per_s
@@ -165,5 +184,5 @@ def _below_hardware(links: Links) -> Remark | None:
         return None
     carried, made_for = (f"{rate / 1e9:.3g} Gbit/s" for rate in (carries, min(speeds)))
     what = f"{links.interface} is made for {made_for}, and the exchange gets {carried} out of it."
-    remedy = "look for other traffic; on GPUs use backend nccl: gloo copies through the host and one connection"
+    remedy = "look for other traffic, and on GPUs use backend nccl: gloo copies through the host"
     return Remark(what=what, remedy=remedy)

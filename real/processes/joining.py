@@ -29,10 +29,11 @@ _POLL_S = 0.02
 _LOOPBACK = ("127.0.0.1", 1)
 
 
-def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
+def join(role: Role, timeout: timedelta, backend: str | None = None, *, takes_interface: bool = True) -> None:
     """Make torch's process group. By default NCCL carries it where somebody started several on CUDA; gloo where they share it, and else.
 
-    With ``CUDA_VISIBLE_DEVICES`` a rank may see its own device alone, so that their number says nothing.
+    With ``CUDA_VISIBLE_DEVICES`` a rank may see its own device alone, so that their number says nothing. ``takes_interface``: see
+    ``take_interface``; else gloo chooses, as in scripts of others.
 
     Raises ``ConfigError`` for a parameter server, and where the address of rank 0 is missing.
     """
@@ -51,7 +52,8 @@ def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
         file.set_timeout(timeout)
         dist.init_process_group(backend, store=file, rank=role.rank, world_size=role.trainers, timeout=timeout)
         return
-    take_interface(*(_address(role) or _LOOPBACK), patience_s=timeout.total_seconds())
+    if takes_interface:
+        take_interface(*(_address(role) or _LOOPBACK), patience_s=timeout.total_seconds())
     store: Any = dist.HashStore()  # type: ignore[attr-defined]  # missing from __all__ only
     if role.rendezvous is not None:
         ways = dist.rendezvous(role.rendezvous, role.rank, role.trainers, timeout=timeout)  # type: ignore[attr-defined]  # as above
@@ -138,6 +140,11 @@ def take_interface(host: str, port: int, *, patience_s: float = 0.0) -> None:
         raise EnvironmentLacks("here this name is the loopback, where no other machine comes", "the rendezvous", f"{host}:{port}", hint)
     if name is not None:
         os.environ[GLOO] = name
+
+
+def own_name_is_loopback() -> bool:
+    """Whether this host's name resolves to its loopback alone, or not at all: gloo then chooses the loopback, where no other host comes."""
+    return all(is_loopback(address) for address in _addresses(socket.gethostname()))
 
 
 def is_loopback(host: str) -> bool:

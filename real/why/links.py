@@ -1,7 +1,8 @@
-"""Link test: what the links of a process group carry, in a job of its own or between two steps of somebody else's training.
+"""Link test: what the links of a process group carry, in a job of its own or between two steps of a training.
 
-``measure_links`` leaves nothing behind: ranks agree through the default store, under keys that are deleted at the end; groups over other
-interfaces are made without torch's registry and without environment variables. Sources: nccl-tests, doc/PERFORMANCE.md, for bus bandwidth.
+``measure_links`` leaves nothing behind but a counter in the default store, through which ranks agree; groups
+over other interfaces are made without torch's registry and without environment variables. Source of bus
+bandwidth: nccl-tests, doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations
@@ -37,34 +38,43 @@ _ELEMENT = 4
 _VALUES = 256
 """Ranks contribute so many different numbers: their sum is exact."""
 
+Times = tuple[AllReduceTime, ...]
 Process = Any  # a ProcessGroup, or a Backend such as ProcessGroupGloo: torch declares no type that both have
 
 
 def measure_links(
-    group: dist.ProcessGroup | None = None, sizes: Sequence[int] = SIZES, seconds: float = 1.0, *, pairs: bool = True
+    group: dist.ProcessGroup | None = None,
+    sizes: Sequence[int] = SIZES,
+    seconds: float = 1.0,
+    *,
+    pairs: bool = True,
 ) -> Links:
-    """Time all-reduces of ``sizes`` bytes in ``group``, by default the job's own; every rank of it calls this at the same place.
+    """Time all-reduces of ``sizes`` bytes in ``group``, by default the job's own; all its ranks call this.
 
-    ``seconds``: about so long the all-reduces of a group take together; at least three repeats of each size. Between several hosts there
-    are messages of 4 MiB too (``pairs``; NCCL makes a communicator for each pair, which takes GPU memory), and with gloo the same
-    all-reduces over each other interface. Memory: once the largest size. Raises ``ConfigError`` where there is no process group, or this
-    rank is not in it; a collective that fails raises torch's error.
+    ``seconds``: about so long the all-reduces take, with at least three repeats of each size. Between several
+    hosts there are messages of 4 MiB too (``pairs``: NCCL makes a communicator for each, which takes GPU
+    memory), and with gloo the same all-reduces over each other interface. Takes memory for the largest size.
+    Raises ``ConfigError`` where there is no process group, or this rank is not in it; a collective that fails
+    raises torch's error.
     """
     if not dist.is_initialized():
-        raise ConfigError("there is no process group", "measure_links", hint="call torch.distributed.init_process_group first")
+        hint = "call torch.distributed.init_process_group first"
+        raise ConfigError("there is no process group", "measure_links", hint=hint)
     process = group if group is not None else dist.group.WORLD
     if process is None or dist.get_rank(process) < 0:
-        raise ConfigError("this rank is not in the group", "measure_links", hint="call it on the ranks of the group alone")
-    is_nccl = torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config(process).split(",")
-    device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+        hint = "call it on the ranks of the group alone"
+        raise ConfigError("this rank is not in the group", "measure_links", hint=hint)
+    device = device_of_group(process)
+    is_nccl = device.type == "cuda"
     before = {} if is_nccl else bytes_sent()
     times = _all_reduces(process, device, sizes, seconds)
-    with _Meeting(process, device) as meeting:
-        told = {"host": encode(this_host()), "interface": None if is_nccl else interface_of_connections(before)}
-        found = decode(meeting.decide(told, _told), _Told, "hosts")
+    with Meeting(process, device) as meeting:
+        interface = None if is_nccl else interface_of_connections(before)
+        told = meeting.decide({"host": encode(this_host()), "interface": interface}, _told)
+        found = decode(told, _Told, "hosts")
         own_pairs = _neighbours(process, device, found.host_of_rank) if pairs and len(found.hosts) > 1 else []
+        all_pairs = meeting.decide(encode(own_pairs), _in_order)
         others = [] if is_nccl else _other_interfaces(meeting, found, sizes, seconds)
-        all_pairs = meeting.decide(encode(own_pairs), lambda told: sorted(itertools.chain(*told), key=lambda pair: pair["hosts"]))
     line = fit_line([each.size_bytes for each in times], [each.median_s for each in times])
     return Links(
         backend="nccl" if is_nccl else "gloo",
@@ -79,6 +89,17 @@ def measure_links(
     )
 
 
+def device_of_group(process: Process) -> torch.device:
+    """This rank's GPU of a group of NCCL, the CPU of gloo. Raises ``ConfigError`` for other backends."""
+    backends = dist.get_backend_config(process).split(",")
+    if torch.cuda.is_available() and "cuda:nccl" in backends:
+        return torch.device("cuda", torch.cuda.current_device())
+    if "cpu:gloo" not in backends:
+        hint = "time a group of gloo or NCCL"
+        raise ConfigError("has links that cannot be timed", "the process group", ",".join(backends), hint)
+    return torch.device("cpu")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Told(Config):
     """What rank 0 makes of what all ranks say of their host."""
@@ -89,16 +110,21 @@ class _Told(Config):
 
 
 def _told(told: Sequence[dict[str, Any]]) -> Any:
-    """Hosts of all ranks, each once, as a ``_Told``: hosts of one name with other addresses are two, as network namespaces are."""
-    keys = [json.dumps([own["host"]["name"], [each["addresses"] for each in own["host"]["interfaces"]]]) for own in told]
+    """Hosts of all ranks, each once, as a ``_Told``; network namespaces of a machine differ in addresses."""
+    addresses = [[each["addresses"] for each in own["host"]["interfaces"]] for own in told]
+    keys = [str((own["host"]["name"], each)) for own, each in zip(told, addresses, strict=True)]
     first = list(dict.fromkeys(keys))
     hosts = [told[keys.index(key)]["host"] for key in first]
     used = Counter(own["interface"] for own in told).most_common(1)[0][0]
     return encode({"hosts": hosts, "host_of_rank": [first.index(key) for key in keys], "interface": used})
 
 
-class _Meeting:
-    """Decisions that all ranks of a group take alike: each tells rank 0, which decides; JSON texts through the default store.
+def _in_order(told: Sequence[Any]) -> Any:
+    return sorted(itertools.chain(*told), key=lambda pair: pair["hosts"])
+
+
+class Meeting:
+    """Decisions that all ranks of a group take alike: each tells rank 0, which decides, in the default store.
 
     Every rank asks for the same decisions in the same order; at the end of the ``with`` their keys are gone.
     """
@@ -107,9 +133,9 @@ class _Meeting:
         store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
         own = float(store.add(f"{_PREFIX}/meetings", 1)) if process.rank() == 0 else 0.0
         (number,) = _largest(process, device, own)
-        self.store: Any = dist.PrefixStore(f"{_PREFIX}/{number:.0f}", store)  # type: ignore[attr-defined]  # missing from __all__ only
+        self.store = _part_of(store, f"{_PREFIX}/{number:.0f}")
         self.process, self._device = process, device
-        self.turn, self._written = 0, list[str]()
+        self.turn = 0
 
     def __enter__(self) -> Self:
         return self
@@ -117,22 +143,23 @@ class _Meeting:
     def __exit__(self, failed: object, *_: object) -> None:
         if failed is None:
             _largest(self.process, self._device, 0.0)  # all have read everything
-        for key in self._written:
-            self.store.delete_key(key)
+            for key in self.store.list_keys() if self.process.rank() == 0 else ():  # gloo's own among them
+                self.store.delete_key(key)
 
     def decide(self, own: Any, decision: Callable[[list[Any]], Any]) -> Any:
         """What rank 0 decides of every rank's ``own``, in the order of ranks; both are what JSON can say."""
         self.turn += 1
         keys = [f"{self.turn}/{rank}" for rank in range(self.process.size())]
         answer = f"{self.turn}/answer"
-        self._write(keys[self.process.rank()], own)
+        self.store.set(keys[self.process.rank()], json.dumps(own))
         if self.process.rank() == 0:
-            self._write(answer, decision([json.loads(text) for text in self.store.multi_get(keys)]))
+            told = [json.loads(text) for text in self.store.multi_get(keys)]
+            self.store.set(answer, json.dumps(decision(told)))
         return json.loads(self.store.get(answer))
 
-    def _write(self, key: str, value: Any) -> None:
-        self._written.append(key)
-        self.store.set(key, json.dumps(value))
+
+def _part_of(store: Any, prefix: str) -> Any:
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # missing from __all__ only
 
 
 def _largest(process: Process, device: torch.device, *numbers: float) -> list[float]:
@@ -142,8 +169,8 @@ def _largest(process: Process, device: torch.device, *numbers: float) -> list[fl
     return told.tolist()
 
 
-def _all_reduces(process: Process, device: torch.device, sizes: Sequence[int], seconds: float) -> tuple[AllReduceTime, ...]:
-    """Each size's all-reduce, once to see that its sum is right and how long it takes, then as often as all ranks agree on."""
+def _all_reduces(process: Process, device: torch.device, sizes: Sequence[int], seconds: float) -> Times:
+    """Each size's all-reduce: once to see whether its sum is right, then as often as the slowest rank can."""
     ranks, found = process.size(), list[AllReduceTime]()
     if ranks == 1:
         return ()
@@ -187,7 +214,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _neighbours(process: Process, device: torch.device, host_of_rank: Sequence[int]) -> list[PairTime]:
-    """What this rank has timed: each host's first rank and the next host's, at most two of whose pairs are busy at a time."""
+    """What this rank has timed of messages between a host's first rank and the next host's."""
     leaders = [host_of_rank.index(host) for host in range(max(host_of_rank) + 1)]
     num, found = len(leaders), list[PairTime]()
     chain = [(host, host + 1) for first in (0, 1) for host in range(first, num - 1, 2)]
@@ -196,32 +223,38 @@ def _neighbours(process: Process, device: torch.device, host_of_rank: Sequence[i
         if process.rank() not in ends:
             continue
         is_first, took = process.rank() == ends[0], list[float]()
-        message = torch.zeros(_PAIR_BYTES // _ELEMENT, dtype=torch.float32, device=device)
-        for _ in range(1 + _PAIR_REPEATS):
+        whole = torch.zeros(_PAIR_BYTES // _ELEMENT, dtype=torch.float32, device=device)
+        for message in (whole[:1], *[whole] * _PAIR_REPEATS):  # the first opens the connection
             begin = time.perf_counter()
             for sends in (is_first, not is_first):
-                work = process.send([message], ends[is_first], 0) if sends else process.recv([message], ends[is_first], 0)
-                work.wait()
+                move = process.send if sends else process.recv
+                move([message], ends[is_first], 0).wait()
             _wait_for(device)
             took.append((time.perf_counter() - begin) / 2)
         if is_first:
             median = statistics.median(took[1:])
-            found.append(PairTime(hosts=hosts, size_bytes=_PAIR_BYTES, median_s=median, bytes_per_s=_PAIR_BYTES / median))
+            speed = _PAIR_BYTES / median
+            found.append(PairTime(hosts=hosts, size_bytes=_PAIR_BYTES, median_s=median, bytes_per_s=speed))
     return found
 
 
-def _other_interfaces(meeting: _Meeting, told: _Told, sizes: Sequence[int], seconds: float) -> list[InterfaceTime]:
-    """All-reduces over each interface that all hosts share; over the one in use before and after the others, as two moments differ."""
+def _other_interfaces(
+    meeting: Meeting,
+    told: _Told,
+    sizes: Sequence[int],
+    seconds: float,
+) -> list[InterfaceTime]:
+    """All-reduces over each interface that all hosts share; over the one in use twice, as moments differ."""
     shared = shared_interfaces(told.hosts)
     others = [name for name in shared if name != told.interface]
     used = [name for name in shared if name == told.interface]
     return [_over(name, meeting, sizes, seconds) for name in (*used, *others, *used)] if others else []
 
 
-def _over(name: str, meeting: _Meeting, sizes: Sequence[int], seconds: float) -> InterfaceTime:
-    """All-reduces in a gloo group over one interface; all ranks say together whether there is one, and whether it went well."""
+def _over(name: str, meeting: Meeting, sizes: Sequence[int], seconds: float) -> InterfaceTime:
+    """All-reduces in a gloo group over one interface; all ranks agree on whether it was made and worked."""
     error, group = None, None
-    times: tuple[AllReduceTime, ...] = ()
+    times: Times = ()
     try:
         group = gloo_over(name, meeting)
     except RuntimeError as failed:
@@ -236,18 +269,19 @@ def _over(name: str, meeting: _Meeting, sizes: Sequence[int], seconds: float) ->
     return InterfaceTime(name=name, times=times if error is None else (), error=error)
 
 
-def gloo_over(interface: str, meeting: _Meeting) -> Process:
-    """A gloo group of the meeting's ranks over one interface, which torch does not list: it ends when nothing names it any more.
+def gloo_over(interface: str, meeting: Meeting) -> Process:
+    """A gloo group of the meeting's ranks, as if made with GLOO_SOCKET_IFNAME; torch does not list it.
 
-    As if it had been made with GLOO_SOCKET_IFNAME. Raises ``RuntimeError`` where this rank reaches another one not within 10 s.
+    It ends with its last reference. Raises ``RuntimeError`` where a rank is not reached within 10 s.
     """
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # as torch's own tests make one
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()  # noqa: SLF001  # as torch's own tests do
     options._timeout = _INTERFACE_TIMEOUT  # noqa: SLF001  # as above
-    device = dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=False)
+    device = gloo.create_device(interface=interface, lazy_init=False)
     options._devices = [device]  # noqa: SLF001  # as above
     process = meeting.process
-    store = dist.PrefixStore(f"gloo/{meeting.turn}", meeting.store)  # type: ignore[attr-defined]  # missing from __all__ only
-    return dist.ProcessGroupGloo(store, process.rank(), process.size(), options)
+    store = _part_of(meeting.store, f"gloo/{meeting.turn}")
+    return gloo(store, process.rank(), process.size(), options)
 
 
 def _said(failed: RuntimeError) -> str:

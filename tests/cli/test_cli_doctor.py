@@ -15,6 +15,14 @@ from processes import fork_command
 
 from fleetbench.cli import doctor
 from fleetbench.cli.doctor import Findings
+from fleetbench.cli.main import main
+from fleetbench.cluster import Link
+from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from fleetbench.why.interfaces import Gpus, Host, Interface, Port
+from fleetbench.why.links import AllReduceTime, InterfaceTime, Links, PairTime
+from fleetbench.why.nccl_log import Transports
+from real.why import link_test
+from real.why.link_test import LinkReport
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +65,82 @@ def test_a_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
         findings = Findings()
         doctor.look_at_host(findings)
         assert any("busy" in text for text in findings.warnings) == warned
+
+
+def report() -> LinkReport:
+    """What a link test of two hosts with everything may find."""
+    interface = Interface(name="enp170s0np0", addresses=("10.0.0.1/24",), mtu=9000, speed=BitsPerSecond(400 * 10**9))
+    port = Port(name="mlx5_10:1", link_layer="InfiniBand", state="ACTIVE", rate=BitsPerSecond(400 * 10**9))
+    gpus = Gpus(paths={"NV18": 28}, adapters={"PIX": 6, "NODE": 2}, nvlink_bytes_per_s=478e9)
+    hosts = tuple(Host(name=f"gpu-node-{number}", interfaces=(interface,), ports=(port,), gpus=gpus) for number in (17, 18))
+    times = tuple(
+        AllReduceTime(size_bytes=size, median_s=size / 1e9, num=9, algbw_bytes_per_s=1e9, busbw_bytes_per_s=1.9e9, is_correct=size < 2**24)
+        for size in (2**16, 2**24)
+    )
+    links = Links(
+        backend="nccl",
+        ranks=16,
+        hosts=hosts,
+        host_of_rank=(0,) * 8 + (1,) * 8,
+        times=times,
+        fit=Link(bandwidth=BitsPerSecond(10**10), latency=Nanoseconds(20_000)),
+        pairs=(PairTime(hosts=(0, 1), size_bytes=2**22, median_s=0.004, bytes_per_s=1e9),),
+        interfaces=(InterfaceTime(name="enp170s0np0", times=times), InterfaceTime(name="ib0", error="timed out connecting")),
+    )
+    names = ("P2P/CUMEM", "P2P/direct pointer", "NET/IB", "SHM")
+    transports = Transports(
+        version="2.27.3",
+        network="IB",
+        devices=tuple(f"mlx5_{number}:1/IB" for number in range(8)),
+        connections=dict.fromkeys(names, 128),
+        channels=(16,),
+        environment={"NCCL_NET_GDR_LEVEL": "LOC"},
+    )
+    return LinkReport(links=links, transports=transports)
+
+
+def test_the_link_test_is_shown_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tables of what is used and what should be, then each remedy; hosts with the same hardware share a table."""
+    monkeypatch.setattr(link_test, "run_with", lambda *_: report())
+    assert main(["doctor", "--network", "--", "srun", "-N2"]) == 0
+    said = capsys.readouterr().out
+    tables, _, remedies = said.partition("1. ")
+    assert max(map(len, tables.splitlines())) <= 80
+    for word in ("16 ranks on 2 hosts", "WRONG", "3.82 Tbit/s", "gpu-node-17 and 1 more", "28 pairs by NV18", "timed out", "2.27.3"):
+        assert word in tables.replace("\n", " "), word
+    assert "unset NCCL_NET_GDR_LEVEL" in remedies
+    assert "wrong sum" in remedies
+
+
+def test_the_link_test_can_be_read_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the remedies beside what was found."""
+    monkeypatch.setattr(link_test, "run_here", lambda *_: report())
+    assert main(["doctor", "--network", "--nproc", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["links"]["ranks"] == 16
+    assert told["remarks"][1]["remedy"] == "unset NCCL_NET_GDR_LEVEL"
+
+
+def test_rank_0_may_be_elsewhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One launcher per node is started, and one of them prints the result."""
+    monkeypatch.setattr(link_test, "run_with", lambda *_: None)
+    assert main(["doctor", "--network", "--", "torchrun", "--nnodes", "2"]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "another node" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--nproc", "2"], "goes with --network"),
+        (["--", "torchrun"], "goes with --network"),
+        (["--network", "--"], "no command follows"),
+        (["--network", "--nproc", "2", "--", "torchrun"], "says how many ranks"),
+        (["--network", "--nproc", "1"], "at least 2"),
+    ],
+)
+def test_bad_usage_of_the_link_test_is_named(words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is started."""
+    assert main(["doctor", *words]) == 2
+    assert what in capsys.readouterr().err

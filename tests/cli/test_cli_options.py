@@ -31,7 +31,7 @@ OPTIONS = {
     ],
     "evaluate": sorted([*EXPERIMENT, "--against", "--checkpoint", "--samples", "--tolerance", "--vectors"]),
     "testbed": EXPERIMENT,
-    "doctor": ["--help", "--json", "-h"],
+    "doctor": ["--help", "--json", "--network", "--nproc", "-h"],
     "calibrate": sorted([*EXPERIMENT, "--fit", "CELLS"]),
     "estimate": sorted([*EXPERIMENT, "--gpu", "--gpt", "--precision", "--workdir"]),
 }

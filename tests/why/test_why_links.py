@@ -1,0 +1,232 @@
+"""The link test: two ranks of gloo on the loopback, hosts in network namespaces, and what is said of what they found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import fork_command, run_ranks
+
+from fleetbench.cluster import Link
+from fleetbench.config import decode, encode
+from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from fleetbench.quantities import BitsPerSecond
+from fleetbench.why.interfaces import Host, Interface, Port
+from fleetbench.why.links import AllReduceTime, InterfaceTime, Links, PairTime, remarks_of_links
+from real.testbed.link_shaping import Step
+from real.testbed.network import Network
+from real.why import link_test
+from real.why.link_test import run_with, with_module
+
+RANK = Path(__file__).with_name("links_rank.py")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    """What each of two ranks has measured in the job's group and in another, and what was left over."""
+    return [json.loads(str(rank["found"])) for rank in run_ranks(RANK, 2)]
+
+
+def test_two_ranks_find_the_same(found: list[dict[str, Any]]) -> None:
+    """Three sizes with right sums, one host, the loopback, and nothing to set."""
+    assert found[0]["links"] == found[1]["links"]
+    links = decode(found[0]["links"], Links, "links")
+    assert (links.backend, links.ranks, links.host_of_rank, links.interface) == ("gloo", 2, (0, 0), "lo")
+    assert [each.size_bytes for each in links.times] == [4096, 65536, 262144]
+    for each in links.times:
+        assert each.is_correct
+        assert each.num >= 3
+        assert each.busbw_bytes_per_s == pytest.approx(each.size_bytes / each.median_s)  # 2 (n - 1) / n is 1 of two ranks
+    assert isinstance(links.fit, Link)
+    assert (links.pairs, links.interfaces, remarks_of_links(links)) == ((), (), ())
+
+
+def test_another_group_is_measured_by_itself(found: list[dict[str, Any]]) -> None:
+    """With one size there is a time and no line."""
+    part = decode(found[0]["part"], Links, "links")
+    assert (len(part.times), part.fit, part.ranks) == (1, None, 2)
+
+
+def test_the_test_leaves_nothing_behind(found: list[dict[str, Any]]) -> None:
+    """No group, key, variable, thread or open file; and the job's group still sums."""
+    for rank in found:
+        assert all(rank["left"].values()), rank["left"]
+        assert rank["after"] == 2.0
+
+
+def test_a_training_goes_on_as_if_nothing_had_been_measured(found: list[dict[str, Any]]) -> None:
+    """DistributedDataParallel has the same loss, to the last bit, after a link test between two of its steps."""
+    for rank in found:
+        without, with_test = rank["losses"]
+        assert without == with_test
+
+
+@pytest.fixture
+def hosts() -> Iterator[Network]:
+    """Two hosts with two links between them: ``one`` carries 40 Mbit/s, ``two`` 160 Mbit/s."""
+    network = Network(["host0", "host1"])
+    steps = [Step(namespace=name, tool="ip", lines=("link set dev lo up",)) for name in ("host0", "host1")]
+    for number, (device, rate) in enumerate({"one": "40mbit", "two": "160mbit"}.items()):
+        pair = f"link add name {device} type veth peer name {device} netns {{host1}}"
+        steps.append(Step(namespace="host0", tool="ip", lines=(pair,)))
+        for host in (0, 1):
+            lines = (f"addr add 10.{number}.0.{host + 1}/24 dev {device}", f"link set dev {device} up")
+            bucket = f"qdisc replace dev {device} root tbf rate {rate} burst 64kb limit 4mb"
+            steps += [Step(namespace=f"host{host}", tool="ip", lines=lines), Step(namespace=f"host{host}", tool="tc", lines=(bucket,))]
+    network.apply(steps)
+    yield network
+    network.close()
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_the_faster_interface_is_named(hosts: Network, tmp_path: Path) -> None:
+    """Two hosts whose gloo was told to use the slower of two links."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "one", "OMP_NUM_THREADS": "1"}
+    outputs = [tmp_path / f"{rank}.npz" for rank in (0, 1)]
+    ranks = [
+        subprocess.Popen(
+            hosts.command([f"host{rank}"], [sys.executable, str(RANK), str(rank), "2", str(tmp_path / "store"), str(output)]),
+            env=environment,
+        )
+        for rank, output in enumerate(outputs)
+    ]
+    assert [rank.wait(200) for rank in ranks] == [0, 0]
+    told = [json.loads(str(np.load(output)["found"])) for output in outputs]
+    assert told[0]["links"] == told[1]["links"]
+    assert all(all(rank["left"].values()) for rank in told)
+    links = decode(told[0]["links"], Links, "links")
+    assert (len(links.hosts), links.interface) == (2, "one")
+    assert [(each.name, each.error) for each in links.interfaces] == [("one", None), ("two", None), ("one", None)]
+    assert 8 * links.pairs[0].bytes_per_s == pytest.approx(40e6, rel=0.3)
+    (remark,) = remarks_of_links(links)
+    assert remark.remedy == "GLOO_SOCKET_IFNAME=two"
+
+
+def test_doctor_tests_links_on_this_machine(tmp_path: Path) -> None:
+    """Ranks of its own, over the loopback: nothing is to be set, whatever other interfaces there are."""
+    assert fork_command(["doctor", "--network", "--nproc", "2", "--json"], tmp_path / "said", tmp_path).wait(200) == 0
+    told = json.loads((tmp_path / "said").read_text(encoding="utf-8"))
+    assert told["remarks"] == []
+    assert decode(told["links"], Links, "links").ranks == 2
+    assert "transports" not in told
+
+
+@pytest.mark.parametrize(
+    ("command", "last"),
+    [
+        (["torchrun", "--nnodes", "2"], ["-m", "real.why.link_test"]),
+        (["srun", "-N2", "/opt/bin/torchrun", "--nnodes", "2"], ["-m", "real.why.link_test"]),
+        (["python3", "-m", "torch.distributed.run", "--nnodes", "2"], ["-m", "real.why.link_test"]),
+        (["srun", "-n16", "python3", "-u"], ["-m", "real.why.link_test"]),
+        (["python", "launch.py", "--hosts=2"], [sys.executable, "-u", "-P", "-m", "real.why.link_test"]),
+        (["srun", "-n16"], [sys.executable, "-u", "-P", "-m", "real.why.link_test"]),
+    ],
+)
+def test_a_launcher_gets_the_module_as_it_takes_one(command: list[str], last: list[str]) -> None:
+    """Launchers of Python take a module, others a program."""
+    assert with_module(command) == [*command, *last]
+
+
+def test_a_launcher_that_fails_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its own output is passed on; one that does not exist is the environment's lack, and a single rank has no links."""
+    said = list[str]()
+    with pytest.raises(WorkerFailed, match="exit code 7"):
+        run_with(["sh", "-c", "echo trouble; exit 7"], said.append)
+    assert said == ["trouble"]
+    with pytest.raises(EnvironmentLacks, match="No such file"):
+        run_with(["no-such-launcher"], said.append)
+    with pytest.raises(WorkerFailed, match="exit code 1"):
+        run_with(["env", "-u", "RANK"], said.append)
+    assert "links need two ranks" in capfd.readouterr().err
+
+
+def test_a_rank_that_fails_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output has been passed on; its log goes with the temporary folder."""
+    monkeypatch.setattr(link_test, "MODULE", "no_such_module")
+    said = list[str]()
+    with pytest.raises(WorkerFailed, match="its output is above") as failed:
+        link_test.run_here(2, said.append)
+    assert str(failed.value).startswith("rank ")
+    assert any("no_such_module" in line for line in said)
+
+
+def times(bytes_per_s: float, *, is_correct: bool = True) -> tuple[AllReduceTime, ...]:
+    """One all-reduce of 1 MB."""
+    speeds = {"algbw_bytes_per_s": bytes_per_s, "busbw_bytes_per_s": bytes_per_s}
+    return (AllReduceTime(size_bytes=10**6, median_s=1e6 / bytes_per_s, num=3, is_correct=is_correct, **speeds),)
+
+
+def links_of(*names: str, speed: float | None = None, bytes_per_s: float = 1e9, **fields: Any) -> Links:
+    """Links of hosts with an interface ``eth0``, one rank on each."""
+    rate = None if speed is None else BitsPerSecond(round(speed))
+    interface = (Interface(name="eth0", addresses=("10.0.0.1/24",), mtu=1500, speed=rate),)
+    ports = fields.pop("ports", ())
+    given = {"backend": "gloo", "interface": "eth0", "times": times(bytes_per_s)} | fields
+    hosts = tuple(Host(name=name, interfaces=interface, ports=ports) for name in names)
+    return Links(ranks=len(names), hosts=hosts, host_of_rank=tuple(range(len(names))), **given)
+
+
+def test_an_interface_that_is_little_faster_is_no_remedy() -> None:
+    """Measured is the one in use twice, and the better counts; another that failed counts for nothing."""
+    used = (InterfaceTime(name="eth0", times=times(0.5e9)), InterfaceTime(name="eth0", times=times(1e9)))
+    for speed, remedies in ((1.15e9, []), (1.3e9, ["GLOO_SOCKET_IFNAME=eth1"])):
+        others = (InterfaceTime(name="eth1", times=times(speed)), InterfaceTime(name="eth2", error="no route"))
+        found = links_of("a", "b", interfaces=(used[0], *others, used[1]))
+        assert [remark.remedy for remark in remarks_of_links(found)] == remedies
+        assert decode(encode(found), Links, "") == found
+
+
+def test_a_host_with_slow_links_is_named() -> None:
+    """Both of its pairs are slow; a single slow pair names two hosts; two hosts have nothing to be compared with."""
+
+    def pairs(*speeds: float) -> tuple[PairTime, ...]:
+        num = len(speeds)
+        return tuple(
+            PairTime(hosts=(host, (host + 1) % num), size_bytes=4, median_s=4 / speed, bytes_per_s=speed)
+            for host, speed in enumerate(speeds)
+        )
+
+    names = ("a", "b", "c", "d", "e")
+    (remark,) = remarks_of_links(links_of(*names, pairs=pairs(9e8, 3e8, 3e8, 1e9, 1e9)))
+    assert "of c carry 30 %" in remark.what
+    (remark,) = remarks_of_links(links_of("a", "b", "c", pairs=pairs(1e8, 1e8, 4e8)))
+    assert "of b carry 25 %" in remark.what
+    (remark,) = remarks_of_links(links_of(*names, pairs=pairs(9e8, 1e9, 3e8, 1e9, 1e9)))
+    assert "Between c and d" in remark.what
+    assert remarks_of_links(links_of(*names, pairs=pairs(9e8, 1e9, 8e8, 1e9, 1e9))) == ()
+    assert remarks_of_links(links_of("a", "b", pairs=pairs(1e8, 1e9)[:1])) == ()
+
+
+def test_less_than_the_hardware_should_carry_is_said() -> None:
+    """Between hosts, where the interface's speed is known."""
+    (remark,) = remarks_of_links(links_of("a", "b", speed=25e9))
+    assert "made for 25 Gbit/s" in remark.what
+    assert "gets 8 Gbit/s" in remark.what
+    for fine in (links_of("a", "b"), links_of("a", "b", speed=10e9), links_of("a", speed=25e9)):
+        assert remarks_of_links(fine) == ()
+
+
+def test_a_wrong_sum_and_a_port_that_is_down_are_said() -> None:
+    """A sum first, whatever else; a port that is down on one host; those that nobody uses are down on all."""
+    (remark,) = remarks_of_links(links_of("a", "b", times=times(1e9, is_correct=False)))
+    assert "wrong sum" in remark.what
+    down, up = (Port(name="mlx5_2:1", link_layer="InfiniBand", state=state) for state in ("DOWN", "ACTIVE"))
+    fine = links_of("a", "b", ports=(up, Port(name="mlx5_3:1", link_layer="Ethernet", state="DOWN")))
+    assert remarks_of_links(fine) == ()
+    broken = dataclasses.replace(fine, hosts=(fine.hosts[0], Host(name="b", ports=(down,))))
+    (remark,) = remarks_of_links(broken)
+    assert "mlx5_2:1 of b is DOWN" in remark.what
+
+
+def test_hosts_of_one_name_are_told_apart() -> None:
+    """Network namespaces of one machine have its name."""
+    assert links_of("a", "b", "a").host_names == ("a (10.0.0.1)", "b", "a (10.0.0.1)")
