@@ -44,7 +44,7 @@ from real.processes.diagnosis import NOTE
 from real.processes.exits import at_exit, keep_in_forks
 from real.processes.failures import Failures
 from real.processes.joining import join, renew_store
-from real.processes.roles import JOINED, TUNING, launcher_of, role_among, role_of
+from real.processes.roles import JOINED, TUNING, WHY, launcher_of, role_among, role_of
 
 if TYPE_CHECKING:
     from real.checkpoints.saving import Loaded
@@ -344,6 +344,11 @@ def arrive(rank: int) -> None:
         from real.job.driver_watch import watch_driver
 
         watch_driver(rank)
+    if WHY in os.environ:
+        hint = "fleetbench profile -- COMMAND measures what its steps cost"
+        raise ConfigError(
+            "fleetbench why looks at DistributedDataParallel, which this script has left for fleet's lines", "fleet.init", hint=hint
+        )
     if JOINED in os.environ:
         with suppress(OSError):  # a remark of the launcher's depends on it, and nothing else
             Path(os.environ[JOINED]).touch()

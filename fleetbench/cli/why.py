@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress, your_script
-from fleetbench.cli.options import Commands, add_command, add_command_line, add_json, number
+from fleetbench.cli.options import Commands, add_command, add_command_line, add_json, load_experiment, number, whole
 from fleetbench.cli.output import columns, emit, say
 from fleetbench.errors import ConfigError
 
 if TYPE_CHECKING:
     from fleetbench.experiment import Experiment
-    from tuner.why.explaining import Explanation
+    from tuner.why.explanation import Explanation
 
 _SECONDS = 60.0
 _FILE = "why.json"
@@ -24,6 +25,8 @@ _FILE = "why.json"
 def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "why", "look at a training script as it is: why is it slow, and what would help?", run)
+    text = "traces of torch.profiler (files, or folders of them), one for each rank, instead of a command"
+    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help=text)
     parser.add_argument(
         "--set",
         action="append",
@@ -35,6 +38,10 @@ def register(commands: Commands) -> None:
     seconds = number("a number of seconds above zero", math.ulp(0.0))
     text = f"how long to look, about, from the command's start; default: {_SECONDS:g}"
     parser.add_argument("--seconds", type=seconds, default=_SECONDS, metavar="S", help=text)
+    parser.add_argument("--trace", action="store_true", help="record some steps with torch.profiler; default: on GPUs alone")
+    above = number("a number above zero", math.ulp(0.0))
+    parser.add_argument("--link", type=above, metavar="FACTOR", help="of traces: as if links were so many times as fast")
+    parser.add_argument("--ranks", type=whole(2), metavar="N", help="of traces: as if there were so many ranks")
     share = number("a percentage above zero", math.ulp(0.0))
     text = "exit with 1 if more than so many per cent of a step are not compute"
     parser.add_argument("--fail-above", type=share, metavar="PERCENT", help=text)
@@ -49,9 +56,20 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, print the answer and where it is stored."""
-    if not arguments.command_line:
-        hint = "fleetbench why -- torchrun --nproc-per-node 2 train.py"
-        raise ConfigError("needs a command that trains", "fleetbench why", hint=hint)
+    if bool(arguments.command_line) == bool(arguments.traces):
+        hint = "fleetbench why -- torchrun --nproc-per-node 2 train.py, or fleetbench why TRACE.json ..."
+        raise ConfigError("takes a command that trains or traces of one, and no more than one of the two", "fleetbench why", hint=hint)
+    if arguments.traces:
+        from tuner.why.from_traces import explain_traces
+
+        your_script.refuse_workdir(arguments)
+        old = None if arguments.against is None else _earlier(arguments.against)
+        arguments.experiment = str(resources.files("fleetbench").joinpath("script.toml"))
+        base = load_experiment(arguments).replace(name="traces")
+        return show(explain_traces(arguments.traces, "TRACE", link=arguments.link, ranks=arguments.ranks), arguments, base, old)
+    for option, value in (("--link", arguments.link), ("--ranks", arguments.ranks)):
+        if value is not None:
+            raise ConfigError("is for traces; a command has the links and ranks that it has", option, f"{value:g}", "drop it")
     return your_script.drive_script(arguments, _explain)
 
 
@@ -63,7 +81,14 @@ def _explain(arguments: argparse.Namespace, command: tuple[str, ...], base: Expe
         your_script.telling((arguments.workdir or Path()).resolve(), arguments.out),
         progress.stages(lines=True) as advance,
     ):
-        found = explain(command, base.run, seconds=arguments.seconds, workdir=arguments.workdir, progress=advance)
+        found = explain(
+            command,
+            base.run,
+            seconds=arguments.seconds,
+            traces=True if arguments.trace else None,
+            workdir=arguments.workdir,
+            progress=advance,
+        )
     return show(found, arguments, base, old)
 
 

@@ -18,7 +18,7 @@ from fleetbench.report import figures
 from fleetbench.units import milliseconds
 from fleetbench.why.shares import Kind, Share
 from tuner.why.causes import Cause
-from tuner.why.explaining import Explanation
+from tuner.why.explanation import Explanation
 
 _LABELS: dict[Kind, str] = {
     "input": "waiting for batches",
@@ -46,7 +46,8 @@ NOTHING = 0.9
 def text_of(found: Explanation, width: int) -> str:
     """The answer, wrapped to so many columns."""
     shares = found.shares
-    head = f"{counted(found.ranks, 'rank')} on {counted(found.hosts, 'host')}, {counted(shares.num_steps, 'step')}, {found.seconds:.0f} s"
+    hosts = "" if found.hosts is None else f" on {counted(found.hosts, 'host')}"
+    head = f"{counted(found.ranks, 'rank')}{hosts}, {counted(shares.num_steps, 'step')}, {found.seconds:.0f} s"
     lines = [head, "", *_wrapped(_step(found), width, "  ", "  "), ""]
     numbered = {id(cause): number for number, cause in enumerate(found.causes, 1)}
     rows = list(rows_of(found))

@@ -27,6 +27,10 @@ _SELDOM = 0.5
 """Share of the steps that have what comes now and then, at most."""
 _OUTLIER = 0.2
 """Of a median step: what takes so much longer than in the median step comes now and then."""
+_STALL = 2.0
+"""The same of what comes at no regular distance, which is other programs' doing at times."""
+_LEAST_GAPS, _REGULAR = 2, 0.6
+"""Of the distances between steps with such work: how many there are at least, and which share of them is equal."""
 _STEADY = 0.75
 """Share of the steps, and of all waiting, from which a rank counts as slower than the others."""
 _MOST_LATE = 0.02
@@ -239,11 +243,23 @@ def _seldom(log: RankLog, steps: Sequence[RankStep]) -> Mapping[Kind, _Seldom]:
     for kind in _NOW_AND_THEN:
         times = [step.own.get(kind, 0) + step.exposed.get(kind, 0.0) for step in steps]
         usual = median(times)
-        long = [number for number, ns in enumerate(times) if ns > usual + _OUTLIER * length_ns]
+        long = _long(times, usual + _OUTLIER * length_ns)
+        if not _is_regular(long) and kind not in ("save", "evaluate"):
+            long = _long(times, usual + _STALL * length_ns)
         if long and len(long) <= _SELDOM * len(steps):
             gaps = [later - earlier for earlier, later in pairwise(long)]
             found[kind] = _Seldom(usual, round(median(gaps)) if gaps else len(steps), frozenset(long))
     return found
+
+
+def _long(times: Sequence[float], limit: float) -> list[int]:
+    return [number for number, ns in enumerate(times) if ns > limit]
+
+
+def _is_regular(steps: Sequence[int]) -> bool:
+    """Whether most of them lie as far apart as each other."""
+    gaps = [later - earlier for earlier, later in pairwise(steps)]
+    return len(gaps) >= _LEAST_GAPS and sum(gap == median(gaps) for gap in gaps) >= _REGULAR * len(gaps)
 
 
 def _parts(

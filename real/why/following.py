@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame  # by which dynamo sets its compiler
 
 if TYPE_CHECKING:
     from real.why.observer import Observer
@@ -18,14 +19,23 @@ def follow(module: ModuleType) -> None:
     forward, observers, owner = ddp.forward, list["Observer"](), os.getpid()
 
     def observed(model: Any, *inputs: Any, **named: Any) -> Any:
+        compiles = set_eval_frame(None)  # what stands around the forward is no part of a compiled graph
+
         def call() -> Any:
-            return forward(model, *inputs, **named)
+            set_eval_frame(compiles)
+            try:
+                return forward(model, *inputs, **named)
+            finally:
+                set_eval_frame(None)
 
-        if not observers and torch.is_grad_enabled() and os.getpid() == owner and multiprocessing.parent_process() is None:
-            from real.why.observer import Observer
+        try:
+            if not observers and torch.is_grad_enabled() and os.getpid() == owner and multiprocessing.parent_process() is None:
+                from real.why.observer import Observer
 
-            observers.append(Observer(model))
-        return observers[0].forward(model, call, inputs, named) if observers else call()
+                observers.append(Observer(model))
+            return observers[0].forward(model, call, inputs, named) if observers else call()
+        finally:
+            set_eval_frame(compiles)
 
     ddp.forward = _eager(observed)
 

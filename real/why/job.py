@@ -78,5 +78,5 @@ class LookedAt:
         if not parts:
             why = self._launch.unattached or "it ended before a model's first step"
             hint = "wrap the model with DistributedDataParallel; what else trains several ranks is not looked at"
-            raise ConfigError(f"has no step that could be looked at: {why}", "the command", self._command[-1], hint)
+            raise ConfigError(f"has no step that could be looked at: {why}", "the command", " ".join(self._command), hint)
         return [parts[rank] for rank in sorted(parts)]

@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
@@ -53,6 +53,7 @@ class Observer:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
         self._rank, self._trainers = dist.get_rank(), dist.get_world_size()
+        self._backend = dist.get_backend(ddp.process_group)  # which a script may destroy before it ends
         watch_driver(self._rank)
         self._folder = RankSide.of_environment()
         self._beats = BeatWriter(self._folder.beats, self._rank)
@@ -131,15 +132,18 @@ class Observer:
             part["links"] = encode(measure_links(self._ddp.process_group, seconds=_LINKS_S))
         return part
 
-    def _times(self, beat: Any, steps: int, _look: Look) -> Steps:
+    def _times(self, beat: Any, steps: int, look: Look) -> Steps:
         begin = time.perf_counter()
-        for _ in range(steps):
-            beat(self._num_steps + 1)
-            if (yield):
-                return {"complete": False}
+        with _tracing(self._folder.path / f"trace-rank{self._rank}.json") if look.trace else nullcontext() as trace:
+            for _ in range(steps):
+                beat(self._num_steps + 1)
+                if (yield):
+                    return {"complete": False}
+                if trace is not None:
+                    trace.step()
         return {"complete": True, "step_s": (time.perf_counter() - begin) / steps}
 
-    def _watch(self, beat: Any, steps: int, look: Look) -> Steps:
+    def _watch(self, beat: Any, steps: int, _look: Look) -> Steps:
         ahead_ns = self._clock_ahead_ns()
         events, ends, is_over = Events(), [clock()], False
         process, begin_s = psutil.Process(), time.perf_counter()
@@ -147,7 +151,6 @@ class Observer:
         self._batches.clear()
         with ExitStack() as stack:
             stack.enter_context(events.on())
-            trace = stack.enter_context(_tracing(self._folder.path / f"trace-rank{self._rank}.json")) if look.trace else None
             self._ddp._set_ddp_runtime_logging_sample_rate(1)  # noqa: SLF001  # torch has no public name for it
             stack.callback(self._ddp._set_ddp_runtime_logging_sample_rate, _SAMPLE_RATE)  # noqa: SLF001  # as above
             self._events = events
@@ -158,15 +161,13 @@ class Observer:
                     is_over = True
                     break
                 ends.append(clock())
-                if trace is not None:
-                    trace.step()
         cores = (sum(process.cpu_times()[:2]) - cpu_s) / (time.perf_counter() - begin_s)
         log = RankLog(
             rank=self._rank,
             trainers=self._trainers,
             host=Place.here().host,
             device=self._ddp.device_type,
-            backend=dist.get_backend(self._ddp.process_group),
+            backend=self._backend,
             threads=torch.get_num_threads(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             cpu_cores=cores,

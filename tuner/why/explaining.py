@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fleetbench.config import decode
@@ -13,13 +13,15 @@ from fleetbench.experiment import Run
 from fleetbench.why.change import DdpChange
 from fleetbench.why.links import Links
 from fleetbench.why.observed import RankLog, Readiness
-from fleetbench.why.shares import Shares
 from fleetbench.why.steps import drawn, shares_of
+from fleetbench.why.traces import read_shares
 from real.processes.roles import TUNING
 from real.testbed.noise import watching
 from real.why.job import LookedAt
 from real.why.look import Look
 from tuner.why.causes import LEAST_SHARE, NETWORK, Cause, Seen, causes_of
+from tuner.why.explanation import Explanation
+from tuner.why.from_traces import causes_of_traces
 from tuner.why.simulated import Simulated, simulated_of
 from tuner.why.trials import try_change
 
@@ -27,6 +29,8 @@ _STEPS, _SECONDS = 400, 12.0
 """Steps that are watched, at most, and for how long, about."""
 _ALONE, _ALONE_S = 100, 3.0
 """Steps without an exchange, at most, and for how long, about."""
+_TRACED = 6
+"""Steps."""
 _WARMUP = 5
 _CAPS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
 """Bucket caps that are simulated, in MiB."""
@@ -40,40 +44,19 @@ _TRIES = 3
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Why a job's step takes as long as it does."""
-
-    command: str
-    ranks: int
-    hosts: int
-    device: str
-    shares: Shares
-    alone_s: float | None
-    """Seconds of a step of one rank's compute without any exchange; None where the script ended before."""
-    causes: tuple[Cause, ...]
-    """The largest gain first."""
-    all_s: float | None
-    """Seconds of a step with all remedies, simulated; None where nothing was."""
-    foreign_cores: float | None
-    """Cores of this host that other programs computed on while the steps were watched."""
-    seconds: float
-    """Seconds that looking took, from the command's start."""
-    step: tuple[tuple[int, str, float, float], ...] = ()
-    """One step across ranks: rank, what it does, start and duration in seconds."""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def efficiency(self) -> float | None:
-        """The share of what the ranks could do if nothing but compute took time."""
-        return None if self.alone_s is None else min(1.0, self.alone_s / self.shares.step_s)
-
-
 def explain(
-    command: Sequence[str], run: Run, *, seconds: float = 60.0, workdir: Path | None = None, progress: Progress | None = None
+    command: Sequence[str],
+    run: Run,
+    *,
+    seconds: float = 60.0,
+    traces: bool | None = None,
+    workdir: Path | None = None,
+    progress: Progress | None = None,
 ) -> Explanation:
-    """Start the command, look at its steps, and end it; ``seconds``: about so long after its first step.
+    """Start the command, look at its steps, and end it.
 
+    ``seconds``: about so long from its start. ``traces``: record some steps with torch.profiler, whose shares then count, because a host's
+    times do not tell what its device does; by default on GPUs.
     Raises ``ConfigError`` where nothing trains that could be looked at, ``LegFailed`` naming the rank that breaks.
     """
     began, tell, notes = time.monotonic(), progress or (lambda *_: None), list[str]()
@@ -81,7 +64,12 @@ def explain(
         with watching(f"{TUNING}={job.folder}") as load:
             parts = job.look(Look(steps=_STEPS, warmup_steps=_WARMUP, max_s=_SECONDS, links=True), lambda *at: tell("watch", *at))
         logs = tuple(RankLog.of(part["log"]) for part in parts if part["log"] is not None)
-        seen = Seen(logs=logs, shares=shares_of(logs))
+        seen, traced = Seen(logs=logs, shares=shares_of(logs)), None
+        if not job.is_over and (traces if traces is not None else logs[0].device == "cuda"):
+            job.look(Look(what="times", steps=_TRACED, warmup_steps=1, trace=True))
+            traced = read_shares(sorted(job.folder.glob("trace-rank*.json")), "the steps' traces")
+            notes += traced.shares.notes
+            seen = replace(seen, shares=traced.shares)
         if job.is_over:
             notes.append("the script ended by itself before its links were measured and remedies were tried")
         else:
@@ -92,7 +80,7 @@ def explain(
                 alone = decode(parts[0]["alone"], Readiness, "alone")
                 seen = replace(seen, alone=replace(alone, unused=tuple(sorted(unused))))
         simulated = simulated_of(seen)
-        causes = [_simulate(cause, seen, simulated) for cause in causes_of(seen)]
+        causes = [_simulate(cause, seen, simulated) for cause in causes_of(seen)] if traced is None else list(causes_of_traces(traced))
         causes += _better_buckets(seen, simulated)
         causes = _fewer_bytes(causes, seen, simulated)
         deadline_s = began + max(seconds, time.monotonic() - began)

@@ -1,0 +1,102 @@
+"""Causes from traces of torch.profiler: what a device did, and what it waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fleetbench.quantities import counted
+from fleetbench.units import milliseconds
+from fleetbench.why.shares import Kind, Share, Shares
+from fleetbench.why.traces import TraceShares, projected, read_shares
+from tuner.why.causes import LEAST_SHARE, NETWORK, Cause
+from tuner.why.explanation import Explanation
+
+_MORE: dict[Kind, str] = {
+    "input": "waits longer for its batches",
+    "device": "computes longer",
+    "optimizer": "updates longer",
+    "idle": "leaves its device idle for longer",
+    "loop": "runs the script's own code for longer",
+}
+_LEAST_IDLE = 0.05
+"""Of a step: shorter gaps between kernels are no cause."""
+
+
+def explain_traces(sources: Sequence[Path], where: str, *, link: float | None = None, ranks: int | None = None) -> Explanation:
+    """What the traces tell. ``link``: as if links were so many times as fast; ``ranks``: as if there were so many.
+
+    Raises ``ConfigError`` for files that are no traces, or whose steps cannot be told.
+    """
+    began = time.monotonic()
+    found = read_shares(sources, where)
+    notes = list(found.shares.notes)
+    if link is not None or ranks is not None:
+        other = projected(found, link_factor=link, ranks=ranks)
+        what = [*([f"links {link:g} times as fast"] if link is not None else []), *([counted(ranks, "rank")] if ranks is not None else [])]
+        notes.append(f"with {' and '.join(what)} a step takes at most {milliseconds(other.step_s)} ms: {other.notes[-1]}")
+    return Explanation(
+        command=", ".join(map(str, sources)),
+        ranks=found.num_ranks,
+        hosts=None,
+        device="as traced",
+        shares=found.shares,
+        alone_s=found.shares.compute_s,
+        causes=tuple(sorted(causes_of_traces(found), key=lambda cause: -cause.seconds)),
+        all_s=None,
+        foreign_cores=None,
+        seconds=time.monotonic() - began,
+        notes=tuple(notes),
+    )
+
+
+def causes_of_traces(found: TraceShares) -> Iterator[Cause]:
+    """What takes more of a step than it need."""
+    shares = found.shares
+    least = LEAST_SHARE * shares.step_s
+    for rank in sorted({share.rank for share in shares.shares if share.rank is not None}):
+        waits = tuple(share for share in shares.shares if share.rank == rank)
+        if _sum(waits) >= least:
+            kind = max(waits, key=lambda share: share.seconds).kind
+            what = f"rank {rank} {_MORE.get(kind, 'takes longer')} than the others, which wait {_ms(waits)} ms per step for it"
+            yield _cause("a slow rank" if rank == shares.steady_rank else "ranks wait for each other", what, waits, shares)
+    idle = _of(shares, "idle")
+    if _sum(idle) >= _LEAST_IDLE * shares.step_s:
+        yield _idle(found, idle)
+    inputs = _of(shares, "input")
+    if _sum(inputs) >= least:
+        what = f"the device waits {_ms(inputs)} ms per step for batches"
+        yield _cause("the loader", what, inputs, shares, "more workers: DataLoader(..., num_workers=N, pin_memory=True)")
+    for kind, name in (("gradients", NETWORK), ("buffers", "buffers"), ("collective", "other collectives")):
+        own = _of(shares, kind)
+        if _sum(own) >= least:
+            what = f"{_ms(own)} ms per step of communication are not hidden, and {1e3 * found.hidden_s:.3g} ms are"
+            yield _cause(name, what, own, shares, "DistributedDataParallel(..., broadcast_buffers=False)" if kind == "buffers" else "")
+
+
+def _idle(found: TraceShares, idle: tuple[Share, ...]) -> Cause:
+    """A device that waits for its host: because the host waits for it, or launches kernels too late."""
+    if found.host_waits and found.host_waits[0].idle_s >= _sum(idle) / 3:
+        wait = found.host_waits[0]
+        where = f" in {wait.caller}" if wait.caller else ""
+        what = f"{wait.operator}{where} makes the host wait for the device {wait.per_step:.3g} times per step, and then the device for the host"
+        return _cause("synchronisation", what, idle, found.shares, "leave it out, or do it in few steps: keep the loss on the device")
+    what = f"the device is idle for {_ms(idle)} ms per step because the host launches its kernels too late"
+    return _cause("launches", what, idle, found.shares, 'larger batches, or torch.compile(model, mode="reduce-overhead")')
+
+
+def _cause(name: str, what: str, own: tuple[Share, ...], shares: Shares, remedy: str = "") -> Cause:
+    return Cause(name=name, what=what, shares=own, remedy=remedy, simulated_s=shares.step_s - _sum(own))
+
+
+def _of(shares: Shares, kind: str) -> tuple[Share, ...]:
+    return tuple(share for share in shares.shares if share.kind == kind and share.rank is None)
+
+
+def _sum(shares: Sequence[Share]) -> float:
+    return sum(share.seconds for share in shares)
+
+
+def _ms(shares: Sequence[Share]) -> str:
+    return milliseconds(_sum(shares))
