@@ -345,10 +345,8 @@ def arrive(rank: int) -> None:
 
         watch_driver(rank)
     if WHY in os.environ:
-        hint = "fleetbench profile -- COMMAND measures what its steps cost"
-        raise ConfigError(
-            "fleetbench why looks at DistributedDataParallel, which this script has left for fleet's lines", "fleet.init", hint=hint
-        )
+        what = "fleetbench why looks at DistributedDataParallel, and this script trains by fleet's lines"
+        raise ConfigError(what, "fleet.init", hint="fleetbench profile -- COMMAND measures what its steps cost")
     if JOINED in os.environ:
         with suppress(OSError):  # a remark of the launcher's depends on it, and nothing else
             Path(os.environ[JOINED]).touch()

@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fleetbench import units
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.config import encode
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import counted
-from fleetbench.report import units
 
 if TYPE_CHECKING:
     from rich.table import Table

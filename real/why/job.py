@@ -18,6 +18,9 @@ from real.processes.roles import WHY
 from real.processes.started import uninterrupted
 from real.why.look import Look
 
+_NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH,P2P,SHM"}
+"""Variables by which NCCL says in a job's output over what it communicates."""
+
 
 class LookedAt:
     """A command that trains with DistributedDataParallel, as it is. A context manager: entering starts it, leaving ends it.
@@ -47,7 +50,8 @@ class LookedAt:
         timeouts = {"startup_timeout_s": self._run.startup_timeout * 1e-9, "timeout_s": self._run.timeout * 1e-9}
         self._launch = CommandLaunch(self._command, self.folder, **timeouts)
         try:
-            self._launch.start({**self._run.environment, WHY: "1"}, self._workdir)
+            tells = {name: value for name, value in _NCCL_TELLS.items() if name not in os.environ}
+            self._launch.start({**tells, **self._run.environment, WHY: "1"}, self._workdir)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise

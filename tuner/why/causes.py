@@ -6,12 +6,14 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from fleetbench.quantities import MIB, counted
 from fleetbench.units import milliseconds, size
 from fleetbench.why.change import DdpChange
-from fleetbench.why.links import Links, remarks_of_links
+from fleetbench.why.links import Links, Remark, remarks_of_links
+from fleetbench.why.nccl_log import Transports
+from fleetbench.why.nccl_log import remarks as remarks_of_log
 from fleetbench.why.observed import RankLog, Readiness
 from fleetbench.why.shares import Kind, Share, Shares
 from fleetbench.why.steps import spans_of
@@ -97,7 +99,8 @@ class Seen:
     shares: Shares
     alone: Readiness | None = None
     links: Links | None = None
-    lines: dict[tuple[int, Kind], str] = field(default_factory=dict)
+    transports: Transports | None = None
+    """NCCL's, where its log says them."""
 
     @property
     def local_ranks(self) -> int:
@@ -190,14 +193,17 @@ def _network(seen: Seen) -> Iterator[Cause]:
     own = seen.shares.of("gradients")
     num = len(model.bucket_nbytes)
     what = f"{size(model.nbytes)} of gradients in {counted(num, 'bucket')}, of which {_ms(own)} ms are not hidden behind the backward"
-    remedy, factor = "", None
+    remarks, factor = list[Remark](), None
     if seen.links is not None:
         what += f"; an all-reduce gets {seen.links.busbw_bytes_per_s * 8e-9:.3g} Gbit/s on this job's links"
         faster = seen.links.faster_interface()
-        remarks = remarks_of_links(seen.links)
-        if remarks:
-            what, remedy = f"{what}. {remarks[0].what.rstrip('.')}", remarks[0].remedy
         factor = None if faster is None else faster[1]
+        remarks += remarks_of_links(seen.links)
+        if seen.transports is not None:
+            has_infiniband = any(host.has_infiniband for host in seen.links.hosts)
+            remarks += remarks_of_log(seen.transports, len(seen.links.hosts), has_infiniband)
+    what = ". ".join([what, *(remark.what.rstrip(".") for remark in remarks[:2])])
+    remedy = next((remark.remedy for remark in remarks), "")
     yield Cause(name=NETWORK, what=what, shares=shares, remedy=remedy, spares=False, interface=factor)
 
 

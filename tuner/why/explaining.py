@@ -12,6 +12,7 @@ from fleetbench.errors import FleetbenchError
 from fleetbench.experiment import Run
 from fleetbench.why.change import DdpChange
 from fleetbench.why.links import Links
+from fleetbench.why.nccl_log import read_nccl_log
 from fleetbench.why.observed import RankLog, Readiness
 from fleetbench.why.steps import drawn, shares_of
 from fleetbench.why.traces import read_shares
@@ -73,7 +74,7 @@ def explain(
         if job.is_over:
             notes.append("the script ended by itself before its links were measured and remedies were tried")
         else:
-            seen = replace(seen, links=decode(parts[0]["links"], Links, "links"))
+            seen = replace(seen, links=decode(parts[0]["links"], Links, "links"), transports=read_nccl_log(job.output))
             parts = job.look(Look(what="alone", steps=_ALONE, warmup_steps=2, max_s=_ALONE_S), lambda *at: tell("alone", *at))
             if not job.is_over:
                 unused = {name for part in parts for name in part["alone"].get("unused", ())}

@@ -80,7 +80,8 @@ def _idle(found: TraceShares, idle: tuple[Share, ...]) -> Cause:
     if found.host_waits and found.host_waits[0].idle_s >= _sum(idle) / 3:
         wait = found.host_waits[0]
         where = f" in {wait.caller}" if wait.caller else ""
-        what = f"{wait.operator}{where} makes the host wait for the device {wait.per_step:.3g} times per step, and then the device for the host"
+        often = f"{wait.per_step:.3g} times per step"
+        what = f"{wait.operator}{where} makes the host wait for the device {often}, and then the device for the host"
         return _cause("synchronisation", what, idle, found.shares, "leave it out, or do it in few steps: keep the loss on the device")
     what = f"the device is idle for {_ms(idle)} ms per step because the host launches its kernels too late"
     return _cause("launches", what, idle, found.shares, 'larger batches, or torch.compile(model, mode="reduce-overhead")')
