@@ -78,7 +78,7 @@ def _explain(arguments: argparse.Namespace, command: tuple[str, ...], base: Expe
 
     old = None if arguments.against is None else _earlier(arguments.against)
     with (
-        your_script.telling((arguments.workdir or Path()).resolve(), arguments.out),
+        your_script.telling((arguments.workdir or Path()).resolve(), arguments.out, often=""),
         progress.stages(lines=True) as advance,
     ):
         found = explain(

@@ -170,12 +170,12 @@ def refuse_what_is_the_scripts(base: Experiment, overrides: Sequence[str] = ()) 
 
 
 @contextmanager
-def telling(folder: Path, out: Path) -> Iterator[None]:
+def telling(folder: Path, out: Path, often: str = ", over and over,") -> Iterator[None]:
     """Say first that the script writes below ``folder``, and after the ``with``, however it ends, which files it has written.
 
     ``out``: where this command's own results go.
     """
-    say(f"note: the script really runs, over and over, and writes what it writes, in {folder}: {_PROTECTION}")
+    say(f"note: the script really runs{often} and writes what it writes, in {folder}: {_PROTECTION}")
     begin_ns = time.time_ns() - 20_000_000  # file systems' clocks tick, and are behind by up to one tick
     try:
         yield

@@ -27,7 +27,11 @@ _COLLECTIVES = (
 )  # fmt: skip
 """Functions of ``torch.distributed`` that a script calls by itself."""
 _SAMPLES_PER_S = 50.0
-_LIBRARIES = tuple({str(Path(module.__file__ or "").parents[1]) for module in (threading, torch)} | {str(Path(__file__).parents[2])})
+_OURS = ("fleetbench", "real", "sim", "tuner")
+_LIBRARIES = (
+    *{str(Path(module.__file__ or "").parents[1]) for module in (threading, torch)},
+    *(str(Path(__file__).parents[2] / name) for name in _OURS),
+)
 """Folders of Python, of installed packages and of this project: lines below are nobody's script."""
 clock = time.time_ns
 """The Reducer's own times are of this clock."""

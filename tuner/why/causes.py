@@ -18,8 +18,8 @@ from fleetbench.why.observed import RankLog, Readiness
 from fleetbench.why.shares import Kind, Share, Shares
 from fleetbench.why.steps import spans_of
 
-NETWORK = "the network"
-"""Name of a cause."""
+NETWORK, SLOW = "the network", "a slow rank"
+"""Names of causes."""
 LEAST_SHARE = 0.02
 """Of a step: what takes less is no cause."""
 _LEAST_INPUT = 0.05
@@ -110,7 +110,7 @@ class Seen:
 
 def causes_of(seen: Seen) -> list[Cause]:
     """The causes; those of less than 2 % of a step are left out, but not settings whose costs no share shows."""
-    found = [*_slow_rank(seen), *_input(seen), *_network(seen), *_buffers(seen), *_seldom(seen), *_loop(seen)]
+    found = [*_ranks(seen), *_network(seen), *_buffers(seen), *_seldom(seen), *_loop(seen)]
     least = LEAST_SHARE * seen.shares.step_s
     return [cause for cause in found if cause.seconds >= least] + [*_unused(seen), *_threads(seen)]
 
@@ -118,6 +118,16 @@ def causes_of(seen: Seen) -> list[Cause]:
 def _waits(seen: Seen, *, rank: int | None) -> tuple[Share, ...]:
     """Waits in every step, for a rank, or for any."""
     return tuple(s for s in seen.shares.shares if s.rank is not None and s.period is None and rank in (None, s.rank))
+
+
+def _ranks(seen: Seen) -> Iterator[Cause]:
+    """A slow rank, and the loaders of all ranks: one cause where the slow rank waits for its batches."""
+    slow, inputs = list(_slow_rank(seen)), list(_input(seen))
+    for cause in slow:
+        waits_for_batches = cause.name == SLOW and any(share.kind == "input" for share in cause.shares[:1])
+        yield replace(cause, shares=(*cause.shares, *(share for each in inputs for share in each.shares))) if waits_for_batches else cause
+        inputs = [] if waits_for_batches else inputs
+    yield from inputs
 
 
 def _slow_rank(seen: Seen) -> Iterator[Cause]:
@@ -140,7 +150,7 @@ def _slow_rank(seen: Seen) -> Iterator[Cause]:
         name, what = "uneven batches", f"{what}; its batches are {ratio:.2g} times as large"
         remedy = "give each rank as many samples: DistributedSampler does"
     else:
-        name = "a slow rank"
+        name = SLOW
         if kind == "input":
             remedy = _more_workers(seen, rank)
         line = _line(seen, rank, kind)

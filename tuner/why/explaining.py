@@ -26,8 +26,8 @@ from tuner.why.from_traces import causes_of_traces
 from tuner.why.simulated import Simulated, simulated_of
 from tuner.why.trials import try_change
 
-_STEPS, _SECONDS = 400, 12.0
-"""Steps that are watched, at most, and for how long, about."""
+_STEPS, _WATCHED = 400, 0.2
+"""Steps that are watched, at most, and for which share of the time, about."""
 _ALONE, _ALONE_S = 100, 3.0
 """Steps without an exchange, at most, and for how long, about."""
 _TRACED = 6
@@ -63,7 +63,7 @@ def explain(
     began, tell, notes = time.monotonic(), progress or (lambda *_: None), list[str]()
     with LookedAt(command, run, workdir) as job:
         with watching(f"{TUNING}={job.folder}") as load:
-            parts = job.look(Look(steps=_STEPS, warmup_steps=_WARMUP, max_s=_SECONDS, links=True), lambda *at: tell("watch", *at))
+            parts = job.look(Look(steps=_STEPS, warmup_steps=_WARMUP, max_s=_WATCHED * seconds, links=True), lambda *at: tell("watch", *at))
         logs = tuple(RankLog.of(part["log"]) for part in parts if part["log"] is not None)
         seen, traced = Seen(logs=logs, shares=shares_of(logs)), None
         if not job.is_over and (traces if traces is not None else logs[0].device == "cuda"):
@@ -173,10 +173,11 @@ def _try(job: LookedAt, causes: Sequence[Cause], seen: Seen, deadline_s: float, 
         if found is None or found.helps:
             yield replace(cause, tried=found)
             continue
-        times = f"{1e3 * found.today_s:.4g} -> {1e3 * found.other_s:.4g} ms [{1e3 * found.low_s:.4g}, {1e3 * found.high_s:.4g}]"
-        notes.append(f"tried here without a gain that is sure: {cause.remedy}: {times}, {found.pairs} pairs")
         if cause.spares and cause.seconds >= LEAST_SHARE * seen.shares.step_s:
             yield replace(cause, tried=found, simulated_s=None, remedy="", change=None)
+            continue
+        times = f"{1e3 * found.today_s:.4g} -> {1e3 * found.other_s:.4g} ms [{1e3 * found.low_s:.4g}, {1e3 * found.high_s:.4g}]"
+        notes.append(f"tried here without a gain that is sure: {cause.remedy}: {times}, {found.pairs} pairs")
 
 
 def _gain_s(cause: Cause, seen: Seen) -> float:

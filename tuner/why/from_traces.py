@@ -10,7 +10,7 @@ from fleetbench.quantities import counted
 from fleetbench.units import milliseconds
 from fleetbench.why.shares import Kind, Share, Shares
 from fleetbench.why.traces import TraceShares, projected, read_shares
-from tuner.why.causes import LEAST_SHARE, NETWORK, Cause
+from tuner.why.causes import LEAST_SHARE, NETWORK, SLOW, Cause
 from tuner.why.explanation import Explanation
 
 _MORE: dict[Kind, str] = {
@@ -60,7 +60,7 @@ def causes_of_traces(found: TraceShares) -> Iterator[Cause]:
         if _sum(waits) >= least:
             kind = max(waits, key=lambda share: share.seconds).kind
             what = f"rank {rank} {_MORE.get(kind, 'takes longer')} than the others, which wait {_ms(waits)} ms per step for it"
-            yield _cause("a slow rank" if rank == shares.steady_rank else "ranks wait for each other", what, waits, shares)
+            yield _cause(SLOW if rank == shares.steady_rank else "ranks wait for each other", what, waits, shares)
     idle = _of(shares, "idle")
     if _sum(idle) >= _LEAST_IDLE * shares.step_s:
         yield _idle(found, idle)
