@@ -33,7 +33,7 @@ def register(commands: Commands) -> None:
         default=[],
         metavar="KEY=VALUE",
         dest="overrides",
-        help="change a key, such as run.timeout=300; repeatable",
+        help="change a key, such as run.timeout='300 s'; repeatable",
     )
     seconds = number("a number of seconds above zero", math.ulp(0.0))
     text = f"how long to look, about, from the command's start; default: {_SECONDS:g}"

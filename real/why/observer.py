@@ -34,6 +34,7 @@ from real.why.settings import LivingDdp, model_of
 
 _LEAST_STEPS = 10
 _MEETINGS = 9
+_LINKS_SIZES = (64 * 2**10, 512 * 2**10, 4 * 2**20)
 _LINKS_S = 1.0
 """Seconds for measuring the links of a group."""
 _SAMPLE_RATE = 100
@@ -129,7 +130,8 @@ class Observer:
         run = {"watch": self._watch, "alone": self._alone, "times": self._times}[look.what]
         part = yield from run(partial(self._beats.beat, number), steps, look)
         if look.links and part["complete"]:
-            part["links"] = encode(measure_links(self._ddp.process_group, seconds=_LINKS_S))
+            pairs = self._backend != "nccl"  # which makes a communicator for each
+            part["links"] = encode(measure_links(self._ddp.process_group, _LINKS_SIZES, _LINKS_S, pairs=pairs))
         return part
 
     def _times(self, beat: Any, steps: int, look: Look) -> Steps:
