@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 import time
 from collections import Counter
@@ -70,7 +71,9 @@ def measure_links(
     times = _all_reduces(process, device, sizes, seconds)
     with Meeting(process, device) as meeting:
         interface = None if is_nccl else interface_of_connections(before)
-        told = meeting.decide({"host": encode(this_host()), "interface": interface}, _told)
+        is_first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"  # whose word counts
+        host = encode(this_host(asks_gpus=is_first))
+        told = meeting.decide({"host": host, "interface": interface}, _told)
         found = decode(told, _Told, "hosts")
         own_pairs = _neighbours(process, device, found.host_of_rank) if pairs and len(found.hosts) > 1 else []
         all_pairs = meeting.decide(encode(own_pairs), _in_order)
