@@ -34,6 +34,7 @@ _LEAST, _MOST = 3, 200
 """Repeats of an all-reduce."""
 _PREFIX = "fleetbench/links"
 _INTERFACE_TIMEOUT = timedelta(seconds=10)
+_CONNECT_TIMEOUT = _INTERFACE_TIMEOUT / 5  # gloo waits five times as long for connections
 _ELEMENT = 4
 """Bytes of a float32."""
 _VALUES = 256
@@ -279,12 +280,14 @@ def gloo_over(interface: str, meeting: Meeting) -> Process:
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001  # as torch's own tests do
-    options._timeout = _INTERFACE_TIMEOUT  # noqa: SLF001  # as above
+    options._timeout = _CONNECT_TIMEOUT  # noqa: SLF001  # as above
     device = gloo.create_device(interface=interface, lazy_init=False)
     options._devices = [device]  # noqa: SLF001  # as above
     process = meeting.process
     store = _part_of(meeting.store, f"gloo/{meeting.turn}")
-    return gloo(store, process.rank(), process.size(), options)
+    group = gloo(store, process.rank(), process.size(), options)
+    group.set_timeout(_INTERFACE_TIMEOUT)
+    return group
 
 
 def _said(failed: RuntimeError) -> str:
