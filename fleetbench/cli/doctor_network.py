@@ -68,9 +68,9 @@ def _emit_times(links: Links) -> None:
     table = new_table(title, "size", "time", "algbw", "busbw", "sum")
     for each in links.times:
         speeds = [_rate(8 * speed) for speed in (each.algbw_bytes_per_s, each.busbw_bytes_per_s)]
-        size, unit = (each.size_bytes / 2**20, "MiB") if each.size_bytes >= 2**20 else (each.size_bytes / 2**10, "KiB")
-        is_right = "right" if each.is_correct else "WRONG"
-        table.add_row(f"{size:g} {unit}", units.seconds(each.median_s), *speeds, is_right)
+        kib, is_right = each.size_bytes / 2**10, "right" if each.is_correct else "WRONG"
+        size = f"{kib:g} KiB" if kib < 2**10 else f"{kib / 2**10:g} MiB"
+        table.add_row(size, units.seconds(each.median_s), *speeds, is_right)
     if links.fit is not None:
         latency = units.seconds(links.fit.latency / 1e9)
         table.caption = f"as a ring of links with {latency} and {_rate(links.fit.bandwidth)}"

@@ -89,9 +89,10 @@ class Host(Config):
         return next((found for found in self.interfaces if found.name == name), None)
 
 
-def this_host(sysfs: Path = SYSFS) -> Host:
-    """Look at this host; ``sysfs`` is where it is mounted."""
-    return Host(name=socket.gethostname(), interfaces=_interfaces(sysfs), ports=_ports(sysfs), gpus=_gpus())
+def this_host(sysfs: Path = SYSFS, *, asks_gpus: bool = True) -> Host:
+    """Look at this host; ``sysfs`` is where it is mounted. ``asks_gpus``: nvidia-smi takes a second or more."""
+    gpus = _gpus() if asks_gpus else None
+    return Host(name=socket.gethostname(), interfaces=_interfaces(sysfs), ports=_ports(sysfs), gpus=gpus)
 
 
 def _interfaces(sysfs: Path) -> tuple[Interface, ...]:

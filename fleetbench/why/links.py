@@ -145,7 +145,8 @@ def _slow_host(links: Links) -> Remark | None:
     """With three hosts or more: the host all of whose pairs are slow, or else the slow pairs."""
     if len(links.pairs) < 3:
         return None
-    middle = sorted(pair.bytes_per_s for pair in links.pairs)[-(len(links.pairs) // 2)]  # a slow host has two pairs
+    speeds = sorted(pair.bytes_per_s for pair in links.pairs)
+    middle = speeds[-(len(speeds) // 2)]  # of three hosts with a slow one, two of three pairs are slow
     slow = [pair for pair in links.pairs if pair.bytes_per_s < _SLOW * middle]
     if not slow:
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ _LEAST, _MOST = 3, 200
 """Repeats of an all-reduce."""
 _PREFIX = "fleetbench/links"
 _INTERFACE_TIMEOUT = timedelta(seconds=10)
+_CONNECT_TIMEOUT = _INTERFACE_TIMEOUT / 5  # gloo waits five times as long for connections
 _ELEMENT = 4
 """Bytes of a float32."""
 _VALUES = 256
@@ -70,7 +72,9 @@ def measure_links(
     times = _all_reduces(process, device, sizes, seconds)
     with Meeting(process, device) as meeting:
         interface = None if is_nccl else interface_of_connections(before)
-        told = meeting.decide({"host": encode(this_host()), "interface": interface}, _told)
+        is_first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"  # whose word counts
+        host = encode(this_host(asks_gpus=is_first))
+        told = meeting.decide({"host": host, "interface": interface}, _told)
         found = decode(told, _Told, "hosts")
         own_pairs = _neighbours(process, device, found.host_of_rank) if pairs and len(found.hosts) > 1 else []
         all_pairs = meeting.decide(encode(own_pairs), _in_order)
@@ -276,12 +280,14 @@ def gloo_over(interface: str, meeting: Meeting) -> Process:
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001  # as torch's own tests do
-    options._timeout = _INTERFACE_TIMEOUT  # noqa: SLF001  # as above
+    options._timeout = _CONNECT_TIMEOUT  # noqa: SLF001  # as above
     device = gloo.create_device(interface=interface, lazy_init=False)
     options._devices = [device]  # noqa: SLF001  # as above
     process = meeting.process
     store = _part_of(meeting.store, f"gloo/{meeting.turn}")
-    return gloo(store, process.rank(), process.size(), options)
+    group = gloo(store, process.rank(), process.size(), options)
+    group.set_timeout(_INTERFACE_TIMEOUT)
+    return group
 
 
 def _said(failed: RuntimeError) -> str:

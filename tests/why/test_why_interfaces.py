@@ -1,7 +1,8 @@
-"""What a host's hardware should carry: a made-up sysfs, made-up output of nvidia-smi, and real connections of this process."""
+"""What a host's hardware should carry: a made-up sysfs and nvidia-smi, and this process's connections."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 from collections.abc import Iterator
@@ -44,6 +45,8 @@ NIC Legend:
   NIC0: mlx5_0
   NIC1: mlx5_1
 """
+ALONE = Gpus(paths={}, adapters={})
+"""A single GPU, without an adapter."""
 NVLINK = """\
 GPU 0: Some GPU (UUID: GPU-1)
 \t Link 0: 25 GB/s
@@ -66,20 +69,25 @@ def write(root: Path, **files: str) -> None:
 def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Six interfaces as psutil would name them, of which sysfs says more, and two adapters."""
     root = tmp_path / "sys"
-    write(root / "class/net", eth0__operstate="up", eth0__mtu="9000", eth0__speed="25000", eth0__device__vendor="0x1")
+    write(root / "class/net", eth0__operstate="up", eth0__mtu="9000", eth0__speed="25000")
+    write(root / "class/net", eth0__device__vendor="0x1", bond0__lower_eth0__mtu="1500")
     write(root / "class/net", eth1__operstate="down", eth1__mtu="1500", eth1__speed="10000")
-    write(root / "class/net", bond0__operstate="up", bond0__mtu="1500", bond0__speed="50000", bond0__lower_eth0__mtu="1500")
+    write(root / "class/net", bond0__operstate="up", bond0__mtu="1500", bond0__speed="50000")
     write(root / "class/net", veth0__operstate="up", veth0__mtu="1500", veth0__speed="10000")
     write(root / "class/net", lo__operstate="unknown", lo__mtu="65536")
-    write(root / "class/infiniband", mlx5_0__ports__1__rate="400 Gb/sec (4X NDR)", mlx5_0__ports__1__state="4: ACTIVE")
-    write(root / "class/infiniband", mlx5_0__ports__1__link_layer="InfiniBand", mlx5_1__ports__1__rate="2.5 Gb/sec (1X SDR)")
-    write(root / "class/infiniband", mlx5_1__ports__1__state="1: DOWN", mlx5_1__ports__1__link_layer="Ethernet")
+    one, two = (root / f"class/infiniband/mlx5_{number}/ports/1" for number in (0, 1))
+    write(one, rate="400 Gb/sec (4X NDR)", state="4: ACTIVE", link_layer="InfiniBand")
+    write(two, rate="2.5 Gb/sec (1X SDR)", state="1: DOWN", link_layer="Ethernet")
 
     def entry(address: str, netmask: str | None) -> SimpleNamespace:
         return SimpleNamespace(address=address, netmask=netmask)
 
     known = {
-        "eth0": [entry("fd00::5", "ffff:ffff:ffff:ffff::"), entry("10.7.0.5", "255.255.0.0"), entry("00:16:3e:00:00:01", None)],
+        "eth0": [
+            entry("fd00::5", "ffff:ffff:ffff:ffff::"),
+            entry("10.7.0.5", "255.255.0.0"),
+            entry("00:16:3e:00:00:01", None),
+        ],
         "bond0": [entry("10.6.0.5", "255.255.255.0")],
         "eth1": [entry("10.8.0.5", "255.255.255.0")],
         "veth0": [entry("172.30.0.1", "255.255.255.255"), entry("fe80::1%veth0", "ffff:ffff:ffff:ffff::")],
@@ -92,11 +100,16 @@ def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_interfaces_and_ports_are_those_of_sysfs(sysfs: Path) -> None:
-    """One that is down is left out, a virtual device's speed is no speed, and one that sysfs does not show is psutil's."""
+    """What is down is left out, a virtual device's speed is unknown; psutil tells what sysfs does not."""
     host = this_host(sysfs)
     assert host.interfaces == (
         Interface(name="bond0", addresses=("10.6.0.5/24",), mtu=1500, speed=BitsPerSecond(50 * 10**9)),
-        Interface(name="eth0", addresses=("10.7.0.5/16", "fd00::5/64"), mtu=9000, speed=BitsPerSecond(25 * 10**9)),
+        Interface(
+            name="eth0",
+            addresses=("10.7.0.5/16", "fd00::5/64"),
+            mtu=9000,
+            speed=BitsPerSecond(25 * 10**9),
+        ),
         Interface(name="far", addresses=("10.9.0.5/24",), mtu=1400),
         Interface(name="lo", addresses=("127.0.0.1/8",), mtu=65536),
         Interface(name="veth0", addresses=("172.30.0.1/32",), mtu=1500),
@@ -111,7 +124,7 @@ def test_interfaces_and_ports_are_those_of_sysfs(sysfs: Path) -> None:
 
 def test_a_host_can_be_told_as_json(sysfs: Path) -> None:
     """Each rank tells its own."""
-    host = Host(name="alpha", interfaces=this_host(sysfs).interfaces, ports=this_host(sysfs).ports, gpus=read_gpus(TOPOLOGY, NVLINK))
+    host = dataclasses.replace(this_host(sysfs), gpus=read_gpus(TOPOLOGY, NVLINK))
     assert decode(json.loads(json.dumps(encode(host))), Host, "host") == host
 
 
@@ -124,35 +137,35 @@ def test_this_host_has_its_loopback() -> None:
 
 def test_gpus_are_connected_as_nvidia_smi_says() -> None:
     """Pairs by path, adapters by the closest one, and the bandwidth of the GPU with the fewest links."""
-    expected = Gpus(paths={"NV6": 1, "SYS": 2}, adapters={"PXB": 1, "PHB": 1, "SYS": 1}, nvlink_bytes_per_s=25e9)
+    adapters = {"PXB": 1, "PHB": 1, "SYS": 1}
+    expected = Gpus(paths={"NV6": 1, "SYS": 2}, adapters=adapters, nvlink_bytes_per_s=25e9)
     assert read_gpus(TOPOLOGY, NVLINK) == expected
-    assert read_gpus("\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-7\tN/A\n") == Gpus(paths={}, adapters={})
+    assert read_gpus("\tGPU0\tCPU Affinity\nGPU0\t X \t0-7\tN/A\n") == ALONE
     assert read_gpus("No devices were found\n") is None
 
 
-@pytest.mark.parametrize(
-    ("program", "found"), [("printf '\\tGPU0\\tCPU\\nGPU0\\t X \\t0-7\\n'", Gpus(paths={}, adapters={})), ("exit 9", None)]
-)
-def test_nvidia_smi_is_asked_where_it_is_there(program: str, found: Gpus | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_smi_is_asked_where_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of that name; one that fails is as none."""
     fake = tmp_path / "nvidia-smi"
-    fake.write_text(f"#!/bin/sh\n{program}\n")
-    fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert interfaces._gpus() == found
+    for program, found in (("printf 'GPU0 CPU\\nGPU0 X 0-7\\n'", ALONE), ("exit 9", None)):
+        fake.write_text(f"#!/bin/sh\n{program}\n")
+        fake.chmod(0o755)
+        assert interfaces._gpus() == found
 
 
 @pytest.fixture
 def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Two ends of a TCP connection over the loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
-        with far:
+        with near, far:
             yield near, far
 
 
-def test_connections_tell_the_interface_that_they_use(connection: tuple[socket.socket, socket.socket]) -> None:
-    """By what was sent since: a connection that is idle in between counts for nothing, and the process is left as it was."""
+def test_connections_tell_the_interface_they_use(connection: tuple[socket.socket, socket.socket]) -> None:
+    """By what was sent since: a connection that is idle counts for nothing, and no file stays open."""
     near, far = connection
     num = psutil.Process().num_fds()
     before = bytes_sent()
@@ -172,11 +185,12 @@ def test_without_connections_there_is_no_interface(monkeypatch: pytest.MonkeyPat
 def host(name: str, **addresses: str) -> Host:
     """A host with these interfaces, beside its loopback."""
     known = {"lo": "127.0.0.1/8"} | addresses
-    return Host(name=name, interfaces=tuple(Interface(name=each, addresses=(address,), mtu=1500) for each, address in known.items()))
+    found = (Interface(name=each, addresses=(address,), mtu=1500) for each, address in known.items())
+    return Host(name=name, interfaces=tuple(found))
 
 
 def test_hosts_share_interfaces_of_one_name_and_subnet() -> None:
-    """Not the loopback, not a bridge that has one address everywhere, not another subnet, not what a single host has."""
+    """Not the loopback, a bridge with one address everywhere, another subnet, or what a single host has."""
     one = host("a", eth0="10.0.0.1/24", eth1="10.1.0.1/24", docker0="172.17.0.1/16", ib0="10.2.0.1/24")
     two = host("b", eth0="10.0.0.2/24", eth1="10.9.0.2/24", docker0="172.17.0.1/16")
     assert shared_interfaces([one, two]) == ("eth0",)
