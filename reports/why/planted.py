@@ -56,7 +56,21 @@ def main() -> None:
     with path.open("a", encoding="utf-8", newline="") as file:
         table = csv.writer(file)
         if is_new:
-            table.writerow("fault size run commit without_ms with_ms planted_share first_cause found_share remedy is_right".split())
+            table.writerow(
+                [
+                    "fault",
+                    "size",
+                    "run",
+                    "commit",
+                    "without_ms",
+                    "with_ms",
+                    "planted_share",
+                    "first_cause",
+                    "found_share",
+                    "remedy",
+                    "is_right",
+                ]
+            )
         for run in range(options.runs):
             for name in options.faults or FAULTS:
                 table.writerow(one(name, run, options.seed, options.seconds, commit))

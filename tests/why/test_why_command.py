@@ -36,9 +36,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict
         pytest.param("buffers", "buffers", "broadcast_buffers=False", marks=pytest.mark.slow),
     ],
 )
-def test_a_planted_fault_is_the_first_cause(
-    kind: str, cause: str, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_planted_fault_is_the_first_cause(kind: str, cause: str, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The fault is named, the parts add up to a step, and until the script is stopped its training is what it is without."""
     words = ["--seconds", "12", "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), kind)]
     answer = told(capsys, *words)
@@ -92,7 +90,9 @@ def test_what_cannot_be_looked_at(words: list[str], what: str, tmp_path: Path, c
         (["--fail-above", "-1", "--", sys.executable, SCRIPT], "above zero"),
     ],
 )
-def test_bad_usage(words: list[str], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_usage(
+    words: list[str], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What makes no sense is said before anything is started."""
     monkeypatch.chdir(tmp_path)
     assert main(["why", *words]) == 2
