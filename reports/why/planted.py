@@ -37,6 +37,7 @@ FAULTS = {
     "wrong_interface": ("", (0, 0), OVER_LINKS, "the network", "GLOO_SOCKET_IFNAME=fast"),
     "none": ("", (0, 0), "--width 512 --batch 256", "", ""),
 }
+COLUMNS = ("fault", "size", "run", "commit", "without_ms", "with_ms", "planted_share", "first_cause", "found_share", "remedy", "is_right")
 LINKS = {"buckets": ("fast", "fast"), "slow_link": ("slow", "fast"), "wrong_interface": ("slow", "fast")}
 """Links with the fault, and without it."""
 RATES = {"fast": "200mbit", "slow": "50mbit"}
@@ -50,27 +51,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=int, default=40)
     options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        ["/usr/bin/env", "git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     path = HERE / "planted.csv"
     is_new = not path.exists()
     with path.open("a", encoding="utf-8", newline="") as file:
         table = csv.writer(file)
         if is_new:
-            table.writerow(
-                [
-                    "fault",
-                    "size",
-                    "run",
-                    "commit",
-                    "without_ms",
-                    "with_ms",
-                    "planted_share",
-                    "first_cause",
-                    "found_share",
-                    "remedy",
-                    "is_right",
-                ]
-            )
+            table.writerow(COLUMNS)
         for run in range(options.runs):
             for name in options.faults or FAULTS:
                 table.writerow(one(name, run, options.seed, options.seconds, commit))
@@ -160,7 +149,7 @@ def open_links(*, both: bool, rate: str) -> None:
 def close_links() -> None:
     """Remove the namespaces, and their links with them."""
     for node in (0, 1):
-        subprocess.run(["ip", "netns", "del", f"why{node}"], capture_output=True, check=False)
+        subprocess.run(f"ip netns del why{node}".split(), capture_output=True, check=False)
 
 
 def sh(line: str) -> None:
