@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,6 +63,7 @@ def test_the_readmes_commands_run(
     script.write_text(text.replace("EPOCHS, BATCH = 10, 32", "EPOCHS, BATCH = 2, 32"), encoding="utf-8")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "profiles").symlink_to(profiles)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     monkeypatch.chdir(tmp_path)
     commands = _commands()
     assert len(commands) >= 6
@@ -68,7 +71,7 @@ def test_the_readmes_commands_run(
         line = ["bash", "-c", f"printf '%s\\0' {command}"]
         words = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
         assert words[0] == "fleetbench"
-        with forked_launches():
+        with nullcontext() if words[1] == "why" else forked_launches():  # forks do not read PYTHONPATH, by which it looks
             assert main(words[1:]) == 0, f"{command}\n{capsys.readouterr()}"
     assert len(list(profiles.iterdir())) == 1
 

@@ -1,6 +1,5 @@
 """Following: DistributedDataParallel's forward in a process of a job that is looked at."""
 
-import multiprocessing
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -29,7 +28,7 @@ def follow(module: ModuleType) -> None:
                 set_eval_frame(None)
 
         try:
-            if not observers and torch.is_grad_enabled() and os.getpid() == owner and multiprocessing.parent_process() is None:
+            if not observers and torch.is_grad_enabled() and os.getpid() == owner:  # no fork, such as a loader's
                 from real.why.observer import Observer
 
                 observers.append(Observer(model))

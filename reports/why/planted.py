@@ -37,7 +37,20 @@ FAULTS = {
     "wrong_interface": ("", (0, 0), OVER_LINKS, "the network", "GLOO_SOCKET_IFNAME=fast"),
     "none": ("", (0, 0), "--width 512 --batch 256", "", ""),
 }
-COLUMNS = ("fault", "size", "run", "commit", "without_ms", "with_ms", "planted_share", "first_cause", "found_share", "remedy", "is_right")
+COLUMNS = (
+    "fault",
+    "size",
+    "run",
+    "commit",
+    "without_ms",
+    "with_ms",
+    "planted_share",
+    "first_cause",
+    "its_share",
+    "found_share",
+    "remedy",
+    "is_right",
+)
 LINKS = {"buckets": ("fast", "fast"), "slow_link": ("slow", "fast"), "wrong_interface": ("slow", "fast")}
 """Links with the fault, and without it."""
 RATES = {"fast": "200mbit", "slow": "50mbit"}
@@ -92,11 +105,12 @@ def one(name: str, run: int, seed: int, seconds: int, commit: str) -> list[objec
     tried = first["tried"]
     found = 1 - first["simulated_s"] / told["step_s"] if first["simulated_s"] else first["seconds"] / told["step_s"]
     found = 1 - tried["other_s"] / tried["today_s"] if tried else found
+    share = round(first["seconds"] / told["step_s"], 3)
     is_right = first["name"] == cause and remedy in first["remedy"]
     planted = 1 - without_ms / with_ms
     row = [name, size, run, commit, round(without_ms, 2), round(with_ms, 2), round(planted, 3)]
-    print(*row, first["name"], round(found, 3), first["remedy"], is_right, flush=True)
-    return [*row, first["name"], round(found, 3), first["remedy"], is_right]
+    print(*row, first["name"], share, round(found, 3), first["remedy"], is_right, flush=True)
+    return [*row, first["name"], share, round(found, 3), first["remedy"], is_right]
 
 
 def command(arguments: str, link: str | None) -> list[str]:

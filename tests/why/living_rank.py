@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from typing import Any
@@ -36,7 +37,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         widths = (20, 31, 47, 5, 61, 13)
-        pairs = zip(widths, widths[1:], strict=False)
+        pairs = itertools.pairwise(widths)
         self.layers = nn.Sequential(*[part for pair in pairs for part in (nn.Linear(*pair), nn.BatchNorm1d(pair[1]), nn.Tanh())])
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fleetbench.cluster import Cluster, Link, Measured
 from fleetbench.errors import ConfigError
@@ -27,11 +28,12 @@ class Simulated:
     """Steps of the job by the simulator, each as a share of its step as it is.
 
     A step is what the simulator executes (compute, buckets, buffers, a slow rank, the loop's own work) and what it does not: work that
-    comes now and then, collectives of the script's own, waits for a rank that changes from step to step.
+    comes now and then, collectives of the script's own, waits for a rank that changes from step to step. Compute takes
+    as long as it was seen to take beside the exchange; gradients are ready at the same shares of it as alone.
     """
 
     def __init__(self, seen: Seen, alone: Readiness, links: Links, model: Model) -> None:
-        self._seen, self._alone, self._links, self._model = seen, alone, links, model
+        self._seen, self._alone, self._links, self._model = seen, _beside(alone, seen), links, model
         self._steady = seen.shares.steady_rank
         self._today_s = self._total_s(())
 
@@ -42,7 +44,7 @@ class Simulated:
 
     def step_s(self, causes: Sequence[Cause], cap_mb: float | None = None, wire: float = 1.0) -> float:
         """Seconds of a step with the remedies of these causes, with other buckets if ``cap_mb`` is given, and ``wire`` times the bytes."""
-        return self._seen.shares.step_s * self._total_s(causes, cap_mb, wire) / self._today_s
+        return max(0.0, self._seen.shares.step_s - self._today_s + self._total_s(causes, cap_mb, wire))
 
     def best_cap(self, caps: Sequence[float]) -> tuple[float, float]:
         """The cap in MiB whose steps are the shortest, and these seconds."""
@@ -87,6 +89,18 @@ class Simulated:
             cluster=_cluster(seen, self._links, faster, slow),
             strategy=DistributedStrategy(fuse_all_reduce_ops=False, sync_nccl_allreduce=False, broadcast_buffers=broadcasts),
         )
+
+
+def _beside(alone: Readiness, seen: Seen) -> Readiness:
+    """Readiness with forward and backward as long as they were seen to take in steps that exchange."""
+    forward_s, backward_s = (
+        sum(s.seconds for s in seen.shares.shares if s.kind == kind and s.rank is None) for kind in ("forward", "backward")
+    )
+    if not forward_s or not backward_s or not alone.backward_ns:
+        return alone
+    slower = backward_s * 1e9 / alone.backward_ns
+    ready = tuple(round(slower * ready_ns) for ready_ns in alone.ready_ns)
+    return replace(alone, forward_ns=round(forward_s * 1e9), backward_ns=round(backward_s * 1e9), ready_ns=ready)
 
 
 _HOST = ("input", "loop", "unused", "optimizer")
