@@ -11,12 +11,13 @@ from typing import Any, Self
 
 from fleetbench.errors import ConfigError, FleetbenchError, WorkerFailed
 from fleetbench.experiment import Run
+from real.job.folder import write_json
 from real.job.inside import SHARED
 from real.job.launch import CommandLaunch, Progress
 from real.processes.place import make_folder
 from real.processes.roles import WHY
 from real.processes.started import uninterrupted
-from real.why.look import Look
+from real.why.look import ANSWER, Look
 
 _NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH,P2P,SHM"}
 """Variables by which NCCL says in a job's output over what it communicates."""
@@ -70,6 +71,10 @@ class LookedAt:
                 launch.kill()
             if not isinstance(error, WorkerFailed):
                 shutil.rmtree(self._folder, ignore_errors=True)
+
+    def tell(self, numbers: Mapping[str, float]) -> None:
+        """What rank 0 logs into the script's open runs of trackers as it ends."""
+        write_json(self.folder / ANSWER, dict(numbers))
 
     def look(self, look: Look, progress: Progress | None = None) -> list[Mapping[str, Any]]:
         """Every rank's part of a look, by rank; none of them where the script has ended before, which ``is_over`` says.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
@@ -20,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 
 from fleetbench.config import encode
+from fleetbench.why.change import DdpChange
 from fleetbench.why.observed import RankLog
 from real.job.driver_watch import end_script, watch_driver
 from real.job.folder import BeatWriter, RankSide
@@ -28,9 +30,10 @@ from real.processes.exits import at_exit
 from real.processes.place import Place
 from real.why.events import Events, clock
 from real.why.links import measure_links
-from real.why.look import Look
+from real.why.look import ANSWER, Look
 from real.why.readiness import ReadinessClock
 from real.why.settings import LivingDdp, model_of
+from real.why.trackers import log_to_open_runs
 
 _LEAST_STEPS = 10
 _MEETINGS = 9
@@ -113,7 +116,9 @@ class Observer:
             if not part["complete"]:
                 return
             number += 1
-        self._living.change(Look(steps=1).change)
+        self._living.change(DdpChange())
+        if self._rank == 0 and (answer := self._folder.path / ANSWER).exists():
+            log_to_open_runs(json.loads(answer.read_text(encoding="utf-8")))
         end_script()
 
     def _look(self, number: int, look: Look) -> Steps:

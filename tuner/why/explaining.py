@@ -87,6 +87,8 @@ def explain(
         deadline_s = began + max(seconds, time.monotonic() - began)
         if not job.is_over:
             causes = list(_try(job, causes, seen, deadline_s, notes, tell))
+        if not job.is_over:
+            job.tell(_numbers(seen))
     causes.sort(key=lambda cause: (-_gain_s(cause, seen), -cause.seconds))
     helpful = [cause for cause in causes if cause.remedy and cause.simulated_s is not None and not cause.trains_differently]
     return Explanation(
@@ -103,6 +105,15 @@ def explain(
         step=tuple(drawn(logs)),
         notes=tuple(notes),
     )
+
+
+def _numbers(seen: Seen) -> dict[str, float]:
+    """Milliseconds per step by what a rank does; waits for a rank are one number."""
+    numbers = {"fleetbench/step_ms": 1e3 * seen.shares.step_s}
+    for share in seen.shares.shares:
+        name = f"fleetbench/{share.kind if share.rank is None else 'wait'}_ms"
+        numbers[name] = numbers.get(name, 0.0) + 1e3 * share.seconds
+    return numbers
 
 
 def _simulate(cause: Cause, seen: Seen, simulated: Simulated | None) -> Cause:
