@@ -42,9 +42,9 @@ def register(commands: Commands) -> None:
     above = number("a number above zero", math.ulp(0.0))
     parser.add_argument("--link", type=above, metavar="FACTOR", help="of traces: as if links were so many times as fast")
     parser.add_argument("--ranks", type=whole(2), metavar="N", help="of traces: as if there were so many ranks")
-    share = number("a percentage above zero", math.ulp(0.0))
+    percent = number("a percentage above zero", math.ulp(0.0))
     text = "exit with 1 if more than so many per cent of a step are not compute"
-    parser.add_argument("--fail-above", type=share, metavar="PERCENT", help=text)
+    parser.add_argument("--fail-above", type=lambda text: percent(text.removesuffix("%")), metavar="PERCENT", help=text)
     text = "say what became slower since an earlier answer: its folder, or its why.json"
     parser.add_argument("--against", type=Path, metavar="OLD", help=text)
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where the answer's folder goes; default: runs")
@@ -94,10 +94,12 @@ def _explain(arguments: argparse.Namespace, command: tuple[str, ...], base: Expe
 
 def show(found: Explanation, arguments: argparse.Namespace, base: Experiment, old: dict[str, Any] | None) -> int:
     """Store an answer and print it; 1 if more of a step than ``--fail-above`` is not compute."""
-    from fleetbench.report.why import against, data_of, text_of, write_page
+    from fleetbench.report.why import changes_since, data_of, text_of, text_of_changes, write_page
     from fleetbench.store import new_folder
 
     data = data_of(found)
+    if old is not None:
+        data["since"] = changes_since(data, old)
     with new_folder(base, "why", arguments.out) as (folder, _):
         (folder / _FILE).write_text(json.dumps(data, indent=1), encoding="utf-8")
         page = write_page(found, folder)
@@ -107,7 +109,7 @@ def show(found: Explanation, arguments: argparse.Namespace, base: Experiment, ol
         emit(text_of(found, columns()))
         emit(f"  details: {page}")
         if old is not None:
-            emit(against(data, old, columns()))
+            emit(text_of_changes(data["since"], columns()))
     wasted = 100 * (1 - found.shares.compute_s / found.shares.step_s)
     if arguments.fail_above is not None and wasted > arguments.fail_above:
         say(f"{wasted:.0f} % of a step are not compute, more than --fail-above {arguments.fail_above:g}")
@@ -123,7 +125,7 @@ def _earlier(path: Path) -> dict[str, Any]:
     hint = "fleetbench why writes it into its folder"
     try:
         data = json.loads(read_text(file, hint))
-        float(data["step_s"]), [(part["what"], float(part["seconds"])) for part in data["parts"]]
+        data["command"], data["ranks"], float(data["step_s"]), [(part["what"], float(part["seconds"])) for part in data["parts"]]
     except (ValueError, TypeError, KeyError):
         raise ConfigError("is no answer of fleetbench why", "--against", str(file), hint) from None
     return dict(data)

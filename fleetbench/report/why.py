@@ -118,23 +118,23 @@ def gain_of(cause: Cause, found: Explanation) -> str:
         changes = f" Training changes: {cause.trains_differently}." if cause.trains_differently else ""
         without = "simulated" if cause.remedy else "simulated without it"
         return f"{without}: {today} -> {milliseconds(cause.simulated_s)} ms.{changes}"
+    if cause.remedy:
+        return "neither simulated nor tried here"
     return ""
 
 
 def conclusion_of(found: Explanation) -> str:
     """The last line: what all remedies come to, or that nothing is wrong."""
-    helps = [cause for cause in found.causes if cause.remedy]
-    if not helps:
-        share = "" if found.efficiency is None else f": {100 * found.efficiency:.0f} % of what {counted(found.ranks, 'rank')} can do"
-        if found.efficiency is None or found.efficiency >= NOTHING:
-            return f"nothing is wrong{share}"
+    can = "" if found.efficiency is None else f"{100 * found.efficiency:.0f} % of what {counted(found.ranks, 'rank')} can do"
+    if not any(cause.remedy for cause in found.causes):
+        if found.efficiency is not None and found.efficiency >= NOTHING:
+            return f"nothing is wrong: {can}"
         first = next((cause for cause in found.causes if cause.simulated_s is not None), None)
         without = "" if first is None else f"; without {first.name} it would take {milliseconds(first.simulated_s)} ms"
-        return f"no setting is known that makes a step shorter{share}{without}"
-    next_step = "fleetbench tune -- COMMAND tries and proves what a setting can change"
-    if found.all_s is None or len(helps) == 1:
-        return next_step
-    return f"all of it: {milliseconds(found.shares.step_s)} -> {milliseconds(found.all_s)} ms. {next_step}"
+        return f"no setting is known that makes a step shorter{can and f': {can}'}{without}"
+    both = "" if found.all_s is None else f"all of it: {milliseconds(found.shares.step_s)} -> {milliseconds(found.all_s)} ms. "
+    is_many = sum(bool(cause.remedy) for cause in found.causes) > 1
+    return f"{both if is_many else ''}fleetbench tune -- COMMAND tries and proves what a setting can change"
 
 
 def data_of(found: Explanation) -> dict[str, Any]:
@@ -162,15 +162,25 @@ def _cause_data(cause: Cause) -> dict[str, Any]:
     return {name: getattr(cause, name) for name in named} | {"tried": None if cause.tried is None else asdict(cause.tried)}
 
 
-def against(found: Mapping[str, Any], old: Mapping[str, Any], width: int) -> str:
-    """What became slower or faster since an older answer, both as ``data_of`` gives them."""
-    step_s, before_s = found["step_s"], old["step_s"]
-    lines = [f"since then: a step takes {milliseconds(before_s)} -> {milliseconds(step_s)} ms ({100 * (step_s / before_s - 1):+.1f} %)"]
+def changes_since(found: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds per step by which parts have changed since an older answer, from 2 % of its step on; both as ``data_of`` gives them."""
     parts, before = ({part["what"]: part["seconds"] for part in each["parts"]} for each in (found, old))
     changed = {what: parts.get(what, 0.0) - before.get(what, 0.0) for what in parts.keys() | before}
-    for what in sorted(changed, key=lambda what: -abs(changed[what])):
-        if abs(changed[what]) >= _CHANGED * before_s:
-            lines += _wrapped(f"{milliseconds(changed[what], sign=True):>8} ms  {what}", width, "  ", "    ")
+    kept = sorted((what for what in changed if abs(changed[what]) >= _CHANGED * old["step_s"]), key=lambda what: -abs(changed[what]))
+    return {
+        "step_s": [old["step_s"], found["step_s"]],
+        "is_same_job": all(found[name] == old[name] for name in ("command", "ranks")),
+        "parts": {what: changed[what] for what in kept},
+    }
+
+
+def text_of_changes(since: Mapping[str, Any], width: int) -> str:
+    """``changes_since`` for a terminal."""
+    before_s, step_s = since["step_s"]
+    lines = [f"since then: a step takes {milliseconds(before_s)} -> {milliseconds(step_s)} ms ({100 * (step_s / before_s - 1):+.1f} %)"]
+    lines += [] if since["is_same_job"] else ["  note: that was another command, or another number of ranks"]
+    for what, changed_s in since["parts"].items():
+        lines += _wrapped(f"{milliseconds(changed_s, sign=True):>8} ms  {what}", width, "  ", "    ")
     return "\n".join(lines)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from fleetbench.plan.layers import DTYPE_BYTES
 from fleetbench.quantities import MIB
 from fleetbench.why.observed import Readiness
 
@@ -32,14 +30,9 @@ def buckets_of(found: Readiness, cap_mb: float | None) -> list[DdpBucket]:
     buckets: list[DdpBucket] = []
     nbytes, ready_ns = 0, 0
     for index in order:
-        nbytes += found.numels[index] * DTYPE_BYTES[found.dtypes[index]]
+        nbytes += found.nbytes[index]
         ready_ns = max(ready_ns, found.ready_ns[index])
         if nbytes >= caps[min(len(buckets), len(caps) - 1)] * MIB:
             buckets.append(DdpBucket(nbytes, ready_ns))
             nbytes = 0
     return [*buckets, DdpBucket(nbytes, ready_ns)] if nbytes else buckets
-
-
-def sizes(buckets: Sequence[DdpBucket]) -> tuple[int, ...]:
-    """Bytes of each."""
-    return tuple(bucket.nbytes for bucket in buckets)

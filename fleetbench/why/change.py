@@ -14,7 +14,5 @@ class DdpChange(Config):
     find_unused_parameters: bool | None = None
     broadcast_buffers: bool | None = None
     gradient_as_bucket_view: bool | None = None
-    bf16_hook: bool = False
-    """Gradients travel in BF16 (``bf16_compress_hook``, which needs NCCL)."""
     threads: int | None = None
     """Threads of torch for one operation."""

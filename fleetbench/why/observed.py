@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fleetbench.config import Config, decode
@@ -15,7 +15,7 @@ class Event(NamedTuple):
 
     kind: Kind
     start_ns: int
-    """Nanoseconds of the host's clock, as all times here."""
+    """Nanoseconds of rank 0's clock, as all times here."""
     end_ns: int
     computed_ns: int = 0
     """Of a backward that exchanges gradients: when the last of them was computed. 0: it exchanges nothing."""
@@ -35,15 +35,11 @@ class Model(Config):
 
     nbytes: int
     """Bytes of all gradients."""
-    num_gradients: int
     bucket_nbytes: tuple[int, ...] = ()
     """Bytes of each bucket, in the order of their exchange, after the first step."""
     bucket_cap_mb: float | None = None
     """MiB; none: torch's default, with a first bucket of 1 MiB."""
     find_unused_parameters: bool = False
-    static_graph: bool = False
-    gradient_as_bucket_view: bool = False
-    broadcast_buffers: bool = True
     comm_hook: str = ""
     """Name of the communication hook; empty: none."""
     buffers_nbytes: int = 0
@@ -58,7 +54,6 @@ class Loader(Config):
     """A DataLoader that the script draws batches from."""
 
     num_workers: int
-    batch_size: int | None = None
     cpu_share: float = 0.0
     """Share of the time inside of it in which this process's main thread computed."""
 
@@ -68,7 +63,6 @@ class RankLog:
     """What a rank has seen; ``of`` reads what ``dataclasses.asdict`` gives, as it comes back from JSON."""
 
     rank: int
-    trainers: int
     host: str
     device: str
     backend: str
@@ -88,8 +82,10 @@ class RankLog:
     """Numbers in the first input of each forward, 0 where the model gets no tensor."""
     model: Model | None = None
     loader: Loader | None = None
-    clock_ahead_ns: int = 0
-    """By how much this host's clock is ahead of rank 0's."""
+    can_change: bool = True
+    """Whether the model may be made anew with other settings: without a communication hook, mixed precision and such."""
+    scales_loss: bool = False
+    """Whether a GradScaler steps, which may skip a step on one rank alone."""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> RankLog:
@@ -105,6 +101,21 @@ class RankLog:
             }
         )
 
+    def aligned(self, first: tuple[int, int], last: tuple[int, int]) -> RankLog:
+        """The log on rank 0's clock. Each pair: a time of this host's clock, and by how much it was ahead of rank 0's then."""
+        (begin, ahead), (end, later) = first, last
+        drift = (later - ahead) / max(1, end - begin)
+
+        def moved(time_ns: int) -> int:
+            return time_ns and time_ns - ahead - round(drift * (time_ns - begin))
+
+        return replace(
+            self,
+            step_ends_ns=tuple(map(moved, self.step_ends_ns)),
+            events=tuple((kind, moved(start), moved(end), moved(computed)) for kind, start, end, computed in self.events),
+            samples=tuple((moved(time_ns), line) for time_ns, line in self.samples),
+        )
+
     @property
     def num_steps(self) -> int:
         """Whole steps."""
@@ -113,15 +124,17 @@ class RankLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readiness(Config):
-    """When gradients are ready, with what a step's compute takes; medians of some steps of rank 0."""
+    """When gradients are ready, and what a step's compute takes, where nothing is exchanged: medians over steps of one rank."""
 
     names: tuple[str, ...]
     """Parameters, in order of registration."""
-    numels: tuple[int, ...]
-    dtypes: tuple[str, ...]
+    nbytes: tuple[int, ...]
+    """Bytes of each gradient."""
     ready_ns: tuple[int, ...]
-    """From the backward's start."""
+    """Nanoseconds from the start of the step's last backward until each gradient is ready."""
     forward_ns: int
+    """Nanoseconds of forwards in a step, and of all backwards but the last."""
     backward_ns: int
+    """Nanoseconds of the last backward."""
     unused: tuple[str, ...] = ()
-    """Parameters that got no gradient in at least one of the steps."""
+    """Parameters that got no gradient in at least one of the backwards."""

@@ -58,8 +58,12 @@ class Shares:
     @property
     def compute_s(self) -> float:
         """Seconds per step of forward, backward and update, without waits and periodic work."""
-        return sum(share.seconds for share in self.shares if share.kind in COMPUTE and share.rank is None and share.period is None)
+        return sum(share.seconds for share in self.part(*COMPUTE))
 
-    def of(self, *kinds: Kind, waits: bool = False) -> float:
-        """Seconds per step of these kinds, or of the ``waits`` for a rank that does more of them."""
-        return sum(share.seconds for share in self.shares if share.kind in kinds and (share.rank is not None) is waits)
+    def part(self, *kinds: Kind) -> tuple[Share, ...]:
+        """Shares of these kinds that each step has, and in which nobody is waited for."""
+        return tuple(share for share in self.shares if share.kind in kinds and share.rank is None and share.period is None)
+
+    def of(self, *kinds: Kind) -> float:
+        """Seconds per step of these kinds, in all steps, without waits for others."""
+        return sum(share.seconds for share in self.shares if share.kind in kinds and share.rank is None)

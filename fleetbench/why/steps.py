@@ -26,9 +26,9 @@ _NOW_AND_THEN: tuple[Kind, ...] = ("input", "loop", "save", "evaluate", "collect
 _SELDOM = 0.5
 """Share of the steps that have what comes now and then, at most."""
 _OUTLIER = 0.2
-"""Of a median step: what takes so much longer than in the median step comes now and then."""
+"""Share of a median step by which work that comes now and then is longer than in most steps."""
 _STALL = 2.0
-"""The same of what comes at no regular distance, which is other programs' doing at times."""
+"""The share for work that comes at irregular distances, which may be another program's doing."""
 _LEAST_GAPS, _REGULAR = 2, 0.6
 """Of the distances between steps with such work: how many there are at least, and which share of them is equal."""
 _STEADY = 0.75
@@ -138,7 +138,7 @@ _DRAWN = {"forward": "forward", "backward": "backward", "optimizer": "update", "
 
 
 def _within(log: RankLog, number: int) -> list[Span]:
-    begin, end = (log.step_ends_ns[number + at] - log.clock_ahead_ns for at in (0, 1))
+    begin, end = (log.step_ends_ns[number + at] for at in (0, 1))
     return [span for span in spans_of(log) if begin <= span.start_ns and span.end_ns <= end]
 
 
@@ -171,7 +171,7 @@ def _excess(together: Sequence[Meeting], last: int) -> dict[Kind, float]:
 
 
 def _rank_steps(log: RankLog) -> list[RankStep]:
-    ends = [end - log.clock_ahead_ns for end in log.step_ends_ns]
+    ends = log.step_ends_ns
     steps = [RankStep() for _ in range(log.num_steps)]
     number, since, before_ns = 0, defaultdict[Kind, int](int), ends[0] if ends else 0
     for span in spans_of(log):
@@ -208,7 +208,7 @@ def spans_of(log: RankLog) -> Iterator[Span]:
         bounds = [start_ns, *(at for at in log.step_ends_ns if start_ns < at < end_ns), end_ns]
         for first, second in pairwise(bounds):
             if second > first:
-                yield Span(kind, first - log.clock_ahead_ns, second - log.clock_ahead_ns, kind in EXCHANGES)
+                yield Span(kind, first, second, kind in EXCHANGES)
 
     for event in sorted(_split(log), key=lambda event: (event.start_ns, -event.end_ns)):
         if event.end_ns > now and event.start_ns < end:

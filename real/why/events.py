@@ -6,6 +6,7 @@ import functools
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,11 +23,13 @@ from fleetbench.why.shares import Kind
 
 _COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast",
-    "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor",
-    "scatter", "send",
+    "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+    "scatter",
 )  # fmt: skip
 """Functions of ``torch.distributed`` that a script calls by itself."""
 _SAMPLES_PER_S = 50.0
+_MOST_BACKWARDS = 16
+"""Backwards of all models between two forwards of one."""
 _OURS = ("fleetbench", "real", "sim", "tuner")
 _LIBRARIES = (
     *{str(Path(module.__file__ or "").parents[1]) for module in (threading, torch)},
@@ -44,14 +47,22 @@ class Events:
         self.found: list[list[Any]] = []
         """The fields of ``Event``, in order of their ends."""
         self.samples: list[tuple[int, str]] = []
-        self.loader: Loader | None = None
-        self._input_ns, self._input_cpu_ns = 0, 0
+        self.scales_loss = False
+        """Whether a GradScaler has stepped."""
+        self._loaders: dict[int, list[int]] = {}
+        """By DataLoader's iterator: its workers, nanoseconds inside of it, and those in which this thread computed."""
         self._thread = threading.get_ident()
-        self._pending: list[DistributedDataParallel] = []
-        """Models whose forward has run, and whose backward exchanges gradients."""
-        self._exchanged: dict[int, list[Any]] = {}
-        """By model, the last backward that exchanged its gradients."""
+        self._backwards: deque[list[Any]] = deque(maxlen=_MOST_BACKWARDS)
+        """The last backwards."""
         self._begun: list[int] = []
+
+    @property
+    def loader(self) -> Loader | None:
+        """The DataLoader that took the most time."""
+        if not self._loaders:
+            return None
+        num_workers, took_ns, computed_ns = max(self._loaders.values(), key=lambda each: each[1])
+        return Loader(num_workers=num_workers, cpu_share=min(1.0, computed_ns / max(1, took_ns)))
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -69,24 +80,24 @@ class Events:
         result = self._note(kind, call)
         if exchanges:
             logged = model._get_ddp_logging_data()  # noqa: SLF001  # torch has no public name for it
-            before = self._exchanged.pop(id(model), None)
             computed_ns = int(logged.get("backward_compute_time_end", 0))  # of the exchange before this forward
-            if before is not None and before[1] < computed_ns < before[2]:
+            before = next((event for event in reversed(self._backwards) if event[1] < computed_ns < event[2]), None)
+            if before is not None:
                 before[3] = max(before[3], computed_ns)
-            self._pending.append(model)
         return result
 
     def optimizer_begins(self) -> None:
-        """An optimizer's step begins."""
+        """Note that an optimizer's step begins."""
         self._begun.append(clock())
 
     def optimizer_ends(self) -> None:
-        """It ends."""
+        """Note that the optimizer's step ends."""
         if self._begun:
             self.found.append(["optimizer", self._begun.pop(), clock(), 0])
 
     def _places(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         yield torch.autograd, "backward", self._backward
+        yield torch.amp.GradScaler, "step", self._scaled
         yield torch, "save", functools.partial(self._around, "save")
         yield dataloader._BaseDataLoaderIter, "__next__", self._next  # noqa: SLF001  # torch has no public name for it
         yield dataloader.DataLoader, "__iter__", functools.partial(self._around, "input")
@@ -114,17 +125,23 @@ class Events:
         noted = self._around("backward", function)
 
         def backward(*arguments: Any, **named: Any) -> Any:
-            models, self._pending = self._pending, []
             result = noted(*arguments, **named)
             if threading.get_ident() == self._thread:
-                self._exchanged.update({id(model): self.found[-1] for model in models})
+                self._backwards.append(self.found[-1])
             return result
 
         return backward
 
+    def _scaled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*arguments: Any, **named: Any) -> Any:
+            self.scales_loss = True
+            return function(*arguments, **named)
+
+        return step
+
     def _search(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def post_forward(model: DistributedDataParallel, output: Any) -> Any:
-            finds = model.find_unused_parameters and torch.is_grad_enabled()
+            finds = model.find_unused_parameters and not model.static_graph and torch.is_grad_enabled()
             return self._note("unused", lambda: function(model, output)) if finds else function(model, output)
 
         return post_forward
@@ -133,21 +150,23 @@ class Events:
         noted = self._around("collective", function)
 
         def collective(*arguments: Any, **named: Any) -> Any:
-            return function(*arguments, **named) if named.get("async_op") else noted(*arguments, **named)
+            groups = [each for each in (*arguments, *named.values()) if isinstance(each, dist.ProcessGroup)]
+            is_of_all = all(group is dist.group.WORLD for group in groups)
+            return noted(*arguments, **named) if is_of_all and not named.get("async_op") else function(*arguments, **named)
 
         return collective
 
     def _next(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def following(iterator: Any) -> Any:
-            begin, cpu_begin = time.perf_counter_ns(), time.thread_time_ns()
+            if threading.get_ident() != self._thread:
+                return function(iterator)
+            begin, computed = time.perf_counter_ns(), time.thread_time_ns()
             try:
                 return self._note("input", lambda: function(iterator))
             finally:
-                self._input_ns += time.perf_counter_ns() - begin
-                self._input_cpu_ns += time.thread_time_ns() - cpu_begin
-                batch_size = getattr(getattr(iterator, "_index_sampler", None), "batch_size", None)
-                share = self._input_cpu_ns / max(1, self._input_ns)
-                self.loader = Loader(num_workers=iterator._num_workers, batch_size=batch_size, cpu_share=min(1.0, share))  # noqa: SLF001
+                of_loader = self._loaders.setdefault(id(iterator), [iterator._num_workers, 0, 0])  # noqa: SLF001  # as above
+                of_loader[1] += time.perf_counter_ns() - begin
+                of_loader[2] += time.thread_time_ns() - computed
 
         return following
 

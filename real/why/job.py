@@ -77,14 +77,15 @@ class LookedAt:
         write_json(self.folder / ANSWER, dict(numbers))
 
     def look(self, look: Look, progress: Progress | None = None) -> list[Mapping[str, Any]]:
-        """Every rank's part of a look, by rank; none of them where the script has ended before, which ``is_over`` says.
+        """Every rank's part of a look, by rank; ``is_over`` says whether the script has ended before, and parts may be missing then.
 
         Raises ``ConfigError`` where no DistributedDataParallel model trains.
         """
         assert self._launch is not None
+        is_first = not self._launch.num_orders
         parts = self._launch.run(look, progress)
         self.is_over = not parts or not all(part["complete"] for part in parts.values())
-        if not parts:
+        if not parts and is_first:
             why = self._launch.unattached or "it ended before a model's first step"
             hint = "wrap the model with DistributedDataParallel; what else trains several ranks is not looked at"
             raise ConfigError(f"has no step that could be looked at: {why}", "the command", " ".join(self._command), hint)

@@ -26,5 +26,7 @@ class Look(Config):
     change: DdpChange = field(default_factory=DdpChange)
     links: bool = False
     """Measure the job's links after the steps."""
-    trace: bool = False
-    """Record the steps with torch.profiler into the job's folder, one file a rank."""
+    trace: str = ""
+    """Record the steps of ``times`` with torch.profiler into the job's folder, in files of this name, one for each rank."""
+    stacks: bool = False
+    """With the calls of Python, which slow the host."""

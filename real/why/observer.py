@@ -6,11 +6,12 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -43,6 +44,7 @@ _LINKS_S = 1.0
 _SAMPLE_RATE = 100
 """Torch's own: so many iterations lie between two that the Reducer times."""
 Part = dict[str, Any]
+Beat = Callable[[int], None]
 Steps = Generator[None, bool, Part]
 """Goes on after each optimizer step, and hears whether the script is over instead; returns this rank's part of a look."""
 
@@ -56,15 +58,17 @@ class Observer:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
-        self._rank, self._trainers = dist.get_rank(), dist.get_world_size()
-        self._backend = dist.get_backend(ddp.process_group)  # which a script may destroy before it ends
+        self._rank, self._group = dist.get_rank(), ddp.process_group
+        is_nccl = ddp.device_type == "cuda" and "cuda:nccl" in dist.get_backend_config(ddp.process_group).split(",")
+        self._backend = "nccl" if is_nccl else "gloo"  # asked for now: a script may destroy its group before it ends
         watch_driver(self._rank)
         self._folder = RankSide.of_environment()
         self._beats = BeatWriter(self._folder.beats, self._rank)
-        self._folder.join(self._rank, self._trainers, Place.here().host)
+        self._folder.join(self._rank, dist.get_world_size(), Place.here().host)
         note_attached()
         self._living = LivingDdp(ddp)
         self._events: Events | None = None
+        self._is_alone = False
         self._optimizer: int | None = None
         self._num_steps = self._num_agreed = 0
         self._batches: list[int] = []
@@ -75,8 +79,15 @@ class Observer:
         register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer))
         at_exit(self._exits)
 
-    def forward(self, ddp: DistributedDataParallel, call: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """A model's forward is to run."""
+    def forward(self, ddp: DistributedDataParallel, call: Callable[[], Any], inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run a model's forward."""
+        if self._is_alone:
+            syncs = ddp.require_backward_grad_sync
+            ddp.require_backward_grad_sync = False  # the forward decides for its backward
+            try:
+                return call()
+            finally:
+                ddp.require_backward_grad_sync = syncs
         if self._events is None:
             return call()
         if torch.is_grad_enabled() and ddp is self._ddp:
@@ -111,7 +122,7 @@ class Observer:
     def _obey(self) -> Generator[None, bool, None]:
         number = 0
         while (look := self._folder.wait_for(number, Look)) is not None:
-            part = yield from self._look(number, look)
+            part = yield from self._look(look, partial(self._beats.beat, number))
             self._folder.finish(number, self._rank, part | {"num_steps": self._num_steps})
             if not part["complete"]:
                 return
@@ -121,27 +132,27 @@ class Observer:
             log_to_open_runs(json.loads(answer.read_text(encoding="utf-8")))
         end_script()
 
-    def _look(self, number: int, look: Look) -> Steps:
-        if self._living.can_change:
-            self._living.change(look.change)
+    def _look(self, look: Look, beat: Beat) -> Steps:
+        self._living.change(look.change)
         times: list[int] = [clock()]
         for _ in range(look.warmup_steps):
-            self._beats.beat(number, self._num_steps + 1)
+            beat(self._num_steps + 1)
             if (yield):
                 return {"complete": False, "log": None}
             times.append(clock())
         step_s = _median(later - earlier for earlier, later in pairwise(times)) * 1e-9
-        steps = int(self._agree(str(max(min(_LEAST_STEPS, look.steps), min(look.steps, int(look.max_s / max(step_s, 1e-9)))))))
-        run = {"watch": self._watch, "alone": self._alone, "times": self._times}[look.what]
-        part = yield from run(partial(self._beats.beat, number), steps, look)
+        fitting = int(look.max_s / max(step_s, 1e-9))
+        steps = int(self._agree(str(max(min(_LEAST_STEPS, look.steps), min(look.steps, fitting)))))
+        part = yield from {"watch": self._watch, "alone": self._alone, "times": self._times}[look.what](beat, steps, look)
         if look.links and part["complete"]:
             pairs = self._backend != "nccl"  # which makes a communicator for each
-            part["links"] = encode(measure_links(self._ddp.process_group, _LINKS_SIZES, _LINKS_S, pairs=pairs))
+            part["links"] = encode(measure_links(self._group, _LINKS_SIZES, _LINKS_S, pairs=pairs))
         return part
 
-    def _times(self, beat: Any, steps: int, look: Look) -> Steps:
+    def _times(self, beat: Beat, steps: int, look: Look) -> Steps:
         begin = time.perf_counter()
-        with _tracing(self._folder.path / f"trace-rank{self._rank}.json") if look.trace else nullcontext() as trace:
+        path = self._folder.path / f"{look.trace}-rank{self._rank}.json"
+        with _tracing(path, stacks=look.stacks) if look.trace else nullcontext() as trace:
             for _ in range(steps):
                 beat(self._num_steps + 1)
                 if (yield):
@@ -150,61 +161,61 @@ class Observer:
                     trace.step()
         return {"complete": True, "step_s": (time.perf_counter() - begin) / steps}
 
-    def _watch(self, beat: Any, steps: int, _look: Look) -> Steps:
-        ahead_ns = self._clock_ahead_ns()
+    def _watch(self, beat: Beat, steps: int, _look: Look) -> Steps:
+        before = clock(), self._ahead_ns()
         events, ends, is_over = Events(), [clock()], False
-        process, begin_s = psutil.Process(), time.perf_counter()
-        cpu_s = sum(process.cpu_times()[:2])
+        begin_s, cpu_s = time.perf_counter(), _cpu_s()
         self._batches.clear()
         with ExitStack() as stack:
             stack.enter_context(events.on())
             self._ddp._set_ddp_runtime_logging_sample_rate(1)  # noqa: SLF001  # torch has no public name for it
             stack.callback(self._ddp._set_ddp_runtime_logging_sample_rate, _SAMPLE_RATE)  # noqa: SLF001  # as above
             self._events = events
-            stack.callback(self.__dict__.__setitem__, "_events", None)
-            for _ in range(steps):
+            stack.callback(setattr, self, "_events", None)
+            for _ in range(steps + 1):  # the last one's exchange is known in the forward after it
                 beat(self._num_steps + 1)
                 if (yield):
                     is_over = True
                     break
                 ends.append(clock())
-        cores = (sum(process.cpu_times()[:2]) - cpu_s) / (time.perf_counter() - begin_s)
         log = RankLog(
             rank=self._rank,
-            trainers=self._trainers,
             host=Place.here().host,
             device=self._ddp.device_type,
             backend=self._backend,
             threads=torch.get_num_threads(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            cpu_cores=cores,
-            step_ends_ns=tuple(ends),
+            cpu_cores=(_cpu_s() - cpu_s) / (time.perf_counter() - begin_s),
+            step_ends_ns=tuple(ends[:-1]),
             events=tuple(tuple(event) for event in events.found),
             samples=tuple(events.samples),
             batches=tuple(self._batches),
             model=model_of(self._ddp, buffers_change=self._buffers_change),
             loader=events.loader,
-            clock_ahead_ns=ahead_ns,
+            can_change=self._living.can_change,
+            scales_loss=events.scales_loss,
         )
-        return {"complete": not is_over, "log": asdict(log)}
+        after = before if is_over else (clock(), self._ahead_ns())
+        return {"complete": not is_over, "log": asdict(log.aligned(before, after))}
 
-    def _alone(self, beat: Any, steps: int, _look: Look) -> Steps:
-        """Steps without any exchange; gradients' own hooks tell when each is ready, from the end of the forward on."""
-        clock_of = ReadinessClock(self._ddp)
-        is_over = False
-        with ExitStack() as stack:
-            stack.enter_context(clock_of.on())
-            stack.enter_context(self._ddp.no_sync())
+    def _alone(self, beat: Beat, steps: int, _look: Look) -> Steps:
+        """Steps without any exchange; all ranks have rank 0's parameters afterwards."""
+        ready, is_over = ReadinessClock(self._ddp), False
+        with ready.on():
+            self._is_alone = True
             for _ in range(steps):
                 beat(self._num_steps + 1)
                 if (yield):
                     is_over = True
                     break
-        if is_over:
+                ready.step_ends()
+            self._is_alone = False
+        found = ready.found()
+        if is_over or found is None:
             return {"complete": False}
         for tensor in (*self._ddp.module.parameters(), *self._ddp.module.buffers()):  # ranks have parted
-            dist.broadcast(tensor.detach(), 0, group=self._ddp.process_group)
-        return {"complete": True, "alone": encode(clock_of.found())}
+            dist.broadcast(tensor.detach(), dist.get_global_rank(self._group, 0), group=self._group)
+        return {"complete": True, "alone": encode(found)}
 
     def _agree(self, text: str) -> str:
         """Rank 0's text, on all ranks."""
@@ -214,25 +225,34 @@ class Observer:
             store.set(key, text)
         return str(store.get(key).decode())
 
-    def _clock_ahead_ns(self) -> int:
+    def _ahead_ns(self) -> int:
         """By how much this host's clock is ahead of rank 0's: ranks note when they leave a barrier."""
         kernel = Place.here().kernel
         is_one = self._agree(kernel) == kernel
         left = []
-        for _ in range(_MEETINGS if self._trainers > 1 else 0):  # also on rank 0's host, where the answer is known
-            dist.barrier()
+        for _ in range(1 + _MEETINGS):  # also on rank 0's host, where the answer is known
+            dist.barrier(self._group)
             mine = clock()
             left.append(mine - int(self._agree(str(mine))))
-        return 0 if is_one else _median(left)
+        return 0 if is_one else _median(left[1:])  # what the first tells is when they came
 
 
-def _median(values: Any) -> int:
+def _median(values: Iterable[int]) -> int:
     found = list(values)
     return round(statistics.median(found)) if found else 0
 
 
-def _tracing(path: Any) -> Any:
+def _cpu_s() -> float:
+    """Seconds that this process and its children, such as a loader's workers, have computed so far."""
+    found = 0.0
+    for process in (own := psutil.Process(), *own.children(recursive=True)):
+        with suppress(psutil.Error):  # it has ended in the meantime
+            found += sum(process.cpu_times()[:2])
+    return found
+
+
+def _tracing(path: Path, *, stacks: bool) -> Any:
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    return profile(activities=activities, with_stack=True, on_trace_ready=lambda trace: trace.export_chrome_trace(str(path)))
+    return profile(activities=activities, with_stack=stacks, on_trace_ready=lambda trace: trace.export_chrome_trace(str(path)))

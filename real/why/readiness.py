@@ -22,8 +22,12 @@ class ReadinessClock:
         self._trained = {name: parameter for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
         self._begun = 0
         self._forwards: list[tuple[int, int]] = []
+        """Of the step under way, as all that follows: begin and end of each forward."""
         self._ready: list[dict[str, int]] = []
-        """Of each forward's backward, by parameter."""
+        """When gradients were ready after each forward, by parameter."""
+        self._steps: list[tuple[int, int, dict[str, int]]] = []
+        """Of each step before: nanoseconds until its last backward, of that, and until each gradient is ready in it."""
+        self._unused: set[str] = set()
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -39,20 +43,30 @@ class ReadinessClock:
             for handle in handles:
                 handle.remove()
 
-    def found(self) -> Readiness:
-        """Medians of the steps that were noted. Raises ``ValueError`` if there is none."""
-        whole = [(forward, ready) for forward, ready in zip(self._forwards, self._ready, strict=True) if ready]
+    def step_ends(self) -> None:
+        """An optimizer step has ended."""
+        took = [end - begin for begin, end in self._forwards]
+        whole = [(end, ready) for (_, end), ready in zip(self._forwards, self._ready, strict=True) if ready]
+        self._forwards, self._ready = [], []
         if not whole:
-            raise ValueError("no backward was noted")
-        ready = [[at[name] - end for (_, end), at in whole if name in at] for name in self._trained]
+            return
+        self._unused |= {name for _, ready in whole for name in self._trained if name not in ready}
+        *before, (end, ready) = whole
+        backwards = [max(at.values()) - of for of, at in before]
+        self._steps.append((sum(took) + sum(backwards), max(ready.values()) - end, {name: at - end for name, at in ready.items()}))
+
+    def found(self) -> Readiness | None:
+        """Medians of the steps so far; None without any."""
+        if not self._steps:
+            return None
+        ready = [[at[name] for _, _, at in self._steps if name in at] for name in self._trained]
         return Readiness(
             names=tuple(self._trained),
-            numels=tuple(each.numel() for each in self._trained.values()),
-            dtypes=tuple(str(each.dtype).removeprefix("torch.") for each in self._trained.values()),
+            nbytes=tuple(each.numel() * each.element_size() for each in self._trained.values()),
             ready_ns=tuple(_median(times) for times in ready),
-            forward_ns=_median(end - begin for (begin, end), _ in whole),
-            backward_ns=_median(max(at.values()) - end for (_, end), at in whole),
-            unused=tuple(name for name, times in zip(self._trained, ready, strict=True) if len(times) < len(whole)),
+            forward_ns=_median(before for before, _, _ in self._steps),
+            backward_ns=_median(last for _, last, _ in self._steps),
+            unused=tuple(name for name in self._trained if name in self._unused),
         )
 
     def _begins(self) -> None:

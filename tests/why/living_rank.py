@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.config import encode
-from fleetbench.why.buckets import buckets_of, sizes
+from fleetbench.why.buckets import buckets_of
 from fleetbench.why.change import DdpChange
 from real.why.readiness import ReadinessClock
 from real.why.settings import LivingDdp, model_of
@@ -67,8 +67,16 @@ def buckets() -> list[dict[str, Any]]:
         with clock.on():
             for number in range(5):
                 step(model, optimizer, number)
+                clock.step_ends()
         readiness = clock.found()
-        found.append({"cap": cap, "torch": model_of(model, buffers_change=True).bucket_nbytes, "own": sizes(buckets_of(readiness, cap))})
+        assert readiness is not None
+        found.append(
+            {
+                "cap": cap,
+                "torch": model_of(model, buffers_change=True).bucket_nbytes,
+                "own": [nbytes for nbytes, _ in buckets_of(readiness, cap)],
+            }
+        )
     return found
 
 

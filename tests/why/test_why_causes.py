@@ -59,7 +59,6 @@ def seen(
             ends[rank].append(round(now[rank] * MS))
     own = model or Model(
         nbytes=4 * NUMEL * LAYERS,
-        num_gradients=LAYERS,
         bucket_nbytes=(4 * NUMEL * LAYERS,),
         bucket_cap_mb=25.0,
         buffers_nbytes=50_000_000 if buffers_ms else 0,
@@ -67,7 +66,6 @@ def seen(
     logs = tuple(
         RankLog(
             rank=rank,
-            trainers=2,
             host="a",
             device="cpu",
             backend="gloo",
@@ -78,7 +76,7 @@ def seen(
             events=tuple(events[rank]),
             batches=(batches[rank],) * 40,
             model=own,
-            loader=Loader(num_workers=0, batch_size=64),
+            loader=Loader(num_workers=0),
         )
         for rank in (0, 1)
     )
@@ -89,8 +87,7 @@ def readiness() -> Readiness:
     """Layers of 1 MB, whose gradients are ready after 5, 10, 15 and 20 ms."""
     return Readiness(
         names=tuple(f"layer{number}.weight" for number in range(LAYERS)),
-        numels=(NUMEL,) * LAYERS,
-        dtypes=("float32",) * LAYERS,
+        nbytes=(4 * NUMEL,) * LAYERS,
         ready_ns=tuple((LAYERS - number) * 5 * MS for number in range(LAYERS)),
         forward_ns=10 * MS,
         backward_ns=20 * MS,
@@ -130,7 +127,7 @@ def first(found: Seen) -> Cause:
         ({"slow_ms": 15.0, "batches": (64, 128)}, "uneven batches", "its batches are 2 times as large", "DistributedSampler"),
         ({"input_ms": 30.0}, "the loader", "each rank waits 30.00 ms per step for its next batch, with num_workers=0", "num_workers="),
         ({"buffers_ms": 12.0}, "buffers", "rank 0 sends 50.00 MB of buffers before each forward", "broadcast_buffers=False"),
-        ({"stall": ("save", 400.0, 10)}, "periodic work", "rank 0 saves for 400.0 ms in each 10th step", "async_save"),
+        ({"stall": ("save", 400.0, 10)}, "periodic work", "rank 0 saves for 400.0 ms in every 10 steps", "async_save"),
         ({"exposed_ms": 25.0}, "the network", "4.00 MB of gradients in 1 bucket, of which 25.00 ms are not hidden", ""),
     ],
 )

@@ -16,14 +16,14 @@ MS = 1_000_000
 class Rank:
     """A rank's day, written down activity by activity; all times in milliseconds."""
 
-    def __init__(self, rank: int, start: float = 0.0, ahead: float = 0.0) -> None:
-        self.rank, self.now, self.ahead = rank, start, ahead
+    def __init__(self, rank: int, start: float = 0.0, ahead: float = 0.0, drift: float = 0.0) -> None:
+        self.rank, self.now, self.ahead, self.drift = rank, start, ahead, drift
         self.events: list[tuple[str, int, int, int]] = []
         self.ends: list[int] = []
 
     def stamp(self, at: float) -> int:
         """Nanoseconds on this rank's clock."""
-        return round((at + self.ahead) * MS)
+        return round((at + self.ahead + self.drift * at) * MS)
 
     def does(self, kind: Kind, ms: float) -> None:
         """Do one thing for so long."""
@@ -46,11 +46,10 @@ class Rank:
         """An optimizer step has ended."""
         self.ends.append(self.stamp(self.now))
 
-    def log(self, trainers: int) -> RankLog:
+    def log(self) -> RankLog:
         """What this rank has seen."""
-        return RankLog(
+        log = RankLog(
             rank=self.rank,
-            trainers=trainers,
             host="a",
             device="cpu",
             backend="gloo",
@@ -59,8 +58,9 @@ class Rank:
             cpu_cores=1.0,
             step_ends_ns=tuple(self.ends),
             events=tuple(self.events),
-            clock_ahead_ns=round(self.ahead * MS),
         )
+        ends = (self.ends[0], self.ends[-1])
+        return log.aligned(*((at, round((self.ahead + self.drift * (at / MS - self.ahead)) * MS)) for at in ends))
 
 
 def train(
@@ -71,6 +71,7 @@ def train(
     more: dict[tuple[int, str], float] | None = None,
     stall: tuple[int, int, str, float] | None = None,
     ahead: float = 0.0,
+    drift: float = 0.0,
     seed: int | None = None,
 ) -> Shares:
     """Steps of 2 ms of input, 10 + 20 ms of compute, an exchange, 3 ms of update and 1 ms of loop, with something planted.
@@ -78,7 +79,7 @@ def train(
     ``more``: ms more of a kind on a rank. ``stall``: (rank, every, kind, ms).
     """
     draws, planted = random.Random(seed), more or {}  # noqa: S311  # a test's own
-    ranks = [Rank(rank, ahead=ahead * rank) for rank in range(num_ranks)]
+    ranks = [Rank(rank, ahead=ahead * rank, drift=drift * rank) for rank in range(num_ranks)]
     for step in range(num_steps + 1):
         for rank in ranks:
             noise = 1.0 if seed is None else draws.uniform(0.9, 1.1)
@@ -92,7 +93,7 @@ def train(
             rank.backward(backward[rank.rank], done)
             rank.does("optimizer", 3.0)
             rank.ends_step()
-    return shares_of([rank.log(num_ranks) for rank in ranks])
+    return shares_of([rank.log() for rank in ranks])
 
 
 def seconds(found: Shares, kind: Kind, *, rank: int | None = None, periodic: bool = False) -> float:
@@ -125,8 +126,10 @@ def test_a_slow_rank_is_named_with_what_it_does_more_of(kind: Kind, num_ranks: i
 
 
 def test_clocks_of_hosts_may_differ() -> None:
-    """Times are brought to rank 0's clock before ranks are compared."""
+    """Times are brought to rank 0's clock before ranks are compared, and clocks drift in between."""
     assert seconds(train(2, 20, more={(1, "input"): 15.0}, ahead=1234.5), "input", rank=1) == pytest.approx(15.0)
+    drifts = train(2, 200, more={(1, "input"): 15.0}, ahead=1234.5, drift=5e-4)
+    assert seconds(drifts, "input", rank=1) == pytest.approx(15.0, rel=0.01)
 
 
 def test_what_comes_now_and_then_is_told_apart() -> None:
@@ -146,7 +149,7 @@ def test_code_of_the_loop_that_comes_now_and_then_is_told_apart() -> None:
             rank.does("forward", 10.0)
             rank.backward(20.0, rank.now + 25.0)
             rank.ends_step()
-    found = shares_of([rank.log(2) for rank in ranks])
+    found = shares_of([rank.log() for rank in ranks])
     assert seconds(found, "loop", periodic=True) == pytest.approx(10.0)
     assert next(each.period for each in found.shares if each.period is not None) == 8
 
@@ -162,7 +165,7 @@ def test_a_broadcast_is_waited_for_until_the_last_rank_is_there() -> None:
             rank.does("forward", 10.0)
             rank.backward(20.0, rank.now + 20.0)
             rank.ends_step()
-    found = shares_of([rank.log(2) for rank in ranks])
+    found = shares_of([rank.log() for rank in ranks])
     assert seconds(found, "buffers") == pytest.approx(4.0)
     assert seconds(found, "loop", rank=0) == pytest.approx(9.0)
 
@@ -199,7 +202,7 @@ def test_nested_events_count_once() -> None:
             rank.now += 3.0
             rank.events.append(("optimizer", rank.stamp(start), rank.stamp(rank.now), 0))
             rank.ends_step()
-    found = shares_of([rank.log(2) for rank in ranks])
+    found = shares_of([rank.log() for rank in ranks])
     assert {each.kind: round(1e3 * each.seconds, 6) for each in found.shares} == {
         "forward": 10,
         "backward": 20,

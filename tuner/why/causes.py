@@ -1,4 +1,4 @@
-"""Causes: what takes more of a step than it need, with its evidence, and what to type."""
+"""Causes of a slow step, each with its evidence and a remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fleetbench.quantities import MIB, counted
+from fleetbench.quantities import counted
 from fleetbench.units import milliseconds, size
 from fleetbench.why.change import DdpChange
 from fleetbench.why.links import Links, Remark, remarks_of_links
@@ -21,11 +21,11 @@ from fleetbench.why.steps import spans_of
 NETWORK, SLOW = "the network", "a slow rank"
 """Names of causes."""
 LEAST_SHARE = 0.02
-"""Of a step: what takes less is no cause."""
+"""Smallest share of a step that is a cause."""
 _LEAST_INPUT = 0.05
-"""The same of batches: each loop takes its next one from somewhere."""
+"""Smallest share of a step that waiting for batches needs to be a cause: each loop takes its next batch from somewhere."""
 _UNEVEN = 1.1
-"""Batches are uneven if one is so many times as large as another."""
+"""Ratio of two batches' sizes from which they are uneven."""
 _OWN_CODE: tuple[tuple[Kind, str, float], ...] = (
     ("loop", "the script's own code", 0.1),
     ("collective", "the script's own collectives", LEAST_SHARE),
@@ -70,9 +70,9 @@ class Cause:
     what: str
     """The evidence, as a sentence."""
     shares: tuple[Share, ...]
-    """What of a step it takes."""
+    """Parts of a step that it takes."""
     remedy: str = ""
-    """What to type, or to do."""
+    """What to type or to do; empty: nothing is known that helps."""
     change: DdpChange | None = None
     """The remedy, where the living script can try it."""
     spares: bool = True
@@ -87,7 +87,7 @@ class Cause:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds per step of its shares."""
         return sum(share.seconds for share in self.shares)
 
 
@@ -143,7 +143,8 @@ def _slow_rank(seen: Seen) -> Iterator[Cause]:
     waits = _waits(seen, rank=rank)
     kind = max(waits, key=lambda share: share.seconds).kind
     own, others = _own_s(seen, rank, kind), [_own_s(seen, other.rank, kind) for other in seen.logs if other.rank != rank]
-    what = f"rank {rank} {_DOING.get(kind, kind)} for {milliseconds(own)} ms per step, the others for {_ms(statistics.fmean(others))} ms"
+    both = milliseconds(own), milliseconds(statistics.fmean(others))
+    what = f"rank {rank} {_DOING.get(kind, kind)} for {both[0]} ms per step, the others for {both[1]} ms"
     ratio = _batch(seen.logs[rank]) / max(1.0, statistics.fmean(_batch(log) for log in seen.logs if log.rank != rank))
     remedy = f"look at {seen.logs[rank].host}: other programs, clocks, temperature" if len(seen.logs) > seen.local_ranks else ""
     if kind in ("forward", "backward", "device", "optimizer", "loop") and ratio > _UNEVEN:
@@ -170,12 +171,12 @@ def _uneven_batches(seen: Seen) -> str:
 
 
 def _input(seen: Seen) -> Iterator[Cause]:
-    shares = tuple(s for s in seen.shares.shares if s.kind == "input" and s.rank is None)
+    shares = seen.shares.part("input")
     loader = seen.logs[0].loader
     took_s = sum(share.seconds for share in shares)
     if took_s < _LEAST_INPUT * seen.shares.step_s:
         return
-    what = f"each rank waits {_ms(took_s)} ms per step for its next batch"
+    what = f"each rank waits {milliseconds(took_s)} ms per step for its next batch"
     if loader is not None:
         what += f", with num_workers={loader.num_workers}"
     yield Cause(name="the loader", what=what, shares=shares, remedy=_more_workers(seen, 0))
@@ -196,13 +197,15 @@ def _more_workers(seen: Seen, rank: int) -> str:
 
 
 def _network(seen: Seen) -> Iterator[Cause]:
-    shares = tuple(share for share in seen.shares.shares if share.kind == "gradients" and share.rank is None)
+    shares = seen.shares.part("gradients")
     model = seen.logs[0].model
     if model is None or len(seen.logs) == 1:
         return
     own = seen.shares.of("gradients")
     num = len(model.bucket_nbytes)
-    what = f"{size(model.nbytes)} of gradients in {counted(num, 'bucket')}, of which {_ms(own)} ms are not hidden behind the backward"
+    what = (
+        f"{size(model.nbytes)} of gradients in {counted(num, 'bucket')}, of which {milliseconds(own)} ms are not hidden behind the backward"
+    )
     remarks, factor = list[Remark](), None
     if seen.links is not None:
         what += f"; an all-reduce gets {seen.links.busbw_bytes_per_s * 8e-9:.3g} Gbit/s on this job's links"
@@ -218,7 +221,7 @@ def _network(seen: Seen) -> Iterator[Cause]:
 
 
 def _buffers(seen: Seen) -> Iterator[Cause]:
-    shares = tuple(s for s in seen.shares.shares if s.kind == "buffers" and s.rank is None)
+    shares = seen.shares.part("buffers")
     model = seen.logs[0].model
     if model is None or not shares:
         return
@@ -232,35 +235,36 @@ def _buffers(seen: Seen) -> Iterator[Cause]:
 
 
 def _unused(seen: Seen) -> Iterator[Cause]:
-    shares = tuple(share for share in seen.shares.shares if share.kind == "unused" and share.rank is None)
-    model = seen.logs[0].model
+    model, name = seen.logs[0].model, "the search for unused parameters"
     if model is None or not model.find_unused_parameters:
         return
-    unused = sorted(set(seen.alone.unused if seen.alone is not None else ()))
-    what = f"DDP looks for unused parameters in each step, and exchanges what it found; {counted(len(unused), 'parameter')} got no gradient"
-    if not unused and seen.alone is not None:
-        remedy = "DistributedDataParallel(..., find_unused_parameters=False)"
-        change = DdpChange(find_unused_parameters=False)
-        yield Cause(name="the search for unused parameters", what=what, shares=shares, remedy=remedy, change=change)
-    elif sum(share.seconds for share in shares) >= LEAST_SHARE * seen.shares.step_s:
-        yield Cause(name="the search for unused parameters", what=what, shares=shares, spares=False)
+    shares, change = seen.shares.part("unused"), None
+    what, remedy = "DDP looks for unused parameters in each step, and exchanges what it found", ""
+    if seen.alone is not None:
+        unused = len(seen.alone.unused)
+        what += (
+            f"; {counted(unused, 'parameter')} got no gradient in some step" if unused else "; each parameter got a gradient in each step"
+        )
+        if not unused:
+            remedy, change = "DistributedDataParallel(..., find_unused_parameters=False)", DdpChange(find_unused_parameters=False)
+    if remedy or sum(share.seconds for share in shares) >= LEAST_SHARE * seen.shares.step_s:
+        yield Cause(name=name, what=what, shares=shares, remedy=remedy, change=change, spares=False)
 
 
 def _seldom(seen: Seen) -> Iterator[Cause]:
-    """What comes now and then, on all ranks or on one."""
-    groups: dict[tuple[Kind, int | None], list[Share]] = {}
+    """Work that comes in some steps only, on all ranks or on one."""
+    groups: dict[Kind, list[Share]] = {}
     for share in seen.shares.shares:
         if share.period is not None:
-            groups.setdefault((share.kind, None), []).append(share)
-    for (kind, _), shares in groups.items():
+            groups.setdefault(share.kind, []).append(share)
+    for kind, shares in groups.items():
         largest = max(shares, key=lambda share: share.seconds)
-        rank = largest.rank if largest.rank is not None else 0
-        total = sum(share.seconds for share in shares)
-        period = largest.period or 1
+        rank, period = largest.rank or 0, largest.period or 1
+        once_s = sum(share.seconds for share in shares if share.period == period) * period
         actor = "each rank" if largest.rank is None else f"rank {rank}"
         line = _line(seen, rank, kind, rare=True)
-        often = "one of the steps" if period >= seen.shares.num_steps else f"each {_nth(period)} step"
-        what = f"{actor} {_DOING.get(kind, 'exchanges')} for {_ms(total * period)} ms in {often}" + (f", in {line}" if line else "")
+        often = "one of the steps" if period >= seen.shares.num_steps else f"every {period} steps"
+        what = f"{actor} {_DOING.get(kind, 'exchanges')} for {milliseconds(once_s)} ms in {often}" + (f", in {line}" if line else "")
         remedy = {
             "save": "save less often, or beside the training: torch.distributed.checkpoint.async_save",
             "evaluate": "evaluate less often, or on fewer batches",
@@ -271,14 +275,14 @@ def _seldom(seen: Seen) -> Iterator[Cause]:
 
 def _loop(seen: Seen) -> Iterator[Cause]:
     for kind, name, least in _OWN_CODE:
-        shares = tuple(s for s in seen.shares.shares if s.kind == kind and s.rank is None and s.period is None)
+        shares = seen.shares.part(kind)
         took_s = sum(share.seconds for share in shares)
         if took_s < least * seen.shares.step_s:
             continue
         line = _line(seen, 0, kind)
         calls = "what is no forward, backward or update takes" if kind == "loop" else "its calls of torch.distributed take"
         remedy = "average it over steps, or exchange it seldom" if kind == "collective" else ""
-        what = f"{calls} {_ms(took_s)} ms per step" + (f", most of it in {line}" if line else "")
+        what = f"{calls} {milliseconds(took_s)} ms per step" + (f", most of it in {line}" if line else "")
         yield Cause(name=name, what=what, shares=shares, remedy=remedy)
 
 
@@ -294,14 +298,7 @@ def _threads(seen: Seen) -> Iterator[Cause]:
         what = f"{counted(ranks, 'rank')} with {counted(log.threads, 'thread')} each leave most of {log.cores} cores idle"
     else:
         return
-    shares = tuple(replace(s, seconds=0.0) for s in seen.shares.shares[:1])
-    yield Cause(name="threads", what=what, shares=shares, remedy=f"OMP_NUM_THREADS={fair}", change=DdpChange(threads=fair), spares=False)
-
-
-def gradient_views(seen: Seen) -> DdpChange | None:
-    """A setting that costs nothing else: gradients that are views of their buckets are not copied."""
-    model = seen.logs[0].model
-    return None if model is None or model.gradient_as_bucket_view or model.nbytes < MIB else DdpChange(gradient_as_bucket_view=True)
+    yield Cause(name="threads", what=what, shares=(), remedy=f"OMP_NUM_THREADS={fair}", change=DdpChange(threads=fair), spares=False)
 
 
 def _own_s(seen: Seen, rank: int, kind: Kind) -> float:
@@ -325,18 +322,10 @@ def _line(seen: Seen, rank: int, kind: Kind, *, rare: bool = False) -> str:
     lines: Counter[str] = Counter()
     position = 0
     for time_ns, line in log.samples:
-        at = time_ns - log.clock_ahead_ns
+        at = time_ns
         while position < len(spans) and spans[position].end_ns <= at:
             position += 1
         if position < len(spans) and spans[position].start_ns <= at:
             lines[line] += 1
     line, num = lines.most_common(1)[0] if lines else ("", 0)
     return line if num >= max(2, sum(lines.values()) / 3) else ""
-
-
-def _nth(number: int) -> str:
-    return {1: "", 2: "second", 3: "third"}.get(number, f"{number}th")
-
-
-def _ms(seconds: float) -> str:
-    return milliseconds(seconds)

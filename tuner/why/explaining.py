@@ -10,12 +10,13 @@ from pathlib import Path
 from fleetbench.config import decode
 from fleetbench.errors import FleetbenchError
 from fleetbench.experiment import Run
+from fleetbench.measurements import is_busy
 from fleetbench.why.change import DdpChange
 from fleetbench.why.links import Links
 from fleetbench.why.nccl_log import read_nccl_log
 from fleetbench.why.observed import RankLog, Readiness
 from fleetbench.why.steps import drawn, shares_of
-from fleetbench.why.traces import read_shares
+from fleetbench.why.traces import TraceShares, read_shares
 from real.processes.roles import TUNING
 from real.testbed.noise import watching
 from real.why.job import LookedAt
@@ -33,12 +34,14 @@ _ALONE, _ALONE_S = 100, 3.0
 _TRACED = 6
 """Steps."""
 _WARMUP = 5
+BUCKETS = "the buckets"
+"""Name of a cause."""
 _CAPS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
 """Bucket caps that are simulated, in MiB."""
 _GAIN = 0.02
-"""Of a step: a smaller gain recommends nothing."""
+"""Smallest gain, as a share of a step, by which a remedy is recommended."""
 _GAIN_OF_ROUNDING = 0.1
-"""The same of a remedy that rounds gradients."""
+"""Smallest gain, as a share of a step, by which a remedy is recommended that rounds gradients."""
 _TRIES = 3
 """Remedies at most that are tried."""
 
@@ -63,30 +66,30 @@ def explain(
     began, tell, notes = time.monotonic(), progress or (lambda *_: None), list[str]()
     with LookedAt(command, run, workdir) as job:
         with watching(f"{TUNING}={job.folder}") as load:
-            parts = job.look(Look(steps=_STEPS, warmup_steps=_WARMUP, max_s=_WATCHED * seconds, links=True), lambda *at: tell("watch", *at))
+            watch = Look(steps=_STEPS, warmup_steps=_WARMUP, max_s=_WATCHED * seconds, links=True)
+            parts = job.look(watch, lambda *at: tell("watch", *at))
         logs = tuple(RankLog.of(part["log"]) for part in parts if part["log"] is not None)
         seen, traced = Seen(logs=logs, shares=shares_of(logs)), None
-        if not job.is_over and (traces if traces is not None else logs[0].device == "cuda"):
-            job.look(Look(what="times", steps=_TRACED, warmup_steps=1, trace=True))
-            traced = read_shares(sorted(job.folder.glob("trace-rank*.json")), "the steps' traces")
-            notes += traced.shares.notes
+        if is_busy(load.cores):
+            notes.append(f"other programs computed on {load.cores:.2g} cores meanwhile: look again when this host is quiet")
+        if not job.is_over:
+            seen = replace(seen, links=decode(parts[0]["links"], Links, "links"), transports=read_nccl_log(job.output))
+            if traces if traces is not None else logs[0].device == "cuda":
+                traced = _traced(job)
+        if traced is not None:
             seen = replace(seen, shares=traced.shares)
+            notes += traced.shares.notes
+        elif not job.is_over and not logs[0].scales_loss:  # whose skipped steps may be one rank's alone
+            seen = replace(seen, alone=_alone(job, tell))
         if job.is_over:
             notes.append("the script ended by itself before its links were measured and remedies were tried")
-        else:
-            seen = replace(seen, links=decode(parts[0]["links"], Links, "links"), transports=read_nccl_log(job.output))
-            parts = job.look(Look(what="alone", steps=_ALONE, warmup_steps=2, max_s=_ALONE_S), lambda *at: tell("alone", *at))
-            if not job.is_over:
-                unused = {name for part in parts for name in part["alone"].get("unused", ())}
-                alone = decode(parts[0]["alone"], Readiness, "alone")
-                seen = replace(seen, alone=replace(alone, unused=tuple(sorted(unused))))
         simulated = simulated_of(seen)
+        if simulated is None and seen.alone is not None:
+            notes.append("no remedy is simulated: the step as it is comes out wrong")
         causes = [_simulate(cause, seen, simulated) for cause in causes_of(seen)] if traced is None else list(causes_of_traces(traced))
         causes += _better_buckets(seen, simulated)
         causes = _fewer_bytes(causes, seen, simulated)
-        deadline_s = began + max(seconds, time.monotonic() - began)
-        if not job.is_over:
-            causes = list(_try(job, causes, seen, deadline_s, notes, tell))
+        causes = list(_try(job, causes, seen, began + seconds, notes, tell))
         if not job.is_over:
             job.tell(_numbers(seen))
     causes.sort(key=lambda cause: (-_gain_s(cause, seen), -cause.seconds))
@@ -94,7 +97,7 @@ def explain(
     return Explanation(
         command=" ".join(command),
         ranks=len(logs),
-        hosts=len({log.host for log in logs}),
+        hosts=len({log.host for log in logs}) if seen.links is None else len(seen.links.hosts),
         device=logs[0].device,
         shares=seen.shares,
         alone_s=None if seen.alone is None else (seen.alone.forward_ns + seen.alone.backward_ns) * 1e-9 + seen.shares.of("optimizer"),
@@ -105,6 +108,26 @@ def explain(
         step=tuple(drawn(logs)),
         notes=tuple(notes),
     )
+
+
+def _alone(job: LookedAt, tell: Progress) -> Readiness | None:
+    """What compute takes where nothing is exchanged, with parameters that any rank does not use; None if the script ends."""
+    parts = job.look(Look(what="alone", steps=_ALONE, warmup_steps=2, max_s=_ALONE_S), lambda *at: tell("alone", *at))
+    if job.is_over:
+        return None
+    found = [decode(part["alone"], Readiness, "alone") for part in parts]
+    return replace(found[0], unused=tuple(sorted({name for each in found for name in each.unused})))
+
+
+def _traced(job: LookedAt) -> TraceShares | None:
+    """Shares by torch.profiler. Calls of Python are recorded in other steps, because they slow the host; None if the script ends."""
+    found: list[TraceShares] = []
+    for name, stacks in (("plain", False), ("calls", True)):
+        job.look(Look(what="times", steps=_TRACED, warmup_steps=1, trace=name, stacks=stacks))
+        if job.is_over:
+            return None
+        found.append(read_shares(sorted(job.folder.glob(f"{name}-rank*.json")), "the steps' traces"))
+    return replace(found[0], host_waits=found[1].host_waits)
 
 
 def _numbers(seen: Seen) -> dict[str, float]:
@@ -132,11 +155,11 @@ def _better_buckets(seen: Seen, simulated: Simulated | None) -> Iterator[Cause]:
     cap, after_s = simulated.best_cap(_CAPS)
     if after_s >= (1 - _GAIN) * seen.shares.step_s:
         return
-    shares = tuple(share for share in seen.shares.shares if share.kind == "gradients" and share.rank is None)
+    shares = seen.shares.part("gradients")
     num = len(model.bucket_nbytes)
     hidden = "nothing travels before the backward has ended" if num == 1 else f"{num} buckets hide less than others would"
     yield Cause(
-        name="the buckets",
+        name=BUCKETS,
         what=f"{hidden}: bucket_cap_mb={'25 (the default)' if model.bucket_cap_mb is None else f'{model.bucket_cap_mb:g}'}",
         shares=shares,
         remedy=f"DistributedDataParallel(..., bucket_cap_mb={cap:g})",
@@ -150,6 +173,8 @@ def _fewer_bytes(causes: Sequence[Cause], seen: Seen, simulated: Simulated | Non
     """Where the network takes a good part of a step and nothing else is known: gradients of 16 bits."""
     model = seen.logs[0].model
     if simulated is None or model is None or model.comm_hook or model.dtype != "float32":
+        return list(causes)
+    if any(cause.name == BUCKETS for cause in causes):  # which help without rounding
         return list(causes)
     after_s = simulated.step_s((), wire=0.5)
     if after_s >= (1 - _GAIN_OF_ROUNDING) * seen.shares.step_s:
@@ -167,28 +192,27 @@ def _fewer_bytes(causes: Sequence[Cause], seen: Seen, simulated: Simulated | Non
 
 def _try(job: LookedAt, causes: Sequence[Cause], seen: Seen, deadline_s: float, notes: list[str], tell: Progress) -> Iterator[Cause]:
     """The causes, with what the living script came to by their remedies; what does not help is no remedy, and no cause without a share."""
-    tried = [cause for cause in sorted(causes, key=lambda cause: -_gain_s(cause, seen)) if cause.change is not None][:_TRIES]
+    can_try = [c for c in causes if c.change is not None and (seen.logs[0].can_change or c.change.threads is not None) and not job.is_over]
+    tried = sorted(can_try, key=lambda cause: -_gain_s(cause, seen))[:_TRIES]
     for cause in causes:
-        if cause not in tried or job.is_over or cause.change is None:
-            yield cause
-            continue
-        number = tried.index(cause)
-        tell("try remedies", number, len(tried))
-        share_s = (deadline_s - time.monotonic()) / (len(tried) - number)
-        try:
-            found = try_change(job, cause.change, seen.shares.step_s, time.monotonic() + share_s)
-        except FleetbenchError as error:
-            notes.append(f"a trial of {cause.remedy} ended the script: {error.what}")
-            job.is_over = True
-            found = None
+        found = None
+        if cause in tried and cause.change is not None and not job.is_over:
+            number = tried.index(cause)
+            tell("try remedies", number, len(tried))
+            share_s = (deadline_s - time.monotonic()) / (len(tried) - number)
+            try:
+                found = try_change(job, cause.change, seen.shares.step_s, time.monotonic() + share_s)
+            except FleetbenchError as error:
+                notes.append(f"a trial of {cause.remedy} ended the script: {error.what}")
+                job.is_over = True
         if found is None or found.helps:
             yield replace(cause, tried=found)
-            continue
-        if cause.spares and cause.seconds >= LEAST_SHARE * seen.shares.step_s:
+        elif cause.spares and cause.seconds >= LEAST_SHARE * seen.shares.step_s:
             yield replace(cause, tried=found, simulated_s=None, remedy="", change=None)
-            continue
-        times = f"{1e3 * found.today_s:.4g} -> {1e3 * found.other_s:.4g} ms [{1e3 * found.low_s:.4g}, {1e3 * found.high_s:.4g}]"
-        notes.append(f"tried here without a gain that is sure: {cause.remedy}: {times}, {found.pairs} pairs")
+        else:
+            times = [f"{1e3 * value:.4g}" for value in (found.today_s, found.other_s, found.low_s, found.high_s)]
+            said = f"{times[0]} -> {times[1]} ms [{times[2]}, {times[3]}], {found.pairs} pairs"
+            notes.append(f"tried here without a gain that is sure: {cause.remedy}: {said}")
 
 
 def _gain_s(cause: Cause, seen: Seen) -> float:

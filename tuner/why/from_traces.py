@@ -35,14 +35,14 @@ def explain_traces(sources: Sequence[Path], where: str, *, link: float | None = 
     if link is not None or ranks is not None:
         other = projected(found, link_factor=link, ranks=ranks)
         what = [*([f"links {link:g} times as fast"] if link is not None else []), *([counted(ranks, "rank")] if ranks is not None else [])]
-        notes.append(f"with {' and '.join(what)} a step takes at most {milliseconds(other.step_s)} ms: {other.notes[-1]}")
+        notes.append(f"with {' and '.join(what)} a step takes {milliseconds(other.step_s)} ms, {other.notes[-1]}")
     return Explanation(
         command=", ".join(map(str, sources)),
         ranks=found.num_ranks,
         hosts=None,
         device="as traced",
         shares=found.shares,
-        alone_s=found.shares.compute_s,
+        alone_s=None,
         causes=tuple(sorted(causes_of_traces(found), key=lambda cause: -cause.seconds)),
         all_s=None,
         foreign_cores=None,
@@ -52,7 +52,7 @@ def explain_traces(sources: Sequence[Path], where: str, *, link: float | None = 
 
 
 def causes_of_traces(found: TraceShares) -> Iterator[Cause]:
-    """What takes more of a step than it need."""
+    """Causes of a slow step."""
     shares = found.shares
     least = LEAST_SHARE * shares.step_s
     for rank in sorted({share.rank for share in shares.shares if share.rank is not None}):
@@ -61,15 +61,16 @@ def causes_of_traces(found: TraceShares) -> Iterator[Cause]:
             kind = max(waits, key=lambda share: share.seconds).kind
             what = f"rank {rank} {_MORE.get(kind, 'takes longer')} than the others, which wait {_ms(waits)} ms per step for it"
             yield _cause(SLOW if rank == shares.steady_rank else "ranks wait for each other", what, waits, shares)
-    idle = _of(shares, "idle")
+    idle = shares.part("idle")
     if _sum(idle) >= _LEAST_IDLE * shares.step_s:
         yield _idle(found, idle)
-    inputs = _of(shares, "input")
+    inputs = shares.part("input")
     if _sum(inputs) >= least:
         what = f"the device waits {_ms(inputs)} ms per step for batches"
         yield _cause("the loader", what, inputs, shares, "more workers: DataLoader(..., num_workers=N, pin_memory=True)")
-    for kind, name in (("gradients", NETWORK), ("buffers", "buffers"), ("collective", "other collectives")):
-        own = _of(shares, kind)
+    kinds: tuple[tuple[Kind, str], ...] = (("gradients", NETWORK), ("buffers", "buffers"), ("collective", "other collectives"))
+    for kind, name in kinds:
+        own = shares.part(kind)
         if _sum(own) >= least:
             what = f"{_ms(own)} ms per step of communication are not hidden, and {1e3 * found.hidden_s:.3g} ms are"
             yield _cause(name, what, own, shares, "DistributedDataParallel(..., broadcast_buffers=False)" if kind == "buffers" else "")
@@ -89,10 +90,6 @@ def _idle(found: TraceShares, idle: tuple[Share, ...]) -> Cause:
 
 def _cause(name: str, what: str, own: tuple[Share, ...], shares: Shares, remedy: str = "") -> Cause:
     return Cause(name=name, what=what, shares=own, remedy=remedy, simulated_s=shares.step_s - _sum(own))
-
-
-def _of(shares: Shares, kind: str) -> tuple[Share, ...]:
-    return tuple(share for share in shares.shares if share.kind == kind and share.rank is None)
 
 
 def _sum(shares: Sequence[Share]) -> float:

@@ -21,6 +21,8 @@ from fleetbench.workload import HostWork, LayerSpec, Workload
 from sim.run import simulate
 from tuner.why.causes import Cause, Seen
 
+LARGEST_ERROR = 0.25
+"""Error of the simulated step as it is, as a share, up to which remedies are simulated."""
 _STEPS = 20
 
 
@@ -93,14 +95,10 @@ class Simulated:
 
 def _beside(alone: Readiness, seen: Seen) -> Readiness:
     """Readiness with forward and backward as long as they were seen to take in steps that exchange."""
-    forward_s, backward_s = (
-        sum(s.seconds for s in seen.shares.shares if s.kind == kind and s.rank is None) for kind in ("forward", "backward")
-    )
-    if not forward_s or not backward_s or not alone.backward_ns:
-        return alone
-    slower = backward_s * 1e9 / alone.backward_ns
-    ready = tuple(round(slower * ready_ns) for ready_ns in alone.ready_ns)
-    return replace(alone, forward_ns=round(forward_s * 1e9), backward_ns=round(backward_s * 1e9), ready_ns=ready)
+    seen_s, alone_ns = seen.shares.of("forward", "backward"), alone.forward_ns + alone.backward_ns
+    slower = seen_s * 1e9 / alone_ns if seen_s and alone_ns else 1.0
+    forward_ns, backward_ns, *ready_ns = (round(slower * ns) for ns in (alone.forward_ns, alone.backward_ns, *alone.ready_ns))
+    return replace(alone, forward_ns=forward_ns, backward_ns=backward_ns, ready_ns=tuple(ready_ns))
 
 
 _HOST = ("input", "loop", "unused", "optimizer")
@@ -144,11 +142,12 @@ def _cluster(seen: Seen, links: Links, faster: float, slow: tuple[SlowRank, ...]
 
 
 def simulated_of(seen: Seen) -> Simulated | None:
-    """The job's steps by the simulator; None where too little is known of it, or nothing of it takes time."""
+    """The job's steps by the simulator; None where too little is known of it, or the step as it is comes out wrong."""
     model = seen.logs[0].model
     if seen.alone is None or seen.links is None or model is None or not seen.alone.names:
         return None
     try:
-        return Simulated(seen, seen.alone, seen.links, model)
+        found = Simulated(seen, seen.alone, seen.links, model)
     except ConfigError:  # such as times of zero
         return None
+    return found if abs(found.error) <= LARGEST_ERROR else None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-
-from scipy import stats
 
 from fleetbench.why.change import DdpChange
 from real.why.job import LookedAt
 from real.why.look import Look
-from tuner.sequential import CONFIDENCE
+from tuner.sequential import paired_speedup
 from tuner.why.causes import Tried
 
 _PAIRS = 6
@@ -43,8 +40,7 @@ def try_change(job: LookedAt, change: DdpChange, step_s: float, deadline_s: floa
 def _tried(found: list[tuple[float, float]]) -> Tried | None:
     if len(found) < _LEAST_PAIRS:
         return None
-    logs = [math.log(other / today) for today, other in found]
-    mean, half = statistics.fmean(logs), float(stats.t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1) * stats.sem(logs))
-    today_s = statistics.geometric_mean(today for today, _ in found)
-    other, low, high = (today_s * math.exp(log) for log in (mean, mean - half, mean + half))
-    return Tried(today_s=today_s, other_s=other, low_s=low, high_s=high, pairs=len(found))
+    today, other = zip(*found, strict=True)
+    speedup, today_s = paired_speedup(today, other), statistics.geometric_mean(today)
+    ends = (today_s / speedup.mean, today_s / speedup.high, today_s / speedup.low)
+    return Tried(today_s=today_s, other_s=ends[0], low_s=ends[1], high_s=ends[2], pairs=len(found))
