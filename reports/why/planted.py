@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
-SMALL, MANY = "--batch 64", "--width 64 --depth 200"
+SMALL, MANY = "--batch 64", "--width 16 --depth 400 --batch 4"
 OVER_LINKS = "--width 512 --batch 512"
 FAULTS = {
     # the fault's arguments with {size}, its size's range, the training's own, the first cause, and a part of the remedy
