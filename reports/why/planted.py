@@ -93,7 +93,8 @@ def one(name: str, run: int, seed: int, seconds: int, commit: str) -> list[objec
         if name == "slow_link":
             open_links(both=False, rate=RATES[right_link])
         right = wrong_link if name == "slow_link" else right_link
-        without_ms = step_ms(own, right) if name != "none" else with_ms
+        best = " --bucket-mb 0.5" if name == "buckets" else ""
+        without_ms = step_ms(own + best, right) if name != "none" else with_ms
         if name == "slow_link":
             open_links(both=False, rate=RATES[wrong_link])
         told = why(arguments, wrong_link, seconds)
