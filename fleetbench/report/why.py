@@ -29,7 +29,7 @@ _LABELS: dict[Kind, str] = {
     "loop": "the script's own code",
     "evaluate": "evaluation",
     "save": "saving",
-    "gradients": "gradients not hidden behind the backward",
+    "gradients": "gradients that the backward does not hide",
     "buffers": "buffers sent before each forward",
     "unused": "the search for unused parameters",
     "collective": "collectives of the script's own",

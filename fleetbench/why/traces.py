@@ -107,7 +107,7 @@ def projected(found: TraceShares, *, link_factor: float | None, ranks: int | Non
     """
     if (link_factor is not None and link_factor <= 0) or (ranks is not None and ranks < 2):
         value = f"{link_factor} and {ranks}"
-        raise ConfigError("must be above 0, and ranks at least 2", "link_factor", value)
+        raise ConfigError("must be above 0, and ranks at least 2", "link_factor, ranks", value, "link_factor=2, ranks=16")
     if ranks is not None and found.num_ranks < 2:
         hint = "name the traces of several ranks"
         raise ConfigError("cannot be projected from one rank, without all-reduces", "ranks", str(ranks), hint)

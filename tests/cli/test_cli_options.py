@@ -9,6 +9,9 @@ from fleetbench.cli.your_script import TAKE_A_COMMAND
 
 EXPERIMENT = ["--help", "--json", "--out", "--seed", "--set", "-h", "EXPERIMENT.toml"]
 OPTIONS = {
+    "why": sorted(
+        "--against --fail-above --help --json --link --out --ranks --seconds --set --trace --workdir -h TRACE".split()  # noqa: SIM905  # short
+    ),
     "sim": sorted([*EXPERIMENT, "--strategy", "--engine", "--loss", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": sorted([*EXPERIMENT, "--strategy"]),
     "tune": sorted([*EXPERIMENT, "--strategy", "--from", "--simulate-only", "--sweep", "--verbose", "-v", "--workdir"]),

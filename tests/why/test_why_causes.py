@@ -128,7 +128,7 @@ def first(found: Seen) -> Cause:
         ({"input_ms": 30.0}, "the loader", "each rank waits 30.00 ms per step for its next batch, with num_workers=0", "num_workers="),
         ({"buffers_ms": 12.0}, "buffers", "rank 0 sends 50.00 MB of buffers before each forward", "broadcast_buffers=False"),
         ({"stall": ("save", 400.0, 10)}, "periodic work", "rank 0 saves for 400.0 ms in every 10 steps", "async_save"),
-        ({"exposed_ms": 25.0}, "the network", "4.00 MB of gradients in 1 bucket, of which 25.00 ms are not hidden", ""),
+        ({"exposed_ms": 25.0}, "the network", "4.00 MB of gradients in 1 bucket, of which the backward does not hide 25.00 ms", ""),
     ],
 )
 def test_what_is_planted_is_named(planted: dict[str, object], name: str, said: str, remedy: str) -> None:

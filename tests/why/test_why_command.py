@@ -130,4 +130,4 @@ def test_what_became_slower(traces: list[str], tmp_path: Path, capsys: pytest.Ca
     assert main(["why", *slower, *out, "--against", str(before["folder"])]) == 0
     said = capsys.readouterr().out
     assert "since then: a step takes 0.803 -> 1.80 ms (+" in said
-    assert "+1.00 ms  gradients not hidden behind the backward" in said
+    assert "+1.00 ms  gradients that the backward does not hide" in said

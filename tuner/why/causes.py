@@ -203,9 +203,7 @@ def _network(seen: Seen) -> Iterator[Cause]:
         return
     own = seen.shares.of("gradients")
     num = len(model.bucket_nbytes)
-    what = (
-        f"{size(model.nbytes)} of gradients in {counted(num, 'bucket')}, of which {milliseconds(own)} ms are not hidden behind the backward"
-    )
+    what = f"{size(model.nbytes)} of gradients in {counted(num, 'bucket')}, of which the backward does not hide {milliseconds(own)} ms"
     remarks, factor = list[Remark](), None
     if seen.links is not None:
         what += f"; an all-reduce gets {seen.links.busbw_bytes_per_s * 8e-9:.3g} Gbit/s on this job's links"
@@ -280,7 +278,7 @@ def _loop(seen: Seen) -> Iterator[Cause]:
         if took_s < least * seen.shares.step_s:
             continue
         line = _line(seen, 0, kind)
-        calls = "what is no forward, backward or update takes" if kind == "loop" else "its calls of torch.distributed take"
+        calls = "code outside of forward, backward and update takes" if kind == "loop" else "its calls of torch.distributed take"
         remedy = "average it over steps, or exchange it seldom" if kind == "collective" else ""
         what = f"{calls} {milliseconds(took_s)} ms per step" + (f", most of it in {line}" if line else "")
         yield Cause(name=name, what=what, shares=shares, remedy=remedy)
