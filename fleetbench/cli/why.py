@@ -43,7 +43,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--link", type=above, metavar="FACTOR", help="of traces: as if links were so many times as fast")
     parser.add_argument("--ranks", type=whole(2), metavar="N", help="of traces: as if there were so many ranks")
     percent = number("a percentage above zero", math.ulp(0.0))
-    text = "exit with 1 if more than so many per cent of a step are not compute"
+    text = "exit with 1 if more than so many per cent of a step are neither compute nor update"
     parser.add_argument("--fail-above", type=lambda text: percent(text.removesuffix("%")), metavar="PERCENT", help=text)
     text = "say what became slower since an earlier answer: its folder, or its why.json"
     parser.add_argument("--against", type=Path, metavar="OLD", help=text)
@@ -79,7 +79,7 @@ def _explain(arguments: argparse.Namespace, command: tuple[str, ...], base: Expe
     old = None if arguments.against is None else _earlier(arguments.against)
     with (
         your_script.telling((arguments.workdir or Path()).resolve(), arguments.out, often=""),
-        progress.stages(lines=True) as advance,
+        progress.stages() as advance,
     ):
         found = explain(
             command,

@@ -84,6 +84,8 @@ class RankLog:
     loader: Loader | None = None
     can_change: bool = True
     """Whether the model may be made anew with other settings: without a communication hook, mixed precision and such."""
+    num_models: int = 1
+    """DDP models whose forward has run."""
     scales_loss: bool = False
     """Whether a GradScaler steps, which may skip a step on one rank alone."""
 

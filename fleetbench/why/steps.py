@@ -74,7 +74,7 @@ def shares_of(logs: Sequence[RankLog]) -> Shares:
     """The shares of the steps that all ranks have seen. Raises ``ConfigError`` where these are fewer than five."""
     steps = steps_of(logs)
     if len(steps) < LEAST_STEPS:
-        hint = f"let it train {2 * LEAST_STEPS} steps at least; a step ends where optimizer.step() returns"
+        hint = "let it train 20 steps at least, of which the first five are not counted; a step ends where optimizer.step() returns"
         raise ConfigError("ends before enough of its steps were seen", "the command", f"{len(steps)} steps", hint)
     seldom = {rank: _seldom(logs[rank], [step[rank] for step in steps]) for rank in range(len(logs))}
     sums: Counter[tuple[Kind, int | None, int | None]] = Counter()
@@ -86,10 +86,10 @@ def shares_of(logs: Sequence[RankLog]) -> Shares:
         for rank in others:
             for key, ns in _parts(step[rank], rank, number, seldom):
                 sums[key] += ns / len(others)  # type: ignore[assignment]  # a mean
-    to_s = 1e-9 / len(steps)
+    step_s = math.fsum((log.step_ends_ns[len(steps)] - log.step_ends_ns[0]) * 1e-9 for log in logs) / (len(logs) * len(steps))
+    to_s = step_s / math.fsum(sums.values())  # ranks that are not the last have steps of another length, by a per cent or two
     shares = [Share(kind=kind, seconds=ns * to_s, rank=rank, period=period) for (kind, rank, period), ns in sums.items() if ns > 0]
     shares.sort(key=lambda share: -share.seconds)
-    step_s = math.fsum((log.step_ends_ns[len(steps)] - log.step_ends_ns[0]) * to_s for log in logs) / len(logs)
     return Shares(
         step_s=step_s,
         num_steps=len(steps),

@@ -14,10 +14,9 @@ from real.processes.roles import ATTACH, STRATEGY, TUNING, WHY
 def follow(module: ModuleType) -> None:
     """Change the module, in a process in which the job orders something; in others it stays as it is."""
     if ATTACH in os.environ and WHY in os.environ:
-        if module.__name__ == "torch.nn.parallel.distributed":
-            from real.why.following import follow as look_at
+        from real.why.following import follow as look_at
 
-            look_at(module)
+        look_at(module)
         return
     if ATTACH not in os.environ or (job := job_here()) is None:
         return

@@ -1,6 +1,9 @@
 """Following: DistributedDataParallel's forward in a process of a job that is looked at."""
 
+import functools
+import itertools
 import os
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -8,14 +11,46 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._dynamo.eval_frame import set_eval_frame  # by which dynamo sets its compiler
 
+from real.job.driver_watch import end_script
+from real.processes.attached import NEVER_CALLED, note_unattached
+
 if TYPE_CHECKING:
     from real.why.observer import Observer
 
 
+_MOST_STEPS, _LONGEST_S = 50, 20.0
+"""Optimizer steps and seconds without DDP after which a process gives up: nothing of it can be looked at."""
+
+
+@functools.cache
+def _observers() -> list["Observer"]:
+    """This process's, if there is one."""
+    return []
+
+
 def follow(module: ModuleType) -> None:
-    """Let the first forward with gradients of a DDP make this process's observer; ``module`` has just been imported."""
+    """Look at a process from its first forward with gradients of a DDP on; ``module`` has just been imported."""
+    if module.__name__ == "torch.nn.parallel.distributed":
+        _follow_ddp(module)
+    else:
+        _follow_steps(module)
+
+
+def _follow_steps(module: ModuleType) -> None:
+    """End a process that trains without DDP."""
+    num, begin_s, owner = itertools.count(1), time.monotonic(), os.getpid()
+
+    def stepped(*_: object) -> None:
+        if not _observers() and next(num) >= _MOST_STEPS and time.monotonic() - begin_s > _LONGEST_S and os.getpid() == owner:
+            note_unattached(NEVER_CALLED)
+            end_script()
+
+    module.register_optimizer_step_post_hook(stepped)
+
+
+def _follow_ddp(module: ModuleType) -> None:
     ddp = module.DistributedDataParallel
-    forward, observers, owner = ddp.forward, list["Observer"](), os.getpid()
+    forward, owner = ddp.forward, os.getpid()
 
     def observed(model: Any, *inputs: Any, **named: Any) -> Any:
         compiles = set_eval_frame(None)  # what stands around the forward is no part of a compiled graph
@@ -28,11 +63,11 @@ def follow(module: ModuleType) -> None:
                 set_eval_frame(None)
 
         try:
-            if not observers and torch.is_grad_enabled() and os.getpid() == owner:  # no fork, such as a loader's
+            if not _observers() and torch.is_grad_enabled() and os.getpid() == owner:  # no fork, such as a loader's
                 from real.why.observer import Observer
 
-                observers.append(Observer(model))
-            return observers[0].forward(model, call, inputs, named) if observers else call()
+                _observers().append(Observer(model))
+            return _observers()[0].forward(model, call, inputs, named) if _observers() else call()
         finally:
             set_eval_frame(compiles)
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,6 @@ _LINKS_S = 1.0
 _SAMPLE_RATE = 100
 """Torch's own: so many iterations lie between two that the Reducer times."""
 Part = dict[str, Any]
-Beat = Callable[[int], None]
 Steps = Generator[None, bool, Part]
 """Goes on after each optimizer step, and hears whether the script is over instead; returns this rank's part of a look."""
 
@@ -69,6 +67,8 @@ class Observer:
         self._living = LivingDdp(ddp)
         self._events: Events | None = None
         self._is_alone = False
+        self._models: set[int] = set()
+        self._number = 0
         self._optimizer: int | None = None
         self._num_steps = self._num_agreed = 0
         self._batches: list[int] = []
@@ -81,6 +81,8 @@ class Observer:
 
     def forward(self, ddp: DistributedDataParallel, call: Callable[[], Any], inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a model's forward."""
+        self._beats.beat(self._number, self._num_steps + 1)  # a rank that hangs before its forward is a step behind the others
+        self._models.add(id(ddp))
         if self._is_alone:
             syncs = ddp.require_backward_grad_sync
             ddp.require_backward_grad_sync = False  # the forward decides for its backward
@@ -120,48 +122,45 @@ class Observer:
             self._looks.send(True)
 
     def _obey(self) -> Generator[None, bool, None]:
-        number = 0
-        while (look := self._folder.wait_for(number, Look)) is not None:
-            part = yield from self._look(look, partial(self._beats.beat, number))
-            self._folder.finish(number, self._rank, part | {"num_steps": self._num_steps})
+        while (look := self._folder.wait_for(self._number, Look)) is not None:
+            part = yield from self._look(look)
+            self._folder.finish(self._number, self._rank, part | {"num_steps": self._num_steps})
             if not part["complete"]:
                 return
-            number += 1
+            self._number += 1
         self._living.change(DdpChange())
         if self._rank == 0 and (answer := self._folder.path / ANSWER).exists():
             log_to_open_runs(json.loads(answer.read_text(encoding="utf-8")))
         end_script()
 
-    def _look(self, look: Look, beat: Beat) -> Steps:
+    def _look(self, look: Look) -> Steps:
         self._living.change(look.change)
         times: list[int] = [clock()]
         for _ in range(look.warmup_steps):
-            beat(self._num_steps + 1)
             if (yield):
                 return {"complete": False, "log": None}
             times.append(clock())
         step_s = _median(later - earlier for earlier, later in pairwise(times)) * 1e-9
         fitting = int(look.max_s / max(step_s, 1e-9))
         steps = int(self._agree(str(max(min(_LEAST_STEPS, look.steps), min(look.steps, fitting)))))
-        part = yield from {"watch": self._watch, "alone": self._alone, "times": self._times}[look.what](beat, steps, look)
+        part = yield from {"watch": self._watch, "alone": self._alone, "times": self._times}[look.what](steps, look)
         if look.links and part["complete"]:
             pairs = self._backend != "nccl"  # which makes a communicator for each
             part["links"] = encode(measure_links(self._group, _LINKS_SIZES, _LINKS_S, pairs=pairs))
         return part
 
-    def _times(self, beat: Beat, steps: int, look: Look) -> Steps:
+    def _times(self, steps: int, look: Look) -> Steps:
         begin = time.perf_counter()
         path = self._folder.path / f"{look.trace}-rank{self._rank}.json"
         with _tracing(path, stacks=look.stacks) if look.trace else nullcontext() as trace:
             for _ in range(steps):
-                beat(self._num_steps + 1)
                 if (yield):
                     return {"complete": False}
                 if trace is not None:
                     trace.step()
         return {"complete": True, "step_s": (time.perf_counter() - begin) / steps}
 
-    def _watch(self, beat: Beat, steps: int, _look: Look) -> Steps:
+    def _watch(self, steps: int, _look: Look) -> Steps:
         before = clock(), self._ahead_ns()
         events, ends, is_over = Events(), [clock()], False
         begin_s, cpu_s = time.perf_counter(), _cpu_s()
@@ -173,7 +172,6 @@ class Observer:
             self._events = events
             stack.callback(setattr, self, "_events", None)
             for _ in range(steps + 1):  # the last one's exchange is known in the forward after it
-                beat(self._num_steps + 1)
                 if (yield):
                     is_over = True
                     break
@@ -194,17 +192,17 @@ class Observer:
             loader=events.loader,
             can_change=self._living.can_change,
             scales_loss=events.scales_loss,
+            num_models=len(self._models),
         )
         after = before if is_over else (clock(), self._ahead_ns())
         return {"complete": not is_over, "log": asdict(log.aligned(before, after))}
 
-    def _alone(self, beat: Beat, steps: int, _look: Look) -> Steps:
+    def _alone(self, steps: int, _look: Look) -> Steps:
         """Steps without any exchange; all ranks have rank 0's parameters afterwards."""
         ready, is_over = ReadinessClock(self._ddp), False
         with ready.on():
             self._is_alone = True
             for _ in range(steps):
-                beat(self._num_steps + 1)
                 if (yield):
                     is_over = True
                     break

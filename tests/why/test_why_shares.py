@@ -177,7 +177,7 @@ def test_shares_add_up_to_the_step(seed: int) -> None:
     kinds = ("input", "forward", "backward", "loop")
     more = {(draws.randrange(3), draws.choice(kinds)): draws.uniform(0, 30) for _ in range(draws.randrange(4))}
     found = train(3, 30, more=more, exchange=draws.uniform(0, 20), seed=seed, stall=(draws.randrange(3), 7, "save", draws.uniform(0, 90)))
-    assert sum(each.seconds for each in found.shares) == pytest.approx(found.step_s, rel=0.01)
+    assert sum(each.seconds for each in found.shares) == pytest.approx(found.step_s)
     assert all(each.seconds > 0 for each in found.shares)
 
 

@@ -267,7 +267,7 @@ def _seldom(seen: Seen) -> Iterator[Cause]:
             "save": "save less often, or beside the training: torch.distributed.checkpoint.async_save",
             "evaluate": "evaluate less often, or on fewer batches",
             "input": "DataLoader(..., persistent_workers=True)",
-        }.get(kind, "do it less often, or in another thread")
+        }.get(kind, "do it less often")
         yield Cause(name="periodic work", what=what, shares=tuple(shares), remedy=remedy)
 
 

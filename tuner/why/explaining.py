@@ -72,6 +72,8 @@ def explain(
             parts = job.look(watch, lambda *at: tell("watch", *at))
         logs = tuple(RankLog.of(part["log"]) for part in parts if part["log"] is not None)
         seen, traced = Seen(logs=logs, shares=shares_of(logs)), None
+        if logs[0].num_models > 1:
+            notes.append(f"{logs[0].num_models} models train: parts are of all, buckets and remedies of the first alone")
         if is_busy(load.cores):
             notes.append(f"other programs computed on {load.cores:.2g} cores meanwhile: look again when this host is quiet")
         if not job.is_over:
