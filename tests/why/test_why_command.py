@@ -64,6 +64,15 @@ def test_a_rank_that_dies_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not list(tmp_path.glob("runs/*why*"))
 
 
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 comes to no forward, and rank 0, which waits for it, is not blamed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the ranks' output is kept for the user
+    words = ["--set", "run.timeout='5 s'", "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "hangs")]
+    assert main(["why", *words]) == 4
+    assert "rank 1: stopped answering" in capsys.readouterr().err
+
+
 def test_a_script_that_ends_by_itself_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its steps are divided, without links and trials; also of a compiled model, whose process group is gone by then."""
     answer = told(capsys, "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "compiled", "40"))
