@@ -38,7 +38,7 @@ class Interface(Config):
     name: str
     addresses: tuple[str, ...]
     """With their prefix, such as ``10.0.0.1/24``; IPv4 first, link-local ones left out."""
-    mtu: int | None
+    mtu: int | None = None
     """Bytes of the largest packet."""
     speed: BitsPerSecond | None = None
     """What the driver says; None where it does not, as of virtual devices."""

@@ -52,7 +52,7 @@ def sample(hint: Any) -> Any:
     if typing.get_origin(base) is typing.Literal:
         return typing.get_args(base)[0]
     origin = typing.get_origin(base)
-    return origin() if origin in (tuple, dict) else {int: 1, float: 1.0, str: "x"}[base]
+    return origin() if origin in (tuple, dict) else {int: 1, float: 1.0, str: "x", bool: True}[base]
 
 
 @pytest.mark.parametrize("cls", config_classes(), ids=lambda cls: cls.__qualname__)
