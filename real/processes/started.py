@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from real.processes.place import process_state
 from real.processes.roles import STORE
 
 LOCAL = "127.0.0.1"
+_PORTS = range(20_000, 32_000)
 """This machine, to itself."""
 QUIET = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -134,12 +136,20 @@ def uninterrupted(*signals: signal.Signals) -> Iterator[None]:
 
 
 def free_ports(num: int) -> list[int]:
-    """Ports of this machine on which no program listens just now."""
+    """Ports of this machine on which no program listens just now, below those that the system gives to outgoing connections.
+
+    One of those might be taken by any connection before a server binds it.
+    """
+    found: list[int] = []
     with contextlib.ExitStack() as opened:
-        probes = [opened.enter_context(socket.socket()) for _ in range(num)]
-        for probe in probes:
-            probe.bind((LOCAL, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+            if len(found) == num:
+                break
+            probe = opened.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # somebody has it
+                probe.bind((LOCAL, port))
+                found.append(port)
+    return found
 
 
 def require_free(port: int, where: str, host: str = LOCAL) -> None:
