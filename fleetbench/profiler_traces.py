@@ -73,7 +73,7 @@ class Work:
     """The place of its step in ``Trace.windows``, ``OUTSIDE`` or ``NEVER``."""
     communicates: npt.NDArray[np.bool_]
     names: tuple[str, ...]
-    """Of communication the collective, as ``allreduce``, if the trace says it; else the kernel's or operator's own name."""
+    """Name of the collective, as ``allreduce``, if the trace has it; else name of the kernel or operator."""
     group_sizes: Integers
     """Number of ranks that communicate; 0 if unknown."""
 
@@ -143,7 +143,7 @@ class Recorded:
     steps: tuple[int, ...]
     """Numbers of the steps in which each rank computes, in order."""
     notes: tuple[str, ...]
-    """What is to be said of how they were read."""
+    """Sentences about what was left out or could not be told."""
 
 
 def read_profiler(sources: Sequence[Path], where: str) -> tuple[pd.DataFrame, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""What ``fleetbench why`` has found, for a terminal: the shares of a step, the causes with their remedies, and what all of it comes to."""
+"""The answer of ``fleetbench why`` as text, JSON and HTML: parts of a step, causes with their remedies, and a conclusion."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _LABELS: dict[Kind, str] = {
     "idle": "the device waits for its host",
 }
 _LEAST = 0.01
-"""Of a step: smaller parts are one line."""
+"""Smallest share of a step that has a line of its own."""
 _CHANGED = 0.02
-"""Of an older step: smaller changes are not told."""
+"""Smallest change of a part that is told, as a share of the older step."""
 NOTHING = 0.9
 """Share of what the ranks could do from which nothing is wrong, if no remedy is known."""
 
@@ -98,7 +98,7 @@ def rows_of(found: Explanation) -> Iterator[tuple[float, str, tuple[Cause, ...]]
 
 
 def label_of(share: Share, steady_rank: int | None) -> str:
-    """What a part of a step goes into."""
+    """Label of a share's line."""
     if share.period is not None:
         return "work in some steps only"
     if share.rank is None:
@@ -107,7 +107,7 @@ def label_of(share: Share, steady_rank: int | None) -> str:
 
 
 def gain_of(cause: Cause, found: Explanation) -> str:
-    """What a remedy comes to: as tried here, or else as simulated."""
+    """Sentence about a remedy's gain, tried or else simulated."""
     today = milliseconds(found.shares.step_s)
     if cause.tried is not None:
         tried = cause.tried

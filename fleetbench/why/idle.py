@@ -1,4 +1,4 @@
-"""What makes a device idle: a host that waits for it before it launches more, or that launches too late."""
+"""Idle time of a device, by its cause: its host waits for it before it launches more, or launches too late."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Idle:
 
 
 def idle_causes(parts: Sequence[tuple[Trace, Spans, Spans]], num: int) -> Idle:
-    """What makes idle time.
+    """Divide idle time by its cause.
 
     ``parts``: traces with kernels, each with the moments in which its device is idle, and those in which it
     is idle while a DataLoader works. ``num``: ranks times steps, for the means.
@@ -102,7 +102,7 @@ def idle_causes(parts: Sequence[tuple[Trace, Spans, Spans]], num: int) -> Idle:
 
 
 def _callers(calls: Sequence[Call], waits: Sequence[Call]) -> Iterator[tuple[str, str]]:
-    """Of each wait the operator and the caller, as ``HostWait`` has them."""
+    """Operator and caller of each wait, as in ``HostWait``."""
     open_calls, found = defaultdict[str, list[Call]](list), dict[Call, tuple[str, str]]()
     wanted = set(waits)
     for call in sorted({*calls, *waits}, key=lambda call: (call.begin, -call.end)):

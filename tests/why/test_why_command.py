@@ -77,7 +77,7 @@ def test_a_script_that_ends_by_itself_is_told_of(tmp_path: Path, capsys: pytest.
     """Its steps are divided, without links and trials; also of a compiled model, whose process group is gone by then."""
     answer = told(capsys, "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "compiled", "40"))
     assert answer["steps"] == 34  # after five of warm-up, and without the last, whose exchange no forward follows
-    assert "ended by itself" in answer["notes"][0]  # type: ignore[index]  # a list
+    assert any("ended by itself" in note for note in answer["notes"])  # type: ignore[attr-defined]  # a list; a busy host is told of, too
 
 
 @pytest.mark.parametrize(("words", "what"), [(["none", "8"], "no step that could be looked at"), (["plain", "3"], "before enough of its")])

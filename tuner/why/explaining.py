@@ -32,7 +32,7 @@ _STEPS, _WATCHED = 400, 0.2
 _ALONE, _ALONE_S = 100, 3.0
 """Steps without an exchange, at most, and for how long, about."""
 _TRACED = 6
-"""Steps."""
+"""Steps that torch.profiler records."""
 _WARMUP = 5
 BUCKETS = "the buckets"
 """Name of a cause."""
@@ -86,7 +86,7 @@ def explain(
         elif not job.is_over and not logs[0].scales_loss:  # whose skipped steps may be one rank's alone
             seen = replace(seen, alone=_alone(job, tell))
         if job.is_over:
-            notes.append("the script ended by itself before its links were measured and remedies were tried")
+            notes.append("the script ended by itself, so that not all was measured, and no remedy was tried")
         simulated = simulated_of(seen)
         if simulated is None and seen.alone is not None:
             notes.append("no remedy is simulated: the step as it is comes out wrong")
