@@ -120,12 +120,13 @@ def show(found: Explanation, arguments: argparse.Namespace, base: Experiment, ol
 def _earlier(path: Path) -> dict[str, Any]:
     """An earlier answer. Raises ``ConfigError`` for what is none."""
     from fleetbench.digests import read_text
+    from fleetbench.report.why import changes_since
 
     file = path / _FILE if path.is_dir() else path
     hint = "fleetbench why writes it into its folder"
     try:
         data = json.loads(read_text(file, hint))
-        data["command"], data["ranks"], float(data["step_s"]), [(part["what"], float(part["seconds"])) for part in data["parts"]]
-    except (ValueError, TypeError, KeyError):
+        changes_since(data, data)
+    except (ValueError, TypeError, KeyError, ZeroDivisionError):
         raise ConfigError("is no answer of fleetbench why", "--against", str(file), hint) from None
     return dict(data)

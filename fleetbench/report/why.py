@@ -99,11 +99,14 @@ def rows_of(found: Explanation) -> Iterator[tuple[float, str, tuple[Cause, ...]]
 
 def label_of(share: Share, steady_rank: int | None) -> str:
     """Label of a share's line."""
-    if share.period is not None:
-        return "work in some steps only"
-    if share.rank is None:
-        return _LABELS[share.kind]
-    return f"waiting for rank {share.rank}" if share.rank == steady_rank else "waiting for each other"
+    if share.rank is not None and share.rank == steady_rank and share.period is None:
+        return f"waiting for rank {share.rank}"
+    return _plain_label(share.kind, waits=share.rank is not None, rare=share.period is not None)
+
+
+def _plain_label(kind: Kind, *, waits: bool, rare: bool) -> str:
+    """The same, whichever rank is waited for."""
+    return "work in some steps only" if rare else "waiting for each other" if waits else _LABELS[kind]
 
 
 def gain_of(cause: Cause, found: Explanation) -> str:
@@ -164,8 +167,11 @@ def _cause_data(cause: Cause) -> dict[str, Any]:
 
 def changes_since(found: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     """Seconds per step by which parts have changed since an older answer, from 2 % of its step on; both as ``data_of`` gives them."""
-    parts, before = ({part["what"]: part["seconds"] for part in each["parts"]} for each in (found, old))
-    changed = {what: parts.get(what, 0.0) - before.get(what, 0.0) for what in parts.keys() | before}
+    changed: dict[str, float] = {}
+    for each, sign in ((found, 1), (old, -1)):
+        for share in each["shares"]:
+            what = _plain_label(share["kind"], waits=share["rank"] is not None, rare=share["period"] is not None)
+            changed[what] = changed.get(what, 0.0) + sign * share["seconds"]
     kept = sorted((what for what in changed if abs(changed[what]) >= _CHANGED * old["step_s"]), key=lambda what: -abs(changed[what]))
     return {
         "step_s": [old["step_s"], found["step_s"]],

@@ -67,7 +67,8 @@ class Observer:
         self._living = LivingDdp(ddp)
         self._events: Events | None = None
         self._is_alone = False
-        self._models: set[int] = set()
+        self._models: list[DistributedDataParallel] = []
+        """Those whose forward has run, in the order of their first."""
         self._number = 0
         self._optimizer: int | None = None
         self._num_steps = self._num_agreed = 0
@@ -82,7 +83,9 @@ class Observer:
     def forward(self, ddp: DistributedDataParallel, call: Callable[[], Any], inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a model's forward."""
         self._beats.beat(self._number, self._num_steps + 1)  # a rank that hangs before its forward is a step behind the others
-        self._models.add(id(ddp))
+        if ddp not in self._models:
+            self._models.append(ddp)
+            self._time_models(_SAMPLE_RATE if self._events is None else 1)
         if self._is_alone:
             syncs = ddp.require_backward_grad_sync
             ddp.require_backward_grad_sync = False  # the forward decides for its backward
@@ -167,8 +170,8 @@ class Observer:
         self._batches.clear()
         with ExitStack() as stack:
             stack.enter_context(events.on())
-            self._ddp._set_ddp_runtime_logging_sample_rate(1)  # noqa: SLF001  # torch has no public name for it
-            stack.callback(self._ddp._set_ddp_runtime_logging_sample_rate, _SAMPLE_RATE)  # noqa: SLF001  # as above
+            self._time_models(1)
+            stack.callback(self._time_models, _SAMPLE_RATE)
             self._events = events
             stack.callback(setattr, self, "_events", None)
             for _ in range(steps + 1):  # the last one's exchange is known in the forward after it
@@ -211,9 +214,15 @@ class Observer:
         found = ready.found()
         if is_over or found is None:
             return {"complete": False}
-        for tensor in (*self._ddp.module.parameters(), *self._ddp.module.buffers()):  # ranks have parted
-            dist.broadcast(tensor.detach(), dist.get_global_rank(self._group, 0), group=self._group)
+        for ddp in self._models:  # ranks have parted
+            for tensor in (*ddp.module.parameters(), *ddp.module.buffers()):
+                dist.broadcast(tensor.detach(), dist.get_global_rank(ddp.process_group, 0), group=ddp.process_group)
         return {"complete": True, "alone": encode(found)}
+
+    def _time_models(self, every: int) -> None:
+        """Let each Reducer time its exchange in every so many-th step."""
+        for ddp in self._models:
+            ddp._set_ddp_runtime_logging_sample_rate(every)  # noqa: SLF001  # torch has no public name for it
 
     def _agree(self, text: str) -> str:
         """Rank 0's text, on all ranks."""

@@ -53,6 +53,7 @@ elif kind == "unused":
     model = DistributedDataParallel(Net(), find_unused_parameters=True)
 else:
     model = DistributedDataParallel(Net())
+second = DistributedDataParallel(nn.Linear(64, 64_000)) if kind == "two" else None
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 with (folder / f"losses{rank}").open("a", encoding="ascii") as losses:
     for step in range(MOST):
@@ -60,6 +61,9 @@ with (folder / f"losses{rank}").open("a", encoding="ascii") as losses:
             time.sleep(1000)
         loss = model(batch(step)).square().mean()
         loss.backward()
+        if second is not None:
+            second(batch(step)[:2]).square().mean().backward()
+            second.zero_grad()
         optimizer.step()
         optimizer.zero_grad()
         losses.write(f"{loss.item().hex()}\n")

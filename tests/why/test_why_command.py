@@ -11,6 +11,7 @@ import pytest
 from profiled_devices import Device
 
 from fleetbench.cli.main import main
+from fleetbench.report.why import changes_since
 
 SCRIPT = str(Path(__file__).with_name("looked_at.py"))
 
@@ -140,3 +141,23 @@ def test_what_became_slower(traces: list[str], tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "since then: a step takes 0.803 -> 1.80 ms (+" in said
     assert "+1.00 ms  gradients that the backward does not hide" in said
+
+
+def test_another_rank_that_is_waited_for_is_no_change() -> None:
+    """2 ms of waiting for rank 1 and later for rank 0, in turns or steadily, are 2 ms of waiting; 1 ms more compute is a change."""
+
+    def answer(rank: int, compute_s: float) -> dict[str, object]:
+        shares = [{"kind": "forward", "seconds": compute_s, "rank": None, "period": None}]
+        shares.append({"kind": "loop", "seconds": 0.002, "rank": rank, "period": None})
+        return {"command": "c", "ranks": 2, "step_s": compute_s + 0.002, "shares": shares}
+
+    assert changes_since(answer(0, 0.010), answer(1, 0.010))["parts"] == {}
+    assert changes_since(answer(0, 0.011), answer(1, 0.010))["parts"] == {"compute": pytest.approx(0.001)}
+
+
+@pytest.mark.slow
+def test_the_exchange_of_a_second_model_is_no_compute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second one's 16 MB travel for longer than its backward computes on two samples."""
+    answer = told(capsys, "--seconds", "12", "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "two"))
+    took = {kind: sum(share["seconds"] for share in answer["shares"] if share["kind"] == kind) for kind in ("gradients", "backward")}  # type: ignore[attr-defined]  # a list
+    assert took["gradients"] > took["backward"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -97,7 +98,6 @@ def explain(
         if not job.is_over:
             job.tell(_numbers(seen))
     causes.sort(key=lambda cause: (-_gain_s(cause, seen), -cause.seconds))
-    helpful = [cause for cause in causes if cause.remedy and cause.simulated_s is not None and not cause.trains_differently]
     return Explanation(
         command=" ".join(command),
         ranks=len(logs),
@@ -106,12 +106,25 @@ def explain(
         shares=seen.shares,
         alone_s=None if seen.alone is None else (seen.alone.forward_ns + seen.alone.backward_ns) * 1e-9 + seen.shares.of("optimizer"),
         causes=tuple(causes),
-        all_s=None if simulated is None or not helpful else simulated.step_s(helpful),
+        all_s=_all_s(causes, seen, simulated),
         foreign_cores=load.cores,
         seconds=time.monotonic() - began,
         step=tuple(drawn(logs)),
         notes=tuple(notes),
     )
+
+
+def _all_s(causes: Sequence[Cause], seen: Seen, simulated: Simulated | None) -> float | None:
+    """Seconds of a step with all remedies that leave training as it is; None where the gain of none is known.
+
+    Those that were simulated are simulated together; those that were tried alone gain what they gained there.
+    """
+    helpful = [cause for cause in causes if cause.remedy and not cause.trains_differently and _gain_s(cause, seen) > 0]
+    together = [cause for cause in helpful if cause.simulated_s is not None]
+    alone = [1 - _gain_s(cause, seen) / seen.shares.step_s for cause in helpful if cause.simulated_s is None]
+    if not helpful:
+        return None
+    return math.prod(alone) * (seen.shares.step_s if simulated is None or not together else simulated.step_s(together))
 
 
 def _alone(job: LookedAt, tell: Progress) -> Readiness | None:
