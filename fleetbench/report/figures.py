@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -53,6 +54,8 @@ _SPANS = {
 _WIDTH_INCHES = 8.0
 _WIDE = 24
 """Characters of a label above which a legend would cover the lines."""
+_LEGEND_COLUMNS = 6
+"""More would not fit above the axes."""
 _ROUNDING_S = 1e-9
 """Times are whole nanoseconds."""
 _STYLE: Any = {"font.size": 10, "svg.hashsalt": "fleetbench", "svg.fonttype": "path", "axes.titlesize": 11, "hatch.linewidth": 0.5}
@@ -319,7 +322,8 @@ def _finish(axes: Axes, *, above: bool = False, legend: bool = True) -> None:
     axes.set_axisbelow(True)
     handles, _ = axes.get_legend_handles_labels()
     if legend and handles:
-        place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": len(handles)} if above else {}
+        rows = math.ceil(len(handles) / _LEGEND_COLUMNS)
+        place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": math.ceil(len(handles) / rows)} if above else {}
         axes.legend(frameon=False, fontsize=9, **place)
 
 
