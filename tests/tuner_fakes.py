@@ -13,7 +13,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Profile, compute_key, table_for
-from fleetbench.result import RunResult, StepRecord, steps_table, summarise
+from fleetbench.result import RunResult, StepRecord, steps_table, summary_of
 from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
@@ -105,10 +105,13 @@ def made_result(
     metrics: dict[str, float] | None = None,
 ) -> RunResult:
     """A run of two ranks in which every step takes ``step_s``, all of it forward."""
-    table = _table(round(step_s * 1e9), experiment.workload.steps)
+    steps = experiment.workload.steps
+    table, times = _table(round(step_s * 1e9), steps), dict.fromkeys(("mean", "p50", "p95", "p99"), round(step_s, 9))
+    totals = {"wall_s": steps * times["mean"], "steps": steps, "step_s": times, "compute_s": times["mean"], "bytes_sent_per_trainer": 0}
+    totals |= {"rounds": [1] * steps} | dict.fromkeys(("wait_s", "exposed_comm_s", "update_s", "other_s"), 0.0)
     known = {"executor": executor, "run_id": new_run_id(), "final_loss": final_loss, "steps_to_target": steps_to_target, "metrics": metrics}
     plan = build_plan(experiment.strategy, table_for(experiment).by_readiness(), Setting(trainers=2))
-    return RunResult(experiment=experiment, summary=summarise(experiment, table, **known), steps=table, plan=plan)
+    return RunResult(experiment=experiment, summary=summary_of(experiment, totals, **known), steps=table, plan=plan)
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for a few, again and again

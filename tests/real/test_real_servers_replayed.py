@@ -87,7 +87,7 @@ def _trained(experiment: Experiment, model: nn.Module, batches: Reader, running:
     recordings += training.recordings()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("workload", "strategy"),
     [

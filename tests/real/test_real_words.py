@@ -179,6 +179,7 @@ def test_word2vec_begins_as_published() -> None:
     assert float(first.detach()) == pytest.approx(6 * math.log(2))
 
 
+@pytest.mark.slow
 def test_neighbours_of_trained_words_share_their_topic(tmp_path: Path) -> None:
     """On pairs with planted topics, nine of ten nearest neighbours of frequent words are of the word's topic (by chance one in eight)."""
     options = {"vocab": 400, "dim": 16}

@@ -54,7 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_recordings_replay_to_the_recorded_operations(name: str) -> None:
     """Every rank's events, fed to a fresh state, give its operations; all ranks decided the same; parts of steps add up."""

@@ -101,7 +101,7 @@ def test_auto_says_which_engine_it_took() -> None:
 
 
 @given(st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_several_communicators_within_a_hierarchy(data: st.DataObject) -> None:
     """Drawn hierarchies of both variants, whose chains of collectives share links: by arrays, equal to the reference."""
     draw, pick = data.draw, lambda *values: data.draw(st.sampled_from(values))
@@ -138,7 +138,7 @@ def test_parts_of_a_reduce_scatter_share_the_links_between_nodes(host_ns: int) -
     assert agree(Case(experiment=with_profile(experiment, profile))) == "vector"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("table", [{"contention": 0.3}, {"collective_contention": 0.7}, {"contention": 0.3, "collective_contention": 0.7}])
 @pytest.mark.parametrize("strategy", [{}, {"use_hierarchical_allreduce": True}, {"localsgd": True, "localsgd_configs": {"k_steps": 2}}])
 def test_compute_and_collectives_that_slow_each_other(table: dict[str, float], strategy: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ def run(ranks: int, nbytes: int, latency_ns: int | list[int], host_ns_per_byte: 
     return max(ready)
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(31)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("nbytes", [1_000, 5 * MIB, 40 * MIB, 100 * MIB + 7])
 @pytest.mark.parametrize("latency_ns", [0, 50, 40_000, 2_000_000, 30_000_000])

@@ -50,7 +50,7 @@ def test_reduce_scatter_by_hand() -> None:
         }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(inner=st.integers(2, 4), nodes=st.integers(2, 5), elements=st.integers(1, 15_000))
 def test_both_variants_are_their_closed_forms(inner: int, nodes: int, elements: int) -> None:
     """With g trainers on each of N nodes and S bytes, beside latencies: leader 2 S / B_i, reduce-scatter 2 (g-1)/g S / B_i.

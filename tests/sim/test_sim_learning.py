@@ -76,7 +76,7 @@ def _compare(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if number % 7 else []) for number, name in enumerate(cases(2))]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if number % 14 else []) for number, name in enumerate(cases(2))]
 )
 def test_two_trainers_learn_as_two_processes(name: str, real: Real, tmp_path: Path) -> None:
     """Every trainer's loss at every step, every round's length, the held-out losses and the last parameters are those of gloo."""

@@ -274,6 +274,7 @@ def test_twice_as_many_ways_as_finalists_have_further_seeds(tmp_path: Path, monk
     assert asked == [2 * 2 + 1]
 
 
+@pytest.mark.slow
 def test_servers_modes_are_compared_to_the_target(tmp_path: Path) -> None:
     """GeoSGD with K = 16 has the fastest step and needs too many; what sums 16 gradients never arrives; sums of 4 are there first."""
     experiment = served_experiment(tmp_path)

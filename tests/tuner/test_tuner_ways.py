@@ -306,6 +306,7 @@ def test_a_training_to_the_target_is_the_begin_of_the_whole_one(strategy: Distri
     assert (short.key, short.final_loss, short.local_steps) == (early.key, early.final_loss, early.local_steps)
 
 
+@pytest.mark.slow
 def test_a_tuning_takes_the_way_that_arrives_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real simulator and virtual trainers, runs by formula: what is recommended has the least product of steps and seconds.
 

@@ -74,6 +74,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "rank 1: stopped answering" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_by_itself_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its steps are divided, without links and trials; also of a compiled model, whose process group is gone by then."""
     answer = told(capsys, "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "compiled", "40"))
@@ -81,7 +82,10 @@ def test_a_script_that_ends_by_itself_is_told_of(tmp_path: Path, capsys: pytest.
     assert any("ended by itself" in note for note in answer["notes"])  # type: ignore[attr-defined]  # a list; a busy host is told of, too
 
 
-@pytest.mark.parametrize(("words", "what"), [(["none", "8"], "no step that could be looked at"), (["plain", "3"], "before enough of its")])
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [(["none", "8"], "no step that could be looked at"), pytest.param(["plain", "3"], "before enough of its", marks=pytest.mark.slow)],
+)
 def test_what_cannot_be_looked_at(words: list[str], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A script without DDP, and one that is over at once, end with a sentence."""
     nproc = 1 if words[0] == "none" else 2
