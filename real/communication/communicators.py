@@ -25,6 +25,7 @@ from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.plan.groups import Parts, part_of, queue_depth, world_of
 from fleetbench.strategy import DistributedStrategy
 from real.communication.lanes import InlineLane, Lane, Started, StreamLane, ThreadLane, host_reads
+from real.older_torch import all_gather_single, average, reduce_scatter_single
 from real.processes.failures import CollectiveFailed
 
 _ROUNDS = 4
@@ -118,7 +119,7 @@ Errors = Callable[[], AbstractContextManager[None]]
 """Turns what breaks a collective inside into a ``CollectiveFailed``."""
 _BESIDE, _UNEVEN = -1, -2
 """Communicators whose collectives are the compute's own, in the order of the caller's stream; the second: of uneven inputs."""
-_OPERATORS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+_OPERATORS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 @contextmanager
@@ -299,12 +300,17 @@ class Communicators:
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str = "world", communicator: int = 0) -> None:
         """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``, bit-identical on each of its ranks."""
         if self.trainers > 1:
-            self._run(partial(dist.all_reduce, tensor, op=_OPERATORS[operator]), group, communicator)
+            call = (
+                partial(average, tensor, len(self.part(group)))
+                if operator == "mean"
+                else partial(dist.all_reduce, tensor, op=_OPERATORS[operator])
+            )
+            self._run(call, group, communicator)
 
     def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None = None) -> Started:
         """Begin to replace ``tensor`` by its mean over all ranks; ``ended`` runs on the backend's thread as it ends, or fails."""
         with self.errors():
-            work = dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group("world", communicator), async_op=True)
+            work = average(tensor, self.trainers, group=self._group("world", communicator), async_op=True)
         assert work is not None, "this rank is not in the group"
         if ended is not None:
             work.get_future().add_done_callback(lambda _: ended())
@@ -320,11 +326,11 @@ class Communicators:
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, group: str, communicator: int) -> None:
         """Put this rank's piece of the sum of ``whole`` into ``own``; ``whole`` is as many of it as the part has ranks."""
-        self._run(partial(dist.reduce_scatter_single, own, whole), group, communicator)
+        self._run(partial(reduce_scatter_single, own, whole), group, communicator)
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: str, communicator: int) -> None:
         """Put all ranks' ``own``, in the part's order, into ``whole``."""
-        self._run(partial(dist.all_gather_single, whole, own), group, communicator)
+        self._run(partial(all_gather_single, whole, own), group, communicator)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, communicator: int) -> None:
         """Give every rank its piece of ``sent``, which is cut along its first dimension; ``received`` is all ranks' pieces for this one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -289,7 +290,9 @@ class ModelBuffers:
         found = self._found()
         kept = [buffer for name, buffer in found.items() if name in self._unread]  # a graph of before remains good
         sent = [buffer for name, buffer in found.items() if not (read and name in self._unread)]
-        with _unsafe_preserve_version_counter(tuple(kept)):  # as DDP does
+        with ExitStack() as stack:
+            for buffer in kept:  # as DDP does
+                stack.enter_context(_unsafe_preserve_version_counter(buffer))
             communicators.broadcast(*sent, source=source)
         return sum(buffer.nbytes for buffer in sent)
 

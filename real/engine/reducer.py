@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import GradBucket, Logger, Reducer
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.plan.fusion import Bucket
+from real.older_torch import without_first_sync
 
 
 class _Laid(Reducer):
@@ -44,7 +45,8 @@ class PlannedReducer(DistributedDataParallel):
         on_bucket: Callable[[GradBucket], None],
     ) -> None:
         self.__dict__["_laid_out"] = buckets, parameters, sparse  # which the base class asks for before modules may be set
-        super().__init__(model, process_group=group, init_sync=False, gradient_as_bucket_view=True, find_unused_parameters=finds_unused)
+        with without_first_sync(model) as given:
+            super().__init__(model, process_group=group, gradient_as_bucket_view=True, find_unused_parameters=finds_unused, **given)
         self.broadcast_buffers = False
         self.require_backward_grad_sync = False  # a forward expects nothing yet: ``expect`` says which backward is exchanged
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from fleetbench.digests import atomic_write
 from fleetbench.errors import ConfigError, WorkerFailed
+from real.older_torch import second_connection
 from real.processes.diagnosis import Failure, RankError
 from real.processes.exits import end_now, on_uncaught
 
@@ -101,7 +102,7 @@ class Failures:
         self.failure: Failure | None = None
         """The first that this rank knows of; one of a rank's own goes before one of a collective."""
         self._keeps = store  # on rank 0 it may be the server, which is to outlive the process group
-        self._store = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it yet
+        self._store = second_connection(store, rank)
         self._rank, self._trainers = rank, trainers
         self._step, self._note = step, note
         self._num_read = 0

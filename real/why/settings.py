@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fleetbench.quantities import MIB
 from fleetbench.why.change import DdpChange
 from fleetbench.why.observed import Model
+from real.older_torch import known, without_first_sync
 
 _PLAIN = ("", "None", "N/A")
 
@@ -78,22 +79,27 @@ class LivingDdp:
         for parameter in self._ddp.module.parameters():
             if parameter.grad is not None:  # no view of a bucket that goes
                 parameter.grad = parameter.grad.detach().clone()
-        self._ddp.reducer._remove_autograd_hooks()  # noqa: SLF001  # torch has no public name for it
-        other = DistributedDataParallel(
-            self._ddp.module,
-            device_ids=self._ddp.device_ids,
-            output_device=self._ddp.output_device,
-            dim=self._ddp.dim,
-            process_group=self._ddp.process_group,
-            bucket_cap_mb=cap if change.bucket_cap_mb is None else change.bucket_cap_mb,
-            bucket_cap_mb_list=own["bucket_bytes_cap_list"] or None if change.bucket_cap_mb is None else None,
-            find_unused_parameters=_or(change.find_unused_parameters, own["find_unused_parameters"]),
-            gradient_as_bucket_view=_or(change.gradient_as_bucket_view, own["gradient_as_bucket_view"]),
-            static_graph=own["static_graph"],
-            batched_grad_copy=self._ddp.batched_grad_copy,
-            skip_all_reduce_unused_params=self._ddp.skip_all_reduce_unused_params,
-            init_sync=False,
+        newer = known(
+            DistributedDataParallel.__init__,
+            bucket_cap_mb_list=own.get("bucket_bytes_cap_list") or None if change.bucket_cap_mb is None else None,
+            batched_grad_copy=getattr(self._ddp, "batched_grad_copy", False),
+            skip_all_reduce_unused_params=getattr(self._ddp, "skip_all_reduce_unused_params", False),
         )
+        self._ddp.reducer._remove_autograd_hooks()  # noqa: SLF001  # torch has no public name for it
+        with without_first_sync(self._ddp.module) as given:
+            other = DistributedDataParallel(
+                self._ddp.module,
+                device_ids=self._ddp.device_ids,
+                output_device=self._ddp.output_device,
+                dim=self._ddp.dim,
+                process_group=self._ddp.process_group,
+                bucket_cap_mb=cap if change.bucket_cap_mb is None else change.bucket_cap_mb,
+                find_unused_parameters=_or(change.find_unused_parameters, own["find_unused_parameters"]),
+                gradient_as_bucket_view=_or(change.gradient_as_bucket_view, own["gradient_as_bucket_view"]),
+                static_graph=own["static_graph"],
+                **newer,
+                **given,
+            )
         self._ddp.__dict__.update({name: other.__dict__[name] for name in _OF_REDUCER if name in other.__dict__})
         self._ddp.broadcast_buffers = _or(change.broadcast_buffers, self._broadcasts)
 

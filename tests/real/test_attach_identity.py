@@ -74,7 +74,9 @@ dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, wor
 def ddp(**named):
     return Ddp(nn.Linear(2, 2), **named)
 
-hooked, compressed, ignoring = ddp(), ddp(bucket_cap_mb=3, find_unused_parameters=True, forward_sync_buffers=False), nn.Linear(2, 2)
+hooked, ignoring = ddp(), nn.Linear(2, 2)
+compressed = ddp(bucket_cap_mb=3, find_unused_parameters=True)
+compressed.broadcast_buffers = False
 hooked.register_comm_hook(PowerSGDState(None), powerSGD_hook)
 compressed.register_comm_hook(None, fp16_compress_hook)
 Ddp._set_params_and_buffers_to_ignore_for_model(ignoring, ["bias"])

@@ -1,0 +1,85 @@
+"""What torch had under other names, or not at all, from 2.6 on."""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+_SHARED_AT = "fleetbench/second connection"
+_functions: Any = dist
+all_gather_single: Callable[..., Any] = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else _functions.all_gather_into_tensor  # before 2.13
+)
+reduce_scatter_single: Callable[..., Any] = (
+    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else _functions.reduce_scatter_tensor  # before 2.13
+)
+
+
+_GLOO_AVERAGES = hasattr(_functions.Store, "clone")
+"""Both are of torch 2.8."""
+
+
+def average(tensor: torch.Tensor, ranks: int, *, group: dist.ProcessGroup | None, async_op: bool = False) -> dist.Work | None:
+    """Leave the mean over a group of so many ranks in ``tensor``; where gloo knows no mean, by a sum of what was divided before."""
+    op = dist.ReduceOp.AVG
+    if tensor.device.type == "cpu" and not _GLOO_AVERAGES:
+        tensor.div_(ranks)
+        op = dist.ReduceOp.SUM
+    work: dist.Work | None = dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+    return work
+
+
+def known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of the arguments that the function takes."""
+    taken = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in taken}
+
+
+_TO_IGNORE = "_ddp_params_and_buffers_to_ignore"
+
+
+@contextmanager
+def without_first_sync(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Arguments by which a DistributedDataParallel that is made inside leaves the module's buffers as each rank has them.
+
+    Before torch 2.8 it has none for that; it then skips buffers that it is told to ignore, and sends rank 0's parameters.
+    """
+    if arguments := known(DistributedDataParallel.__init__, init_sync=False):
+        yield arguments
+        return
+    before = getattr(module, _TO_IGNORE, None)
+    setattr(module, _TO_IGNORE, [*(before or ()), *(name for name, _ in module.named_buffers())])
+    try:
+        yield {}
+    finally:
+        if before is None:
+            delattr(module, _TO_IGNORE)
+        else:
+            setattr(module, _TO_IGNORE, before)
+
+
+def second_connection(store: Any, rank: int) -> Any:
+    """A connection of its own to what holds ``store``'s keys, for another thread; every rank calls it at the same place.
+
+    Before torch 2.8 a store has no ``clone``, and a prefix cannot be read: the keys are then others, the same on all ranks.
+    """
+    if hasattr(store, "clone"):
+        return store.clone()
+    if rank == 0:
+        store.set(_SHARED_AT, secrets.token_hex(8))
+    prefix = store.get(_SHARED_AT).decode()
+    stores: Any = dist  # whose stores are missing from __all__
+    base = store._underlying_non_prefix_store if isinstance(store, stores.PrefixStore) else store  # noqa: SLF001  # torch has no public name for it
+    if isinstance(base, stores.TCPStore):
+        base = stores.TCPStore(base.host, base.port, is_master=False, timeout=base.timeout, wait_for_workers=False)
+    elif isinstance(base, stores.FileStore):
+        base = stores.FileStore(base.path, -1)
+    return stores.PrefixStore(prefix, base)
