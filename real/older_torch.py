@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 _SHARED_AT = "fleetbench/second connection"
 _functions: Any = dist
@@ -52,6 +51,8 @@ def without_first_sync(module: nn.Module) -> Iterator[dict[str, Any]]:
 
     Before torch 2.8 it has none for that; it then skips buffers that it is told to ignore, and sends rank 0's parameters.
     """
+    from torch.nn.parallel import DistributedDataParallel  # which may be on its way in when this module is imported
+
     if arguments := known(DistributedDataParallel.__init__, init_sync=False):
         yield arguments
         return
