@@ -97,9 +97,6 @@ class Profile(Config):
     notes: tuple[str, ...] = ()
     """What the measurements could not tell, and which of them do not count."""
 
-    def _validate(self) -> None:
-        _check_schema(self.schema)
-
     @property
     def busy(self) -> str | None:
         """What is to be said of the machine on which it was measured; none where that was quiet."""
@@ -131,7 +128,9 @@ class Profile(Config):
         """Read ``profile.toml``."""
         text = read_text(path, "workload.profile names this file")
         data = read_toml(text, str(path), "take the profile again, by dropping workload.profile")
-        _check_schema(data.get("schema", SCHEMA), f"{path}: schema")  # before its keys, which another schema may name otherwise
+        if (schema := data.get("schema", SCHEMA)) != SCHEMA:  # before its keys, which another schema may name otherwise
+            hint = "take the profile again: `fleetbench profile`, or drop workload.profile"
+            raise ConfigError(f"this version reads schema {SCHEMA} of a profile", f"{path}: schema", repr(schema), hint)
         return decode(data, cls, str(path))
 
     def save(self, path: Path) -> None:
@@ -160,12 +159,6 @@ def name_profile(experiment: Experiment, profile: Profile, path: Path) -> Experi
     """The experiment that names a profile, which is written to ``path``."""
     profile.save(path)
     return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
-
-
-def _check_schema(schema: object, where: str = "schema") -> None:
-    if schema != SCHEMA:
-        hint = "take the profile again: `fleetbench profile`, or drop workload.profile"
-        raise ConfigError(f"this version reads schema {SCHEMA} of a profile", where, repr(schema), hint)
 
 
 def compute_key(experiment: Experiment, strategy: DistributedStrategy | None = None, *, device: str | None = None) -> str:

@@ -129,7 +129,7 @@ def compute_times(source: Source) -> tuple[Floats, tuple[str, ...]]:
     columns, hint = compute_columns(frame), f"a source is a run's folder, traces of torch.profiler, or {FORMAT}"
     if columns is None or not {"rank", "step"} <= set(frame.columns):
         raise ConfigError(f"has the columns {', '.join(map(str, frame.columns[:12]))}", where, str(path), hint)
-    times_s, _ = by_rank_and_step(frame, columns, where, str(path))
+    times_s = by_rank_and_step(frame, columns, where, str(path))
     if times_s.min() <= 0:
         raise ConfigError("holds a compute time that is not above 0", where, str(path), hint)
     return times_s, notes
