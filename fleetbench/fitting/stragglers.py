@@ -64,7 +64,7 @@ def fit_stragglers(times_s: Floats) -> StragglerFit:
     elif np.ptp(level) < _STEADY * base_s:
         statements.append("steps are constant to a thousandth")
     else:
-        base_s, block, most = float(level.min()), round(2 * math.sqrt(steps)), max(_MOST_VALUES // ranks, LEAST_STEPS)
+        base_s, block, most = float(level.min()), round(2 * math.sqrt(steps)), max(_MOST_VALUES // ranks, LEAST_FOR_RANKS)
         kept = np.arange(steps)
         if steps > most:
             block = min(block, most // 8)
@@ -75,8 +75,8 @@ def fit_stragglers(times_s: Floats) -> StragglerFit:
         statements.append(f"steps are drawn in blocks of {block}{held}, as they were measured")
     correlation = None
     if ranks > 1 and steps >= LEAST_FOR_RANKS and np.ptp(level, axis=1).min() > 0:
-        each = np.corrcoef(stats.rankdata(level, axis=1))  # by order, so that single slow steps do not decide
-        correlation = round(float((each.sum() - ranks) / (ranks * (ranks - 1))), 3)
+        order = stats.zscore(stats.rankdata(level, axis=1), axis=1)  # by order, so that single slow steps do not decide
+        correlation = round(float(((order.sum(axis=0) ** 2).mean() - ranks) / (ranks * (ranks - 1))), 3)
         if correlation > _TOGETHER:
             statements.append(f"ranks are slow in the same steps (correlation {correlation:.2f})")
     quantiles = [tuple(Nanoseconds(round(1e9 * time)) for time in np.quantile(of, SHARES)) for of in (times, times.max(axis=0))]

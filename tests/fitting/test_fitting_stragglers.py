@@ -104,17 +104,18 @@ def test_few_steps_are_drawn_as_they_are() -> None:
     Cluster(trainers_per_node=2, stragglers=found.entries)  # and a cluster takes them
 
 
-def test_many_steps_are_thinned_by_blocks() -> None:
-    """A hundred ranks of a thousand steps: two hundred steps are kept, from begin to end, and the mean is the measured one within 2 %."""
-    times = drawn([JITTER], 100, 1000)
+@pytest.mark.parametrize(("ranks", "steps", "num_kept"), [(100, 1000, 200), (5000, 30, 20)])
+def test_many_steps_are_thinned_by_blocks(ranks: int, steps: int, num_kept: int) -> None:
+    """Of more than 20,000 values: so many steps are kept, from begin to end, and the mean is the measured one within 2 %."""
+    times = drawn([JITTER], ranks, steps)
     found = fit_stragglers(times)
     (blocks,) = found.entries
     assert isinstance(blocks, Blocks)
-    assert (len(blocks.values), len(blocks.values[0])) == (100, 200)
+    assert (len(blocks.values), len(blocks.values[0])) == (ranks, num_kept)
     kept = found.base * 1e-9 * (1 + np.array(blocks.values))
     assert kept.mean() == pytest.approx(times.mean(), rel=0.02)
     assert kept[:, [0, -1]] == pytest.approx(times[:, [0, -1]], rel=1e-5)
-    assert any("from 200 of 1000 steps" in text for text in found.statements)
+    assert any(f"from {num_kept} of {steps} steps" in text for text in found.statements)
 
 
 @pytest.mark.parametrize("laws", [{"jitter": {"distribution": "gamma"}}, {"shared": {"rate": 0.3}, "jitter": {"mean": 0.1}}])
