@@ -176,6 +176,8 @@ def _expected(hint: Any, where: str, value: Any) -> ConfigError:
 
 def _read_union(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
     options = _options(hint)
+    if isinstance(value, Config) and type(value) in options:  # has checked itself
+        return value
     if value is None and len(options) < len(typing.get_args(hint)):
         return None
     kinds = _kinds(hint)

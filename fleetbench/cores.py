@@ -24,11 +24,11 @@ def shares_cores(experiment: Experiment) -> bool:
     return run.device == "cpu" and run.launcher != "testbed" and experiment.workload.model != LAYERS
 
 
-def on_cores(experiment: Experiment, table: LayerTable, profile: Profile | None = None) -> LayerTable:
-    """The layer table on the experiment's cores; ``profile`` is by default the file that it names."""
+def on_cores(experiment: Experiment, table: LayerTable) -> LayerTable:
+    """The layer table on the experiment's cores, of which its profile knows how many there were."""
     if not shares_cores(experiment):
         return table
-    profile = profile or profile_of(experiment)
+    profile = profile_of(experiment)
     factor = 1.0 if profile is None else slowdown(experiment, profile)
     return table if factor == 1.0 else stretched(table, factor)
 

@@ -193,7 +193,6 @@ class Experiment(Config):
     run: Run = field(default_factory=Run)
 
     def _validate(self) -> None:
-        _check_schema(self.schema)
         letters = self.name.replace("-", "").replace("_", "").replace(".", "")
         if not letters.isalnum() or self.name.startswith((".", "-")) or len(self.name.encode()) > LONGEST_NAME:
             what = f"names a folder: letters, digits, '-', '_' and '.', not '-' or '.' first, at most {LONGEST_NAME} bytes"
@@ -210,7 +209,8 @@ class Experiment(Config):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Experiment:
         """Decode plain TOML data, in which a ``cluster.preset`` stands for fields (``fleetbench.hardware.presets``)."""
-        _check_schema(data.get("schema", SCHEMA))  # before its keys, which another schema may name otherwise
+        if (schema := data.get("schema", SCHEMA)) != SCHEMA:  # before its keys, which another schema may name otherwise
+            raise ConfigError("not a schema of this version", "schema", repr(schema), f"this version reads schema {SCHEMA}")
         return decode(expanded(data), cls, "")
 
     @classmethod
@@ -287,11 +287,6 @@ def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: C
         check_hierarchy(cluster.trainers, strategy.hierarchical_inner_ranks or cluster.trainers_per_node)
     if strategy.mode == "ps" and cluster.servers < 1:
         raise ConfigError('mode = "ps" needs servers', "cluster.servers", repr(cluster.servers), "set cluster.servers to 1 or more")
-
-
-def _check_schema(schema: object) -> None:
-    if schema != SCHEMA:
-        raise ConfigError("not a schema of this version", "schema", repr(schema), f"this version reads schema {SCHEMA}")
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:

@@ -1,6 +1,8 @@
 """Measurements: what a profile keeps beside layer tables and links, as plain data."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from fleetbench.config import Config
 from fleetbench.quantities import Bytes, Nanoseconds
@@ -76,55 +78,27 @@ class GradientNoise(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LawFit(Config):
-    """The law of X that explains times ``t = base (1 + X)`` best."""
-
-    distribution: str
-    mean: float
-    cv: float
-    base: Nanoseconds
-    """Compute at X = 0."""
-    num_steps: int
-    """Those in episodes left out."""
-    bic: dict[str, float] = field(default_factory=dict)
-    """By how much each law's Bayesian information criterion exceeds the best one's; ``at times``: not in every step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JitterFit(LawFit):
-    """The law of X of step times, of all ranks together."""
-
-    kolmogorov_smirnov: float
-    kolmogorov_smirnov_p: float
-    """Share of draws from the law itself that are as far from their own fit."""
-    anderson_darling: float
-    anderson_darling_p: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShockFit(LawFit):
-    """The law of X of a step, the same for all ranks that share it."""
-
-    rate: float
-    """Share of the steps that it hits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerFit(Config):
-    """A straggler model of measured step times, and what it says in words."""
+    """What makes measured steps differ: a factor per rank and blocks of consecutive steps, and what they say in words."""
 
     statements: tuple[str, ...]
     """What was found, and what could not be."""
     base: Nanoseconds
-    """Compute of the fastest ranks at X = 0: the layer times of the profile add up to it."""
+    """Compute at X = 0, the shortest step of a rank that is not slow: the layer times of the profile add up to it."""
     median: Nanoseconds
     """Median compute of all ranks."""
     entries: tuple[Straggler, ...] = ()
     """As ``cluster.stragglers`` takes them."""
     rank_factors: tuple[float, ...] = ()
-    """How much longer each rank takes than the fastest, in the median."""
+    """How much longer each rank takes than those that are not slow."""
     correlation: float | None = None
-    """Between ranks, of their X in the same step; none for one trainer."""
-    shared: ShockFit | None = None
-    """The law of what ranks share in a step."""
-    jitter: JitterFit | None = None
+    """Between ranks, of their compute in the same step, by its order; none for one trainer."""
+    quantiles: tuple[Nanoseconds, ...] = ()
+    """Compute in a rank's step, at 50, 95 and 99 %."""
+    slowest_quantiles: tuple[Nanoseconds, ...] = ()
+    """The same of the slowest rank's step."""
+
+    @classmethod
+    def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Older files hold fitted laws beside the entries, which nothing reads."""
+        return {name: value for name, value in data.items() if name not in ("shared", "jitter")}

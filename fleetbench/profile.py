@@ -97,9 +97,6 @@ class Profile(Config):
     notes: tuple[str, ...] = ()
     """What the measurements could not tell, and which of them do not count."""
 
-    def _validate(self) -> None:
-        _check_schema(self.schema)
-
     @property
     def busy(self) -> str | None:
         """What is to be said of the machine on which it was measured; none where that was quiet."""
@@ -131,7 +128,9 @@ class Profile(Config):
         """Read ``profile.toml``."""
         text = read_text(path, "workload.profile names this file")
         data = read_toml(text, str(path), "take the profile again, by dropping workload.profile")
-        _check_schema(data.get("schema", SCHEMA), f"{path}: schema")  # before its keys, which another schema may name otherwise
+        if (schema := data.get("schema", SCHEMA)) != SCHEMA:  # before its keys, which another schema may name otherwise
+            hint = "take the profile again: `fleetbench profile`, or drop workload.profile"
+            raise ConfigError(f"this version reads schema {SCHEMA} of a profile", f"{path}: schema", repr(schema), hint)
         return decode(data, cls, str(path))
 
     def save(self, path: Path) -> None:
@@ -162,12 +161,6 @@ def name_profile(experiment: Experiment, profile: Profile, path: Path) -> Experi
     return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
 
 
-def _check_schema(schema: object, where: str = "schema") -> None:
-    if schema != SCHEMA:
-        hint = "take the profile again: `fleetbench profile`, or drop workload.profile"
-        raise ConfigError(f"this version reads schema {SCHEMA} of a profile", where, repr(schema), hint)
-
-
 def compute_key(experiment: Experiment, strategy: DistributedStrategy | None = None, *, device: str | None = None) -> str:
     """Sixteen hexadecimal digits over all that changes compute: device, model, types, batch, threads.
 
@@ -192,16 +185,16 @@ def compute_part(strategy: DistributedStrategy) -> DistributedStrategy:
     return DistributedStrategy(**{name: getattr(strategy, name) for name in COMPUTE_FIELDS})
 
 
-def table_for(experiment: Experiment, profile: Profile | None = None) -> LayerTable:
-    """The experiment's layer table: declared, or the profile's with the right key.
+def table_for(experiment: Experiment) -> LayerTable:
+    """The experiment's layer table: declared, or that of its profile with the right key.
 
-    The profile is by default that of ``profile_of``. An emulated device sleeps by times that a CPU or
+    An emulated device sleeps by times that a CPU or
     a CUDA device was measured to take, without what communication takes from them there.
     Raises ``ConfigError`` without the right one.
     """
     if experiment.workload.model == LAYERS:
         return declared_table(experiment.workload)
-    profile = profile or profile_of(experiment)
+    profile = profile_of(experiment)
     if profile is None:
         hint = "the command line takes a short profile by itself; name a file here"
         raise ConfigError("the model's layer times are not known", "workload.profile", hint=hint)
@@ -257,7 +250,7 @@ def _emulated(table: LayerTable) -> LayerTable:
     )
 
 
-def all_reduce_cost(experiment: Experiment, profile: Profile | None = None) -> Cost:
+def all_reduce_cost(experiment: Experiment) -> Cost:
     """T(S) of a ring all-reduce over all trainers; nothing for one trainer.
 
     The latencies of the 2 (P - 1) hops that a chunk passes, and 2 ((P - 1) / P) S over the slower of the two links: the rule by
@@ -270,7 +263,7 @@ def all_reduce_cost(experiment: Experiment, profile: Profile | None = None) -> C
     cluster = experiment.cluster
     if cluster.trainers == 1:
         return Cost(latency_ns=0.0, ns_per_byte=0.0)
-    intra, inter = links_for(experiment, profile)
+    intra, inter = links_for(experiment)
     between = 1 if cluster.nodes > 1 else 0
     nodes = [[intra] * (count - between) + [inter] * between for count in cluster.trainers_by_node]
     hops = [link for node in nodes for link in node if link is not None]  # a link that is used is known
@@ -303,13 +296,13 @@ def _slowest(experiment: Experiment) -> float:
     return float(((1 + (x.T / ONE)) * slowdowns).max(axis=1).mean())
 
 
-def communication_of(experiment: Experiment, profile: Profile | None = None) -> Communication | None:
-    """What a profile, by default the one that the experiment names, knows of communication."""
-    profile = profile or profile_of(experiment)
+def communication_of(experiment: Experiment) -> Communication | None:
+    """What the profile that the experiment names knows of communication."""
+    profile = profile_of(experiment)
     return None if profile is None else profile.communication
 
 
-def links_for(experiment: Experiment, profile: Profile | None = None) -> tuple[Link | None, Link | None]:
+def links_for(experiment: Experiment) -> tuple[Link | None, Link | None]:
     """The links inside and between nodes, with what they carry of payload: as declared, or else as measured in the training loop.
 
     A profile knows the link that it was taken over, inside a node or between nodes, and nothing of
@@ -317,7 +310,7 @@ def links_for(experiment: Experiment, profile: Profile | None = None) -> tuple[L
     used and unknown.
     """
     cluster = experiment.cluster
-    measured = communication_of(experiment, profile)
+    measured = communication_of(experiment)
     known = {} if measured is None else {measured.between: measured.link}
     intra = _carried(experiment, cluster.intra, known.get("trainers"), between_nodes=False)
     inter = _carried(experiment, cluster.inter, known.get("nodes"), between_nodes=True)

@@ -135,6 +135,29 @@ class Empirical(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks(Config):
+    """X drawn in blocks of consecutive measured steps, the same steps for all measured ranks: a circular block bootstrap.
+
+    What neighbouring steps and what ranks have in common survives (Politis and Romano 1992). Ranks beyond the R measured ones
+    take the measured rows again, each further R ranks from blocks of their own.
+    """
+
+    kind: ClassVar[str] = "blocks"
+    values: tuple[tuple[float, ...], ...]
+    """Measured X by rank and step; every rank has as many steps."""
+    block_steps: int
+    """Consecutive steps that are drawn at once."""
+
+    def _validate(self) -> None:
+        numbers = [value for row in self.values for value in row]
+        lengths = sorted({len(row) for row in self.values})
+        if not numbers or len(lengths) > 1 or min(numbers) < 0 or max(numbers) > LARGEST or self.block_steps < 1:
+            what = "needs as many values of each rank, none negative or above a million, and blocks of at least 1 step"
+            shown = f"{len(self.values)} ranks of {lengths} values, block_steps {self.block_steps}"
+            raise ConfigError(what, "values, block_steps", shown, "values = [[0.0, 0.1], [0.2, 0.0]] has two steps of two ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace(Config):
     """X read from a recorded trace; ``fleetbench.traces`` has the file's format."""
 
@@ -149,7 +172,7 @@ class Trace(Config):
             raise ConfigError("must be above zero", "base", f"{self.base} ns", 'for example base = "20 ms", or drop it')
 
 
-Straggler = Jitter | NodeShock | SlowRank | SlowNode | Episode | Empirical | Trace
+Straggler = Jitter | NodeShock | SlowRank | SlowNode | Episode | Empirical | Blocks | Trace
 
 
 def draws(
@@ -189,9 +212,12 @@ def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes:
         nodes = nodes if straggler.scope == "node" else np.zeros_like(nodes)
         size = quantile(straggler.distribution, _uniform(seed, entry, 0, nodes, steps), straggler.mean, straggler.cv)
         return np.where(_uniform(seed, entry, 1, nodes, steps) < straggler.rate, size, 0.0)
-    if isinstance(straggler, Empirical):
-        values = np.asarray(straggler.values)
-        return np.asarray(values[(_uniform(seed, entry, 0, ranks, steps) * len(values)).astype(np.int64)])
+    if isinstance(straggler, Empirical | Blocks):
+        values, block = np.atleast_2d(straggler.values), straggler.block_steps if isinstance(straggler, Blocks) else 1
+        group, row = np.divmod(ranks, len(values))
+        number, within = np.divmod(steps - 1, block)
+        first = (_uniform(seed, entry, 0, group, number + 1) * values.shape[1]).astype(np.int64)
+        return np.asarray(values[row[:, None], (first + within) % values.shape[1]])
     if isinstance(straggler, Episode):
         return _episodes(straggler, seed, entry, ranks, steps)
     from fleetbench.traces import replayed

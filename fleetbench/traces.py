@@ -77,8 +77,8 @@ def read_table(path: str | Path, where: str) -> pd.DataFrame:
     return frame
 
 
-def by_rank_and_step(frame: pd.DataFrame, values: list[str], where: str, path: str) -> tuple[Floats, tuple[int, ...]]:
-    """Sums of the columns ``values`` in an array by rank and step, and the steps' numbers, those below 1 left out.
+def by_rank_and_step(frame: pd.DataFrame, values: list[str], where: str, path: str) -> Floats:
+    """Sums of the columns ``values`` in an array by rank and step, steps below 1 left out.
 
     Raises ``ConfigError`` where ranks are not numbered from 0, or a rank lacks a step, has one twice, or a value is no number.
     """
@@ -100,7 +100,7 @@ def by_rank_and_step(frame: pd.DataFrame, values: list[str], where: str, path: s
         raise ConfigError(
             f"has not one number for rank {rank} in step {count.columns[column]:g}", where, path, "every rank has every step, once"
         )
-    return total.to_numpy(dtype=np.float64), tuple(int(step) for step in total.columns)
+    return total.to_numpy(dtype=np.float64)
 
 
 def compute_columns(frame: pd.DataFrame) -> list[str] | None:
@@ -126,7 +126,7 @@ def _recorded(path: str, base_ns: int | None, where: str) -> Floats:
     if lacking or columns is None:
         lacks = f"column {lacking[0]}" if lacking else "x and no seconds of compute"
         raise ConfigError(f"has no {lacks}", where, path, f"a trace is {FORMAT}")
-    values, _ = by_rank_and_step(frame, columns, where, path)
+    values = by_rank_and_step(frame, columns, where, path)
     if is_x:
         if values.min() < 0:
             raise ConfigError("holds an X below 0", where, path, "stragglers add time: X is at least 0")

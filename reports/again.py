@@ -40,6 +40,7 @@ AGAIN = (
     Script("nccl_model/predict.py"),
     Script("gpt_data_parallel/predict.py"),
     Script("estimate/fit.py"),
+    Script("straggler_traces/analyse.py"),
     Script("fidelity/measure.py --tables"),
     Script("strategies/summary.py"),
     Script("server_learning/tables.py"),
@@ -53,7 +54,7 @@ ELSEWHERE = {
     "quickstart, planted_truths, your_script, profile, strategies": "take times of real runs: a quiet machine for an hour",
     "simulator_speed, simulator_engines, simulate_only, virtual_trainers": "take times of one quiet core",
     "engines_agree, as_ddp_or_refused, kill_matrix, damaged_files": "campaigns of hours",
-    "straggler_traces, tuner": "bootstraps of some minutes each: their READMEs have the commands",
+    "tuner": "bootstraps of some minutes: its README has the commands",
 }
 
 

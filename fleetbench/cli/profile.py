@@ -45,11 +45,11 @@ def register(commands: Commands) -> None:
     short = f"how long one of the short runs may take; default: {_SECONDS:g}"
     parser.add_argument("--seconds", type=seconds, default=_SECONDS, metavar="S", help=short)
     source = (
-        "measure nothing: fit stragglers to a run's folder, to its steps.parquet, to a table (Parquet or CSV with the columns rank, step "
-        "and compute_s), or to traces of torch.profiler (files, or folders of them), and print [[cluster.stragglers]]"
+        "measure nothing: take stragglers from a run's folder, its steps.parquet, a table (Parquet or CSV with the columns rank, step "
+        "and compute_s), or traces of torch.profiler (files, or folders of them), and print [[cluster.stragglers]]"
     )
     parser.add_argument("--from", type=Path, nargs="+", metavar="RUN_OR_TRACE", dest="source", help=source)
-    add_json(parser, "the profile, or the stragglers' fit,")
+    add_json(parser, "the profile, or the stragglers,")
     add_command_line(parser)
     parser.epilog = your_script.EPILOG
     parser.set_defaults(interrupted="the workers were stopped, and no profile was stored")
@@ -120,14 +120,15 @@ def _fit_stragglers(arguments: argparse.Namespace) -> int:
     for given, name in (
         (arguments.experiment, "EXPERIMENT.toml"),
         (arguments.overrides, "--set"),
+        (arguments.seed is not None, "--seed"),
         (arguments.command_line, "--"),
     ):
         if given:
-            raise ConfigError("nothing runs and nothing is measured where stragglers are fitted", name, hint=f"drop {name}, or --from")
+            raise ConfigError("nothing runs and nothing is measured beside --from", name, hint=f"drop {name}, or --from")
     from fleetbench.config import encode
     from fleetbench.fitting.stragglers import fit_source
 
-    fit = fit_source(arguments.source, seed=arguments.seed or 0)
+    fit = fit_source(arguments.source)
     emit(json.dumps(encode(fit), indent=1) if arguments.json else _as_toml(fit, arguments.source))
     return 0
 
@@ -137,7 +138,7 @@ def _as_toml(fit: StragglerFit, sources: Sequence[Path]) -> str:
     from fleetbench.config import encode
 
     more = f" and {len(sources) - _MOST_SOURCES} more" if len(sources) > _MOST_SOURCES else ""
-    said = [f"fitted to {', '.join(map(str, sources[:_MOST_SOURCES]))}{more}", *fit.statements]
+    said = [f"from {', '.join(map(str, sources[:_MOST_SOURCES]))}{more}", *fit.statements]
     lines = [f"# {printable(text, lines=False)}" for text in said]
     lines.append(f"# compute at X = 0: {units.seconds(fit.base * 1e-9)} a step (median of all ranks: {units.seconds(fit.median * 1e-9)})")
     if not fit.entries:

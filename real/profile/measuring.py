@@ -282,7 +282,7 @@ class _Measuring:
                 local = {name: getattr(tables[own], name) for name in ("merge", "local_update", "local_compute")}
                 table = dataclasses.replace(table, **local)
                 tables[number], threads[number] = self._beside(strategy, table, run, hockney)
-        fit = fit_stragglers(compute_times(whole), self._experiment.run.seed) if stragglers else None
+        fit = fit_stragglers(compute_times(whole)) if stragglers else None
         if fit is not None and fit.entries:
             share = fit.base * 1e-9 / typical(compute_times(whole))
             tables = {number: scaled(table, share, share) for number, table in tables.items()}

@@ -1,15 +1,14 @@
-"""Straggler traces of two production jobs: who is slow, does the fitted model predict other steps, and what would be gained.
+"""Straggler traces of two production jobs: are other steps as those that blocks are drawn from, and what would be gained.
 
-Run from the repository's root: ``python reports/straggler_traces/analyse.py``. Writes ``results.json``,
-``tables.md`` and ``groups.png``. The sampled steps of a job are split before anything is looked at: the
-first, third, fifth, ... in order are fitted, the second, fourth, ... are held out.
+Run from the repository's root: ``python reports/straggler_traces/analyse.py``. Writes ``blocks.json`` and prints its tables. Of the
+sampled steps of a job one half is fitted, and the other half held out: every second step, or the later ones.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,23 +16,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from matplotlib.figure import Figure
 
 from fleetbench.cluster import Cluster, Link
 from fleetbench.experiment import Experiment, Run
-from fleetbench.fitting.distributions import Fitted
 from fleetbench.fitting.stragglers import fit_stragglers
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.store import machine, versions
-from fleetbench.stragglers import Straggler, Trace
+from fleetbench.stragglers import ONE, Straggler, Trace, draws
 from fleetbench.workload import LayerSpec, Workload
-from held_out import HeldOut, hold_out
 from sim.many.what_if import what_if
 
 HERE = Path(__file__).parent
 JOBS = ("one_slow_worker", "long_last_stage")
-DRAWS = 400
-SLOW = 1.02
+DRAWN = 20_000
+SHARES = (0.5, 0.95)
 COMPUTE = ("forward-compute", "backward-compute")
 Floats = npt.NDArray[np.float64]
 
@@ -45,38 +41,17 @@ class Group:
     job: str
     stage: int
     times_s: Floats
-    steps: tuple[int, ...]
     exchange_s: float
-    """Reduce-scatter of gradients and all-gather of parameters: the shortest over the ranks, median over the fitted steps."""
+    """Reduce-scatter of gradients and all-gather of parameters: the shortest over the ranks, median over every second step."""
     forward_share: float
-
-    @property
-    def fitted_s(self) -> Floats:
-        """Of the first, third, ... step."""
-        return self.times_s[:, ::2]
-
-    @property
-    def held_out_s(self) -> Floats:
-        """Of the second, fourth, ... step."""
-        return self.times_s[:, 1::2]
 
 
 def main() -> None:
     """All groups of both jobs."""
-    groups = [group for job in JOBS for group in read(job)]
-    rows = [row_of(group) for group in groups]
+    rows = [row_of(group) for job in JOBS for group in read(job)]
     pipelines = {job: counterfactual(job) for job in JOBS}
-    data = {
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "machine": machine(),
-        "versions": versions(),
-        "draws": DRAWS,
-        "groups": rows,
-        "pipelines": pipelines,
-    }
-    (HERE / "results.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
-    (HERE / "tables.md").write_text(tables(rows, pipelines), encoding="utf-8")
-    figure(groups, rows).savefig(HERE / "groups.png", dpi=130, metadata={"Software": None})
+    data = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine(), "versions": versions(), "groups": rows, "pipelines": pipelines}
+    (HERE / "blocks.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
     print(tables(rows, pipelines))
 
 
@@ -96,7 +71,6 @@ def read(job: str) -> list[Group]:
                 job=job,
                 stage=stage,
                 times_s=times.to_numpy(),
-                steps=tuple(times.columns.tolist()),
                 exchange_s=float(shortest.median()),
                 forward_share=float(compute["forward-compute"] / compute.sum()),
             )
@@ -106,57 +80,41 @@ def read(job: str) -> list[Group]:
 
 def row_of(group: Group) -> dict[str, Any]:
     """What is reported of a group."""
-    fit = fit_stragglers(group.fitted_s, 0, list(range(len(group.times_s))))
-    shared = hold_out(group.fitted_s, group.held_out_s, 0, draws=DRAWS)
-    independent = hold_out(group.fitted_s, group.held_out_s, 0, draws=DRAWS, is_shared=False)
-    slow = [rank for rank, factor in enumerate(fit.rank_factors) if factor >= SLOW]
+    half = group.times_s.shape[1] // 2
+    alternating, in_order = ((group.times_s[:, ::2], group.times_s[:, 1::2]), (group.times_s[:, :half], group.times_s[:, half:]))
+    fit = fit_stragglers(alternating[0])
     return {
         "job": group.job,
         "stage": group.stage,
-        "ranks": len(group.times_s),
-        "fitted_steps": group.fitted_s.shape[1],
-        "held_out_steps": group.held_out_s.shape[1],
         "rank_factors": fit.rank_factors,
-        "slow_ranks": slow,
-        "base_s": fit.base * 1e-9,
-        "correlation": fit.correlation,
         "statements": fit.statements,
-        "prediction": told(shared),
-        "independent": told(independent),
-        "what_if_replayed": gains(group, replay=True),
-        "what_if_fitted": gains(group, replay=False, entries=fit.entries, base_s=fit.base * 1e-9),
+        "alternating": errors(*alternating),
+        "in_order": errors(*in_order),
+        "what_if_replayed": replayed(group, alternating[1]),
+        "what_if_drawn": simulated(group, fit.entries, fit.base * 1e-9, steps=1000),
     }
 
 
-def told(found: HeldOut) -> dict[str, Any]:
-    """A prediction as plain data."""
-
-    def law(fitted: Fitted | None) -> dict[str, Any] | None:
-        kept = ("law", "base_s", "rate", "mean", "cv")
-        return None if fitted is None else {name: value for name, value in asdict(fitted).items() if name in kept}
-
-    return {
-        "own": law(found.model.own),
-        "shared": law(found.model.shared),
-        "distance": found.distance,
-        "threshold": found.threshold,
-        "p": found.p,
-        "num_fitted": found.num_fitted,
-        "num_held_out": found.num_held_out,
-        "predicts": found.predicts,
-    }
+def errors(fitted_s: Floats, held_out_s: Floats) -> dict[str, float]:
+    """Drawn over held-out compute, minus one: of a rank's step and of the slowest rank's, at 50 and 95 %."""
+    fit = fit_stragglers(fitted_s)
+    ranks = len(fitted_s)
+    drawn = fit.base * 1e-9 * (1 + draws(fit.entries, 0, ranks, ranks, 1, DRAWN) / ONE)
+    found = {}
+    for name, of in (("rank", np.ravel), ("slowest", lambda times: times.max(axis=0))):
+        ratios = np.quantile(of(drawn), SHARES) / np.quantile(of(held_out_s), SHARES) - 1
+        found |= {f"{name}_p{100 * share:.0f}": float(ratio) for share, ratio in zip(SHARES, ratios, strict=True)}
+    return found
 
 
-def gains(group: Group, *, replay: bool, entries: tuple[Straggler, ...] = (), base_s: float = 0.0) -> dict[str, float]:
-    """Gains of the group's what-ifs, its held-out steps replayed, or 1,000 steps drawn from the fit."""
-    if not replay:
-        return simulated(group, entries, base_s, steps=1000)
+def replayed(group: Group, times_s: Floats) -> dict[str, float]:
+    """Gains of the group's what-ifs with these steps replayed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "held_out.parquet"
-        rows = [(rank, step + 1, took) for rank, times in enumerate(group.held_out_s) for step, took in enumerate(times)]
+        rows = [(rank, step + 1, took) for rank, times in enumerate(times_s) for step, took in enumerate(times)]
         pd.DataFrame(rows, columns=["rank", "step", "compute_s"]).to_parquet(path)
-        base_s = float(group.held_out_s.min())
-        return simulated(group, (Trace(path=str(path), base=Nanoseconds(int(base_s * 1e9))),), base_s, steps=group.held_out_s.shape[1])
+        base_s = float(times_s.min())
+        return simulated(group, (Trace(path=str(path), base=Nanoseconds(int(base_s * 1e9))),), base_s, steps=times_s.shape[1])
 
 
 def simulated(group: Group, entries: tuple[Straggler, ...], base_s: float, steps: int) -> dict[str, float]:
@@ -199,37 +157,17 @@ def counterfactual(job: str) -> dict[str, Any]:
 
 def tables(rows: list[dict[str, Any]], pipelines: dict[str, Any]) -> str:
     """The tables of README.md."""
-    lines = [
-        "| job | stage | slow rank | correlation | own jitter | shared jitter | D held out | 95 % of draws | p | predicts |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        found = row["prediction"]
-        slow = ", ".join(f"{rank} ({row['rank_factors'][rank]:.2f}x)" for rank in row["slow_ranks"]) or "none"
-        cells = [row["job"], row["stage"], slow, f"{row['correlation']:.2f}", law_cell(found["own"]), law_cell(found["shared"])]
-        cells += [f"{found['distance']:.3f}", f"{found['threshold']:.3f}", f"{found['p']:.2f}", "yes" if found["predicts"] else "NO"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += [
-        "",
-        "The same with every rank's jitter drawn by itself:",
-        "",
-        "| job | stage | law | D held out | 95 % of draws | p | predicts |",
-    ]
-    lines.append("|---|---|---|---|---|---|---|")
-    for row in rows:
-        found = row["independent"]
-        cells = [row["job"], row["stage"], law_cell(found["own"]), f"{found['distance']:.3f}", f"{found['threshold']:.3f}"]
-        lines.append("| " + " | ".join(map(str, [*cells, f"{found['p']:.2f}", "yes" if found["predicts"] else "NO"])) + " |")
-    lines += [
-        "",
-        "| job | stage | step | without the slowest rank, replayed | the same, drawn from the fit | without stragglers, replayed |",
-    ]
+    lines = ["| job | stage | held out | rank's step p50 | p95 | slowest rank's step p50 | p95 |", "|---|---|---|---|---|---|---|"]
+    for key, name in (("alternating", "every second step"), ("in_order", "the second half")):
+        for row in rows:
+            cells = [row["job"], str(row["stage"]), name, *(f"{error:+.1%}" for error in row[key].values())]
+            lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| job | stage | step | without the slowest rank, replayed | the same, drawn | without stragglers, replayed |"]
     lines.append("|---|---|---|---|---|---|")
     for row in rows:
-        replayed, fitted = (without_rank(row[key]) for key in ("what_if_replayed", "what_if_fitted"))
-        cells = [row["job"], row["stage"], f"{row['what_if_replayed']['step_s']:.3f} s", f"rank {replayed[0]}: {replayed[1]:.3f}x"]
-        cells += [f"rank {fitted[0]}: {fitted[1]:.3f}x", f"{row['what_if_replayed']['without stragglers']:.3f}x"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        one, other = (without_rank(row[key]) for key in ("what_if_replayed", "what_if_drawn"))
+        cells = [row["job"], str(row["stage"]), f"{row['what_if_replayed']['step_s']:.3f} s", one, other]
+        lines.append("| " + " | ".join([*cells, f"{row['what_if_replayed']['without stragglers']:.3f}x"]) + " |")
     lines += ["", "| job | last pipeline (steps) | step | without it | speed-up |", "|---|---|---|---|---|"]
     for job, found in pipelines.items():
         last = ", ".join(f"{rank} ({number})" for rank, number in found["last_pipeline"].items())
@@ -237,42 +175,10 @@ def tables(rows: list[dict[str, Any]], pipelines: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def without_rank(found: dict[str, float]) -> tuple[str, float]:
+def without_rank(found: dict[str, float]) -> str:
     """The spared rank and its gain."""
     name, gain = next((name, gain) for name, gain in found.items() if name.startswith("without rank"))
-    return name.removeprefix("without rank "), gain
-
-
-def law_cell(law: dict[str, Any] | None) -> str:
-    """A law in few words."""
-    if law is None:
-        return "none"
-    rate = f"{100 * law['rate']:.0f} % of steps: " if law.get("rate", 1.0) < 1.0 else ""
-    return f"{rate}{law['law']}, mean {law['mean']:.4f}, cv {law['cv']:.2f}"
-
-
-def figure(groups: list[Group], rows: list[dict[str, Any]]) -> Figure:
-    """Step compute of every rank over the sampled steps, a panel a group: fitted steps filled, held-out ones open."""
-    drawn = Figure(figsize=(11, 5.6), layout="constrained")
-    axes = drawn.subplots(2, 4)
-    colours = ("#1f4e79", "#c44e35", "#5b9a68", "#e0a030")
-    for panel, group, row in zip(axes.ravel(), groups, rows, strict=True):
-        at = np.arange(len(group.steps))
-        for rank, times in enumerate(group.times_s):
-            panel.plot(at[::2], times[::2], "o", color=colours[rank], markersize=3, label=f"rank {rank}")
-            panel.plot(at[1::2], times[1::2], "o", color=colours[rank], markersize=3, fillstyle="none")
-        found = row["prediction"]
-        panel.set_title(f"{group.job}, stage {group.stage}\nD {found['distance']:.3f}, 95 % of draws {found['threshold']:.3f}", fontsize=8)
-        panel.tick_params(labelsize=7)
-        panel.spines[["top", "right"]].set_visible(False)
-    for panel in axes[:, 0]:
-        panel.set_ylabel("compute of a step (s)", fontsize=8)
-    for panel in axes[1]:
-        panel.set_xlabel("sampled step, in order", fontsize=8)
-    axes[0, 0].plot([], [], "o", color="black", markersize=3, label="fitted")
-    axes[0, 0].plot([], [], "o", color="black", markersize=3, fillstyle="none", label="held out")
-    axes[0, 0].legend(fontsize=7)
-    return drawn
+    return f"{name.removeprefix('without ')}: {gain:.3f}x"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fleetbench.experiment import Experiment
@@ -40,21 +41,21 @@ def test_what_is_printed_can_be_pasted(command: Callable, run_folder: Path, expe
     assert tomllib.loads(ended.out)
     path = experiment("pasted")
     path.write_text(path.read_text().replace("[run]", f"{ended.out}\n[run]"), encoding="utf-8")
-    slow, jitter = Experiment.load(path, ["cluster.trainers_per_node=4"]).cluster.stragglers
+    slow, blocks = Experiment.load(path, ["cluster.trainers_per_node=4"]).cluster.stragglers
     assert (slow.ranks, slow.factor) == ((2,), pytest.approx(1.5, rel=0.05))  # type: ignore[union-attr]  # a slow rank
-    assert jitter.mean == pytest.approx(0.2, rel=0.1)  # type: ignore[union-attr]  # a jitter
+    assert np.mean(blocks.values) == pytest.approx(0.2, rel=0.1)  # type: ignore[union-attr]  # blocks
     assert "rank 2 takes 1.5" in ended.out
 
 
 def test_json_is_the_fit(command: Callable, run_folder: Path) -> None:
-    """Entries, statements, factors, the law and its goodness; the table of steps gives the same."""
+    """Entries, statements, factors and quantiles; the table of steps gives the same."""
     data = json.loads(command("profile", "--from", run_folder, "--json").out)
-    assert [entry["kind"] for entry in data["entries"]] == ["slow_rank", "jitter"]
-    assert data["jitter"]["kolmogorov_smirnov_p"] > 0.02
+    assert [entry["kind"] for entry in data["entries"]] == ["slow_rank", "blocks"]
+    assert len(data["quantiles"]) == len(data["slowest_quantiles"]) == 3
     assert json.loads(command("profile", "--from", run_folder / "steps.parquet", "--json").out)["entries"] == data["entries"]
 
 
-@pytest.mark.parametrize("more", [("--set", "run.seed=1"), ("--", "python", "train.py")])
+@pytest.mark.parametrize("more", [("--set", "run.seed=1"), ("--seed", "0"), ("--", "python", "train.py")])
 def test_nothing_runs_beside_a_fit(more: tuple[str, ...], command: Callable, tmp_path: Path) -> None:
     """What would measure is refused by name."""
     ended = command("profile", "--from", tmp_path, *more)

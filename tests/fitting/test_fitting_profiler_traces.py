@@ -267,7 +267,7 @@ def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch:
 def test_tables_are_read_as_pandas_reads_them(name: str, text: str, tmp_path: Path) -> None:
     """Compressed, with spaces after commas, with pandas' index, and in milliseconds where the column says so."""
     (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
-    times_s, _, notes = compute_times(tmp_path / name)
+    times_s, notes = compute_times(tmp_path / name)
     assert times_s.tolist() == [[0.5, 0.25]]
     assert notes == ()
 
@@ -287,7 +287,7 @@ def test_milliseconds_are_not_taken_for_seconds(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match=r"compute_s of 150: seconds.*(?s:.)*compute_ms"):
                 compute_times(tmp_path / "t.csv")
         else:
-            assert compute_times(tmp_path / "t.csv")[2] == (
+            assert compute_times(tmp_path / "t.csv")[1] == (
                 "a step computes for 10 s by compute_s: milliseconds stand in a column compute_ms",
             )
 

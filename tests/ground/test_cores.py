@@ -7,12 +7,11 @@ import math
 from typing import Any
 
 import pytest
-from sim_cases import profiled
+from sim_cases import profiled, with_profile
 
 from fleetbench.cores import on_cores, slowdown, stretched
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import Threads
-from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile
 from fleetbench.quantities import Nanoseconds
 
@@ -86,6 +85,6 @@ def test_every_moment_is_rounded_once() -> None:
 def test_only_processors_share_cores(run: dict[str, Any]) -> None:
     """A device computes by itself, a sleep needs no core, and a testbed's nodes share one machine."""
     experiment, profile = case(threads=4, trainers=2, cores=1, measured=FOUR)
-    table: LayerTable = profile.tables[0]
-    assert on_cores(experiment, table, profile).forward_ns == 4 * table.forward_ns
-    assert on_cores(experiment.replace(run=dataclasses.replace(experiment.run, **run)), table, profile) is table
+    experiment, table = with_profile(experiment, profile), profile.tables[0]
+    assert on_cores(experiment, table).forward_ns == 4 * table.forward_ns
+    assert on_cores(experiment.replace(run=dataclasses.replace(experiment.run, **run)), table) is table

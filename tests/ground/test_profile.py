@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sim_cases import with_profile
 
 from fleetbench.cluster import Link
 from fleetbench.config import decode, encode
@@ -65,9 +66,9 @@ def test_a_link_between_nodes_is_used_between_nodes() -> None:
     profile = profile_of(experiment)
     assert profile.communication is not None
     between = dataclasses.replace(profile, communication=dataclasses.replace(profile.communication, between="nodes"))
-    assert links_for(experiment, between) == (None, LINK)
+    assert links_for(with_profile(experiment, between)) == (None, LINK)
     with pytest.raises(ConfigError, match=r"cluster\.inter"):
-        links_for(experiment, profile)
+        links_for(with_profile(experiment, profile))
 
 
 @pytest.mark.parametrize(
@@ -91,9 +92,9 @@ def test_what_changes_compute_needs_another_table(override: str) -> None:
     """The key differs, and the table of the other setting is refused, not scaled."""
     before, after = Experiment.load(), Experiment.load(overrides=[override])
     assert compute_key(after) != compute_key(before)
-    assert table_for(before, profile_of(after, before)).key == compute_key(before)
+    assert table_for(with_profile(before, profile_of(after, before))).key == compute_key(before)
     with pytest.raises(ConfigError, match=r"holds no layer table of .*batch .* trainers? a node on c"):
-        table_for(after, profile_of(before))
+        table_for(with_profile(after, profile_of(before)))
 
 
 def test_trainers_that_sleep_share_no_cores() -> None:
@@ -148,7 +149,7 @@ def test_a_declared_link_goes_before_the_measured_one() -> None:
     """The simulator believes the file first, less Ethernet's headers, and what was measured in the loop where the file is silent."""
     declared = Link(bandwidth=BitsPerSecond(round(10**9 * 1448 / 1514)), payload=True)
     experiment = Experiment.load(overrides=["cluster.nodes=2", "cluster.inter.bandwidth=1 Gbit/s"])
-    assert links_for(experiment, profile_of(experiment)) == (LINK, declared)
+    assert links_for(with_profile(experiment, profile_of(experiment))) == (LINK, declared)
 
 
 def test_a_link_that_is_used_must_be_known() -> None:

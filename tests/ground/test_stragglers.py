@@ -13,6 +13,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.stragglers import (
     ONE,
+    Blocks,
     Empirical,
     Episode,
     Jitter,
@@ -39,6 +40,7 @@ ALL: tuple[Straggler, ...] = (
     SlowNode(nodes=(0,), factor=1.25),
     Episode(rate=0.05, length=4.0, factor=3.0),  # type: ignore[arg-type]  # NewTypes of numbers
     Empirical(values=(0.0, 0.1, 0.7)),
+    Blocks(values=((0.0, 0.1, 0.7), (0.2, 0.0, 0.4)), block_steps=2),
 )
 
 
@@ -96,6 +98,10 @@ def test_a_draw_is_a_chain_of_published_hashes() -> None:
         (Jitter(distribution="constant", mean=0.25), [[4194304] * 3] * 2),
         (NodeShock(rate=0.4, mean=0.25), [[3239249, 0, 5447995], [11294202, 2027206, 12581573]]),  # type: ignore[arg-type]  # NewTypes of numbers
         (Empirical(values=(0.0, 0.125, 0.75)), [[2097152, 12582912, 12582912], [12582912, 0, 12582912]]),
+        (
+            Blocks(values=((0.0, 0.125, 0.75), (1.0, 0.5, 0.25)), block_steps=2),
+            [[2097152, 12582912, 12582912], [8388608, 4194304, 4194304]],
+        ),
     ],
     ids=str,
 )
@@ -257,6 +263,25 @@ def test_empirical_values_come_with_equal_chance() -> None:
     assert (abs(counts / x.size - 1 / 3) < 4 * math.sqrt(2 / 9 / x.size)).all()
 
 
+def test_blocks_are_consecutive_measured_steps() -> None:
+    """Two measured ranks, blocks of three of five steps: all ranks of a pair are at the same place, which the published hash draws."""
+    values = ((0.0, 0.1, 0.2, 0.3, 0.4), (1.0, 1.1, 1.2, 1.3, 1.4))
+    x = draws([Blocks(values=values, block_steps=3)], 7, 5, 1, -2, 9)
+    for rank in range(5):
+        for step in range(-2, 7):
+            number, within = divmod(step - 1, 3)
+            word = mix(mix(mix(mix(mix(7) ^ 0) ^ 0) ^ rank // 2) ^ (number + 1) % 2**64)
+            first = int(((word >> 12) + 0.5) / 2**52 * 5)
+            assert x[rank, step + 2] == round(values[rank % 2][(first + within) % 5] * ONE)
+
+
+@pytest.mark.parametrize(("values", "block_steps"), [((), 1), (((),), 1), (((0.1,), (0.1, 0.2)), 1), (((-0.1,),), 1), (((0.1,),), 0)])
+def test_blocks_of_no_steps_are_refused(values: Any, block_steps: int) -> None:
+    """No rank, no step, ranks with more steps than others, a negative X, an empty block."""
+    with pytest.raises(ConfigError, match=r"as many values of each rank(?s:.)*HINT"):
+        Blocks(values=values, block_steps=block_steps)
+
+
 @pytest.mark.parametrize(
     "entry",
     [
@@ -266,6 +291,7 @@ def test_empirical_values_come_with_equal_chance() -> None:
         {"kind": "jitter", "mean": 1e200},
         {"kind": "jitter", "cv": 1e200},
         {"kind": "empirical", "values": [0, 1e12]},
+        {"kind": "blocks", "values": [[0, 1e12]], "block_steps": 1},
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sim_cases import with_profile
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -475,15 +476,13 @@ def test_an_emulated_device_sleeps_by_what_either_device_was_measured_to_take() 
     }
 
     def found(*devices: str) -> LayerTable:
-        return table_for(experiment, Profile(machine="m", created="d", tables=tuple(tables[device] for device in devices)))
+        return table_for(with_profile(experiment, Profile(machine="m", created="d", tables=tuple(tables[device] for device in devices))))
 
     assert [found("cuda", "cpu").update, found("cuda").update] == [1, 2]
     assert found("cuda") == dataclasses.replace(tables["cuda"], contention=0.0)
     real = Experiment.from_dict({"run": {"device": "cpu"}})
     assert compute_key(real) == compute_key(experiment)
-    assert table_for(real, Profile(machine="m", created="d", tables=tuple(tables.values()))).contention == 0.3
+    both = Profile(machine="m", created="d", tables=tuple(tables.values()))
+    assert table_for(with_profile(real, both)).contention == 0.3
     with pytest.raises(ConfigError, match="holds no layer table"):
-        table_for(
-            Experiment.from_dict({"workload": {"batch_size": 7}, "run": {"device": "emulated"}}),
-            Profile(machine="m", created="d", tables=tuple(tables.values())),
-        )
+        table_for(with_profile(Experiment.from_dict({"workload": {"batch_size": 7}, "run": {"device": "emulated"}}), both))

@@ -156,7 +156,7 @@ def test_plan_bytes_rounds_and_averages_are_the_real_ones(name: str, session: Se
     assert (real.summary.final_loss, real.summary.emulated) == (simulated.summary.final_loss, True)
     for recording in real.recordings:
         assert recording.replayed(family(strategy, real.plan)) == [operations for _, _, operations in recording.log]
-    table = table_for(changed, profile)
+    table = table_for(with_profile(changed, profile))
     assert {part["parameters"] for part in seen} == {_parameters(table, UPDATES.get(name, STEPS + WARMUP))}
     _check_times(real, changed, table, sequential=name == "sequential")
 

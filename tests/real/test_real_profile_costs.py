@@ -254,10 +254,10 @@ def test_local_steps_have_their_own_compute(strategy: DistributedStrategy, share
     given = base.replace(strategy=strategy, cluster=dataclasses.replace(base.cluster, servers=1 if strategy.mode == "ps" else 0))
     kept = dataclasses.replace(table(local_compute=0.8, resume=Nanoseconds(6 * MS)), key=compute_key(given))
     profile = Profile(machine="", created="", tables=(kept,))
-    found = table_for(given, profile)
+    found = table_for(with_profile(given, profile))
     assert (found.forward_ns, found.backward_ns) == (share * 32 * MS, share * 72 * MS)
     assert found.resume == (6 * MS if share < 1 else 0)
-    emulated = table_for(given.replace(run=dataclasses.replace(given.run, device="emulated")), profile)
+    emulated = table_for(with_profile(given.replace(run=dataclasses.replace(given.run, device="emulated")), profile))
     assert (emulated.forward_ns, emulated.resume) == (32 * MS, 0)
 
 

@@ -13,6 +13,7 @@ import profile_steps
 import pytest
 import torch
 from processes import Arrays, run_ranks
+from sim_cases import with_profile
 from torch import nn
 
 from fleetbench.experiment import Experiment
@@ -429,10 +430,10 @@ def test_a_profile_with_recompute_says_what_it_saves(monkeypatch: pytest.MonkeyP
             "tune": {"thread_num": [1]},
         }
     )
-    table = table_for(experiment, take_profile(experiment))
+    table = table_for(with_profile(experiment, take_profile(experiment)))
     assert sum(layer.activation_bytes for layer in table.layers if layer.name.startswith(block)) == 0  # its input was there before it
     plain = experiment.replace(strategy=experiment.strategy.replace(recompute=False, recompute_configs=RecomputeConfigs()))
-    kept = table_for(plain, take_profile(plain))
+    kept = table_for(with_profile(plain, take_profile(plain)))
     ffn = 2 * 4 * 8 * 256 * 4  # before and after the activation function
     assert sum(layer.activation_bytes for layer in kept.layers) - sum(layer.activation_bytes for layer in table.layers) > ffn
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import forked_launches, run_python
+from sim_cases import with_profile
 from torch import nn
 
 from fleetbench.experiment import Experiment
@@ -104,7 +105,7 @@ def test_strategies_change_in_the_living_script(session: ScriptSession) -> None:
 def test_the_profile_is_what_sim_runs_with(session: ScriptSession, tmp_path: Path) -> None:
     """The three linear layers with their gradients, the link between the two trainers, and a simulation of the script's own strategy."""
     taken = profile_script(session, seconds=0.5)
-    table = table_for(taken.experiment, taken.profile)
+    table = table_for(with_profile(taken.experiment, taken.profile))
     assert [layer.name for layer in table.layers] == ["0", "2", "4"]
     shapes = {gradient.name: gradient.numel for layer in table.layers for gradient in layer.gradients}
     assert shapes == {"0.weight": 64 * 256, "0.bias": 256, "2.weight": 256 * 256, "2.bias": 256, "4.weight": 2560, "4.bias": 10}

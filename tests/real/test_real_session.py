@@ -270,7 +270,7 @@ def test_spans_have_the_simulators_names(session: Session, experiment: Experimen
     real = session.run(Leg(strategy=strategy, steps=STEPS))
     given = with_profile(experiment.replace(strategy=strategy), profile)
     simulated = simulate(given)
-    of_time = {"wait"} if table_for(given, profile).merge else {"wait", "merge"}
+    of_time = {"wait"} if table_for(given).merge else {"wait", "merge"}
     named, expected = (
         {(span.rank, span.stream, span.name) for span in result.spans if span.name not in of_time} for result in (real, simulated)
     )

@@ -16,7 +16,7 @@ from fleetbench.cli.profile import show
 from fleetbench.cluster import Cluster, Link
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.measurements import CollectivePoint, JitterFit, Memory, StragglerFit, Threads
+from fleetbench.measurements import CollectivePoint, Memory, StragglerFit, Threads
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Communication, Profile, compute_key
 from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
@@ -68,17 +68,6 @@ def profile(experiment: Experiment) -> Profile:
         )
         for number in (1, 2)
     )
-    jitter = JitterFit(
-        distribution="exponential",
-        mean=0.1,
-        cv=1.0,
-        base=Nanoseconds(9 * 10**6),
-        num_steps=200,
-        kolmogorov_smirnov=0.04,
-        kolmogorov_smirnov_p=0.5,
-        anderson_darling=0.4,
-        anderson_darling_p=0.6,
-    )
     return Profile(
         machine="a <machine>",
         created="2026-01-01",
@@ -93,7 +82,6 @@ def profile(experiment: Experiment) -> Profile:
             base=Nanoseconds(9 * 10**6),
             median=Nanoseconds(9_600_000),
             entries=(Jitter(distribution="exponential", mean=0.1),),
-            jitter=jitter,
         ),
     )
 

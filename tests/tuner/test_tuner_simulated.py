@@ -19,11 +19,13 @@ from fleetbench.measurements import Memory
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Profile, compute_key, name_profile
 from fleetbench.result import step_s_of
+from fleetbench.stragglers import Blocks
 from fleetbench.strategy import DistributedStrategy
 from sim.many.sweep import Axis
 from sim.run import simulate
 from tuner.simulated import candidates
 from tuner.simulated.answer import SimulatedRecommendation, tune_simulated
+from tuner.simulated.assumptions import scaled
 from tuner.simulated.candidates import fits, ranked
 from tuner.simulated.sizes import tune_sizes
 from tuner.simulated.uncertainty import FIRST_LOOK_ERROR, MODEL_ERROR, spread_of, ways_outside
@@ -150,6 +152,12 @@ def test_all_assumptions_have_the_draws_of_the_headline(delayed: SimulatedRecomm
     for name in ("bandwidth", "latency", "stragglers", "compute"):
         low, high = (rows[f"{name} x {factor}"] for factor in ((2, 0.5) if name == "bandwidth" else (0.5, 2)))
         assert low < rows["as declared"] < high
+
+
+def test_measured_blocks_are_scaled() -> None:
+    """Every X of every rank; the length of a block stays."""
+    blocks = Blocks(values=((0.0, 0.5), (0.25, 1.0)), block_steps=2)
+    assert scaled((blocks,), "stragglers", 2.0) == (Blocks(values=((0.0, 1.0), (0.5, 2.0)), block_steps=2),)
 
 
 def test_a_step_is_said_in_parts_that_add_up(delayed: SimulatedRecommendation) -> None:

@@ -79,7 +79,7 @@ def _times(name: str, value: Any, factor: float) -> Any:
     if value is None:
         return None
     if isinstance(value, tuple):
-        return tuple(item * factor for item in value)
+        return tuple(_times(name, item, factor) for item in value)
     if name in RATIOS:
         return 1 + (value - 1) * factor if value > 1 else value
     return max(round(value * factor), min(value, 1)) if isinstance(value, int) else value * factor
