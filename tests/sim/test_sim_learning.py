@@ -210,6 +210,7 @@ def test_every_field_is_learnt_or_the_clocks_or_refused() -> None:
             learnt_from(experiment)
 
 
+@pytest.mark.slow
 def test_what_all_trainers_at_once_take_is_in_proportion_to_their_number(tmp_path: Path) -> None:
     """Parameters, gradients and activations are each trainer's own; the joint batch is not counted once for each of them."""
 

@@ -36,6 +36,7 @@ def of(workload: dict[str, Any], **parts: Any) -> Experiment:
     return Experiment.from_dict({"workload": {"steps": 10_000, **workload}, "cluster": cluster, **parts})
 
 
+@pytest.mark.slow
 def test_operations_are_the_published_ones() -> None:
     """ResNet-50 multiplies 4.09e9 times a sample forward (arXiv 1512.03385 and torchvision), three times that with its backward.
 

@@ -435,6 +435,7 @@ def test_messages_are_as_large_as_the_data_make_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_stale_gradients_hurt_at_a_high_learning_rate(seed: int) -> None:
     """Eight trainers whose gradients wait in long queues end higher than with the same servers over a fast link."""
     workload = {**DIGITS, "lr": 0.5, "steps": 40}

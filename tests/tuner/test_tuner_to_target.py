@@ -191,6 +191,7 @@ class Reporting(FakeRunner):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("fused_s", "used"), [(0.008, True), (0.0099, False)])
+@pytest.mark.slow
 def test_an_undecided_way_of_training_does_not_hide_a_sure_gain(tmp_path: Path, fused_s: float, used: bool) -> None:
     """Local steps promise most and stay undecided; smaller buckets, whose updates are the default's, take 0.8 of its time, or 0.99.
 

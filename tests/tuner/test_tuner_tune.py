@@ -78,6 +78,7 @@ def test_everything_behind_the_verdict_is_kept(tmp_path: Path) -> None:
     assert Experiment.load(folder / "experiment.toml") == experiment
 
 
+@pytest.mark.slow
 def test_the_advice_runs_beside_the_default(tmp_path: Path) -> None:
     """Fleet's advice is an arm of the real runs, and what was left out of it is listed."""
     experiment = layers_experiment()
@@ -87,6 +88,7 @@ def test_the_advice_runs_beside_the_default(tmp_path: Path) -> None:
     assert any(line.startswith("mixed precision") for line in found.advice_left_out)
 
 
+@pytest.mark.slow
 def test_an_advice_equal_to_the_default_runs_once(tmp_path: Path) -> None:
     """Where Fleet's advice comes to the default's plan, it is no arm of its own, and a note says so."""
     experiment = layers_experiment()
@@ -155,6 +157,7 @@ def test_a_worker_that_dies_leaves_no_recommendation(tmp_path: Path) -> None:
         Recommendation.load(folder)
 
 
+@pytest.mark.slow
 def test_progress_is_told_in_order(tmp_path: Path) -> None:
     """Every stage counts up to its total."""
     experiment = target_experiment(trials=8)

@@ -172,6 +172,7 @@ def test_nothing_to_gain_keeps_the_default(tmp_path: Path) -> None:
     assert found.line == "KEEP DEFAULT: no gain above 2 %: one measured 0.833x [0.833, 0.833] in 4 pairs; one is fuse_grad_size_in_MB = 1.0"
 
 
+@pytest.mark.slow
 def test_a_choice_between_arms_that_are_alike_is_said(tmp_path: Path) -> None:
     """One that is 1 % faster in two rounds may be so by chance; one that is 4 % slower is not named."""
     sizes = {1.0: 0.0100, 2.0: 0.0101, 3.0: 0.0104}
@@ -231,6 +232,7 @@ class Dying(FakeRunner):
         return FakeRunner.run(self, leg)
 
 
+@pytest.mark.slow
 def test_a_finalist_that_fails_in_the_comparison_makes_room_for_the_next(tmp_path: Path) -> None:
     """Its pairs are gone with it; where no other is left, the reason says of what it failed."""
     two = DistributedStrategy(fuse_grad_size_in_MB=0.5)
@@ -246,6 +248,7 @@ def test_a_finalist_that_fails_in_the_comparison_makes_room_for_the_next(tmp_pat
 
 
 @pytest.mark.parametrize(("minutes", "used"), [(None, "candidate 1"), (20 / 60, "default")])
+@pytest.mark.slow
 def test_what_the_legs_teach_of_the_simulator_names_another_arm(tmp_path: Path, minutes: float | None, used: str) -> None:
     """16-bit wires are simulated a third too fast: what ran tells so, and the best of the rest runs and wins; not on a small budget."""
     experiment = layers_experiment(pairs=48, budget_minutes=minutes, finalists=1)
@@ -313,6 +316,7 @@ def test_a_candidate_that_is_later_at_the_target_is_rejected(tmp_path: Path) -> 
     assert found.pairs == ()
 
 
+@pytest.mark.slow
 def test_one_run_to_the_target_stands_for_all_that_train_alike(tmp_path: Path) -> None:
     """The default's for what differs in buckets alone; one of DiLoCo for another, whose time to it is less by that of its steps."""
     two = DistributedStrategy().replace(localsgd=True, localsgd_configs={"k_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9})
@@ -333,6 +337,7 @@ def by_step(strategy: DistributedStrategy) -> float:
     return {2: (0.0108, 0.0100), 1: (0.012, 0.011)}[strategy.local_steps][strategy.fuse_grad_size_in_MB <= 1]
 
 
+@pytest.mark.slow
 def test_the_verdict_names_its_objective(tmp_path: Path) -> None:
     """Half of a step's time and a third more updates: 1.5 times as soon at the target. One that the default misses has no ratio."""
     found, _ = verified(target_experiment(), arms(fast=local(16)), tmp_path, by_local_steps, lambda s: 1.0 if s.localsgd else 1.5)
@@ -481,6 +486,7 @@ def test_fewer_than_five_seeds_prove_no_gain_to_a_target(number: int, tmp_path: 
     assert len({*both}) == len(both)
 
 
+@pytest.mark.slow
 def test_what_the_default_never_reaches_is_used_with_five_seeds(tmp_path: Path) -> None:
     """Of equal strategies that arrive half of the time one run in four says the same."""
     few, _ = seeded(lambda seed, is_local: 80.0 + seed if is_local else None, tmp_path / "few", target_seeds=1)
@@ -502,6 +508,7 @@ def test_updates_that_cost_what_steps_gain_keep_the_default(tmp_path: Path) -> N
     assert "no number of pairs would decide: steps to the target are too uncertain (tune.target_seeds, workload.eval_every)" in spread.line
 
 
+@pytest.mark.slow
 def test_runs_that_never_arrive_are_counted(tmp_path: Path) -> None:
     """Where the finalist misses a seed of the default's, it is rejected, and no further seed is run; the default's misses are bounds."""
     missed, runner = seeded(lambda seed, is_local: None if is_local and seed == 1 else 80.0 + seed, tmp_path / "missed")

@@ -207,6 +207,7 @@ def test_what_a_script_cannot_combine_with_an_outer_optimizer_is_said(tmp_path: 
     assert ways.notes
 
 
+@pytest.mark.slow
 def test_real_runs_decide_on_a_scripts_outer_optimizer(tmp_path: Path) -> None:
     """By formula: plain local steps never arrive, an outer optimizer does; the default and one of its own way are among those that ran."""
     few: dict[str, object] = {"thread_num": (1,), "nccl_comm_num": (1,), "wire": ("fp32",), "fuse_grad_size_in_MB": (1.0, 32.0)}
@@ -443,6 +444,7 @@ def by_seed(default: Sequence[float | None], many: Sequence[float | None]) -> Le
     return learn
 
 
+@pytest.mark.slow
 def test_simulation_alone_ranks_by_time_to_the_target(tmp_path: Path) -> None:
     """By hand: 100 steps of 4 s, 200 of 1/16 of that, 90 of 1/4 with an outer optimizer at K = 4.
 
