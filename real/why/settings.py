@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.quantities import MIB
 from fleetbench.why.change import DdpChange
-from fleetbench.why.observed import Model
+from fleetbench.why.observed import Library, Model
 
 _PLAIN = ("", "None", "N/A")
+_SAMPLE_RATE = 100
+"""Torch's own: so many iterations lie between two that the Reducer times."""
 
 
-def model_of(ddp: DistributedDataParallel, *, buffers_change: bool) -> Model:
-    """What a DDP is, and what its Reducer says of itself after some steps."""
-    logged = ddp._get_ddp_logging_data()  # noqa: SLF001  # torch has no public name for it
-    trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
-    sizes = str(logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or "")
-    return Model(
-        nbytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
-        bucket_nbytes=tuple(int(size) for size in sizes.replace(" ", "").split(",") if size.isdecimal()),
-        bucket_cap_mb=None if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / MIB,
-        find_unused_parameters=bool(ddp.find_unused_parameters and not ddp.static_graph),
-        comm_hook=hook_of(ddp),
-        buffers_nbytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.modules_buffers),
-        buffers_change=buffers_change,
-        dtype=str(trained[0].dtype).removeprefix("torch."),
-    )
+def library_of(model: nn.Module) -> Library:
+    """What has wrapped a model, whose forward begins."""
+    if not isinstance(model, DistributedDataParallel):
+        return "fleet"
+    calls = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)]
+    if any(name.startswith("transformers.trainer") for name in calls):
+        return "Trainer"
+    if any(name.startswith(("lightning.", "pytorch_lightning.", "lightning_fabric.")) for name in calls):
+        return "Lightning"
+    state = sys.modules.get("accelerate.state")
+    return "Accelerate" if state is not None and state.AcceleratorState._shared_state else ""  # noqa: SLF001  # how it says that it is set up
 
 
 def hook_of(ddp: DistributedDataParallel) -> str:
@@ -52,8 +55,11 @@ class LivingDdp:
     alone (``can_change``).
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: nn.Module) -> None:
+        assert isinstance(ddp, DistributedDataParallel)
         self._ddp = ddp
+        self.module: nn.Module = ddp.module
+        self.group, self.device_type = ddp.process_group, ddp.device_type
         self._own = {name: ddp.__dict__[name] for name in _OF_REDUCER if name in ddp.__dict__}
         self._broadcasts = bool(ddp.broadcast_buffers)
         self._threads = torch.get_num_threads()
@@ -66,6 +72,32 @@ class LivingDdp:
             or ddp._delay_all_reduce_params  # noqa: SLF001  # as above
             or any(hasattr(each, "_in_backward_optimizers") for each in ddp.parameters())
         )
+
+    def described(self, *, buffers_change: bool) -> Model:
+        """What the DDP is, and what its Reducer says of itself after some steps."""
+        ddp = self._ddp
+        logged = ddp._get_ddp_logging_data()  # noqa: SLF001  # torch has no public name for it
+        trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+        sizes = str(logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or "")
+        return Model(
+            nbytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
+            bucket_nbytes=tuple(int(size) for size in sizes.replace(" ", "").split(",") if size.isdecimal()),
+            bucket_cap_mb=None if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / MIB,
+            find_unused_parameters=bool(ddp.find_unused_parameters and not ddp.static_graph),
+            comm_hook=hook_of(ddp),
+            buffers_nbytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.modules_buffers),
+            buffers_change=buffers_change,
+            dtype=str(trained[0].dtype).removeprefix("torch."),
+        )
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Let the Reducer time each step inside."""
+        self._ddp._set_ddp_runtime_logging_sample_rate(1)  # noqa: SLF001  # torch has no public name for it
+        try:
+            yield
+        finally:
+            self._ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_RATE)  # noqa: SLF001  # as above
 
     def change(self, change: DdpChange) -> None:
         """Arguments that ``change`` does not name are the script's."""

@@ -17,7 +17,7 @@ from fleetbench.config import encode
 from fleetbench.why.buckets import buckets_of
 from fleetbench.why.change import DdpChange
 from real.why.readiness import ReadinessClock
-from real.why.settings import LivingDdp, model_of
+from real.why.settings import LivingDdp
 
 CAPS = (None, 0.002, 0.01, 0.05, 25.0)
 CHANGES = (
@@ -73,7 +73,7 @@ def buckets() -> list[dict[str, Any]]:
         found.append(
             {
                 "cap": cap,
-                "torch": model_of(model, buffers_change=True).bucket_nbytes,
+                "torch": LivingDdp(model).described(buffers_change=True).bucket_nbytes,
                 "own": [nbytes for nbytes, _ in buckets_of(readiness, cap)],
             }
         )
@@ -87,7 +87,7 @@ def changes() -> dict[str, Any]:
         model = DistributedDataParallel(Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         living, own = LivingDdp(model), []
-        at_first = encode(model_of(model, buffers_change=True)) | {"bucket_nbytes": None}
+        at_first = encode(LivingDdp(model).described(buffers_change=True)) | {"bucket_nbytes": None}
         for number in range(2 * len(CHANGES)):
             if is_changed and number % 2 == 0:
                 living.change(CHANGES[number // 2])
@@ -97,7 +97,7 @@ def changes() -> dict[str, Any]:
                 assert settings.gradient_as_bucket_view in (None, model.gradient_as_bucket_view)
             own.append(step(model, optimizer, number))
         losses.append(own)
-        at_last = encode(model_of(model, buffers_change=True)) | {"bucket_nbytes": None}
+        at_last = encode(LivingDdp(model).described(buffers_change=True)) | {"bucket_nbytes": None}
         assert at_last == at_first
     return {"plain": losses[0], "changed": losses[1]}
 
