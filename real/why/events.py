@@ -221,7 +221,7 @@ def _lines(frame: FrameType | None) -> tuple[str, str]:
         frame = frame.f_back
     own = "" if frame is None else _named(frame)
     library = called[-1][0] if called else ""
-    return own, next((f"{library}'s {_named(inner)}" for package, inner in called if package == library), "")
+    return own, next((f"{_named(inner)} of {library}" for package, inner in called if package == library), "")
 
 
 def _named(frame: FrameType) -> str:
