@@ -57,8 +57,8 @@ class Events:
         self._backwards: deque[list[Any]] = deque(maxlen=_MOST_BACKWARDS)
         """The last backwards."""
         self._begun: list[int] = []
-        self._loop_line: str | None = None
-        """The script's line from which a library steps the optimizer, and has the loop, therefore; empty: the script steps it."""
+        self._loop_lines: set[str] | None = None
+        """The script's lines from which a library steps the optimizer: what happens there is the library's."""
 
     @property
     def loader(self) -> Loader | None:
@@ -73,7 +73,7 @@ class Events:
         """Note what happens inside."""
         with ExitStack() as stack:
             for owner, name, around in self._places():
-                stack.enter_context(_replaced(owner, name, around))
+                stack.enter_context(replaced(owner, name, around))
             stack.enter_context(self._sampling())
             yield
 
@@ -94,9 +94,8 @@ class Events:
 
     def optimizer_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Note that an optimizer's step begins; its arguments, of which a closure, with forward and backward in it, is the loop's."""
-        if self._loop_line is None:
-            own, library = _lines(sys._getframe())  # noqa: SLF001  # Python has no public name for it
-            self._loop_line = own if library else ""
+        if self._loop_lines is None:
+            self._loop_lines = {own for own, library in _lines(sys._getframe()) if library}  # noqa: SLF001  # Python has no public name for it
         self._begun.append(clock())
         noted = [self._around("loop", each) if callable(each) else each for each in arguments[1:]]
         return (*arguments[:1], *noted), {name: self._around("loop", each) if callable(each) else each for name, each in named.items()}
@@ -194,8 +193,8 @@ class Events:
 
         def run() -> None:
             while not over.wait(1 / _SAMPLES_PER_S):
-                own, library = _lines(sys._current_frames().get(self._thread))  # noqa: SLF001  # Python has no public name for it
-                line = library if own == self._loop_line else own
+                own, library = next(_lines(sys._current_frames().get(self._thread)))  # noqa: SLF001  # Python has no public name for it
+                line = library if own in (self._loop_lines or ()) else own
                 if line:
                     self.samples.append((clock(), line))
 
@@ -208,8 +207,8 @@ class Events:
             thread.join()
 
 
-def _lines(frame: FrameType | None) -> tuple[str, str]:
-    """The innermost line that is the script's own, and that of the library that it calls there; empty where there is none."""
+def _lines(frame: FrameType | None) -> Iterator[tuple[str, str]]:
+    """Lines that are the script's own, the innermost first, each with that of the library that it calls there, if it does."""
     called: list[tuple[str, FrameType]] = []
     while frame is not None:
         file = frame.f_code.co_filename
@@ -217,11 +216,15 @@ def _lines(frame: FrameType | None) -> tuple[str, str]:
         if installed is not None:
             called.append((installed[1], frame))
         elif not file.startswith(_BELOW):
-            break
+            yield _named(frame), _of_library(called)
+            called.clear()
         frame = frame.f_back
-    own = "" if frame is None else _named(frame)
-    library = called[-1][0] if called else ""
-    return own, next((f"{_named(inner)} of {library}" for package, inner in called if package == library), "")
+    yield "", _of_library(called)
+
+
+def _of_library(called: Sequence[tuple[str, FrameType]]) -> str:
+    """The innermost line of the package that is called first, the last one of these."""
+    return next((f"{_named(inner)} of {package}" for package, inner in called if package == called[-1][0]), "")
 
 
 def _named(frame: FrameType) -> str:
@@ -229,7 +232,7 @@ def _named(frame: FrameType) -> str:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
     """``owner.name`` is another function inside of the context; one that a library has put there since stays."""
     before = owner.__dict__.get(name)
     if before is None:

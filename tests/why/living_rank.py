@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -102,13 +103,37 @@ def changes() -> dict[str, Any]:
     return {"plain": losses[0], "changed": losses[1]}
 
 
+class Within(Net):
+    """Backward and update come within the forward, as in Lightning's manual optimization."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        loss = super().forward(images).square().mean()
+        loss.backward()
+        time.sleep(0.05)  # as an update takes
+        return loss.detach()
+
+
+def within() -> dict[str, Any]:
+    """What is seen of such a model."""
+    model = DistributedDataParallel(Within())
+    clock = ReadinessClock(model)
+    with model.no_sync(), clock.on():
+        for _ in range(3):
+            model(torch.ones(8, 20))
+            clock.step_ends()
+    found = clock.found()
+    assert found is not None
+    return {"within_ns": [found.forward_ns, found.backward_ns]}
+
+
 def main() -> None:
     """Look at both."""
     rank, ranks = int(sys.argv[1]), int(sys.argv[2])
     store = dist.FileStore(sys.argv[3], ranks)  # type: ignore[attr-defined]  # as torch's own tests
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     torch.set_num_threads(1)
-    found = {"buckets": buckets(), **changes()}
+    found = {"buckets": buckets(), **changes(), **within()}
     np.savez(sys.argv[4], found=json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
