@@ -32,6 +32,8 @@ _STEPS, _WATCHED = 400, 0.2
 """Steps that are watched, at most, and for which share of the time, about."""
 _ALONE, _ALONE_S = 100, 3.0
 """Steps without an exchange, at most, and for how long, about."""
+_LONGEST_ALONE = 1.1
+"""Compute without an exchange, as a share of a step, from which it was disturbed."""
 _TRACED = 6
 """Steps that torch.profiler records."""
 _WARMUP = 5
@@ -82,7 +84,7 @@ def explain(
             seen = replace(seen, shares=traced.shares)
             notes += traced.shares.notes
         elif not (job.is_over or logs[0].scales_loss or logs[0].library == "fleet"):  # a skipped step may be one rank's alone
-            seen = replace(seen, alone=_alone(job, tell))
+            seen = replace(seen, alone=_alone(job, seen.shares.step_s, notes, tell))
         if job.is_over:
             notes.append("the script ended by itself, so that not all was measured, and no remedy was tried")
         simulated = simulated_of(seen)
@@ -121,12 +123,18 @@ def _notes(log: RankLog, foreign_cores: float | None) -> Iterator[str]:
         yield f"other programs computed on {foreign_cores:.2g} cores meanwhile: look again when this host is quiet"
 
 
-def _alone(job: LookedAt, tell: Progress) -> Readiness | None:
-    """What compute takes where nothing is exchanged, with parameters that any rank does not use; None if the script ends."""
+def _alone(job: LookedAt, step_s: float, notes: list[str], tell: Progress) -> Readiness | None:
+    """What compute takes where nothing is exchanged, with parameters that any rank does not use; None if the script ends.
+
+    None, too, where that is longer than a step.
+    """
     parts = job.look(Look(what="alone", steps=_ALONE, warmup_steps=2, max_s=_ALONE_S), lambda *at: tell("alone", *at))
     if job.is_over:
         return None
     found = [decode(part["alone"], Readiness, "alone") for part in parts]
+    if (found[0].forward_ns + found[0].backward_ns) * 1e-9 > _LONGEST_ALONE * step_s:
+        notes.append("steps without an exchange took longer than those with it, beside other programs: nothing is simulated")
+        return None
     return replace(found[0], unused=tuple(sorted({name for each in found for name in each.unused})))
 
 
