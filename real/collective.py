@@ -108,7 +108,7 @@ class Collective:
         self.meeting = self._meeting = Meeting(timeout, self._failures)
         self.endpoints = self.role.endpoints or tuple(self.meeting.texts(f"{socket.gethostname()}:{self.role.local_rank}"))
         self.trainers = self.communicators.trainers
-        if os.environ.get(TUNING):
+        if os.environ.get(TUNING) and WHY not in os.environ:
             from real.job.rank_legs import RankLegs
 
             self.driven = RankLegs.join(self.meeting)
@@ -151,6 +151,10 @@ class Collective:
         engine = FleetEngine(model, *shared, keep_times=False, trainers_per_node=nodes, company=self.models)
         self.use(engine)
         engine.inherit(optimizers)
+        if WHY in os.environ:
+            from real.why.fleet_model import FleetModel
+
+            FleetModel(engine)
         if self._strategy.use_hierarchical_allreduce and "inner" not in engine.plan.parts:
             message = "one node, or one group of hierarchical_inner_ranks, has no hierarchy: use_hierarchical_allreduce is switched off"
             warnings.warn(message, HierarchySwitchedOff, stacklevel=3)
@@ -246,7 +250,7 @@ class Collective:
 
     def save(self, path: Path, *, extra: object) -> None:
         """Save all that training goes on from."""
-        if self.driven is not None:  # what is trained in a tuning is of no use, and must not take the place of what is
+        if os.environ.get(TUNING):  # what is trained in a tuning is of no use, and must not take the place of what is
             return
         from real.checkpoints.saving import save  # which training without a checkpoint need not pay for
 
@@ -262,7 +266,7 @@ class Collective:
 
     def save_inference_model(self, path: Path, example_inputs: Sequence[object], dynamic_shapes: object) -> None:
         """Export the model, on rank 0."""
-        if self.driven is not None:
+        if os.environ.get(TUNING):
             return
         from real.checkpoints.inference import save_inference_model
 
@@ -344,9 +348,6 @@ def arrive(rank: int) -> None:
         from real.job.driver_watch import watch_driver
 
         watch_driver(rank)
-    if WHY in os.environ:
-        what = "fleetbench why looks at DistributedDataParallel, and this script trains by fleet's lines"
-        raise ConfigError(what, "fleet.init", hint="fleetbench profile -- COMMAND measures what its steps cost")
     if JOINED in os.environ:
         with suppress(OSError):  # a remark of the launcher's depends on it, and nothing else
             Path(os.environ[JOINED]).touch()

@@ -6,14 +6,29 @@ What DistributedDataParallel has an argument or a communication hook for needs n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fleetbench.config import encode, flat
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.why.observed import Library
 
 _ALL_IN_ONE_MB = 1 << 20
 """Cap of a bucket, in MiB, that no model reaches."""
+_OF_PYTORCH = re.compile(
+    r"(DistributedDataParallel|DataLoader)\(\.\.\., (.*?)\)|model\.register_comm_hook\(None, [\w.]*default_hooks\.(\w+)_compress_hook\)"
+)
+_CALLS: dict[Library, str] = {
+    "Accelerate": "Accelerator(..., kwargs_handlers=[DistributedDataParallelKwargs({})])",
+    "Lightning": "Trainer(..., strategy=DDPStrategy({}))",
+    "fleet": "DistributedStrategy(..., {})",
+}
+"""How a library is given arguments of DistributedDataParallel."""
+_HOOKS: dict[Library, str] = {
+    "Accelerate": "comm_hook=DDPCommunicationHookType.{1}",
+    "Lightning": "ddp_comm_hook=default_hooks.{0}_compress_hook",
+}
 _WIRES = {"fp16_allreduce": "fp16", "bf16_allreduce": "bf16"}
 
 
@@ -96,6 +111,21 @@ def _beside(plain: Settings) -> list[str]:
         k = plain.accumulate
         said.append(f"an update every {k} backwards, the loss divided by {k}: the first {k - 1} of them inside `model.no_sync()`")
     return said
+
+
+def in_words_of(library: Library, text: str) -> str:
+    """What PyTorch is given in a text, as the library that calls PyTorch is given it."""
+
+    def called(call: re.Match[str]) -> str:
+        name, given, wire = call.groups()
+        if library == "Trainer" and name:
+            prefix = "ddp_" if name == "DistributedDataParallel" else "dataloader_"
+            return f"TrainingArguments(..., {prefix}{given.replace(', ', f', {prefix}')})"
+        if wire and library in _HOOKS:
+            given = _HOOKS[library].format(wire, wire.upper())
+        return _CALLS[library].format(given) if given and library in _CALLS and name != "DataLoader" else call[0]
+
+    return _OF_PYTORCH.sub(called, text)
 
 
 def _libraries(plain: Settings) -> dict[str, str]:

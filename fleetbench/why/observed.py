@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fleetbench.config import Config, decode
 from fleetbench.why.shares import Kind
+
+Library = Literal["", "Trainer", "Accelerate", "Lightning", "fleet"]
+"""What has wrapped a script's model; empty: the script."""
 
 
 class Event(NamedTuple):
@@ -88,6 +91,7 @@ class RankLog:
     """DDP models whose forward has run."""
     scales_loss: bool = False
     """Whether a GradScaler steps, which may skip a step on one rank alone."""
+    library: Library = ""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> RankLog:

@@ -62,6 +62,12 @@ class Attached:
         if self._job is not None and self._job.driven is not None:
             self._job.driven.step_done()
 
+    def hear_backward(self, model: DistributedDataParallel) -> None:
+        """A backward may come within the forward under way."""
+        assert self._job is not None
+        if (engine := self._job.models.of(model)) is not None:
+            engine.hear_backward()
+
     def join(self, model: DistributedDataParallel, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
         """See torch's ``join``."""
         assert self._job is not None

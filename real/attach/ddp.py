@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from weakref import ref
 
 import torch
 from torch._C._dynamo.eval_frame import set_eval_frame  # by which dynamo sets its compiler
@@ -62,7 +63,7 @@ class DistributedDataParallel(_Ddp):
         """Exchange nothing from now on."""
         logged = self._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch's
         self.reducer._remove_autograd_hooks()  # noqa: SLF001  # torch has no public name for it
-        self.__dict__.update(reducer=_NoReducer(), logger=_Logged(logged, {}), is_attached=True)
+        self.__dict__.update(reducer=_NoReducer(ref(self)), logger=_Logged(logged, {}), is_attached=True)
 
     def join(self, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
         """See torch's; while a job is attached, its engine lets trainers have unequally many batches."""
@@ -92,6 +93,12 @@ class DistributedDataParallel(_Ddp):
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
         state.pop("is_attached", None)
         return state
+
+    def hear_backward(self) -> None:
+        """A backward may come within the forward under way, as in Lightning's manual optimization."""
+        assert self.job is not None
+        assert self.job.attached is not None
+        self.job.attached.hear_backward(self)
 
     @_eager
     def _pre_forward(self, *inputs: Any, **named: Any) -> Any:
@@ -129,8 +136,10 @@ class _Logged(NamedTuple):
         return self
 
 
-class _NoReducer:
+class _NoReducer(NamedTuple):
     """What a model that is attached has for a Reducer: it has nothing to prepare."""
+
+    model: "ref[DistributedDataParallel]"
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -139,7 +148,9 @@ class _NoReducer:
         """Nothing."""
 
     def prepare_for_backward(self, _tensors: Any) -> None:
-        """Nothing; Lightning calls it in its manual optimization."""
+        """The wrapper calls it no more, but Lightning does in its manual optimization."""
+        if (model := self.model()) is not None:
+            model.hear_backward()
 
 
 DistributedDataParallel.__module__, DistributedDataParallel.__qualname__ = _Ddp.__module__, _Ddp.__qualname__

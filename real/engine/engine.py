@@ -434,9 +434,14 @@ class Engine:
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         for tensor in outputs:
             tensor.register_hook(partial(self._backward_begins, num_moves=self._num_moves))
-        if not outputs and self.model.training and self._hidden is None:  # an object hides them
-            self._hidden = register_multi_grad_hook(self._members, self._backward_begins, mode="any")
+        if not outputs and self.model.training:  # an object hides them
+            self.hear_backward()
         return output
+
+    def hear_backward(self) -> None:
+        """Let a backward's first gradient tell of it: no output of the model does, or the backward comes within the forward."""
+        if self._hidden is None:
+            self._hidden = register_multi_grad_hook(self._members, self._backward_begins, mode="any")
 
     def _backward_begins(self, _gradient: torch.Tensor | None = None, num_moves: int | None = None) -> None:
         """A backward has come to an output of the model, whose forward ran after so many moves."""

@@ -248,7 +248,7 @@ class Executor:
         for operation in itertools.takewhile(lambda operation: operation.kind not in ("update", "skip"), operations):
             self._collect(operation)
         if self._tickets or self._updates:
-            self._wait(self._tickets)
+            self.wait(self._tickets)
             for ticket in self._updates:  # what reads parameters or gradients from now on finds them at rest
                 ticket.wait()
             self._stopwatch.stall_ends()
@@ -299,7 +299,7 @@ class Executor:
         if update is not None:
             self.begin_backward()
             self.start(operations[:update])
-            self._wait(self._tickets)
+            self.wait(self._tickets)
             self._finish_rows()
             self._forget_unused()
             self._controlled().step_between()
@@ -498,8 +498,8 @@ class Executor:
             return
         if self._flying or self._tickets:
             self._stopwatch.stall_begins()
-            self._wait(self._flying)
-            self._wait(self._tickets)
+            self.wait(self._flying)
+            self.wait(self._tickets)
             self._stopwatch.stall_ends()
             self._flying.clear()
         if operation.kind == "outer":
@@ -523,7 +523,8 @@ class Executor:
         if self.combination.averages_buffers:
             self._buffers.unpack()
 
-    def _wait(self, tickets: Mapping[int, Ticket]) -> None:
+    def wait(self, tickets: Mapping[int, Ticket]) -> None:
+        """Wait for collectives, and what comes after them."""
         for ticket in reversed([*tickets.values()]):  # the last first: who sleeps through the others' ends delays no lane's thread
             ticket.wait()
 

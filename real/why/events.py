@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import dataloader
 
@@ -31,11 +33,11 @@ _SAMPLES_PER_S = 50.0
 _MOST_BACKWARDS = 16
 """Backwards of all models between two forwards of one."""
 _OURS = ("fleetbench", "real", "sim", "tuner")
-_LIBRARIES = (
-    *{str(Path(module.__file__ or "").parents[1]) for module in (threading, torch)},
-    *(str(Path(__file__).parents[2] / name) for name in _OURS),
-)
-"""Folders of Python, of installed packages and of this project: lines below are nobody's script."""
+_TORCH = str(Path(torch.__file__).parent)
+_BELOW = (str(Path(threading.__file__).parent), *(str(Path(__file__).parents[2] / name) for name in _OURS), _TORCH, "<")
+"""Begins the files of Python, of this project and of torch."""
+_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
+"""Begins the files of an installed package, its group."""
 clock = time.time_ns
 """The Reducer's own times are of this clock."""
 
@@ -48,13 +50,15 @@ class Events:
         """The fields of ``Event``, in order of their ends."""
         self.samples: list[tuple[int, str]] = []
         self.scales_loss = False
-        """Whether a GradScaler has stepped."""
+        """Whether a GradScaler has stepped that is enabled."""
         self._loaders: dict[int, list[int]] = {}
         """By DataLoader's iterator: its workers, nanoseconds inside of it, and those in which this thread computed."""
         self._thread = threading.get_ident()
         self._backwards: deque[list[Any]] = deque(maxlen=_MOST_BACKWARDS)
         """The last backwards."""
         self._begun: list[int] = []
+        self._loop_lines: set[str] | None = None
+        """The script's lines from which a library steps the optimizer: what happens there is the library's."""
 
     @property
     def loader(self) -> Loader | None:
@@ -69,26 +73,32 @@ class Events:
         """Note what happens inside."""
         with ExitStack() as stack:
             for owner, name, around in self._places():
-                stack.enter_context(_replaced(owner, name, around))
+                stack.enter_context(replaced(owner, name, around))
             stack.enter_context(self._sampling())
             yield
 
-    def forward(self, model: DistributedDataParallel, call: Callable[[], Any]) -> Any:
-        """Run a model's forward, and read what the Reducer knows of the backward before."""
-        exchanges = torch.is_grad_enabled() and model.require_backward_grad_sync
+    @contextmanager
+    def forward(self, model: nn.Module) -> Iterator[None]:
+        """Note a model's forward, and read what a DDP's Reducer knows of the backward before."""
+        exchanges = torch.is_grad_enabled() and isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
         kind: Kind = "forward" if torch.is_grad_enabled() else "evaluate"
-        result = self._note(kind, call)
+        with self._noting(kind):
+            yield
         if exchanges:
+            assert isinstance(model, DistributedDataParallel)
             logged = model._get_ddp_logging_data()  # noqa: SLF001  # torch has no public name for it
             computed_ns = int(logged.get("backward_compute_time_end", 0))  # of the exchange before this forward
             before = next((event for event in reversed(self._backwards) if event[1] < computed_ns < event[2]), None)
             if before is not None:
                 before[3] = max(before[3], computed_ns)
-        return result
 
-    def optimizer_begins(self) -> None:
-        """Note that an optimizer's step begins."""
+    def optimizer_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Note that an optimizer's step begins; its arguments, of which a closure, with forward and backward in it, is the loop's."""
+        if self._loop_lines is None:
+            self._loop_lines = {own for own, library in _lines(sys._getframe()) if library}  # noqa: SLF001  # Python has no public name for it
         self._begun.append(clock())
+        noted = [self._around("loop", each) if callable(each) else each for each in arguments[1:]]
+        return (*arguments[:1], *noted), {name: self._around("loop", each) if callable(each) else each for name, each in named.items()}
 
     def optimizer_ends(self) -> None:
         """Note that the optimizer's step ends."""
@@ -105,19 +115,23 @@ class Events:
         yield DistributedDataParallel, "_post_forward", self._search
         for name in _COLLECTIVES:
             yield dist, name, self._collective
+        if (fleet := sys.modules.get("real.engine.executor")) is not None:
+            yield fleet.Executor, "wait", functools.partial(self._around, "gradients")
+            yield fleet.ModelBuffers, "send", functools.partial(self._around, "buffers")
 
-    def _note(self, kind: Kind, call: Callable[[], Any]) -> Any:
-        if threading.get_ident() != self._thread:
-            return call()
+    @contextmanager
+    def _noting(self, kind: Kind) -> Iterator[None]:
         begin = clock()
         try:
-            return call()
+            yield
         finally:
-            self.found.append([kind, begin, clock(), 0])
+            if threading.get_ident() == self._thread:
+                self.found.append([kind, begin, clock(), 0])
 
     def _around(self, kind: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*arguments: Any, **named: Any) -> Any:
-            return self._note(kind, lambda: function(*arguments, **named))
+            with self._noting(kind):
+                return function(*arguments, **named)
 
         return noted
 
@@ -133,16 +147,17 @@ class Events:
         return backward
 
     def _scaled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*arguments: Any, **named: Any) -> Any:
-            self.scales_loss = True
-            return function(*arguments, **named)
+        def step(scaler: torch.amp.GradScaler, *arguments: Any, **named: Any) -> Any:
+            self.scales_loss |= scaler.is_enabled()
+            return function(scaler, *arguments, **named)
 
         return step
 
     def _search(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def post_forward(model: DistributedDataParallel, output: Any) -> Any:
             finds = model.find_unused_parameters and not model.static_graph and torch.is_grad_enabled()
-            return self._note("unused", lambda: function(model, output)) if finds else function(model, output)
+            with self._noting("unused") if finds else nullcontext():
+                return function(model, output)
 
         return post_forward
 
@@ -162,7 +177,8 @@ class Events:
                 return function(iterator)
             begin, computed = time.perf_counter_ns(), time.thread_time_ns()
             try:
-                return self._note("input", lambda: function(iterator))
+                with self._noting("input"):
+                    return function(iterator)
             finally:
                 of_loader = self._loaders.setdefault(id(iterator), [iterator._num_workers, 0, 0])  # noqa: SLF001  # as above
                 of_loader[1] += time.perf_counter_ns() - begin
@@ -177,8 +193,9 @@ class Events:
 
         def run() -> None:
             while not over.wait(1 / _SAMPLES_PER_S):
-                line = _line(sys._current_frames().get(self._thread))  # noqa: SLF001  # Python has no public name for it
-                if line is not None:
+                own, library = next(_lines(sys._current_frames().get(self._thread)))  # noqa: SLF001  # Python has no public name for it
+                line = library if own in (self._loop_lines or ()) else own
+                if line:
                     self.samples.append((clock(), line))
 
         thread = threading.Thread(target=run, name="line-samples", daemon=True)
@@ -190,15 +207,32 @@ class Events:
             thread.join()
 
 
-def _line(frame: FrameType | None) -> str | None:
-    """The innermost line that is the script's own; none where there is none."""
-    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+def _lines(frame: FrameType | None) -> Iterator[tuple[str, str]]:
+    """Lines that are the script's own, the innermost first, each with that of the library that it calls there, if it does."""
+    called: list[tuple[str, FrameType]] = []
+    while frame is not None:
+        file = frame.f_code.co_filename
+        installed = None if file.startswith(_TORCH) else _INSTALLED.match(file)
+        if installed is not None:
+            called.append((installed[1], frame))
+        elif not file.startswith(_BELOW):
+            yield _named(frame), _of_library(called)
+            called.clear()
         frame = frame.f_back
-    return None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+    yield "", _of_library(called)
+
+
+def _of_library(called: Sequence[tuple[str, FrameType]]) -> str:
+    """The innermost line of the package that is called first, the last one of these."""
+    return next((f"{_named(inner)} of {package}" for package, inner in called if package == called[-1][0]), "")
+
+
+def _named(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
     """``owner.name`` is another function inside of the context; one that a library has put there since stays."""
     before = owner.__dict__.get(name)
     if before is None:

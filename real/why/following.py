@@ -5,6 +5,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ from real.job.driver_watch import end_script
 from real.processes.attached import NEVER_CALLED, note_unattached
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from real.why.fleet_model import FleetModel
     from real.why.observer import Observer
 
 
@@ -26,6 +30,16 @@ _MOST_STEPS, _LONGEST_S = 50, 20.0
 def _observers() -> list["Observer"]:
     """This process's, if there is one."""
     return []
+
+
+def observer_of(model: "nn.Module", fleet: "FleetModel | None" = None) -> "Observer | None":
+    """The process's observer, which comes with the first forward with gradients of a model, a DDP or one of fleet's; none before."""
+    if not _observers() and torch.is_grad_enabled():
+        from real.why.observer import Observer
+        from real.why.settings import LivingDdp
+
+        _observers().append(Observer(model, fleet or LivingDdp(model)))
+    return _observers()[0] if _observers() else None
 
 
 def follow(module: ModuleType) -> None:
@@ -63,11 +77,9 @@ def _follow_ddp(module: ModuleType) -> None:
                 set_eval_frame(None)
 
         try:
-            if not _observers() and torch.is_grad_enabled() and os.getpid() == owner:  # no fork, such as a loader's
-                from real.why.observer import Observer
-
-                _observers().append(Observer(model))
-            return _observers()[0].forward(model, call, inputs, named) if _observers() else call()
+            observer = observer_of(model) if os.getpid() == owner else None  # no fork, such as a loader's
+            with nullcontext() if observer is None else observer.forward(model, inputs, named):
+                return call()
         finally:
             set_eval_frame(compiles)
 

@@ -6,16 +6,17 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
@@ -32,8 +33,11 @@ from real.why.events import Events, clock
 from real.why.links import measure_links
 from real.why.look import ANSWER, Look
 from real.why.readiness import ReadinessClock
-from real.why.settings import LivingDdp, model_of
+from real.why.settings import LivingDdp, library_of
 from real.why.trackers import log_to_open_runs
+
+if TYPE_CHECKING:
+    from real.why.fleet_model import FleetModel
 
 _LEAST_STEPS = 10
 _MEETINGS = 9
@@ -48,26 +52,26 @@ Steps = Generator[None, bool, Part]
 
 
 class Observer:
-    """Life cycle: made at a DDP's first forward with gradients -> looks -> the driver says stop, and ``SystemExit`` is raised.
+    """Life cycle: made at a model's first forward with gradients -> looks -> the driver says stop, and ``SystemExit`` is raised.
 
     A look begins and ends with an optimizer step. If the script ends first, what was seen so far is told. Steps are those of the
     first optimizer that steps and holds parameters of that model. All ranks look at the same steps.
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
-        self._rank, self._group = dist.get_rank(), ddp.process_group
-        is_nccl = ddp.device_type == "cuda" and "cuda:nccl" in dist.get_backend_config(ddp.process_group).split(",")
+    def __init__(self, model: nn.Module, living: LivingDdp | FleetModel) -> None:
+        self._model, self._living = model, living
+        self._rank, self._group = dist.get_rank(), living.group
+        is_nccl = living.device_type == "cuda" and "cuda:nccl" in dist.get_backend_config(living.group).split(",")
         self._backend = "nccl" if is_nccl else "gloo"  # asked for now: a script may destroy its group before it ends
         watch_driver(self._rank)
         self._folder = RankSide.of_environment()
         self._beats = BeatWriter(self._folder.beats, self._rank)
         self._folder.join(self._rank, dist.get_world_size(), Place.here().host)
         note_attached()
-        self._living = LivingDdp(ddp)
+        self._library = library_of(model)
         self._events: Events | None = None
         self._is_alone = False
-        self._models: list[DistributedDataParallel] = []
+        self._models: list[nn.Module] = []
         """Those whose forward has run, in the order of their first."""
         self._number = 0
         self._optimizer: int | None = None
@@ -76,44 +80,44 @@ class Observer:
         self._buffers_change = False
         self._looks = self._obey()
         next(self._looks)
-        register_optimizer_step_pre_hook(lambda *_: self._steps())
+        register_optimizer_step_pre_hook(self._steps)
         register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer))
         at_exit(self._exits)
 
-    def forward(self, ddp: DistributedDataParallel, call: Callable[[], Any], inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Run a model's forward."""
+    @contextmanager
+    def forward(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Iterator[None]:
+        """A model's forward runs inside."""
         self._beats.beat(self._number, self._num_steps + 1)  # a rank that hangs before its forward is a step behind the others
-        if ddp not in self._models:
-            self._models.append(ddp)
+        if not any(model is known for known in self._models):
+            self._models.append(model)
             self._time_models(_SAMPLE_RATE if self._events is None else 1)
-        if self._is_alone:
-            syncs = ddp.require_backward_grad_sync
-            ddp.require_backward_grad_sync = False  # the forward decides for its backward
-            try:
-                return call()
-            finally:
-                ddp.require_backward_grad_sync = syncs
+        if self._is_alone and isinstance(model, DistributedDataParallel):
+            with model.no_sync():  # the forward decides for its backward
+                yield
+            return
         if self._events is None:
-            return call()
-        if torch.is_grad_enabled() and ddp is self._ddp:
+            yield
+            return
+        if torch.is_grad_enabled() and model is self._model:
             tensor = next((leaf for leaf in pytree.tree_leaves((inputs, named)) if isinstance(leaf, torch.Tensor)), None)
             self._batches.append(0 if tensor is None else tensor.numel())
-        if ddp is not self._ddp or self._buffers_change or len(self._batches) > _LEAST_STEPS:
-            return self._events.forward(ddp, call)
-        before = [buffer._version for buffer in ddp.module.buffers()]  # noqa: SLF001  # torch has no public name for it
-        result = self._events.forward(ddp, call)
-        self._buffers_change = before != [buffer._version for buffer in ddp.module.buffers()]  # noqa: SLF001  # as above
-        return result
+        looks = model is self._model and not self._buffers_change and len(self._batches) <= _LEAST_STEPS
+        before = self._versions() if looks else []
+        with self._events.forward(model):
+            yield
+        self._buffers_change |= looks and before != self._versions()
 
-    def _steps(self) -> None:
-        if self._events is not None:
-            self._events.optimizer_begins()
+    def _versions(self) -> list[int]:
+        return [buffer._version for buffer in self._living.module.buffers()]  # noqa: SLF001  # torch has no public name for it
+
+    def _steps(self, _optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> Any:
+        return None if self._events is None else self._events.optimizer_begins(arguments, named)
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._events is not None:
             self._events.optimizer_ends()
         if self._optimizer is None:
-            known = {id(parameter) for parameter in self._ddp.module.parameters()}
+            known = {id(parameter) for parameter in self._living.module.parameters()}
             if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
                 self._optimizer = id(optimizer)
         if id(optimizer) == self._optimizer:
@@ -182,7 +186,7 @@ class Observer:
         log = RankLog(
             rank=self._rank,
             host=Place.here().host,
-            device=self._ddp.device_type,
+            device=self._living.device_type,
             backend=self._backend,
             threads=torch.get_num_threads(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -191,18 +195,20 @@ class Observer:
             events=tuple(tuple(event) for event in events.found),
             samples=tuple(events.samples),
             batches=tuple(self._batches),
-            model=model_of(self._ddp, buffers_change=self._buffers_change),
+            model=self._living.described(buffers_change=self._buffers_change),
             loader=events.loader,
             can_change=self._living.can_change,
             scales_loss=events.scales_loss,
             num_models=len(self._models),
+            library=self._library,
         )
         after = before if is_over else (clock(), self._ahead_ns())
         return {"complete": not is_over, "log": asdict(log.aligned(before, after))}
 
     def _alone(self, steps: int, _look: Look) -> Steps:
         """Steps without any exchange; all ranks have rank 0's parameters afterwards."""
-        ready, is_over = ReadinessClock(self._ddp), False
+        assert isinstance(self._model, DistributedDataParallel)
+        ready, is_over = ReadinessClock(self._model), False
         with ready.on():
             self._is_alone = True
             for _ in range(steps):
@@ -214,15 +220,17 @@ class Observer:
         found = ready.found()
         if is_over or found is None:
             return {"complete": False}
-        for ddp in self._models:  # ranks have parted
-            for tensor in (*ddp.module.parameters(), *ddp.module.buffers()):
-                dist.broadcast(tensor.detach(), dist.get_global_rank(ddp.process_group, 0), group=ddp.process_group)
+        trained = [self._living.module, *(each.module for each in self._models if isinstance(each, DistributedDataParallel))]
+        for module in dict.fromkeys(trained):  # ranks have parted
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.detach(), dist.get_global_rank(self._group, 0), group=self._group)
         return {"complete": True, "alone": encode(found)}
 
     def _time_models(self, every: int) -> None:
         """Let each Reducer time its exchange in every so many-th step."""
-        for ddp in self._models:
-            ddp._set_ddp_runtime_logging_sample_rate(every)  # noqa: SLF001  # torch has no public name for it
+        for model in self._models:
+            if isinstance(model, DistributedDataParallel):
+                model._set_ddp_runtime_logging_sample_rate(every)  # noqa: SLF001  # torch has no public name for it
 
     def _agree(self, text: str) -> str:
         """Rank 0's text, on all ranks."""

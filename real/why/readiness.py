@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.why.observed import Readiness
-from real.why.events import clock
+from real.why.events import clock, replaced
 
 
 class ReadinessClock:
@@ -21,6 +22,7 @@ class ReadinessClock:
         self._ddp = ddp
         self._trained = {name: parameter for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
         self._begun = 0
+        """When the forward under way began; 0: none is."""
         self._forwards: list[tuple[int, int]] = []
         """Of the step under way, as all that follows: begin and end of each forward."""
         self._ready: list[dict[str, int]] = []
@@ -38,7 +40,8 @@ class ReadinessClock:
             *(each.register_post_accumulate_grad_hook(partial(self._is_ready, name)) for name, each in self._trained.items()),
         ]
         try:
-            yield
+            with replaced(torch.autograd, "backward", self._after_forward):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -70,12 +73,22 @@ class ReadinessClock:
         )
 
     def _begins(self) -> None:
-        self._begun = clock()
+        self._begun = clock() if torch.is_grad_enabled() else 0
 
     def _ends(self) -> None:
-        if torch.is_grad_enabled():
+        if self._begun:
             self._forwards.append((self._begun, clock()))
             self._ready.append({})
+        self._begun = 0
+
+    def _after_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A backward ends the forward that it comes within, as in Lightning's manual optimization."""
+
+        def backward(*arguments: Any, **named: Any) -> Any:
+            self._ends()
+            return function(*arguments, **named)
+
+        return backward
 
     def _is_ready(self, name: str, _parameter: torch.Tensor) -> None:
         if self._ready:

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.quantities import MIB
 from fleetbench.why.change import DdpChange
-from fleetbench.why.observed import Model
+from fleetbench.why.observed import Library, Model
 from real.older_torch import known, without_first_sync
 
 _PLAIN = ("", "None", "N/A")
 
 
-def model_of(ddp: DistributedDataParallel, *, buffers_change: bool) -> Model:
-    """What a DDP is, and what its Reducer says of itself after some steps."""
-    logged = ddp._get_ddp_logging_data()  # noqa: SLF001  # torch has no public name for it
-    trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
-    sizes = str(logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or "")
-    return Model(
-        nbytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
-        bucket_nbytes=tuple(int(size) for size in sizes.replace(" ", "").split(",") if size.isdecimal()),
-        bucket_cap_mb=None if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / MIB,
-        find_unused_parameters=bool(ddp.find_unused_parameters and not ddp.static_graph),
-        comm_hook=hook_of(ddp),
-        buffers_nbytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.modules_buffers),
-        buffers_change=buffers_change,
-        dtype=str(trained[0].dtype).removeprefix("torch."),
-    )
+def library_of(model: nn.Module) -> Library:
+    """What has wrapped a model, whose forward begins."""
+    if not isinstance(model, DistributedDataParallel):
+        return "fleet"
+    calls = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)]
+    if any(name.startswith("transformers.trainer") for name in calls):
+        return "Trainer"
+    if any(name.startswith(("lightning.", "pytorch_lightning.", "lightning_fabric.")) for name in calls):
+        return "Lightning"
+    state = sys.modules.get("accelerate.state")
+    return "Accelerate" if state is not None and state.AcceleratorState._shared_state else ""  # noqa: SLF001  # how it says that it is set up
 
 
 def hook_of(ddp: DistributedDataParallel) -> str:
@@ -53,8 +52,11 @@ class LivingDdp:
     alone (``can_change``).
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: nn.Module) -> None:
+        assert isinstance(ddp, DistributedDataParallel)
         self._ddp = ddp
+        self.module: nn.Module = ddp.module
+        self.group, self.device_type = ddp.process_group, ddp.device_type
         self._own = {name: ddp.__dict__[name] for name in _OF_REDUCER if name in ddp.__dict__}
         self._broadcasts = bool(ddp.broadcast_buffers)
         self._threads = torch.get_num_threads()
@@ -66,6 +68,23 @@ class LivingDdp:
             or cast("Any", ddp)._join_config.enable  # noqa: SLF001  # torch has no public name for it
             or ddp._delay_all_reduce_params  # noqa: SLF001  # as above
             or any(hasattr(each, "_in_backward_optimizers") for each in ddp.parameters())
+        )
+
+    def described(self, *, buffers_change: bool) -> Model:
+        """What the DDP is, and what its Reducer says of itself after some steps."""
+        ddp = self._ddp
+        logged = ddp._get_ddp_logging_data()  # noqa: SLF001  # torch has no public name for it
+        trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+        sizes = str(logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or "")
+        return Model(
+            nbytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
+            bucket_nbytes=tuple(int(size) for size in sizes.replace(" ", "").split(",") if size.isdecimal()),
+            bucket_cap_mb=None if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / MIB,
+            find_unused_parameters=bool(ddp.find_unused_parameters and not ddp.static_graph),
+            comm_hook=hook_of(ddp),
+            buffers_nbytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.modules_buffers),
+            buffers_change=buffers_change,
+            dtype=str(trained[0].dtype).removeprefix("torch."),
         )
 
     def change(self, change: DdpChange) -> None:

@@ -170,6 +170,31 @@ class Closure(Plain):
         self.losses.append(float(self.optimizer.step(self.closure)))  # type: ignore[arg-type]  # a tensor is a number
 
 
+class Manual(Plain):
+    """Backward and update are within the wrapper's forward, as in Lightning's manual optimization."""
+
+    def run(self) -> list[float]:
+        """See ``Plain``."""
+        plain = self.model.forward
+
+        def step(number: int) -> None:
+            self.model.forward = plain  # type: ignore[method-assign]  # as there
+            inputs, labels = batch(self.rank, number)
+            loss = nn.functional.cross_entropy(self.model(inputs), labels)
+            self.losses.append(loss.item())
+            self.ddp.reducer._rebuild_buckets()  # as there
+            self.ddp.reducer.prepare_for_backward([])
+            loss.backward()
+            self.update()
+            self.ddp.require_backward_grad_sync = False
+
+        for number in range(STEPS):
+            self.model.forward = step  # type: ignore[assignment, method-assign]  # as there
+            self.ddp.require_backward_grad_sync = True
+            self.ddp(number)
+        return self.losses + self.sums()
+
+
 class Evaluate(Plain):
     """Evaluates after every update, with gradients in every second."""
 
@@ -228,7 +253,7 @@ class Compiled(Plain):
         self.ddp.compile(backend="eager")
 
 
-KINDS = (Plain, Early, Several, Unused, Accumulate, Flag, Apart, Closure, Evaluate, Modes, Join, Twice, Compiled)
+KINDS = (Plain, Early, Several, Unused, Accumulate, Flag, Apart, Closure, Manual, Evaluate, Modes, Join, Twice, Compiled)
 LOOPS = {kind.__name__: kind for kind in KINDS}
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import pytest
 
 from fleetbench.quantities import MIB
 from fleetbench.strategy import DistributedStrategy
-from tuner.pytorch import in_pytorch, page_of
+from fleetbench.why.observed import Library
+from tuner.pytorch import in_pytorch, in_words_of, page_of
 from tuner.recommendation import Arm, Recommendation
 
 OWN = DistributedStrategy(fuse_grad_size_in_MB=25.0, fuse_grad_count=0)
@@ -120,3 +121,34 @@ def test_a_wire_that_is_taken_away_is_said() -> None:
     assert {*in_pytorch(OWN, OWN.replace(fp16_allreduce=True)).others} == {"fp16_allreduce"}
     changed = in_pytorch(OWN.replace(bf16_allreduce=True), OWN.replace(fp16_allreduce=True))
     assert (changed.wire, changed.others) == ("bf16", {})
+
+
+HOOK = "model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook)"
+
+
+@pytest.mark.parametrize(
+    ("library", "text", "spelled"),
+    [
+        ("", "DistributedDataParallel(..., bucket_cap_mb=5)", "DistributedDataParallel(..., bucket_cap_mb=5)"),
+        ("Trainer", "DistributedDataParallel(..., bucket_cap_mb=5)", "TrainingArguments(..., ddp_bucket_cap_mb=5)"),
+        (
+            "Trainer",
+            "DataLoader(..., num_workers=2, persistent_workers=True)",
+            "TrainingArguments(..., dataloader_num_workers=2, dataloader_persistent_workers=True)",
+        ),
+        ("Trainer", HOOK, HOOK),
+        (
+            "Accelerate",
+            "DistributedDataParallel(..., broadcast_buffers=False)",
+            "Accelerator(..., kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])",
+        ),
+        ("Accelerate", HOOK, "Accelerator(..., kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)])"),
+        ("Lightning", HOOK, "Trainer(..., strategy=DDPStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook))"),
+        ("Lightning", "DataLoader(..., num_workers=2)", "DataLoader(..., num_workers=2)"),
+        ("fleet", "DistributedDataParallel(..., broadcast_buffers=False)", "DistributedStrategy(..., broadcast_buffers=False)"),
+        ("Lightning", "OMP_NUM_THREADS=1", "OMP_NUM_THREADS=1"),
+    ],
+)
+def test_a_remedy_is_spelled_as_the_library_takes_it(library: Library, text: str, spelled: str) -> None:
+    """What no library has an argument for stays PyTorch's."""
+    assert in_words_of(library, text) == spelled

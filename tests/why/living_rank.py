@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from fleetbench.config import encode
 from fleetbench.why.buckets import buckets_of
 from fleetbench.why.change import DdpChange
 from real.why.readiness import ReadinessClock
-from real.why.settings import LivingDdp, model_of
+from real.why.settings import LivingDdp
 
 CAPS = (None, 0.002, 0.01, 0.05, 25.0)
 CHANGES = (
@@ -73,7 +74,7 @@ def buckets() -> list[dict[str, Any]]:
         found.append(
             {
                 "cap": cap,
-                "torch": model_of(model, buffers_change=True).bucket_nbytes,
+                "torch": LivingDdp(model).described(buffers_change=True).bucket_nbytes,
                 "own": [nbytes for nbytes, _ in buckets_of(readiness, cap)],
             }
         )
@@ -87,7 +88,7 @@ def changes() -> dict[str, Any]:
         model = DistributedDataParallel(Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         living, own = LivingDdp(model), []
-        at_first = encode(model_of(model, buffers_change=True)) | {"bucket_nbytes": None}
+        at_first = encode(LivingDdp(model).described(buffers_change=True)) | {"bucket_nbytes": None}
         for number in range(2 * len(CHANGES)):
             if is_changed and number % 2 == 0:
                 living.change(CHANGES[number // 2])
@@ -97,9 +98,33 @@ def changes() -> dict[str, Any]:
                 assert settings.gradient_as_bucket_view in (None, model.gradient_as_bucket_view)
             own.append(step(model, optimizer, number))
         losses.append(own)
-        at_last = encode(model_of(model, buffers_change=True)) | {"bucket_nbytes": None}
+        at_last = encode(LivingDdp(model).described(buffers_change=True)) | {"bucket_nbytes": None}
         assert at_last == at_first
     return {"plain": losses[0], "changed": losses[1]}
+
+
+class Within(Net):
+    """Backward and update come within the forward, as in Lightning's manual optimization."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        loss = super().forward(images).square().mean()
+        loss.backward()
+        time.sleep(0.05)  # as an update takes
+        return loss.detach()
+
+
+def within() -> dict[str, Any]:
+    """What is seen of such a model."""
+    model = DistributedDataParallel(Within())
+    clock = ReadinessClock(model)
+    with model.no_sync(), clock.on():
+        for _ in range(3):
+            model(torch.ones(8, 20))
+            clock.step_ends()
+    found = clock.found()
+    assert found is not None
+    return {"within_ns": [found.forward_ns, found.backward_ns]}
 
 
 def main() -> None:
@@ -108,7 +133,7 @@ def main() -> None:
     store = dist.FileStore(sys.argv[3], ranks)  # type: ignore[attr-defined]  # as torch's own tests
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     torch.set_num_threads(1)
-    found = {"buckets": buckets(), **changes()}
+    found = {"buckets": buckets(), **changes(), **within()}
     np.savez(sys.argv[4], found=json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fleetbench import fleet
+
 folder, kind = Path(sys.argv[1]), sys.argv[2]
 MOST = int(sys.argv[3]) if len(sys.argv) > 3 else 100_000
 rank = int(os.environ["RANK"])
@@ -35,7 +37,7 @@ class Net(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Ten numbers for each image."""
-        if kind == "slow" and rank == 1:
+        if kind in ("slow", "fleet") and rank == 1:
             time.sleep(0.05)
         return self.layers(images)
 
@@ -45,7 +47,13 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-if kind == "none":
+if kind == "library":
+    from pretend.fitting import fit
+
+    fit(Net(), batch)
+if kind == "fleet":
+    fleet.init()
+if kind in ("none", "fleet"):
     model: nn.Module = Net()
 elif kind == "compiled":
     model = torch.compile(DistributedDataParallel(Net()), backend="eager")
@@ -55,6 +63,9 @@ else:
     model = DistributedDataParallel(Net())
 second = DistributedDataParallel(nn.Linear(64, 64_000)) if kind == "two" else None
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+if kind == "fleet":
+    model, optimizer = fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
+scaler = torch.amp.GradScaler("cpu", enabled=False)  # as scripts have it whose precision is an option
 with (folder / f"losses{rank}").open("a", encoding="ascii") as losses:
     for step in range(MOST):
         if kind == "hangs" and step == 12 and rank == 1:
@@ -64,7 +75,8 @@ with (folder / f"losses{rank}").open("a", encoding="ascii") as losses:
         if second is not None:
             second(batch(step)[:2]).square().mean().backward()
             second.zero_grad()
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         losses.write(f"{loss.item().hex()}\n")
         if kind == "dies" and step == 12 and rank == 1:

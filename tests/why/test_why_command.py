@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -34,6 +37,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict
     ("kind", "cause", "remedy"),
     [
         ("slow", "a slow rank", ""),
+        ("fleet", "a slow rank", ""),
         pytest.param("buffers", "buffers", "broadcast_buffers=False", marks=pytest.mark.slow),
     ],
 )
@@ -44,6 +48,7 @@ def test_a_planted_fault_is_the_first_cause(kind: str, cause: str, remedy: str, 
     first = answer["causes"][0]  # type: ignore[index]  # a list
     assert first["name"] == cause
     assert remedy in first["remedy"]
+    assert (answer["alone_s"] is None) == (kind == "fleet")
     parts = answer["parts"]
     assert sum(part["seconds"] for part in parts) == pytest.approx(answer["step_s"], rel=0.01)  # type: ignore[attr-defined]  # as above
     folder = Path(str(answer["folder"]))
@@ -54,6 +59,21 @@ def test_a_planted_fault_is_the_first_cause(kind: str, cause: str, remedy: str, 
         file.unlink()
     assert main(["launch", "--nproc", "2", SCRIPT, str(tmp_path), kind, "15"]) == 0
     assert [own[:15] for own in seen] == [(tmp_path / f"losses{rank}").read_text(encoding="ascii").split() for rank in (0, 1)]
+
+
+def test_a_librarys_loop_is_told_from_its_optimizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a closure does beside forward and backward is no update, and the library's line is named, not the script's call of it."""
+    package = tmp_path / "site-packages" / "pretend"
+    package.mkdir(parents=True)
+    shutil.copy(Path(SCRIPT).with_name("fitting.py"), package)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent), prepend=os.pathsep)
+    answer = told(capsys, "--seconds", "8", "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "library"))
+    causes = {cause["name"]: cause for cause in answer["causes"]}  # type: ignore[attr-defined]  # a list
+    assert re.search(r"fitting.py:\d+ closure of pretend", causes["the script's own code"]["what"])
+    seconds = {part["what"]: part["seconds"] for part in answer["parts"]}  # type: ignore[attr-defined]  # as above
+    assert seconds["the script's own code"] > 0.01 > seconds.get("optimizer", 0.0)
 
 
 def test_a_rank_that_dies_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,3 +26,9 @@ def test_changes_of_settings_leave_training_as_it_is(found: list[dict[str, Any]]
     """Losses are equal to the bit on two ranks, and the last change is back at the script's own settings."""
     for rank in found:
         assert rank["changed"] == rank["plain"]
+
+
+def test_a_backward_within_the_forward_ends_it(found: list[dict[str, Any]]) -> None:
+    """What comes after it in the forward, such as the update, is neither."""
+    for rank in found:
+        assert all(0 < took_ns < 50_000_000 for took_ns in rank["within_ns"])

@@ -279,7 +279,8 @@ def _loop(seen: Seen) -> Iterator[Cause]:
             continue
         line = _line(seen, 0, kind)
         calls = "code outside of forward, backward and update takes" if kind == "loop" else "its calls of torch.distributed take"
-        remedy = "average it over steps, or exchange it seldom" if kind == "collective" else ""
+        is_scripts = kind == "collective" and " of " not in line  # as opposed to a library's
+        remedy = "average it over steps, or exchange it seldom" if is_scripts else ""
         what = f"{calls} {milliseconds(took_s)} ms per step" + (f", most of it in {line}" if line else "")
         yield Cause(name=name, what=what, shares=shares, remedy=remedy)
 

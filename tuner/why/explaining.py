@@ -22,6 +22,7 @@ from real.processes.roles import TUNING
 from real.testbed.noise import watching
 from real.why.job import LookedAt
 from real.why.look import Look
+from tuner.pytorch import in_words_of
 from tuner.why.causes import LEAST_SHARE, NETWORK, Cause, Seen, causes_of
 from tuner.why.explanation import Explanation
 from tuner.why.from_traces import causes_of_traces
@@ -32,6 +33,8 @@ _STEPS, _WATCHED = 400, 0.2
 """Steps that are watched, at most, and for which share of the time, about."""
 _ALONE, _ALONE_S = 100, 3.0
 """Steps without an exchange, at most, and for how long, about."""
+_LONGEST_ALONE = 1.1
+"""Compute without an exchange, as a share of a step, from which it was disturbed."""
 _TRACED = 6
 """Steps that torch.profiler records."""
 _WARMUP = 5
@@ -73,10 +76,7 @@ def explain(
             parts = job.look(watch, lambda *at: tell("watch", *at))
         logs = tuple(RankLog.of(part["log"]) for part in parts if part["log"] is not None)
         seen, traced = Seen(logs=logs, shares=shares_of(logs)), None
-        if logs[0].num_models > 1:
-            notes.append(f"{logs[0].num_models} models train: parts are of all, buckets and remedies of the first alone")
-        if is_busy(load.cores):
-            notes.append(f"other programs computed on {load.cores:.2g} cores meanwhile: look again when this host is quiet")
+        notes += _notes(logs[0], load.cores)
         if not job.is_over:
             seen = replace(seen, links=decode(parts[0]["links"], Links, "links"), transports=read_nccl_log(job.output))
             if traces if traces is not None else logs[0].device == "cuda":
@@ -84,8 +84,8 @@ def explain(
         if traced is not None:
             seen = replace(seen, shares=traced.shares)
             notes += traced.shares.notes
-        elif not job.is_over and not logs[0].scales_loss:  # whose skipped steps may be one rank's alone
-            seen = replace(seen, alone=_alone(job, tell))
+        elif not (job.is_over or logs[0].scales_loss or logs[0].library == "fleet"):  # a skipped step may be one rank's alone
+            seen = replace(seen, alone=_alone(job, seen.shares.step_s, notes, tell))
         if job.is_over:
             notes.append("the script ended by itself, so that not all was measured, and no remedy was tried")
         simulated = simulated_of(seen)
@@ -93,7 +93,7 @@ def explain(
             notes.append("no remedy is simulated: the step as it is comes out wrong")
         causes = [_simulate(cause, seen, simulated) for cause in causes_of(seen)] if traced is None else list(causes_of_traces(traced))
         causes += _better_buckets(seen, simulated)
-        causes = _network(causes, seen, simulated)
+        causes = [replace(c, remedy=in_words_of(logs[0].library, c.remedy)) for c in _network(causes, seen, simulated)]
         causes = list(_try(job, causes, seen, began + seconds, notes, tell))
         if not job.is_over:
             job.tell(_numbers(seen))
@@ -127,12 +127,27 @@ def _all_s(causes: Sequence[Cause], seen: Seen, simulated: Simulated | None) -> 
     return math.prod(alone) * (seen.shares.step_s if simulated is None or not together else simulated.step_s(together))
 
 
-def _alone(job: LookedAt, tell: Progress) -> Readiness | None:
-    """What compute takes where nothing is exchanged, with parameters that any rank does not use; None if the script ends."""
+def _notes(log: RankLog, foreign_cores: float | None) -> Iterator[str]:
+    if log.library == "fleet":
+        yield "fleet's strategy exchanges the gradients: no remedy is simulated or tried here"
+    if log.num_models > 1:
+        yield f"{log.num_models} models train: parts are of all, buckets and remedies of the first alone"
+    if is_busy(foreign_cores):
+        yield f"other programs computed on {foreign_cores:.2g} cores meanwhile: look again when this host is quiet"
+
+
+def _alone(job: LookedAt, step_s: float, notes: list[str], tell: Progress) -> Readiness | None:
+    """What compute takes where nothing is exchanged, with parameters that any rank does not use; None if the script ends.
+
+    None, too, where that is longer than a step.
+    """
     parts = job.look(Look(what="alone", steps=_ALONE, warmup_steps=2, max_s=_ALONE_S), lambda *at: tell("alone", *at))
     if job.is_over:
         return None
     found = [decode(part["alone"], Readiness, "alone") for part in parts]
+    if (found[0].forward_ns + found[0].backward_ns) * 1e-9 > _LONGEST_ALONE * step_s:
+        notes.append("steps without an exchange took longer than those with it, beside other programs: nothing is simulated")
+        return None
     return replace(found[0], unused=tuple(sorted({name for each in found for name in each.unused})))
 
 

@@ -1,0 +1,56 @@
+"""FleetModel: a model of fleet's four lines, whose strategy's engine exchanges, where an observer expects a DDP."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fleetbench.why.change import DdpChange
+from fleetbench.why.observed import Model
+from real.compute.living import living_hook
+from real.engine.engine import Engine
+from real.why.following import observer_of
+
+
+class FleetModel:
+    """Hooks a model: its forwards are told to the process's observer. Every rank makes it."""
+
+    can_change = False
+    """Settings are the strategy's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._threads = engine, torch.get_num_threads()
+        self.module: nn.Module = engine.model
+        self.group: Any = dist.new_group()  # what the engine has in flight stays in order
+        self.device_type = next(self.module.parameters()).device.type
+        self._open: list[AbstractContextManager[None]] = []
+        self.module.register_forward_pre_hook(living_hook(self._begins), prepend=True, with_kwargs=True)
+        self.module.register_forward_hook(living_hook(self._ends), always_call=True)
+
+    def change(self, change: DdpChange) -> None:
+        """Of ``change``, threads alone."""
+        torch.set_num_threads(change.threads or self._threads)
+
+    def described(self, *, buffers_change: bool) -> Model:
+        """What is trained, and in which buckets it is exchanged."""
+        plan = self._engine.plan
+        return Model(
+            nbytes=sum(bucket.nbytes for bucket in plan.buckets),
+            bucket_nbytes=tuple(bucket.nbytes for bucket in plan.buckets),
+            buffers_nbytes=plan.buffers_nbytes,
+            buffers_change=buffers_change,
+            dtype=plan.buckets[0].dtype,
+        )
+
+    def _begins(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        observer = observer_of(self.module, self)
+        self._open.append(nullcontext() if observer is None else observer.forward(self.module, inputs, named))
+        self._open[-1].__enter__()
+
+    def _ends(self, *_: object) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
