@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from fleetbench.cli import your_script
@@ -86,11 +85,8 @@ def _launch_served(arguments: argparse.Namespace) -> int:
     _require_script(arguments.script, usage)
     from real.job.served_launcher import launch_placed
     from real.servers.hosts import place
-    from real.servers.security import token_of
 
     placement = place(arguments.servers, arguments.workers)
-    if placement.is_spread:
-        token_of(os.environ)  # before anything is printed
     on_hosts = f" on {len(placement.hosts)} hosts" if placement.is_spread else ""
     servers = counted(len(placement.endpoints), "server") + (f" ({', '.join(placement.endpoints)})" if placement.is_spread else "")
     emit(f"{arguments.script}: {servers}, {counted(len(placement.workers), 'trainer')}{on_hosts}, logs in {arguments.log_dir}")

@@ -23,7 +23,6 @@ from real.processes.roles import STARTUP
 from real.processes.started import QUIET, Started, end, start, start_process
 from real.servers.board import BOARD, Board, Entry, Messenger
 from real.servers.hosts import Placement, host_of, require_addresses
-from real.servers.security import TOKEN, encrypts, new_token, token_of
 from real.servers.server_options import AGAIN
 
 ENDED_THERE = "the launch was ended there"
@@ -50,19 +49,17 @@ def launch_placed(
 
     Server N's output is in ``log_dir/serverlog.N``, trainer N's in ``workerlog.N``; trainer 0's is echoed where it runs. A
     server that dies is started again up to ``restarts`` times. ``startup_timeout_s``: for servers and trainers to come. Raises
-    ``ConfigError`` for a job of several hosts without a token, ``EnvironmentLacks`` for a server's address that is taken,
-    ``WorkerFailed`` naming the server, rank or host that ended the job; trainers that were lost in a job that went on without them are
-    named on stderr.
+    ``EnvironmentLacks`` for a server's address that is taken, ``WorkerFailed`` naming the server, rank or host that ended the job;
+    trainers that were lost in a job that went on without them are named on stderr.
     """
-    token = token_of(os.environ) if placement.is_spread else new_token()
     require_addresses(placement)
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ and not (placement.is_spread and name == GLOO)}
     inherited = {name: value for name, value in os.environ.items() if name not in _OTHER_ROLES}
-    common = {**inherited, **quiet, TOKEN: token, STARTUP: str(startup_timeout_s)}
+    common = {**inherited, **quiet, STARTUP: str(startup_timeout_s)}
     common |= {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(placement.endpoints), "PADDLE_TRAINERS_NUM": str(len(placement.workers))}
     elsewhere = [endpoint for endpoint in placement.endpoints if host_of(endpoint) not in placement.own]
     with logs_in(log_dir, placement) as logs, temporary_folder() as folder:
-        messenger = Messenger(elsewhere, token, encrypted=encrypts(common, placement.endpoints))
+        messenger = Messenger(elsewhere)
         path = folder / "board"
         job = ServedJob(placement, Board(path), messenger, restarts)
         try:

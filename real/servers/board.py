@@ -1,6 +1,6 @@
 """Board: what the launcher, the servers and the trainers of one host tell each other: lines of a file, which all append to and read.
 
-A launcher tells servers of other hosts by ``Messenger``, over connections that are guarded as a trainer's.
+A launcher tells servers of other hosts by ``Messenger``.
 """
 
 import json
@@ -13,7 +13,6 @@ from typing import Literal, Self
 
 import zmq
 
-from real.servers.security import guard_client
 from real.servers.wire import Head, encode
 
 BOARD = "FLEETBENCH_BOARD"
@@ -70,11 +69,11 @@ class Board:
 class Messenger:
     """A launcher's connections to servers of other hosts. What it tells one that is not up yet waits for it, until ``close``."""
 
-    def __init__(self, endpoints: Sequence[str], token: str, *, encrypted: bool) -> None:
+    def __init__(self, endpoints: Sequence[str]) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets = [self._context.socket(zmq.DEALER) for _ in endpoints]
         for socket, endpoint in zip(self._sockets, endpoints, strict=True):
-            guard_client(socket, token, encrypted=encrypted)
+            socket.sndhwm = 0
             socket.connect(f"tcp://{endpoint}")
 
     def tell(self, entry: Entry) -> None:

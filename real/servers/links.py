@@ -9,32 +9,18 @@ without a gap, because some between them may have been answered.
 """
 
 import math
-import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
-from real.servers.security import ENCRYPT, TOKEN, guard_client, new_session
+from fleetbench.errors import ConfigError, WorkerFailed
 from real.servers.silence import Silence
-from real.servers.wire import Head, Tensor, WireError, decode, encode
+from real.servers.wire import Head, Tensor, WireError, decode, encode, new_session
 
 BEAT_S = 0.5
-_HANDSHAKES = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-_HALF_GREETING = bytes.fromhex("ff00000000000000017f0300")
-"""Signature and version of ZMTP 3 (RFC 23), which a server answers with all of its own greeting: 64 bytes."""
-_PROBE_S = 2.0
 _HINT = "all trainers of a job have one model, optimizer and strategy; a checkpoint is of the same model and optimizer"
 
 
@@ -45,9 +31,7 @@ class TrainerOptions:
     rank: int
     endpoints: tuple[str, ...]
     """``host:port`` of every server, in order."""
-    token: str
     trainers: int = 1
-    encrypted: bool = False
     timeout_s: float = 30.0
     """A server that is silent for so long has failed."""
     startup_timeout_s: float = 300.0
@@ -77,9 +61,8 @@ class _Link:
     endpoint: str
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    """Of its handshakes."""
+    """Of broken connections."""
     session: int
-    is_shaking: bool = False
     last: int = 0
     """The last request's number."""
     outstanding: dict[int, tuple[Head, Sequence[Tensor]]] = field(default_factory=dict)
@@ -100,8 +83,7 @@ class Links:
     """Used by one thread.
 
     Raises ``WorkerFailed`` naming a server that is silent for too long, or the process because of which all stop,
-    ``ConfigError`` for a request that a server refuses and for a server with another token, and ``EnvironmentLacks`` for an address where
-    another program listens.
+    and ``ConfigError`` for a request that a server refuses.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: TrainerOptions, joined_with: Sequence[Tensor] = ()) -> None:
@@ -115,8 +97,9 @@ class Links:
         self._links = []
         for server, endpoint in enumerate(options.endpoints):
             dealer = context.socket(zmq.DEALER)
-            guard_client(dealer, options.token, encrypted=options.encrypted, timeout_s=options.timeout_s)
-            monitor = dealer.get_monitor_socket(_HANDSHAKES)
+            dealer.sndhwm = dealer.rcvhwm = 0  # a trainer has few requests without an answer
+            dealer.linger = 1_000
+            monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             dealer.connect(f"tcp://{endpoint}")
             for listened in (dealer, monitor):
                 self._poller.register(listened, zmq.POLLIN)
@@ -137,7 +120,7 @@ class Links:
         deadline = time.monotonic() + self.options.startup_timeout_s
         while (late := next((link for link in self._links if not link.ready), None)) is not None:
             if time.monotonic() > deadline:
-                hint = f"is it started, does the address lead to it, and are {TOKEN} and {ENCRYPT} the same?"
+                hint = "is it started, and does the address lead to it?"
                 raise WorkerFailed(f"has not answered within {self.options.startup_timeout_s:g} s", *_place(late), hint)
             for link in self._links:
                 self._silence.hear(link.server)
@@ -286,35 +269,12 @@ class Links:
 
 
 def _has_broken(link: _Link) -> bool:
-    """Whether the connection has broken. Raises where the other end is no server of this job: libzmq does not try again."""
+    """Whether the connection has broken."""
     has_broken = False
     while link.monitor.poll(0):
-        event = recv_monitor_message(link.monitor)["event"]
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            hint = f"give this trainer the server's {TOKEN}, or another address if that is another job's server"
-            raise ConfigError("has refused this trainer: it has another token", *_place(link), hint=hint)
-        # What is no ZeroMQ answers with a greeting of its own, of which a disconnection is the only event.
-        is_stranger = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or (event == zmq.EVENT_DISCONNECTED and link.is_shaking)
-        # A server that encrypts otherwise hangs up, too, and where it is the first, libzmq tries again, for ever.
-        if is_stranger or (event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and _speaks_otherwise(link)):
-            what = "is no server of this job, or one that encrypts otherwise: what answers there speaks another protocol"
-            hint = f"does the address lead to the server, and is {ENCRYPT} the same on both sides?"
-            raise EnvironmentLacks(what, *_place(link), hint=hint)
-        link.is_shaking = event == zmq.EVENT_CONNECTED
-        has_broken = has_broken or event == zmq.EVENT_DISCONNECTED
+        recv_monitor_message(link.monitor)
+        has_broken = True
     return has_broken
-
-
-def _speaks_otherwise(link: _Link) -> bool:
-    """Whether the other end greets, and names another mechanism than this one's: asked by half a greeting, it does not hang up."""
-    host, _, port = link.endpoint.rpartition(":")
-    greeting = b""
-    with suppress(OSError), socket.create_connection((host, int(port)), _PROBE_S) as probe:
-        probe.sendall(_HALF_GREETING)
-        while len(greeting) < 64 and (more := probe.recv(64 - len(greeting))):
-            greeting += more
-    own = b"CURVE" if link.socket.mechanism == zmq.CURVE else b"PLAIN"
-    return len(greeting) == 64 and greeting[12:32].rstrip(b"\0") != own
 
 
 def _place(link: _Link) -> tuple[str, str]:

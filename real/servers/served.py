@@ -16,7 +16,6 @@ from real.engine.refusals import refuse_untrainable
 from real.processes.roles import STARTUP, Role, launcher_of
 from real.servers.board import Board, Entry
 from real.servers.links import TrainerOptions
-from real.servers.security import encrypts, token_of
 from real.servers.served_training import ServedTraining
 from real.servers.server import ParameterServer
 from real.servers.server_options import AGAIN, ServerOptions, ServerReport
@@ -41,8 +40,6 @@ class Served:
         self._startup_timeout_s = startup_timeout_of(os.environ)
         self._common: dict[str, Any] = {
             "trainers": role.trainers,
-            "token": token_of(os.environ),
-            "encrypted": encrypts(os.environ, role.servers),
             "timeout_s": timeout_s / _SILENCE,
         }
         self._server: ParameterServer | None = None

@@ -4,7 +4,7 @@ Life cycle: ``bind``; ``run``, which returns when all trainers have left; ``clos
 trainer's connection is numbered. The next one is done; one that was done before is answered again
 and not done again; one that waits for others is answered when they have come; one that comes too early is ignored,
 and its trainer sends what is missing. A message of another version is logged and ignored; whatever else raises is an error of this
-program, of a server or of a trainer with the job's token, and ends the server.
+program, of a server or of a trainer, and ends the server.
 
 The answer to a repeated request depends on its connection's ``Peer``, the shard and, for barriers, how many
 meetings there have been: a trainer's k-th barrier is its part in the k-th meeting, so one that comes again after that meeting is
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import zmq
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from fleetbench.plan.events import Message
@@ -32,11 +33,11 @@ from real.processes.diagnosis import how_it_ended
 from real.processes.joining import is_loopback
 from real.servers.board import Board, Entry
 from real.servers.checkpoints import Saved, Writer, load_shard
+from real.servers.hosts import resolve
 from real.servers.parameters import Shard, Spec, differences
-from real.servers.security import TOKEN, ServerSocket, new_session
 from real.servers.server_options import ServerOptions, ServerReport
 from real.servers.silence import Silence
-from real.servers.wire import Head, Tensor, WireError, decode, numbers
+from real.servers.wire import Head, Tensor, WireError, decode, encode, new_session, numbers
 
 _LOOK_S = 0.5  # between two looks at who is silent
 _ENDING_LOOK_S = 0.02  # between two looks at whether all trainers had their time
@@ -104,9 +105,10 @@ class ParameterServer:
         self._failure: FleetbenchError | None = None
         self._stopped_at: float | None = None
         self._writer = Writer(self._moment, self._say, options.folder)
-        self._listener = ServerSocket(
-            options.endpoint, options.token, encrypted=options.encrypted, say=self._say, timeout_s=options.timeout_s
-        )
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.sndhwm = self._socket.rcvhwm = 0  # a trainer has few requests without an answer
+        self._socket.linger = 1_000
         self._board = board
 
     def restore(self, folder: Path) -> bool:
@@ -121,7 +123,13 @@ class ParameterServer:
 
     def bind(self) -> None:
         """Take the address. Raises ``ConfigError`` for one that is none, ``EnvironmentLacks`` where it cannot be had."""
-        self._listener.bind()
+        address = resolve(self.options.endpoint)
+        try:
+            self._socket.bind(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            what = f"the server's address cannot be taken: {error}"
+            hint = "an address of this machine, and a port on which no other job's server listens"
+            raise EnvironmentLacks(what, "server", self.options.endpoint, hint) from error
 
     def run(self, save_to: Path | None = None, save_every_s: float | None = None) -> ServerReport:
         """Serve until all trainers have left.
@@ -131,7 +139,7 @@ class ParameterServer:
         """
         self._writer.every(save_every_s, save_to)
         while self._stopped_at is None or time.monotonic() - self._stopped_at < self._farewell_s:
-            if self._listener.poll(_LOOK_S if self._stopped_at is None else _ENDING_LOOK_S):
+            if self._socket.poll(int(1000 * (_LOOK_S if self._stopped_at is None else _ENDING_LOOK_S))):
                 begin = time.monotonic()
                 self._receive()
                 self.report.worked(begin)
@@ -151,20 +159,25 @@ class ParameterServer:
 
     def close(self) -> None:
         """Release the address."""
-        self._listener.close()
+        self._socket.close()
+        self._context.term()
 
     def _receive(self) -> None:
         for _ in range(64):  # between two looks at the other sockets
-            message = self._listener.receive()
-            if message is None:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
                 return
-            identity, frames = message
             try:
                 head, tensors = decode(frames)
             except WireError as error:
                 self._say(f"a message was ignored: {error}")
             else:
-                self._hear(identity, head, tensors)
+                self._hear(identity.bytes, head, tensors)
+
+    def _send(self, identity: bytes, head: Head, tensors: Sequence[Tensor] = ()) -> None:
+        """Send a message; one to a process that is gone is dropped: if it comes back, it asks again."""
+        self._socket.send_multipart([identity, *encode(head, tensors)], zmq.NOBLOCK, copy=False)
 
     def _hear(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
         if head.kind == "told":  # by the launcher of another host
@@ -180,7 +193,7 @@ class ParameterServer:
             return
         self._silence.hear(head.rank)
         if peer is None:
-            self._listener.send(identity, Head("unknown", head.rank, head.session))
+            self._send(identity, Head("unknown", head.rank, head.session))
             return
         peer.identity = identity
         is_late = self._stopped_at is not None and (head.kind == "join" or head.rank not in self._state.left)
@@ -191,9 +204,9 @@ class ParameterServer:
             self._say(f"trainer {head.rank} is back")
             self._tell(Message("sender", head.rank, "join"))
             if head.kind == "beat":
-                self._listener.send(identity, Head("unknown", head.rank, head.session))  # it greets, and repeats what was dropped
+                self._send(identity, Head("unknown", head.rank, head.session))  # it greets, and repeats what was dropped
         if head.kind == "beat":
-            self._listener.send(identity, Head("alive", head.rank, head.session))
+            self._send(identity, Head("alive", head.rank, head.session))
         elif head.version == self._life and head.sequence <= peer.received + 1:  # else one before it, or of an earlier life, comes again
             self._do(Request(peer, head, tensors, again=head.sequence <= peer.received))
             peer.received = max(peer.received, head.sequence)
@@ -221,7 +234,7 @@ class ParameterServer:
             self._learn_of_meetings(head.count)
         # What it took, and what of that the shard holds: they differ in what another life of this server acknowledged.
         welcome = Head("welcome", head.rank, head.session, peer.received, peer.applied, self._life, count=int(self._state.initialised))
-        self._listener.send(identity, welcome)
+        self._send(identity, welcome)
 
     def _learn_of_gone(self, saved: Saved, head: Head) -> None:
         """A trainer whose session the checkpoint knows is of the same job: one that left it, or was lost to it, still counts as such."""
@@ -473,20 +486,20 @@ class ParameterServer:
         rank, first = min(lost.items(), key=lambda item: 256 if item[1].code is None else item[1].code)
         hint = "its own output says why; start the job again, from the last checkpoint if there is one"
         if first.why == _NEVER_CAME:
-            hint = f"is it started, does its address of this server lead here, and has it this server's {TOKEN}?"
+            hint = "is it started, and does its address of this server lead here?"
         return WorkerFailed(f"this trainer {first.why}, and no other is left", f"rank {rank}", hint=hint)
 
     def _send_stopped(self, peer: Peer) -> None:
         failure = self._failure or WorkerFailed("the job has ended without this trainer", f"rank {peer.rank}")
         head = Head("stopped", peer.rank, peer.session)
-        self._listener.send(peer.identity, head, (failure.what.encode(), str(failure.where).encode()))
+        self._send(peer.identity, head, (failure.what.encode(), str(failure.where).encode()))
 
     def _answer(self, request: Request, kind: str, tensors: Sequence[Tensor] = ()) -> None:
         peer, head = request.peer, request.head
         peer.waiting.discard(head.sequence)
         count = self._meetings if head.kind == "join" else head.count
         answer = Head(kind, head.rank, head.session, head.sequence, version=self._state.version, count=count)
-        self._listener.send(peer.identity, answer, tensors)
+        self._send(peer.identity, answer, tensors)
 
     def _write(self, entry: Entry) -> None:
         """Tell the launcher, and the host's other servers."""

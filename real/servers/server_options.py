@@ -19,8 +19,6 @@ class ServerOptions:
     trainers: int
     endpoint: str
     """``host:port`` to listen on; the host is an address of this machine or a name that leads to one."""
-    token: str
-    encrypted: bool = False
     timeout_s: float = 30.0
     """A trainer that is silent for so long is lost."""
     startup_timeout_s: float = 300.0

@@ -6,6 +6,7 @@ ended the job, and whom that names.
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,11 @@ class Head:
     count: int = 0
     """Gradients that it is about; ``welcome``: 1 where the parameters are there; ``hello`` and the answer to ``join``: meetings at
     barriers so far; ``barrier``: which meeting it is for."""
+
+
+def new_session() -> int:
+    """A number that no other connection has."""
+    return int.from_bytes(os.urandom(8), "little") | 1
 
 
 class WireError(ValueError):

@@ -55,11 +55,11 @@ class Desk:
             sizes=(2,),
         )
         own = {"timeout_s": 30.0, "startup_timeout_s": 300.0, "folder": Path("/"), **options}
-        self.server = ParameterServer(ServerOptions(server=0, servers=1, trainers=trainers, endpoint="127.0.0.1:1", token="x" * 16, **own))  # type: ignore[arg-type]  # as their names say
+        self.server = ParameterServer(ServerOptions(server=0, servers=1, trainers=trainers, endpoint="127.0.0.1:1", **own))  # type: ignore[arg-type]  # as their names say
         if restore is not None:
             assert self.server.restore(restore)
         self._sent: list[tuple[Head, list[bytes]]] = []
-        self.server._listener.send = self._send  # type: ignore[method-assign]  # the network
+        self.server._send = self._send  # type: ignore[method-assign]  # the network
         self.told: list[Entry] = []
         self.server._write = self.told.append  # type: ignore[method-assign]  # its job's board
         self.life = 0

@@ -20,7 +20,6 @@ from real.servers.served_training import ServedTraining
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions, ServerReport
 
-TOKEN = "a token of this test's own job"  # noqa: S105  # of no use to anybody
 PATIENCE_S = 20.0
 
 
@@ -78,7 +77,7 @@ class ServerThread(threading.Thread):
     def abandon(self) -> None:
         """End at once, as if killed: nothing is saved, nobody is told."""
         self.server._writer.every(None, None)
-        self.server._listener.send = lambda *_message: None  # type: ignore[method-assign]  # who asks now hears nothing
+        self.server._send = lambda *_message: None  # type: ignore[method-assign]  # who asks now hears nothing
         self._save = (None, None)
         self.server._stopped_at = -1e9
         self.join(PATIENCE_S)
@@ -96,7 +95,7 @@ class Job:
         **options: Any,
     ) -> None:
         self.num_servers, self.trainers, self.folder = num_servers, trainers, folder or Path("/")
-        self.options = {"token": TOKEN, "timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S, **options}
+        self.options = {"timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S, **options}
         self.endpoints = tuple(f"127.0.0.1:{free_port()}" for _ in range(num_servers))
         self.threads = [self.start(number) for number in range(num_servers)]
         self.trainings: list[ServedTraining] = []

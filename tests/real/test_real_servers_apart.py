@@ -24,7 +24,6 @@ from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond
 from real.job.served_launcher import launch_placed
 from real.servers.hosts import on_this_machine
-from real.servers.security import TOKEN
 from real.testbed.testbed import Testbed as Ground  # pytest would take a Test... for tests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -61,7 +60,7 @@ class Launches:
             own = folder / f"host{number}"
             own.mkdir()
             command = ground.command([*line, "--log-dir", str(own / "log"), *map(str, script)], [HOSTS[number]])
-            environment = {**os.environ, TOKEN: "a token of this test's own job", "SERVED_TIMEOUT_S": str(timeout_s), "TMPDIR": str(own)}
+            environment = {**os.environ, "SERVED_TIMEOUT_S": str(timeout_s), "TMPDIR": str(own)}
             with (own / "out").open("w") as out, (own / "err").open("w") as err:
                 self.running.append(subprocess.Popen(command, env=environment, cwd=own, stdout=out, stderr=err))
 
@@ -296,7 +295,7 @@ server_placement = "{placement}"
 
 @pytest.mark.parametrize(("nodes", "servers", "placement"), [pytest.param(2, 1, "own", marks=pytest.mark.whole), (3, 2, "shared")])
 def test_slurms_batch_script_trains(nodes: int, servers: int, placement: str, ground: Ground, tmp_path: Path) -> None:
-    """With stand-ins for its two programs, one of which starts the command on every host: all pushes arrive, under a token of its own."""
+    """With stand-ins for its two programs, one of which starts the command on every host: all pushes arrive."""
     experiment = tmp_path / "apart.toml"
     experiment.write_text(EXPERIMENT.format(nodes=nodes, servers=servers, placement=placement))
     saved = tmp_path / "saved"
@@ -316,8 +315,12 @@ def test_slurms_batch_script_trains(nodes: int, servers: int, placement: str, gr
     for name, text in programs.items():
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
         (tools / name).chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if name != TOKEN}
-    environment |= {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "host[0-2]", "SERVED_TIMEOUT_S": str(TIMEOUT_S)}
+    environment = {
+        **os.environ,
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "host[0-2]",
+        "SERVED_TIMEOUT_S": str(TIMEOUT_S),
+    }
     done = subprocess.run(["bash", job], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)  # noqa: S607  # the user's own shell
     assert done.returncode == 0, done.stderr
     assert weights(saved) == pytest.approx([-20.0 * nodes] * 3, abs=1e-6)

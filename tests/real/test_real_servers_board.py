@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from server_desk import Desk, desk
-from server_job import PATIENCE_S, SYNCHRONOUS, TOKEN, job
+from server_job import PATIENCE_S, SYNCHRONOUS, job
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
@@ -200,7 +200,7 @@ def test_a_server_that_nobody_came_to_ends_with_an_error() -> None:
         server.server._look()
         with pytest.raises(WorkerFailed, match="rank 0: this trainer has never come, and no other is left") as raised:
             ending(server)
-        assert re.search("is it started.*FLEETBENCH_TOKEN", str(raised.value.hint))
+        assert re.search("is it started", str(raised.value.hint))
 
 
 def test_a_trainer_that_comes_back_behind_the_end_is_told_of_it() -> None:
@@ -250,14 +250,11 @@ def test_a_board_whose_launcher_is_gone_is_no_error(tmp_path: Path) -> None:
     assert board.turn() == []
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_what_a_launcher_of_another_host_tells_reaches_all(encrypted: bool) -> None:
-    """Two servers: a trainer raises with the host's name, and so does each server; a launcher without the token is not heard."""
-    with job(2, 1, encrypted=encrypted) as own:
+def test_what_a_launcher_of_another_host_tells_reaches_all() -> None:
+    """Two servers: a trainer raises with the host's name, and so does each server."""
+    with job(2, 1) as own:
         model, optimizer, _ = counting(own, 0, SYNCHRONOUS)
-        stranger = Messenger(own.endpoints, "another job's token, of no use", encrypted=encrypted)
-        stranger.tell(Entry(kind="failed", name="host c", why="it is a stranger"))
-        messenger = Messenger(own.endpoints, TOKEN, encrypted=encrypted)
+        messenger = Messenger(own.endpoints)
         messenger.tell(Entry(kind="failed", name=FAILED[0], why=FAILED[1]))
         for thread in own.threads:
             thread.join(PATIENCE_S)
@@ -265,4 +262,3 @@ def test_what_a_launcher_of_another_host_tells_reaches_all(encrypted: bool) -> N
         with pytest.raises(WorkerFailed, match="host b: the launch was ended there"):
             add(model, optimizer, 0, 1.0, 1.0)
         messenger.close()
-        stranger.close()

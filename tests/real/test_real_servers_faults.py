@@ -13,13 +13,12 @@ import torch
 import zmq
 from safetensors import safe_open
 from server_desk import save_shard
-from server_job import SYNCHRONOUS, TOKEN, Job, ServerThread, SlowProxy, dice, job, served, together
+from server_job import SYNCHRONOUS, Job, ServerThread, SlowProxy, dice, job, served, together
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.servers.checkpoints import shard_path
 from real.servers.links import Answer, Links, TrainerOptions
-from real.servers.security import guard_client
 from real.servers.served_training import ServedTraining
 from real.servers.server_options import ServerOptions
 from real.servers.wire import Head, decode, encode
@@ -51,25 +50,6 @@ def still_serves(running: Job) -> None:
     assert torch.equal(running.table()[1], torch.full((2,), -2.0))
 
 
-@pytest.mark.parametrize("kind", ["without a word", "curve", "wrong key"])
-def test_a_stranger_is_refused(kind: str) -> None:
-    """Whoever lacks the token gets no answer to anything, and the server goes on for the others."""
-    with job(encrypted=kind == "wrong key") as running:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        stranger = context.socket(zmq.DEALER)
-        try:
-            if kind in ("curve", "wrong key"):
-                guard_client(stranger, "another job's token, of no use here", encrypted=True)
-            stranger.linger = 0
-            stranger.connect(f"tcp://{running.endpoints[0]}")
-            stranger.send_multipart(encode(Head("hello", 0, 5)))
-            assert not stranger.poll(1000)
-        finally:
-            context.destroy(linger=0)
-        assert not running.threads[0].server._peers
-        still_serves(running)
-
-
 def test_garbage_on_the_port_does_not_stop_the_service() -> None:
     """Random bytes, half a handshake and a page request end with their connections."""
     with job() as running:
@@ -86,7 +66,6 @@ def test_messages_of_another_version_and_of_no_trainer_are_passed_over(capfd: py
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         mad = context.socket(zmq.DEALER)
         try:
-            guard_client(mad, TOKEN, encrypted=False)
             mad.linger = 0
             mad.connect(f"tcp://{running.endpoints[0]}")
             mad.send_multipart(encode(Head("hello", 0, 77)))
@@ -227,7 +206,7 @@ def test_trainers_without_the_first_do_not_wait_for_ever() -> None:
 def test_two_servers_cannot_have_one_address() -> None:
     """The second says that the address is taken."""
     with job() as running:
-        options = ServerOptions(server=0, servers=1, trainers=1, endpoint=running.endpoints[0], token=TOKEN)
+        options = ServerOptions(server=0, servers=1, trainers=1, endpoint=running.endpoints[0])
         with pytest.raises(EnvironmentLacks, match="address cannot be taken"):
             ServerThread(options)
 
@@ -401,7 +380,7 @@ def test_a_slow_link_makes_nobody_fail() -> None:
 def test_a_model_that_is_long_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a join, which may wait for trainer 0, has a bound of its own; whatever else a server that is no more silent answers, comes."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    links = Links(context, TrainerOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN, startup_timeout_s=0.0))
+    links = Links(context, TrainerOptions(rank=0, endpoints=("127.0.0.1:9",), startup_timeout_s=0.0))
     try:
         fetched = Answer(0, "fetched", "fetch", 0, 0, ())
         coming = iter([[], [], [fetched]])

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import zmq
 from server_desk import Clock
-from server_job import TOKEN
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from real.servers.links import Links, TrainerOptions
@@ -19,7 +18,7 @@ from real.servers.wire import Head
 def links() -> Iterator[Links]:
     """Of a trainer whose one server has bidden it welcome in life 11; what it sends is kept in ``links.sent``."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    made = Links(context, TrainerOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN))
+    made = Links(context, TrainerOptions(rank=0, endpoints=("127.0.0.1:9",)))
     made.sent = []  # type: ignore[attr-defined]  # for the test
     made._send = lambda _link, head, _tensors: made.sent.append(head)  # type: ignore[method-assign, attr-defined]  # the wire
     made._hear(made._links[0], Head("welcome", version=11, count=1), [], [])

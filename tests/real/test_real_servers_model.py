@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_job import SYNCHRONOUS, TOKEN, Job, job, served, together
+from server_job import SYNCHRONOUS, Job, job, served, together
 from test_real_servers_training import Net, add, all_of, batches, counting, gradient, train
 
 from fleetbench.errors import ConfigError
@@ -22,9 +22,8 @@ LATE = served(1000, send_wait_times=10**6)
 
 
 @pytest.fixture
-def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Job, Sequence[ServedTraining]], list[Served]]:
+def both() -> Callable[[Job, Sequence[ServedTraining]], list[Served]]:
     """What ``fleet`` is on each trainer of a job."""
-    monkeypatch.setenv("FLEETBENCH_TOKEN", TOKEN)
 
     def make(running: Job, trainings: Sequence[ServedTraining]) -> list[Served]:
         made = []

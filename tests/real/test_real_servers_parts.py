@@ -123,9 +123,7 @@ def test_dense_updates_are_torchs(name: str, decay: float) -> None:
 
 def test_the_end_of_a_trainer_that_there_is_not_is_ignored() -> None:
     """Whoever says that trainer 7 of 3 has ended is not believed, and nobody is counted as lost; no more for a server's own end."""
-    server = ParameterServer(
-        ServerOptions(server=0, servers=1, trainers=3, endpoint="127.0.0.1:9", token="a token of this test's own job")  # noqa: S106  # of no use
-    )
+    server = ParameterServer(ServerOptions(server=0, servers=1, trainers=3, endpoint="127.0.0.1:9"))
     try:
         server.role = RoleDecider.start(ServerTraining(GEO), 0, "server")
         for name in ("rank 7", "rank -1", "rank", "rank x", "server 1"):

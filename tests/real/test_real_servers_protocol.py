@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from server_desk import Clock, desk, save_shard
-from server_job import TOKEN
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import Mode, ServerRules
@@ -73,7 +72,7 @@ class Joining:
     """Links to two servers, of which the second has nothing and the first has made so many updates."""
 
     def __init__(self, updates: int) -> None:
-        self.options = TrainerOptions(rank=0, endpoints=("a:1", "b:1"), token=TOKEN)
+        self.options = TrainerOptions(rank=0, endpoints=("a:1", "b:1"))
         self.updates = updates
         self.is_idle = True
         self.asked: list[tuple[int, str]] = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from server_job import SYNCHRONOUS, FlakyProxy, Job, add_gradients, dice, job, served, together
 
-from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
+from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.replay import Recording
 from fleetbench.strategy import DistributedStrategy
 from real.servers.links import Answer, Links, TrainerOptions
@@ -269,19 +269,6 @@ def test_a_server_that_begins_again_is_recorded_from_its_checkpoint(tmp_path: Pa
     assert [operation.kind for operation in recording.log[0][2]] != []
 
 
-def test_encryption_is_a_choice() -> None:
-    """With keys made from the token, training is the same; a trainer that does not encrypt is refused."""
-    with job(1, 1, encrypted=True) as running:
-        with pytest.raises(EnvironmentLacks, match="server 0: is no server of this job, or one that encrypts otherwise"):
-            counting(running, 0, served(), encrypted=False)
-        assert not running.threads[0].server._peers
-        model, optimizer, training = counting(running, 0, served())
-        add(model, optimizer, 2, 3.0, 1.0)
-        training.finish()
-        running.reports()
-        assert torch.equal(running.table()[2], torch.full((2,), -3.0))
-
-
 @pytest.mark.parametrize("index", [-1, WORDS])
 def test_an_index_that_the_table_does_not_have_raises_as_in_torch(index: int) -> None:
     """At once, torch's own error; training goes on with other indices."""
@@ -386,7 +373,7 @@ def test_an_embedding_whose_forward_changes_its_rows_is_refused(sparse: bool) ->
     """Servers would train rows that ``max_norm`` never shortened; in GeoSGD, and untrained, it is the trainer's own business."""
     model = torch.nn.Sequential(torch.nn.Embedding(4, 2, max_norm=1.5, sparse=sparse), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = TrainerOptions(rank=0, endpoints=("127.0.0.1:9",), token="x" * 16)
+    options = TrainerOptions(rank=0, endpoints=("127.0.0.1:9",))
 
     def attach(strategy: DistributedStrategy) -> None:
         training = ServedTraining(model, strategy, options)
