@@ -23,8 +23,6 @@ def register(commands: Commands) -> None:
     parser.add_argument("--servers", metavar="S|HOST:PORT,...", help=servers)
     workers = "trainers of parameter servers: how many, all here, or on which host"
     parser.add_argument("--workers", metavar="W|HOST:N,...", help=workers)
-    again = "start a server that was killed again, up to so many times; default: 0"
-    parser.add_argument("--restart-servers", type=whole(0), default=0, metavar="N", help=again)
     startup, at_least_1 = "seconds until all servers and trainers are there; default: 300", number("a number of seconds, at least 1", 1)
     parser.add_argument("--startup-timeout", type=at_least_1, default=300.0, metavar="S", help=startup)
     parser.add_argument("--log-dir", type=Path, default=Path("log"), metavar="DIR", help="a file a rank goes here; default: log")
@@ -94,7 +92,6 @@ def _launch_served(arguments: argparse.Namespace) -> int:
         placement,
         [arguments.script, *arguments.arguments],
         log_dir=arguments.log_dir,
-        restarts=arguments.restart_servers,
         startup_timeout_s=arguments.startup_timeout,
         echo=echo,
     )

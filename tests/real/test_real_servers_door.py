@@ -7,12 +7,14 @@ import socket
 import threading
 
 import pytest
+import torch
 import zmq
-from server_job import ServerThread, free_port
+from server_job import ServerThread, free_port, served
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from real.servers.hosts import resolve
 from real.servers.links import Links, TrainerOptions
+from real.servers.served_training import ServedTraining
 from real.servers.server_options import ServerOptions
 
 
@@ -21,10 +23,14 @@ def test_a_server_listens_on_a_name() -> None:
     port = free_port()
     server = ServerThread(ServerOptions(server=0, servers=1, trainers=1, endpoint=f"localhost:{port}"))
     server.start()
-    try:
-        greet(f"127.0.0.1:{port}")
-    finally:
-        server.abandon()
+    model = torch.nn.Linear(1, 1)
+    options = TrainerOptions(rank=0, endpoints=(f"127.0.0.1:{port}",), startup_timeout_s=20.0)
+    training = ServedTraining(model, served(), options)
+    training.attach_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    training.begin()
+    training.finish()
+    server.join(20)
+    assert server.error is None
 
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:6000", "0.0.0.0:6000"])
@@ -75,24 +81,17 @@ class Listener(threading.Thread):
         self.join(10)
 
 
-def greet(endpoint: str, *, startup_timeout_s: float = 20.0) -> None:
-    """As a trainer does."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    options = TrainerOptions(rank=0, endpoints=(endpoint,), startup_timeout_s=startup_timeout_s)
-    links = Links(context, options)
-    try:
-        links.greet()
-    finally:
-        links.close()
-        context.destroy(linger=0)
-
-
 @pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
 def test_who_hangs_up_may_be_a_server_still_to_come(greeting: bytes) -> None:
     """It is tried again until the time for starting is over; the hint says what may be wrong."""
     listener = Listener(greeting)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    links = Links(context, TrainerOptions(rank=0, endpoints=(listener.endpoint,)))
     try:
+        links.ask(0, "join", [b"{}"])
         with pytest.raises(WorkerFailed, match=r"(?s)within 1.2 s.*does the address lead to it"):
-            greet(listener.endpoint, startup_timeout_s=1.2)
+            links.wait("ready", within_s=1.2)
     finally:
+        links.close()
+        context.destroy(linger=0)
         listener.close()

@@ -129,7 +129,7 @@ def test_a_script_that_forgot_stop_worker_leaves_in_order_where_others_can_go_on
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """To the others, one that failed is lost; in synchronous training any is, for it may have ended by ``sys.exit``, and it says so."""
+    """One that failed does not, and in synchronous training none does, for it may have ended by ``sys.exit``; it says so."""
     be(monkeypatch, "trainer", f"127.0.0.1:{free_port()}")
     fleet.init(strategy)
     assert isinstance(fleet._job, Served)
@@ -276,16 +276,6 @@ def test_a_launch_that_makes_no_sense_is_refused(arguments: list[str], named: st
     """Exit code 2, with the option that is wrong or missing."""
     assert main(["launch", *arguments]) == 2
     assert named in capsys.readouterr().err
-
-
-def test_a_server_that_was_started_again_does_not_wait_for_trainers_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were there in its life before: who says nothing for as long as anybody may be silent does not come any more."""
-    role = Role(launcher="Paddle", kind="server", servers=("127.0.0.1:1",))
-    first = Served(role, SERVED, 80.0)._server_options()
-    assert (first.timeout_s, first.startup_timeout_s) == (20.0, 300.0)
-    monkeypatch.setenv("FLEETBENCH_SERVER_AGAIN", "1")
-    again = Served(role, SERVED, 80.0)._server_options()
-    assert (again.startup_timeout_s, again.meeting_timeout_s) == (20.0, 300.0)  # trainers may still start, or write a checkpoint
 
 
 def test_servers_and_trainers_wait_for_each_other_as_long_as_the_launch_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,26 +216,6 @@ def test_a_look_up_without_gradients_is_no_part_of_a_step() -> None:
         assert dict(running.threads[0].server.report.staleness) == {0: 5}
 
 
-def test_a_geo_trainer_pulls_what_a_server_holds_that_began_again(tmp_path: Path) -> None:
-    """What that one lost is not in the model either, and what comes next is added to what it holds."""
-    with job() as running:
-        model, optimizer, training = counting(running, 0, LATE)
-        add(model, optimizer, 0, 1.0, 1.0)
-        training.flush()
-        training.save(tmp_path)
-        add(model, optimizer, 1, 4.0, 4.0)
-        training.flush()
-        running.threads[0].abandon()
-        running.threads[0] = running.start(0, restore=tmp_path)
-        together(training.flush)
-        together(training.take_all)
-        assert model.table.weight[:, 0].tolist() == [-1.0, 0, 0, 0, 0]  # type: ignore[union-attr,index]  # its table
-        add(model, optimizer, 1, 2.0, 2.0)
-        training.flush()
-        assert running.table()[:, 0].tolist() == [-1.0, -2.0, 0, 0, 0]
-        assert running.dense().tolist() == [-3.0] * 3
-
-
 @pytest.mark.parametrize("strategy", [served(), LATE, SYNCHRONOUS], ids=["asynchronous", "geo_sgd", "synchronous"])
 @pytest.mark.parametrize("how", ["to", "assign", "replaced", "data"])
 def test_a_model_that_was_moved_behind_fleet_is_refused(how: str, strategy: DistributedStrategy) -> None:
