@@ -68,6 +68,8 @@ class ParameterServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.sndhwm = self._socket.rcvhwm = 0  # a trainer has few requests without an answer
         self._socket.linger = 1_000
+        self._poller = zmq.Poller()  # which costs less than the socket's own poll
+        self._poller.register(self._socket, zmq.POLLIN)
 
     def restore(self, folder: Path) -> bool:
         """Begin from a checkpoint; whether there is one. Raises ``ConfigError`` for one that does not fit."""
@@ -97,7 +99,7 @@ class ParameterServer:
         """
         saved_at = time.monotonic()
         while not self._has_ended:
-            if self._socket.poll(int(1000 * _LOOK_S)):
+            if self._poller.poll(int(1000 * _LOOK_S)):
                 begin = time.monotonic()
                 self._receive()
                 self.report.worked(begin)
