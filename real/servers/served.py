@@ -37,10 +37,10 @@ class Served:
         self.training: ServedTraining | None = None
         self._strategy = strategy
         self._timeout_s = timeout_s
-        self._startup_timeout_s = startup_timeout_of(os.environ)
         self._common: dict[str, Any] = {
             "trainers": role.trainers,
             "timeout_s": timeout_s / _SILENCE,
+            "startup_timeout_s": startup_timeout_of(os.environ),
         }
         self._server: ParameterServer | None = None
 
@@ -79,14 +79,13 @@ class Served:
             self._server = None
 
     def _server_options(self) -> ServerOptions:
-        role, common = self.role, self._common
+        role = self.role
         return ServerOptions(
             server=role.rank,
             servers=len(role.servers),
             endpoint=role.servers[role.rank],
-            startup_timeout_s=self._startup_timeout_s,
             round_timeout_s=self._timeout_s,
-            **common,
+            **self._common,
         )
 
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -97,7 +96,7 @@ class Served:
             raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
         refuse_untrainable(model)
         role = self.role
-        options = TrainerOptions(rank=role.rank, endpoints=role.servers, startup_timeout_s=self._startup_timeout_s, **self._common)
+        options = TrainerOptions(rank=role.rank, endpoints=role.servers, **self._common)
         self.training = ServedTraining(model, self._strategy, options)
         return model
 

@@ -288,7 +288,7 @@ def on_server(rules: ServerRules, state: ServerState, event: Event) -> tuple[Ser
             state = _close_round(rules, state._replace(met=_with(state.met, rank)), issue)
             state = _leave_barrier(rules, state, issue)
         case "leave":
-            state = _leave(rules, state._replace(left=_with(state.left, rank)), rank, issue)
+            state = _leave(rules, state._replace(left=_with(state.left, rank)), issue)
     return state._replace(next_id=issue.next_id), issue.operations
 
 
@@ -324,9 +324,8 @@ def _leave_barrier(rules: ServerRules, state: ServerState, issue: Issue) -> Serv
     return state._replace(met=())
 
 
-def _leave(rules: ServerRules, state: ServerState, rank: int, issue: Issue) -> ServerState:
+def _leave(rules: ServerRules, state: ServerState, issue: Issue) -> ServerState:
     """A trainer has left: the others no longer wait for it. After the last one the server ends."""
-    state = state._replace(joining=_without(state.joining, rank), met=_without(state.met, rank))
     state = _leave_barrier(rules, _close_round(rules, state, issue), issue)
     if not _present(rules, state):
         issue.add(kind="stop")
@@ -336,7 +335,3 @@ def _leave(rules: ServerRules, state: ServerState, rank: int, issue: Issue) -> S
 
 def _with(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return ranks if rank in ranks else tuple(sorted((*ranks, rank)))
-
-
-def _without(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    return tuple(other for other in ranks if other != rank)
