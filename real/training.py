@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
 from abc import abstractmethod
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,7 +32,6 @@ from real.layer_times import ProfileLeg
 from real.leg import Leg
 from real.leg_steps import Beat, LegEngine, Trained, begin_leg
 from real.servers.links import TrainerOptions
-from real.servers.security import encrypts
 from real.servers.served_training import ServedTraining
 from real.training_log import TrainingLog
 
@@ -138,8 +136,6 @@ class Training(Trained):
                 rank=self.communicators.rank,
                 trainers=self.communicators.trainers,
                 endpoints=leg.endpoints,
-                token=leg.token,
-                encrypted=encrypts(os.environ, ()),
                 timeout_s=run.timeout * 1e-9,
                 startup_timeout_s=run.startup_timeout * 1e-9,
                 first_step=first_step,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from fleetbench.cli import your_script
@@ -24,8 +23,6 @@ def register(commands: Commands) -> None:
     parser.add_argument("--servers", metavar="S|HOST:PORT,...", help=servers)
     workers = "trainers of parameter servers: how many, all here, or on which host"
     parser.add_argument("--workers", metavar="W|HOST:N,...", help=workers)
-    again = "start a server that was killed again, up to so many times; default: 0"
-    parser.add_argument("--restart-servers", type=whole(0), default=0, metavar="N", help=again)
     startup, at_least_1 = "seconds until all servers and trainers are there; default: 300", number("a number of seconds, at least 1", 1)
     parser.add_argument("--startup-timeout", type=at_least_1, default=300.0, metavar="S", help=startup)
     parser.add_argument("--log-dir", type=Path, default=Path("log"), metavar="DIR", help="a file a rank goes here; default: log")
@@ -86,11 +83,8 @@ def _launch_served(arguments: argparse.Namespace) -> int:
     _require_script(arguments.script, usage)
     from real.job.served_launcher import launch_placed
     from real.servers.hosts import place
-    from real.servers.security import token_of
 
     placement = place(arguments.servers, arguments.workers)
-    if placement.is_spread:
-        token_of(os.environ)  # before anything is printed
     on_hosts = f" on {len(placement.hosts)} hosts" if placement.is_spread else ""
     servers = counted(len(placement.endpoints), "server") + (f" ({', '.join(placement.endpoints)})" if placement.is_spread else "")
     emit(f"{arguments.script}: {servers}, {counted(len(placement.workers), 'trainer')}{on_hosts}, logs in {arguments.log_dir}")
@@ -98,7 +92,6 @@ def _launch_served(arguments: argparse.Namespace) -> int:
         placement,
         [arguments.script, *arguments.arguments],
         log_dir=arguments.log_dir,
-        restarts=arguments.restart_servers,
         startup_timeout_s=arguments.startup_timeout,
         echo=echo,
     )

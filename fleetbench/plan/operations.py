@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send"]
 Trained = Literal["update", "skip", "accumulate", "release", "difference", "outer", "merge", "reset", "hold"]
-Local = Trained | Literal["set_timer", "wait", "mark", "install", "drop", "stop"]
+Local = Trained | Literal["set_timer", "wait", "mark", "install", "stop"]
 Payload = Literal["gradient", "delta", "state", "buffers", "rows", "unused", "loss", "agreement", "found_inf", "parameters", "mixture"]
 
 COLLECTIVES: frozenset[str] = frozenset({"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send"})

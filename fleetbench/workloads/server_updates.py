@@ -158,7 +158,6 @@ class ParameterShard:
     def __init__(self, shards: Shards, server: int, dtype: np.dtype[Any], told: Told, readers: int = 0) -> None:
         begin, end = shards.dense_range(server)
         self.server = server
-        self._sent: dict[int, tuple[Array, ...]] = {}
         self.dense: Array = np.zeros(end - begin, dtype)
         self.tables: list[Array] = [
             np.zeros((shards.num_rows(number, server), table.width), dtype) for number, table in enumerate(shards.tables)
@@ -202,19 +201,14 @@ class ParameterShard:
                 for flags, (rows, _) in zip(changed, push.tables, strict=True):
                     flags[rows.numpy()] = True
 
-    def parameters(self, rank: int, *, again: bool = False) -> list[Array]:
-        """What a pull is answered with: dense numbers, then of each table the rows that others changed, and their values.
-
-        ``again``: for a pull that was answered before, the same rows; they are not forgotten twice.
-        """
-        if not self._changed:
-            return [self.dense.copy()]
-        if not (again and rank in self._sent):
-            self._sent[rank] = tuple(np.flatnonzero(flags).astype(ROW) for flags in self._changed[rank])
-            for flags in self._changed[rank]:
-                flags[:] = False
-        changed = zip(self._sent[rank], self.tables, strict=True)
-        return [self.dense.copy(), *(part for rows, table in changed for part in (rows, table[rows]))]
+    def parameters(self, rank: int) -> list[Array]:
+        """What a pull is answered with: dense numbers, then of each table the rows that others changed, and their values."""
+        found = [self.dense.copy()]
+        for flags, table in zip(self._changed[rank] if self._changed else (), self.tables, strict=False):
+            rows = np.flatnonzero(flags).astype(ROW)
+            flags[:] = False
+            found += [rows, table[rows]]
+        return found
 
     def look_up(self, rows: Sequence[Array]) -> list[Array]:
         """The values of each table's rows."""

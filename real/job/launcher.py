@@ -37,11 +37,10 @@ def follow(
     echo: Echo,
     see_end: Callable[[Started, int], None],
     is_over: Callable[[], bool],
-    turn: Callable[[], None] = lambda: None,
 ) -> None:
-    """Until the job is over here, as ``is_over`` says after every ``turn``. ``echo`` gets the output of rank 0, where it runs here.
+    """Until the job is over here, as ``is_over`` says. ``echo`` gets the output of rank 0, where it runs here.
 
-    ``see_end`` hears the exit code of each process of this machine, once: it notes it there, or starts the process again.
+    ``see_end`` hears the exit code of each process of this machine, once, and notes it there.
     Interrupted, it lets the trainers end first.
     """
     with ExitStack() as stack:
@@ -50,7 +49,6 @@ def follow(
         def look(see_end: Callable[[Started, int], None], is_over: Callable[[], bool]) -> None:
             has_ended = False
             while not has_ended:
-                turn()
                 for process in processes:
                     if process.code is None and (code := process.popen.poll()) is not None:
                         see_end(process, code)

@@ -188,7 +188,7 @@ class Session(LegSession):
                 servers = self._leg_servers(self._launch.num_orders, leg)
                 stack.callback(servers.kill)
                 servers.start()
-                leg = dataclasses.replace(leg, endpoints=servers.endpoints, token=servers.token)
+                leg = dataclasses.replace(leg, endpoints=servers.endpoints)
             found = self._launch.run(leg, progress, None if servers is None else servers.check)
             self._reports = [] if servers is None else servers.end()
         if progress is not None:

@@ -46,7 +46,6 @@ class Started:
     log: Path
     popen: subprocess.Popen[bytes] | Forked
     code: int | None = None
-    starts: int = 1
 
     @property
     def name(self) -> str:

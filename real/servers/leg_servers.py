@@ -19,7 +19,6 @@ from fleetbench.staleness import ServerLoad
 from real.processes.diagnosis import how_it_ended
 from real.processes.fork_server import can_fork, fork_server
 from real.processes.started import Started, end, start
-from real.servers.security import encrypts, new_token
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
 
@@ -32,7 +31,7 @@ class LegServers:
     """Life cycle: made; ``start``; ``check`` now and then; ``end``, which gives their reports; ``kill``, in whatever state they are.
 
     ``endpoints``: ``host:port`` of each. ``enter``: the command by which a process becomes a program on the host of a server, by its
-    number; none, where all are on the driver's host. Raises ``ConfigError`` for an environment that says neither yes nor no to encryption.
+    number; none, where all are on the driver's host.
     """
 
     def __init__(
@@ -47,13 +46,11 @@ class LegServers:
     ) -> None:
         """``options``: other fields of ``ServerOptions``, which are the same for all."""
         self._environment = {**os.environ, **environment}
-        encrypts(self._environment, ())  # an error of this process, not of all that it starts
         folder.mkdir(parents=True)
         log_dir.mkdir(parents=True, exist_ok=True)
         self.endpoints = tuple(endpoints)
-        self.token = new_token()
         self._folder, self._log_dir, self._enter = folder, log_dir, enter
-        (folder / _SPEC).write_text(json.dumps({"endpoints": self.endpoints, "token": self.token, **options}), encoding="utf-8")
+        (folder / _SPEC).write_text(json.dumps({"endpoints": self.endpoints, **options}), encoding="utf-8")
         self._processes: list[Started] = []
 
     def start(self) -> None:
@@ -102,7 +99,7 @@ def main(folder: Path, number: int) -> int:
     spec = json.loads((folder / _SPEC).read_text(encoding="utf-8"))
     endpoints = spec.pop("endpoints")
     own = {"server": number, "servers": len(endpoints), "endpoint": endpoints[number]}
-    server = ParameterServer(ServerOptions(**own, encrypted=encrypts(os.environ, ()), **spec))  # all of a leg are on this machine
+    server = ParameterServer(ServerOptions(**own, **spec))
     try:
         server.bind()
         report = server.run()

@@ -24,7 +24,7 @@ from fleetbench.plan.servers.rules import ServerRules, Shards, Table
 from fleetbench.workloads.server_updates import DTYPES, OPTIONS, ROW, Array, Change, Layout, ParameterShard, Told, part_of
 from fleetbench.workloads.training import sparse_weights
 from real.engine.sparse import refuse_unknown_sparse
-from real.servers.links import BEAT_S, Answer, Links
+from real.servers.links import Answer, Links
 from real.servers.wire import Head, numbers
 
 VERSION = np.dtype(np.int64)
@@ -95,7 +95,7 @@ class Shard(ParameterShard):
 
     def adopt(self, spec: Spec) -> None:
         """Go on from a checkpoint with the rules and options of ``spec``, of this model and optimizer; no trainer has seen anything yet."""
-        self.spec, self.optimizer.options, self._sent = spec, spec.options, {}
+        self.spec, self.optimizer.options = spec, spec.options
         self._changed = self._flags(_readers(spec), changed=True)
 
     def read_push(self, head: Head, tensors: Sequence[memoryview]) -> Change:
@@ -275,17 +275,16 @@ def _differing(optimizer: torch.optim.Optimizer, name: str) -> ConfigError:
 
 
 def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
-    """Greet all servers, and leave in ``parameters`` what they hold, of which rank 0 brings what is missing.
+    """Join all servers, and leave in ``parameters`` what they hold, of which rank 0 brings what is missing.
 
     Returns how many updates each server had made by then. Raises ``WorkerFailed`` for a server that does not come or to which
     rank 0 brings no parameters, ``ConfigError`` for a trainer that servers refuse, and, on rank 0, for servers of which only some
     have a checkpoint.
     """
-    links.greet()
     servers = range(spec.rules.servers)
     for server in servers:
         links.ask(server, "join", [spec.to_json()])
-    joined = links.wait("join", links.options.startup_timeout_s)
+    joined = links.wait("ready", "blank", within_s=links.options.startup_timeout_s)
     blank = {answer.server for answer in joined if answer.kind == "blank"}
     trained = next((answer for answer in joined if answer.kind != "blank" and answer.version), None)
     if blank and trained is not None:  # parameters of the beginning on some servers, and trained ones on others, are no model
@@ -296,8 +295,7 @@ def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
         begin, end = spec.shards.dense_range(server)
         own = [parameters.flat[begin:end], *(table[server :: spec.rules.servers] for table in parameters.tables)]
         links.ask(server, "initial", [part.numpy() for part in own])
-    while not links.is_idle:
-        links.poll(BEAT_S)
+    links.settle()
     if len(blank) == spec.rules.servers:
         return (0,) * spec.rules.servers
     for server in servers:
@@ -309,18 +307,3 @@ def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
         for number, (table, body) in enumerate(zip(parameters.tables, answer.tensors[1:], strict=True)):
             table[answer.server :: spec.rules.servers] = read_values(body, table, spec.shards.num_rows(number, answer.server))
     return tuple(answer.version for answer in fetched)
-
-
-def meet(links: Links, at_least: int) -> None:
-    """Come to where the others are: to the first ``at_least`` meetings of all trainers, and to every one that some server has seen.
-
-    A trainer that takes the place of another finds these done, and does not wait; but where the one before it came to a
-    meeting on some servers alone, the others there still wait for it.
-    """
-    reached = max(at_least, *links.meetings)
-    while any(num < reached for num in links.meetings):
-        for server, num in enumerate(links.meetings):
-            if num < reached:
-                links.ask(server, "barrier")
-        while not links.is_idle:
-            links.poll(BEAT_S)

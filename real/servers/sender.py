@@ -24,6 +24,7 @@ from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.workloads.server_updates import Change, GeoCopy, add_changes
 from real.servers.links import BEAT_S, Answer, Links
 from real.servers.parameters import Parameters, Spec, read_pull, read_values, shard_change
+from real.servers.wire import text_of
 
 _WAKE = "inproc://fleetbench-sender"
 
@@ -68,7 +69,7 @@ class Sender(threading.Thread):
         self._waker.linger = 0
         self._waker.connect(_WAKE)
         self._closing = False
-        self._answers: dict[str, dict[int, str]] = {}
+        self._answers: dict[int, str] = {}
         self._do: dict[str, Callable[[Operation], None]] = {"merge": self._merge, "send": self._send, "install": self._install}
 
     # The trainer's side
@@ -132,7 +133,6 @@ class Sender(threading.Thread):
                 if self._timer is not None and time.monotonic() >= self._timer:
                     self._timer = None
                     self._decide(TimerFired())
-                self._speak_of_restarts()
         except FleetbenchError as error:
             self.failure = error
         except Exception as error:  # noqa: BLE001  # whatever it was, the trainer must learn of it
@@ -155,13 +155,12 @@ class Sender(threading.Thread):
     def _hear_answer(self, answer: Answer) -> None:
         if answer.kind == "parameters":
             self._pulled.append(answer)
-        if answer.request in ("barrier", "leave", "save"):
-            told = self._answers.setdefault(answer.request, {})
-            told[answer.server] = bytes(answer.tensors[0]).decode("utf-8", "replace") if answer.tensors else ""
-            if len(told) == self.rules.servers:
-                del self._answers[answer.request]
-                self.unsaved = "; ".join(f"server {server}: {error}" for server, error in sorted(told.items()) if error)
-                self._to_trainer.put(Message("server", 0, answer.request))
+        if answer.kind in ("barrier", "leave", "save"):
+            self._answers[answer.server] = text_of(answer.tensors[0]) if answer.tensors else ""
+            if len(self._answers) == self.rules.servers:  # the trainer waits for one of these at a time
+                self.unsaved = "; ".join(f"server {server}: {error}" for server, error in sorted(self._answers.items()) if error)
+                self._answers = {}
+                self._to_trainer.put(Message("server", 0, answer.kind))
         elif answer.kind in ("applied", "parameters"):
             self._decide(Message("server", answer.server, answer.kind, count=answer.count, version=answer.version))
 
@@ -202,9 +201,3 @@ class Sender(threading.Thread):
                 flat = self._parameters.flat[begin:end]
                 flat.copy_(read_values(answer.tensors[0], flat))
         self.versions = tuple(versions)
-
-    def _speak_of_restarts(self) -> None:
-        while self._links.restarts:
-            server, lost = self._links.restarts.pop()
-            what = f"{lost} of this trainer's requests are lost with it" if lost else "nothing of this trainer's is lost"
-            print(f"trainer {self._rank}: server {server} has begun again from its checkpoint; {what}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log

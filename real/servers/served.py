@@ -9,20 +9,19 @@ from typing import Any, NoReturn
 
 import torch
 
-from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.rules import refuse_unserved
 from fleetbench.strategy import DistributedStrategy
 from real.engine.refusals import refuse_untrainable
 from real.processes.roles import STARTUP, Role, launcher_of
-from real.servers.board import Board, Entry
+from real.servers.launcher_messages import note_failure
 from real.servers.links import TrainerOptions
-from real.servers.security import encrypts, token_of
 from real.servers.served_training import ServedTraining
 from real.servers.server import ParameterServer
-from real.servers.server_options import AGAIN, ServerOptions, ServerReport
+from real.servers.server_options import ServerOptions, ServerReport
 
 _SILENCE = 4.0
-"""A peer is lost that is silent for this part of the time that a collective would have."""
+"""A process has failed that is silent for one such part of the time that a collective would have."""
 
 
 class Served:
@@ -38,12 +37,10 @@ class Served:
         self.training: ServedTraining | None = None
         self._strategy = strategy
         self._timeout_s = timeout_s
-        self._startup_timeout_s = startup_timeout_of(os.environ)
         self._common: dict[str, Any] = {
             "trainers": role.trainers,
-            "token": token_of(os.environ),
-            "encrypted": encrypts(os.environ, role.servers),
             "timeout_s": timeout_s / _SILENCE,
+            "startup_timeout_s": startup_timeout_of(os.environ),
         }
         self._server: ParameterServer | None = None
 
@@ -57,7 +54,7 @@ class Served:
         self.require("server", "fleet.init_server")
         if self._server is not None:
             raise ConfigError("this server has been initialised already", "fleet.init_server", hint="call it once")
-        self._server = ParameterServer(self._server_options(), Board.of(os.environ))
+        self._server = ParameterServer(self._server_options())
         try:
             restored = path is not None and self._server.restore(path)
             self._server.bind()
@@ -82,15 +79,13 @@ class Served:
             self._server = None
 
     def _server_options(self) -> ServerOptions:
-        role, common = self.role, self._common
+        role = self.role
         return ServerOptions(
             server=role.rank,
             servers=len(role.servers),
             endpoint=role.servers[role.rank],
-            startup_timeout_s=common["timeout_s"] if AGAIN in os.environ else self._startup_timeout_s,
             round_timeout_s=self._timeout_s,
-            meeting_timeout_s=self._startup_timeout_s,
-            **common,
+            **self._common,
         )
 
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -101,7 +96,7 @@ class Served:
             raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
         refuse_untrainable(model)
         role = self.role
-        options = TrainerOptions(rank=role.rank, endpoints=role.servers, startup_timeout_s=self._startup_timeout_s, **self._common)
+        options = TrainerOptions(rank=role.rank, endpoints=role.servers, **self._common)
         self.training = ServedTraining(model, self._strategy, options)
         return model
 
@@ -198,31 +193,22 @@ class Served:
     def leave(self) -> None:
         """At exit: a script that forgot ``stop_worker`` still leaves in order, unless it ends because of an error.
 
-        In synchronous training it does not, for it may have ended by ``sys.exit``: it is lost to the servers, and the training ends.
+        In synchronous training it does not, for it may have ended by ``sys.exit`` between two steps, and the job ends.
         """
         if self._server is not None:
             self._server.close()
         has_failed = hasattr(sys, "last_value")
-        if not self.is_server:
-            self._blame(getattr(sys, "last_value", None))
+        note_failure(getattr(sys, "last_value", None))
         if self.training is None:
             return
         is_synchronous = not self._strategy.a_sync
         if self.training.has_joined and is_synchronous and not has_failed:
-            what = f"rank {self.role.rank} ends without fleet.stop_worker(), and is lost to synchronous training"
+            what = f"rank {self.role.rank} ends without fleet.stop_worker(), and synchronous training with it"
             print(what, file=sys.stderr)  # noqa: T201  # the worker's log
         if has_failed or is_synchronous or not self.training.has_joined:
             self.training.close()
         else:
             self.training.finish()
-
-    def _blame(self, error: BaseException | None) -> None:
-        """Let the launcher know because of which other process this trainer ends."""
-        board = Board.of(os.environ)
-        if board is None or not isinstance(error, WorkerFailed) or error.where == f"rank {self.role.rank}":
-            return
-        if error.where is not None and error.where.startswith(("rank ", "server ", "host ")):
-            board.write(Entry(kind="blamed", name=error.where, why=error.what))
 
     def require(self, kind: str, where: str) -> None:
         """Raise ``ConfigError`` on the other kind of process."""

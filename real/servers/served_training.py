@@ -38,7 +38,7 @@ from real.engine.optimizers import hide, scale_rates
 from real.engine.refusals import given_of, refuse_arguments, refuse_max_norm
 from real.engine.stopwatch import Stopwatch
 from real.servers.links import Answer, Links, TrainerOptions
-from real.servers.parameters import Parameters, Spec, fixed_options, join, meet, options_of, rate_of, read_values, refuse_changes
+from real.servers.parameters import Parameters, Spec, fixed_options, join, options_of, rate_of, read_values, refuse_changes
 from real.servers.sender import Sender
 
 _PIECE_BYTES = 8 << 20
@@ -143,15 +143,17 @@ class ServedTraining:
         self._open.callback(self._sender_links.close)
         versions = join(self._sender_links, spec, self.parameters)
         if self.parameters.tables and self.rules.mode != "geo_sgd":
-            self._links = Links(context, self._options, [spec.to_json()])
+            self._links = Links(context, self._options)
             self._open.callback(self._links.close)
-            self._links.greet()
         self._geo = GeoCopy(self.parameters.flat, self.parameters.tables, spec.shards) if self.rules.mode == "geo_sgd" else None
         self._role = RoleDecider.start(ServerTraining(self.rules), rank, record=record)
         self._sender = Sender(context, self._sender_links, spec, self.parameters, self._geo, rank=rank, record=record)
         self._open.callback(self._sender.close)
         self._sender.versions = versions
-        meet(self._sender_links, at_least=int(self._strategy.a_sync_configs.launch_barrier))
+        if self._strategy.a_sync_configs.launch_barrier:
+            for server in range(self.rules.servers):
+                self._sender_links.ask(server, "barrier")
+            self._sender_links.settle()
         self._sender.start()
         self._hook()
 
@@ -231,7 +233,7 @@ class ServedTraining:
 
     @property
     def bytes_sent(self) -> int:
-        """So far, heads and repeats included."""
+        """So far, heads included."""
         return self._sender_links.bytes_sent + (self._links.bytes_sent if self._links is not None else 0)
 
     def finish(self) -> None:

@@ -4,10 +4,6 @@ import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
-
-AGAIN = "FLEETBENCH_SERVER_AGAIN"
-"""Environment variable of a server that its launcher has started again: its trainers are there, or will not come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,19 +15,14 @@ class ServerOptions:
     trainers: int
     endpoint: str
     """``host:port`` to listen on; the host is an address of this machine or a name that leads to one."""
-    token: str
-    encrypted: bool = False
     timeout_s: float = 30.0
-    """A trainer that is silent for so long is lost."""
+    """Seconds of silence after which a trainer has failed."""
     startup_timeout_s: float = 300.0
-    """... and one that has never spoken, after so long."""
+    """Seconds after which a trainer that has never spoken has failed."""
     round_timeout_s: float = math.inf
-    """Synchronous: so long trainers wait for one that lives, but sends no gradient or does not come to their barrier.
-    At a barrier and before this process's first update it is ``meeting_timeout_s``, where that is more."""
-    meeting_timeout_s: float = 300.0
+    """Synchronous: seconds that trainers wait for one that lives, but sends no gradient or does not come to their barrier.
+    At a barrier, and before the first update, it is ``startup_timeout_s`` if that is more."""
     record: bool = False
-    folder: Path = field(default_factory=Path.cwd)
-    """Trainers may have checkpoints written below it, and below the folders that the server's own script names, and nowhere else."""
 
 
 @dataclass(slots=True)
@@ -41,7 +32,6 @@ class ServerReport:
     updates: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
     """Gradients by the number of updates between what they were computed from and their own; see ``busy_s`` for which of them."""
-    lost: list[int] = field(default_factory=list)
     busy_s: float = 0.0
     """Reading, updating and answering, from the first gradient on; where trainers say when steps begin to count, from then on."""
     served_s: float = 0.0

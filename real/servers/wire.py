@@ -1,7 +1,8 @@
 """Wire: messages between trainers and servers: a head as JSON, then each tensor as one frame. Nothing is unpickled or evaluated.
 
-All numbers are little-endian. ``join``, and ``told`` of a launcher, carry JSON as their tensor; those of ``stopped`` say what
-ended the job, and whom that names.
+Messages of one connection arrive in order, each once, until the connection breaks; then the job ends. All numbers are
+little-endian. ``join`` carries JSON as its tensor; ``stopped``, and ``failed`` of a launcher, carry why the job ends and
+because of which process.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import zmq
 
-_PROTOCOL = b"FBPS 6 "
+_PROTOCOL = b"FBPS 7 "
 """Begins every head: the protocol and its version."""
 
 Tensor = np.ndarray | bytes
@@ -20,24 +21,17 @@ Tensor = np.ndarray | bytes
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a message is; fields that a kind does not use are 0."""
+    """What a message is; fields that a kind does not use are 0. An answer has its request's kind, or one of its own."""
 
     kind: str
     rank: int = 0
-    """Of the trainer that it comes from or goes to."""
-    session: int = 0
-    """Of the trainer's connection; a process that starts again has another."""
-    sequence: int = 0
-    """Of the request, from 1 on, without a gap; an answer has its request's. ``welcome``: the last that was taken. 0: of none."""
-    mark: int = 0
-    """``welcome``: the last request that is in the shard. ``hello``: the last before the first that has not been answered here."""
+    """Rank of the trainer that sends or receives the message."""
     version: int = 0
-    """Updates that the server had made. ``welcome`` and requests: which life of the server this is, or is for."""
+    """Updates that the server had made."""
     rate: float = 0.0
     """Learning rate of a gradient."""
     count: int = 0
-    """Gradients that it is about; ``welcome``: 1 where the parameters are there; ``hello`` and the answer to ``join``: meetings at
-    barriers so far; ``barrier``: which meeting it is for."""
+    """Number of gradients in a push, or in what its answer acknowledges."""
 
 
 class WireError(ValueError):
@@ -60,6 +54,11 @@ def decode(frames: Sequence[zmq.Frame]) -> tuple[Head, list[memoryview]]:
 def numbers(body: memoryview, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> np.ndarray:
     """A tensor's numbers, in place; -1 in ``shape`` as in numpy."""
     return np.frombuffer(body, dtype=dtype).reshape(shape)
+
+
+def text_of(body: memoryview) -> str:
+    """A tensor that is text."""
+    return bytes(body).decode("utf-8", "replace")
 
 
 def _body(tensor: Tensor) -> memoryview:

@@ -129,8 +129,6 @@ def expected(cell: Cell) -> Expected:
         return Expected((4, 0), "rank 1" if cell.victim == "worker" else r"rank \d|the launcher of its workers|the command")
     if cell.victim == "server":
         return Expected((4, *at_end), "server 0")
-    if cell.command == "launch --servers":  # asynchronous training goes on without a trainer
-        return Expected((0,), "rank 1")
     return Expected((4, *at_end), "rank 1" if cell.victim == "worker" else "the launcher of its workers")
 
 
@@ -152,7 +150,7 @@ class Outcome:
     said: str
     """The lines of its output that name somebody."""
     gone_s: float
-    """From the signal until all that lived then was gone; where the command may go on, the launch of a tuning, or else the victim."""
+    """From the signal until all that lived then was gone; of a tuning, the struck launch."""
     left_processes: list[str]
     left_folders: list[str]
     """In the temporary folder, after the next start; ``torchinductor_USER`` is torch's cache, and no fault."""
@@ -218,10 +216,8 @@ def _run(cell: Cell, folder: Path) -> Outcome:
             time.sleep(STOPPED_DRIVER_S)
             command.kill()
             struck_s = time.monotonic()
-        goes_on = cell.victim != "driver" and (cell.command.startswith(("tune", "profile")) or expected(cell).codes == (0,))
-        waits_for = living
-        if goes_on:  # a tuning with another launch, the others by themselves
-            waits_for = living - {command.pid} if cell.command.startswith(("tune", "profile")) else living & {victim}
+        goes_on = cell.victim != "driver" and cell.command.startswith(("tune", "profile"))  # with another launch
+        waits_for = living - {command.pid} if goes_on else living
         latest_s = struck_s + limit_s(cell) + 20.0
         while time.monotonic() < latest_s and (waits_for & set(_marked(mark)) or (not goes_on and command.poll() is None)):
             time.sleep(0.02)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from fleetbench.children import bound
 from real.processes.started import QUIET
-from real.servers.security import TOKEN, new_token
 from real.testbed.testbed import Testbed
 
 _POLL_S = 0.05
@@ -24,7 +23,7 @@ def run_on_hosts(testbed: Testbed, trainers: int, script: Sequence[str], log_dir
     Raises ``RuntimeError`` with the last words of a process that did not end well, or not within ``patience_s``.
     """
     topology = testbed.topology
-    common = {**os.environ, **QUIET, **testbed.environment, TOKEN: new_token()}
+    common = {**os.environ, **QUIET, **testbed.environment}
     common |= {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(topology.server_endpoints), "PADDLE_TRAINERS_NUM": str(trainers)}
     places = []
     for server, endpoint in enumerate(topology.server_endpoints):

@@ -128,7 +128,8 @@ def copies_of(folder: Path) -> dict[str, Tensors]:
         found["trainer 0"] = load_file(folder / "trainer0.safetensors")
     saved = load_shard(folder / "checkpoint", 0, SERVERS)
     if saved is not None:
-        spec, shard = saved.shard.spec, saved.shard
+        shard, _ = saved
+        spec = shard.spec
         dense = torch.from_numpy(shard.dense).split(list(spec.sizes)) if spec.sizes else ()
         found["server"] = dict(zip(spec.names, dense, strict=True))
         found["server"] |= {table.name: torch.from_numpy(rows) for table, rows in zip(spec.tables, shard.tables, strict=True)}

@@ -23,7 +23,6 @@ OPTIONS = {
         "--log-dir",
         "--nproc",
         "--print",
-        "--restart-servers",
         "--servers",
         "--startup-timeout",
         "--strategy",

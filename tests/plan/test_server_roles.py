@@ -433,27 +433,16 @@ def test_trainer_0_brings_the_parameters_and_the_others_wait_for_them() -> None:
     assert tell(server, "join", 2) == [("send", "ready", 2)]
 
 
-def test_asynchronous_training_goes_on_without_a_trainer_that_is_lost() -> None:
-    """It is dropped once, nobody waits for it at a barrier, it may come back, and after the last trainer the server ends."""
-    server = RoleDecider.start(ServerTraining(ServerRules(mode="asynchronous", trainers=3, servers=1)), 0, "server")
+def test_nobody_waits_for_a_trainer_that_has_left() -> None:
+    """Neither at a barrier nor for its gradient; after the last trainer the server ends, and hears nothing more."""
+    server = RoleDecider.start(ServerTraining(ServerRules(mode="synchronous", trainers=3, servers=1)), 0, "server")
     assert tell(server, "barrier", 0) == []
     assert tell(server, "barrier", 1) == []
-    assert tell(server, "lost", 2) == [("drop", None, 2), ("send", "barrier", 0), ("send", "barrier", 1)]
-    assert tell(server, "lost", 2) == []
-    assert tell(server, "leave", 0) == []
-    tell(server, "join", 2)
-    assert tell(server, "leave", 1) == []
-    assert tell(server, "lost", 2) == [("drop", None, 2), ("stop", None, None)]
+    assert tell(server, "leave", 2) == [("send", "barrier", 0), ("send", "barrier", 1)]
     assert tell(server, "gradient", 0) == []
-
-
-def test_synchronous_training_ends_with_the_lost_trainers_rank() -> None:
-    """A round cannot close without a trainer that fell silent: the server stops and says which it was; one that left is no loss."""
-    server = RoleDecider.start(ServerTraining(ServerRules(mode="synchronous", trainers=3, servers=1)), 0, "server")
-    assert tell(server, "leave", 1) == []
-    assert tell(server, "lost", 1) == []
+    assert tell(server, "leave", 1) == [("update", None, None), ("send", "parameters", 0)]
+    assert tell(server, "leave", 0) == [("stop", None, None)]
     assert tell(server, "gradient", 0) == []
-    assert tell(server, "lost", 2) == [("stop", None, 2)]
 
 
 def test_nobody_waits_for_the_gradient_of_a_trainer_at_a_barrier() -> None:
@@ -470,28 +459,6 @@ def test_nobody_waits_for_the_gradient_of_a_trainer_at_a_barrier() -> None:
     tell(server, "gradient", 1)
     assert tell(server, "barrier", 2) == [("update", None, None), ("send", "parameters", 1)]  # its gradient waited for nobody else
     assert tell(server, "barrier", 1) == [("send", "barrier", 0), ("send", "barrier", 1), ("send", "barrier", 2)]
-
-
-def test_a_trainer_that_was_lost_and_leaves_has_left() -> None:
-    """It is one or the other: a server that begins again must not call it lost."""
-    server = RoleDecider.start(
-        ServerTraining(ServerRules(mode="asynchronous", trainers=3, servers=1)), 0, "server", state=ServerState(initialised=True)
-    )
-    tell(server, "lost", 2)
-    tell(server, "leave", 2)
-    state = server.state
-    assert isinstance(state, ServerState)
-    assert (state.left, state.lost) == ((2,), ())
-    assert tell(server, "lost", 2) == []
-
-
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous", "geo_sgd"])
-def test_nobody_but_trainer_0_brings_the_parameters(mode: Mode) -> None:
-    """Its loss before they are there ends training in every mode; another's, or one after that, ends synchronous training alone."""
-    rules = ServerRules(mode=mode, trainers=3, servers=1, k_steps=1 if mode == "geo_sgd" else 0)
-    for initialised, rank, ends in ((False, 0, True), (False, 1, mode == "synchronous"), (True, 0, mode == "synchronous")):
-        server = RoleDecider.start(ServerTraining(rules), 0, "server", state=ServerState(initialised=initialised))
-        assert tell(server, "lost", rank) == [("stop" if ends else "drop", None, rank)]
 
 
 MODES = (

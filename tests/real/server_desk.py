@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,21 +11,12 @@ import numpy as np
 from fleetbench.plan.servers.rules import Mode, ServerRules, Table
 from fleetbench.plan.servers.states import ServerState
 from fleetbench.workloads.server_updates import OPTIONS, ROW
-from real.servers import checkpoints
-from real.servers.board import Entry
 from real.servers.parameters import VERSION, Spec
-from real.servers.server import Lost, ParameterServer
+from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
 from real.servers.wire import Head, Tensor, encode
 
 ROWS = 4
-
-
-def save_shard(folder: Path, saved: checkpoints.Saved) -> Path:
-    """Write a checkpoint at once, as ``Writer`` does on its thread."""
-    path = checkpoints.shard_path(folder, saved.shard.server, saved.shard.spec.rules.servers)
-    checkpoints._write(path, *checkpoints._content(saved))
-    return path
 
 
 class Clock:
@@ -42,7 +33,7 @@ class Clock:
 class Desk:
     """One server of a model with 2 dense numbers and a table of ``ROWS`` rows of 1, trained by SGD with rate 1."""
 
-    def __init__(self, mode: Mode = "asynchronous", trainers: int = 2, restore: Path | None = None, **options: float | Path) -> None:
+    def __init__(self, mode: Mode = "asynchronous", trainers: int = 2, restore: Path | None = None, **options: float) -> None:
         rules = ServerRules(mode=mode, trainers=trainers, servers=1, k_steps=2 if mode == "geo_sgd" else 0)
         self.spec = Spec(
             rules=rules,
@@ -54,73 +45,50 @@ class Desk:
             names=("d",),
             sizes=(2,),
         )
-        own = {"timeout_s": 30.0, "startup_timeout_s": 300.0, "folder": Path("/"), **options}
-        self.server = ParameterServer(ServerOptions(server=0, servers=1, trainers=trainers, endpoint="127.0.0.1:1", token="x" * 16, **own))  # type: ignore[arg-type]  # as their names say
+        own = {"timeout_s": 30.0, "startup_timeout_s": 300.0, **options}
+        self.server = ParameterServer(ServerOptions(server=0, servers=1, trainers=trainers, endpoint="127.0.0.1:1", **own))  # type: ignore[arg-type]  # as their names say
         if restore is not None:
             assert self.server.restore(restore)
         self._sent: list[tuple[Head, list[bytes]]] = []
-        self.server._listener.send = self._send  # type: ignore[method-assign]  # the network
-        self.told: list[Entry] = []
-        self.server._write = self.told.append  # type: ignore[method-assign]  # its job's board
-        self.life = 0
+        self.server._send = self._send  # type: ignore[method-assign]  # the network
 
     @property
     def state(self) -> ServerState:
         """The role's."""
         return self.server._state
 
-    def say(self, kind: str, rank: int, sequence: int = 0, tensors: Sequence[Tensor] = (), **fields: float) -> list[Head]:
-        """What the server sends when this comes from ``rank``, whose session is 100 more unless a ``session`` is given."""
-        session = int(fields.pop("session", 100 + rank))
-        head = Head(kind, rank, session, sequence, version=self.life, **fields)  # type: ignore[arg-type]  # fields of a head
+    def say(self, kind: str, rank: int = 0, tensors: Sequence[Tensor] = (), **fields: float) -> list[tuple[str, int]]:
+        """Kind and rank of what the server sends when this comes from ``rank``, or about it from a launcher."""
+        head = Head(kind, rank, **fields)  # type: ignore[arg-type]  # fields of a head
         self._sent.clear()
-        self.server._hear(b"x", head, [memoryview(tensor).cast("B") if len(tensor) else memoryview(b"") for tensor in tensors])
-        return [head for head, _ in self._sent]
+        self.server._hear(b"%d" % rank, head, [memoryview(tensor).cast("B") if len(tensor) else memoryview(b"") for tensor in tensors])
+        return [(head.kind, head.rank) for head, _ in self._sent]
 
     def said(self, kind: str) -> list[bytes]:
         """The first tensor of each message of this kind that was just sent."""
         return [tensors[0] for head, tensors in self._sent if head.kind == kind]
 
-    def hello(self, rank: int, *, has_joined: bool = False, **fields: float) -> Head:
-        """The welcome. ``has_joined``: in another life of the server."""
-        tensors = [self.spec.to_json()] if has_joined else []
-        (welcome,) = [head for head in self.say("hello", rank, 0, tensors, **fields) if head.kind == "welcome"]
-        self.life = welcome.version
-        return welcome
-
-    def board(self, *, ended: Mapping[int, int] | None = None, failed: tuple[str, str] | None = None) -> None:
-        """What a launcher writes on the board: exit codes of trainers, or whom the job fails by, and why."""
-        self._sent.clear()
-        for rank, code in (ended or {}).items():
-            self.server._hear_board(Entry(kind="ended", name=f"rank {rank}", code=code))
-        if failed is not None:
-            self.server._hear_board(Entry(kind="failed", name=failed[0], why=failed[1]))
-
     @property
     def is_stopping(self) -> bool:
         """Whether nobody trains any more."""
-        return self.server._stopped_at is not None
+        return self.server._has_ended
 
     @property
     def failure(self) -> tuple[object, str] | None:
         """Whom the job has failed by, and why."""
-        failure = self.server._failure
+        failure = self.server.failure
         return None if failure is None else (failure.where, failure.what)
 
-    @property
-    def lost(self) -> dict[int, Lost]:
-        """Trainers that are, or are known to be as soon as one joins."""
-        server = self.server
-        return server._lost if server.role is None else {rank: server._lost[rank] for rank in self.state.lost}
+    def join(self, rank: int) -> list[tuple[str, int]]:
+        """A trainer joins; what the server sends."""
+        return self.say("join", rank, [self.spec.to_json()])
 
-    def enter(self, *ranks: int) -> int:
-        """Trainers greet and join, rank 0 first, who brings zeros; the last number that rank 0 used, which the others may skip to."""
+    def enter(self, *ranks: int) -> None:
+        """Trainers join, rank 0 first, who brings zeros."""
         for rank in ranks:
-            self.hello(rank)
-            self.say("join", rank, 1, [self.spec.to_json()])
+            self.join(rank)
             if rank == 0:
-                self.say("initial", 0, 2, self.everything)
-        return 2
+                self.say("initial", 0, self.everything)
 
     @property
     def everything(self) -> list[Tensor]:
@@ -133,11 +101,6 @@ class Desk:
         dtype = np.float32
         return [np.zeros(1, VERSION), np.array(dense, dtype), np.array(rows, ROW), np.ones(len(rows), dtype)]
 
-    def waiting(self, rank: int) -> list[int]:
-        """Numbers of a trainer's requests that wait, after a beat of it."""
-        assert "alive" in [head.kind for head in self.say("beat", rank)]
-        return sorted(self.server._peers[100 + rank].waiting)
-
     def dense(self) -> list[float]:
         """The dense numbers."""
         assert self.server.shard is not None
@@ -149,7 +112,7 @@ class Desk:
 
 
 @contextmanager
-def desk(mode: Mode = "asynchronous", trainers: int = 2, restore: Path | None = None, **options: float | Path) -> Iterator[Desk]:
+def desk(mode: Mode = "asynchronous", trainers: int = 2, restore: Path | None = None, **options: float) -> Iterator[Desk]:
     """A server that has been closed after it."""
     made = Desk(mode, trainers, restore, **options)
     try:

@@ -20,7 +20,6 @@ from real.servers.served_training import ServedTraining
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions, ServerReport
 
-TOKEN = "a token of this test's own job"  # noqa: S105  # of no use to anybody
 PATIENCE_S = 20.0
 
 
@@ -77,10 +76,8 @@ class ServerThread(threading.Thread):
 
     def abandon(self) -> None:
         """End at once, as if killed: nothing is saved, nobody is told."""
-        self.server._writer.every(None, None)
-        self.server._listener.send = lambda *_message: None  # type: ignore[method-assign]  # who asks now hears nothing
         self._save = (None, None)
-        self.server._stopped_at = -1e9
+        self.server._has_ended = True
         self.join(PATIENCE_S)
         assert not self.is_alive()
 
@@ -92,11 +89,10 @@ class Job:
         self,
         num_servers: int,
         trainers: int,
-        folder: Path | None = None,
         **options: Any,
     ) -> None:
-        self.num_servers, self.trainers, self.folder = num_servers, trainers, folder or Path("/")
-        self.options = {"token": TOKEN, "timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S, **options}
+        self.num_servers, self.trainers = num_servers, trainers
+        self.options = {"timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S, **options}
         self.endpoints = tuple(f"127.0.0.1:{free_port()}" for _ in range(num_servers))
         self.threads = [self.start(number) for number in range(num_servers)]
         self.trainings: list[ServedTraining] = []
@@ -109,7 +105,6 @@ class Job:
             trainers=self.trainers,
             endpoint=self.endpoints[number],
             record=True,
-            folder=self.folder,
             **self.options,
         )
         thread = ServerThread(options, **run)
@@ -257,28 +252,6 @@ class Proxy(threading.Thread):
         """Hang up for good."""
         self._closing = True
         self.join(PATIENCE_S)
-
-
-class FlakyProxy(Proxy):
-    """Hangs up now and then, in the midst of messages."""
-
-    def __init__(self, target: str, chance: random.Random, mean_bytes: int) -> None:
-        self._chance, self._mean_bytes = chance, mean_bytes
-        self._left: dict[frozenset[socket.socket], int] = {}
-        self.num_hung_up = 0
-        self.reliable = False
-        super().__init__(target)
-
-    def passes(self, near: socket.socket, far: socket.socket, data: bytes) -> bool:
-        """All of it, or as much as the connection is still to carry."""
-        ends = frozenset((near, far))
-        left = self._left.setdefault(ends, int(self._chance.expovariate(1 / self._mean_bytes)))
-        self._left[ends] = left - len(data)
-        if self.reliable or len(data) <= left:
-            return super().passes(near, far, data)
-        super().passes(near, far, data[: max(0, left)])
-        self.num_hung_up += 1
-        return False
 
 
 class SlowProxy(Proxy):

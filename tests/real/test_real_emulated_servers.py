@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from server_job import TOKEN, job, together
+from server_job import job, together
 from sim_cases import with_profile
 
 from fleetbench.errors import ConfigError
@@ -77,7 +77,6 @@ def train(made: Experiment, profile: Profile | None = None) -> tuple[list[dict[s
             start="initial",
             evaluate=True,
             endpoints=running.endpoints,
-            token=TOKEN,
         )
 
         def work(rank: int) -> None:

@@ -10,20 +10,18 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from server_desk import save_shard
 from server_job import dice
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.rules import ServerRules, Table
-from fleetbench.plan.servers.states import ServerState
 from fleetbench.workloads.server_updates import OPTIONS
-from real.servers.checkpoints import Saved, load_shard
+from real.servers.checkpoints import load_shard, shard_path, write_shard
 from real.servers.parameters import Shard, Spec
 
 FLIPS = 500
 
 
-def saved(folder: Path, optimizer: str) -> tuple[Path, Saved]:
+def saved(folder: Path, optimizer: str) -> tuple[Path, Shard]:
     """A trained shard's file, and what is in it."""
     chance = np.random.default_rng(7)
     spec = Spec(
@@ -40,15 +38,15 @@ def saved(folder: Path, optimizer: str) -> tuple[Path, Saved]:
     for array in (*shard.arrays, *(held for slots in shard.optimizer.state for held in slots.values())):
         array[...] = chance.standard_normal(array.shape)
     shard.optimizer.steps[:] = [5, 3]
-    content = Saved(shard, ServerState(version=5, initialised=True, left=(1,)), {2**60 + 1: 7, 9: 4})
-    return save_shard(folder, content), content
+    assert write_shard(folder, shard, 5) == ""
+    return shard_path(folder, 0, 1), shard
 
 
-def content_of(held: Saved) -> tuple[Any, ...]:
+def content_of(held: tuple[Shard, int]) -> tuple[Any, ...]:
     """All that a server begins from."""
-    state = [(slot, array.tobytes()) for slots in held.shard.optimizer.state for slot, array in slots.items()]
-    arrays = [array.tobytes() for array in held.shard.arrays]
-    return held.shard.spec, held.shard.optimizer.steps, arrays, state, held.state, held.applied
+    shard, version = held
+    state = [(slot, array.tobytes()) for slots in shard.optimizer.state for slot, array in slots.items()]
+    return shard.spec, shard.optimizer.steps, [array.tobytes() for array in shard.arrays], state, version
 
 
 def outcome(path: Path, text: bytes, good: tuple[Any, ...]) -> str:
@@ -86,10 +84,10 @@ def test_no_damaged_shard_is_believed(optimizer: str, tmp_path: Path) -> None:
 
 def test_every_flipped_weight_is_refused(tmp_path: Path) -> None:
     """One bit in each of the dense numbers, in the middle of the file's tensors."""
-    path, content = saved(tmp_path, "sgd")
+    path, shard = saved(tmp_path, "sgd")
     sound = path.read_bytes()
-    begin = sound.index(content.shard.dense.tobytes())
-    for number in range(len(content.shard.dense)):
+    begin = sound.index(shard.dense.tobytes())
+    for number in range(len(shard.dense)):
         damaged = bytearray(sound)
         damaged[begin + 4 * number + 1] ^= 4
         assert outcome(path, bytes(damaged), ()) == "refused"

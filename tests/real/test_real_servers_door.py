@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 import threading
 
 import pytest
+import torch
 import zmq
-from server_job import TOKEN, ServerThread, free_port
+from server_job import ServerThread, free_port, served
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from real.servers.hosts import resolve
 from real.servers.links import Links, TrainerOptions
-from real.servers.security import ServerSocket
+from real.servers.served_training import ServedTraining
 from real.servers.server_options import ServerOptions
 
 
 def test_a_server_listens_on_a_name() -> None:
     """What is bound by libzmq are addresses alone; ``localhost`` becomes one, and who connects to it gets through."""
     port = free_port()
-    door = ServerSocket(f"localhost:{port}", TOKEN, encrypted=False, say=print)
-    try:
-        door.bind()
-        with socket.socket() as caller:
-            caller.settimeout(5)
-            caller.connect(("localhost", port))
-    finally:
-        door.close()
+    server = ServerThread(ServerOptions(server=0, servers=1, trainers=1, endpoint=f"localhost:{port}"))
+    server.start()
+    model = torch.nn.Linear(1, 1)
+    options = TrainerOptions(rank=0, endpoints=(f"127.0.0.1:{port}",), startup_timeout_s=20.0)
+    training = ServedTraining(model, served(), options)
+    training.attach_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    training.begin()
+    training.finish()
+    server.join(20)
+    assert server.error is None
 
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:6000", "0.0.0.0:6000"])
@@ -56,7 +58,7 @@ def test_a_name_that_leads_nowhere_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Listener(threading.Thread):
-    """Takes connections and says the same to all; nothing: it hangs up. ``close`` ends it."""
+    """Takes connections, says something that no server says, and hangs up. ``close`` ends it."""
 
     def __init__(self, greeting: bytes) -> None:
         super().__init__(daemon=True)
@@ -68,15 +70,10 @@ class Listener(threading.Thread):
 
     def run(self) -> None:
         """Listen until ``close``."""
-        taken = []
         while not self._closing:
-            with contextlib.suppress(TimeoutError):
-                taken.append(self._listener.accept()[0])
-                taken[-1].sendall(self._greeting)
-                if not self._greeting:
-                    taken.pop().close()
-        for end in (*taken, self._listener):
-            end.close()
+            with contextlib.suppress(TimeoutError), self._listener.accept()[0] as taken:
+                taken.sendall(self._greeting)
+        self._listener.close()
 
     def close(self) -> None:
         """Hang up for good."""
@@ -84,55 +81,17 @@ class Listener(threading.Thread):
         self.join(10)
 
 
-def greet(endpoint: str, token: str = TOKEN, *, encrypted: bool = False, startup_timeout_s: float = 20.0) -> None:
-    """As a trainer does."""
+@pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_who_hangs_up_may_be_a_server_still_to_come(greeting: bytes) -> None:
+    """It is tried again until the time for starting is over; the hint says what may be wrong."""
+    listener = Listener(greeting)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    options = TrainerOptions(rank=0, endpoints=(endpoint,), token=token, encrypted=encrypted, startup_timeout_s=startup_timeout_s)
-    links = Links(context, options)
+    links = Links(context, TrainerOptions(rank=0, endpoints=(listener.endpoint,)))
     try:
-        links.greet()
+        links.ask(0, "join", [b"{}"])
+        with pytest.raises(WorkerFailed, match=r"(?s)within 1.2 s.*does the address lead to it"):
+            links.wait("ready", within_s=1.2)
     finally:
         links.close()
         context.destroy(linger=0)
-
-
-@pytest.mark.parametrize(
-    ("token", "encrypted", "raised", "why"),
-    [
-        ("another job's own secret", False, ConfigError, "it has another token.*FLEETBENCH_TOKEN"),
-        (TOKEN, True, EnvironmentLacks, "another protocol.*FLEETBENCH_SERVER_ENCRYPTION"),
-    ],
-    ids=["token", "encryption"],
-)
-def test_a_trainer_that_is_refused_knows_it_at_once(token: str, encrypted: bool, raised: type[Exception], why: str) -> None:
-    """It does not wait for a server that has answered already, whose address it names: libzmq would not try again."""
-    port = free_port()
-    server = ServerThread(ServerOptions(server=0, servers=1, trainers=1, endpoint=f"127.0.0.1:{port}", token=TOKEN))
-    server.start()
-    try:
-        with pytest.raises(raised, match=rf"(?s)server 0: .*got 127.0.0.1:{port}") as error:
-            greet(f"127.0.0.1:{port}", token, encrypted=encrypted)
-        assert re.search(why, str(error.value), re.DOTALL)
-    finally:
-        server.abandon()
-
-
-@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-x\r\n"])
-def test_another_program_on_the_port_is_known_at_once(greeting: bytes) -> None:
-    """What it says is no greeting of ZeroMQ, and the trainer ends with the address."""
-    listener = Listener(greeting)
-    try:
-        with pytest.raises(EnvironmentLacks, match=rf"server 0: is no server of this job.*got {listener.endpoint}"):
-            greet(listener.endpoint)
-    finally:
-        listener.close()
-
-
-def test_who_hangs_up_may_be_a_server_still_to_come() -> None:
-    """It is tried again until the time for starting is over; the hint says what may differ."""
-    listener = Listener(b"")
-    try:
-        with pytest.raises(WorkerFailed, match=r"(?s)within 1.2 s.*does the address lead to it.*FLEETBENCH_TOKEN"):
-            greet(listener.endpoint, startup_timeout_s=1.2)
-    finally:
         listener.close()

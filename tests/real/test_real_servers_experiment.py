@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
-from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from fleetbench.workloads.models.registry import build_model
 from real.job.session import measure
-from real.servers.hosts import local_endpoints
-from real.servers.leg_servers import LegServers
-from real.servers.links import Links, TrainerOptions
-from real.servers.security import ENCRYPT
 
 
 def experiment(strategy: dict[str, Any] | None, servers: int, **run: Any) -> Experiment:
@@ -76,39 +70,6 @@ def test_a_served_run_is_recorded_when_asked(by_servers: RunResult) -> None:
         assert role.replayed() == [operations for _, _, operations in role.log]
         updates = [operation for _, _, operations in role.log for operation in operations if operation.kind == "update"]
         assert len(updates) == (27 if role.role == "server" else 0)
-
-
-@pytest.mark.slow
-def test_encryption_holds_for_servers_and_trainers_of_an_experiment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With the variable set, a leg's server refuses a trainer that does not encrypt, and the leg's own trainers train."""
-    monkeypatch.setenv(ENCRYPT, "1")
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    servers = LegServers(tmp_path / "leg", tmp_path / "log", local_endpoints(1), trainers=1, environment={})
-    try:
-        servers.start()
-        for encrypted in (True, False):
-            links = Links(
-                context,
-                TrainerOptions(
-                    rank=0,
-                    endpoints=servers.endpoints,
-                    token=servers.token,
-                    encrypted=encrypted,
-                    startup_timeout_s=30.0,
-                ),
-            )
-            try:
-                if encrypted:
-                    links.greet()
-                else:
-                    with pytest.raises(EnvironmentLacks, match="or one that encrypts otherwise"):
-                        links.greet()
-            finally:
-                links.close()
-    finally:
-        servers.kill()
-        context.destroy(linger=0)
-    assert measure(experiment({"mode": "ps"}, 1, startup_timeout="30 s")).summary.final_loss is not None
 
 
 @pytest.mark.parametrize("k_steps", [0, 5], ids=["asynchronous", "geo_sgd"])

@@ -1,38 +1,35 @@
-"""Faults of servers, trainers and networks. Nothing hangs past its timeout, and every error names who failed."""
+"""Faults of a job with parameter servers on real connections: whoever fails is named, and all others end."""
 
 from __future__ import annotations
 
-import json
 import socket
-import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 import zmq
-from safetensors import safe_open
-from server_desk import save_shard
-from server_job import SYNCHRONOUS, TOKEN, Job, ServerThread, SlowProxy, dice, job, served, together
+from server_job import PATIENCE_S, SYNCHRONOUS, Job, ServerThread, SlowProxy, dice, job, served, together
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.servers.checkpoints import shard_path
-from real.servers.links import Answer, Links, TrainerOptions
-from real.servers.security import guard_client
+from fleetbench.plan.events import DataEnd, Event
+from fleetbench.strategy import ASyncConfigs, DistributedStrategy
+from real.servers.launcher_messages import Messenger
 from real.servers.served_training import ServedTraining
 from real.servers.server_options import ServerOptions
-from real.servers.wire import Head, decode, encode
+from real.servers.wire import Head, encode
 
-pytestmark = pytest.mark.slow
+ASYNCHRONOUS = DistributedStrategy(mode="ps", a_sync=True, a_sync_configs=ASyncConfigs(k_steps=0))
+MODES = {"asynchronous": served(), "geo_sgd": served(1), "synchronous": SYNCHRONOUS}
 
 
-def wait_for(what: object, patience_s: float = 10.0) -> None:
-    """Until ``what`` is true."""
-    deadline = time.monotonic() + patience_s
-    while not what():  # type: ignore[operator]  # a condition
+def until(condition: Callable[[], object]) -> None:
+    """Wait until it is true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
         assert time.monotonic() < deadline, "it never came about"
-        time.sleep(0.02)
+        time.sleep(0.005)
 
 
 def keep_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, training: ServedTraining, steps: int) -> None:
@@ -51,25 +48,6 @@ def still_serves(running: Job) -> None:
     assert torch.equal(running.table()[1], torch.full((2,), -2.0))
 
 
-@pytest.mark.parametrize("kind", ["without a word", "curve", "wrong key"])
-def test_a_stranger_is_refused(kind: str) -> None:
-    """Whoever lacks the token gets no answer to anything, and the server goes on for the others."""
-    with job(encrypted=kind == "wrong key") as running:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        stranger = context.socket(zmq.DEALER)
-        try:
-            if kind in ("curve", "wrong key"):
-                guard_client(stranger, "another job's token, of no use here", encrypted=True)
-            stranger.linger = 0
-            stranger.connect(f"tcp://{running.endpoints[0]}")
-            stranger.send_multipart(encode(Head("hello", 0, 5)))
-            assert not stranger.poll(1000)
-        finally:
-            context.destroy(linger=0)
-        assert not running.threads[0].server._peers
-        still_serves(running)
-
-
 def test_garbage_on_the_port_does_not_stop_the_service() -> None:
     """Random bytes, half a handshake and a page request end with their connections."""
     with job() as running:
@@ -86,18 +64,17 @@ def test_messages_of_another_version_and_of_no_trainer_are_passed_over(capfd: py
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         mad = context.socket(zmq.DEALER)
         try:
-            guard_client(mad, TOKEN, encrypted=False)
             mad.linger = 0
             mad.connect(f"tcp://{running.endpoints[0]}")
-            mad.send_multipart(encode(Head("hello", 0, 77)))
+            mad.send_multipart(encode(Head("beat", 0)))
             assert mad.poll(5000)
             mad.recv_multipart()
-            head = encode(Head("pull", 0, 77, 1))[0]
+            head = encode(Head("pull", 0))[0]
             for message in (
                 [b"x"],
                 [b""],
                 [b"WHAT" + bytes(head)[4:]],
-                encode(Head("pull", 9, 77, 1)),
+                encode(Head("pull", 9)),
             ):
                 mad.send_multipart(message)
         finally:
@@ -107,117 +84,132 @@ def test_messages_of_another_version_and_of_no_trainer_are_passed_over(capfd: py
     assert text.count("was ignored") == 4
 
 
-@pytest.mark.parametrize("k_steps", [0, 1], ids=["asynchronous", "geo_sgd"])
-def test_training_goes_on_without_a_lost_trainer(k_steps: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """A trainer that falls silent is named in the log, the other trains on, and the servers end with it.
-
-    In GeoSGD it has its own 30 steps, and the half of the lost one's that had gone out.
-    """
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", MODES.values(), ids=MODES)
+def test_a_silent_trainer_ends_the_job_by_name(strategy: DistributedStrategy) -> None:
+    """The servers, and the trainer that trains on or waits for a round, end with the silent one's rank."""
+    strategy = strategy.replace(a_sync_configs=ASyncConfigs(k_steps=strategy.a_sync_configs.k_steps))
     with job(2, 2, timeout_s=3.0) as running:
-        first = counting(running, 0, served(k_steps, send_wait_times=10**6))
-        second = counting(running, 1, served(k_steps, send_wait_times=10**6))
-        add(second[0], second[1], 0, 1.0, 1.0)
-        second[2].flush()
-        second[2].close()  # its process is gone, without a word
-        for _ in range(15):
-            add(first[0], first[1], 1, 1.0, 1.0)
-        wait_for(lambda: all(thread.server.report.lost for thread in running.threads))
-        for _ in range(15):
-            add(first[0], first[1], 1, 1.0, 1.0)
-        first[2].finish()
-        assert [report.lost for report in running.reports()] == [[1], [1]]
-        if k_steps:
-            assert -30.5 < float(running.dense()[0]) < -25.0  # but for what the last exchanges left
-            assert torch.allclose(first[0].bias.detach(), torch.tensor(-30.5), rtol=0, atol=1e-4)  # type: ignore[operator]  # its parameter
-        else:
-            assert torch.equal(running.dense(), torch.full((3,), -31.0))
-    assert capfd.readouterr().err.count("trainer 1 is lost") == 2
-
-
-def test_synchronous_training_stops_and_names_the_lost_trainer() -> None:
-    """The trainer that waits for a round, and the server, end with the silent one's rank."""
-    with job(1, 2, timeout_s=3.0) as running:
 
         def lonely() -> None:
-            model, optimizer, training = counting(running, 0, SYNCHRONOUS)
+            model, optimizer, training = counting(running, 0, strategy)
             with pytest.raises(WorkerFailed, match="rank 1: this trainer has fallen silent"):
-                keep_on(model, optimizer, training, 3)
+                keep_on(model, optimizer, training, 10**6)
 
         def dying() -> None:
-            model, optimizer, training = counting(running, 1, SYNCHRONOUS)
-            add(model, optimizer, 0, 1.0, 1.0)
-            training.close()
+            _, _, training = counting(running, 1, strategy)
+            training.close()  # its process is gone, without a word
 
         together(lonely, dying)
         running.reports()
-        assert isinstance(running.threads[0].error, WorkerFailed)
-        assert running.threads[0].error.where == "rank 1"
+        assert [getattr(thread.error, "where", None) for thread in running.threads] == ["rank 1"] * 2
 
 
-def test_a_trainer_that_starts_again_goes_on() -> None:
-    """It takes the servers' parameters, not its own, and both rounds of its steps count."""
-    with job(1, 2, timeout_s=3.0) as running:
-        other = counting(running, 0, served())
-        for _ in range(2):
-            model, optimizer, training = counting(running, 1, served())
-            add(model, optimizer, 3, 1.0, 1.0)
-            training.flush()
-            training.close()
-            wait_for(lambda: running.threads[0].server.report.lost)
-            running.threads[0].server.report.lost.clear()
-        model, optimizer, training = counting(running, 1, served())
-        assert torch.equal(model.bias.detach(), torch.full((3,), -2.0))  # type: ignore[union-attr]  # its parameter
-        training.finish()
-        other[2].finish()
-        running.reports()
-        assert torch.equal(running.table()[3], torch.full((2,), -2.0))
-
-
-def test_a_trainer_that_was_away_comes_back() -> None:
-    """Its thread stood still until the server gave it up; it goes on, meets the other at a barrier, and every gradient counts."""
-    with job(1, 2, timeout_s=3.0) as running:
-        other = counting(running, 0, served())
-        model, optimizer, training = counting(running, 1, served())
-        add(model, optimizer, 3, 1.0, 1.0)
-        training.flush()
-        links = training._sender_links
-        assert links is not None
-        poll, may_go_on = links.poll, threading.Event()
-
-        def stand_still(*arguments: object) -> object:
-            assert may_go_on.wait(20)
-            return poll(*arguments)  # type: ignore[arg-type]  # as given
-
-        links.poll = stand_still  # type: ignore[assignment, method-assign]  # the thread's heartbeat
-        wait_for(lambda: running.threads[0].server.report.lost == [1])
-        add(model, optimizer, 3, 1.0, 1.0)
-        may_go_on.set()
-        together(training.barrier, other[2].barrier)
-        add(model, optimizer, 3, 1.0, 1.0)
-        training.finish()
-        other[2].finish()
-        running.reports()
-        assert torch.equal(running.table()[3], torch.full((2,), -3.0))
-
-
-def test_a_server_that_dies_is_named() -> None:
-    """A trainer whose server is gone for good raises after its timeout, and says which it was and how long it was silent."""
-    with job(2, 1, timeout_s=3.0) as running:
-        model, optimizer, training = counting(running, 0, served())
+@pytest.mark.parametrize("strategy", MODES.values(), ids=MODES)
+def test_a_server_that_dies_is_named(strategy: DistributedStrategy) -> None:
+    """At once: its connection breaks, long before anybody would call it silent."""
+    with job(2, 1) as running:
+        model, optimizer, training = counting(running, 0, strategy)
         add(model, optimizer, 0, 1.0, 1.0)
         training.flush()
+        begin = time.monotonic()
         running.threads[1].abandon()
-        with pytest.raises(WorkerFailed, match="server 1: has been silent for 3 s") as raised:
+        with pytest.raises(WorkerFailed, match="server 1: its connection has broken") as raised:
             keep_on(model, optimizer, training, 10**6)
         assert running.endpoints[1] in str(raised.value)
+        assert time.monotonic() - begin < PATIENCE_S / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", MODES.values(), ids=MODES)
+def test_a_server_that_hangs_is_named(strategy: DistributedStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process lives and answers nothing: the trainer says which it was and for how long it was silent."""
+    with job(2, 1, timeout_s=3.0) as running:
+        model, optimizer, training = counting(running, 0, strategy)
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.flush()
+        for method in ("_receive", "_look"):
+            monkeypatch.setattr(running.threads[1].server, method, lambda: time.sleep(0.05))
+        with pytest.raises(WorkerFailed, match="server 1: has been silent for 3 s"):
+            keep_on(model, optimizer, training, 10**6)
+
+
+@pytest.mark.parametrize("strategy", [served(), served(2)], ids=["asynchronous", "geo_sgd"])
+def test_leaving_a_server_that_has_died_raises(strategy: DistributedStrategy) -> None:
+    """The trainer names it; the other server lets the trainer go."""
+    with job(2, 1) as running:
+        model, optimizer, training = counting(running, 0, strategy)
+        add(model, optimizer, 3, 1.0, 1.0)
+        tell = training._tell
+
+        def flush_and_lose_a_server(event: Event) -> None:
+            assert isinstance(event, DataEnd)
+            training._tell = tell  # type: ignore[method-assign]  # as it was
+            training.flush()
+            running.threads[1].abandon()
+            training._joined().tell("leave")
+
+        training._tell = flush_and_lose_a_server  # type: ignore[method-assign]  # it dies in between
+        with pytest.raises(WorkerFailed, match="server 1: its connection has broken"):
+            together(training.finish)
+        assert running.threads[0].server.report.updates == 1
+
+
+def test_what_a_launcher_tells_reaches_all() -> None:
+    """Two servers: a trainer raises with the host's name, and so does each server."""
+    with job(2, 1) as running:
+        model, optimizer, _ = counting(running, 0, SYNCHRONOUS)
+        messenger = Messenger(running.endpoints)
+        messenger.job_failed("host b", "the launch was ended there")
+        for thread in running.threads:
+            thread.join(PATIENCE_S)
+            assert str(thread.error).startswith("host b: the launch was ended there")
+        with pytest.raises(WorkerFailed, match="host b: the launch was ended there"):
+            add(model, optimizer, 0, 1.0, 1.0)
+        messenger.close(linger=True)
+
+
+def test_a_launcher_tells_a_server_that_is_not_up_yet() -> None:
+    """A trainer that has ended before the server has its address counts as one that has left."""
+    with job(1, 2) as running:
+        running.threads[0].abandon()
+        messenger = Messenger(running.endpoints)
+        messenger.trainer_ended(1)
+        time.sleep(0.2)
+        running.threads[0] = running.start(0)
+        _, _, training = counting(running, 0, ASYNCHRONOUS)  # past the launch barrier
+        training.finish()
+        running.reports()
+        assert running.threads[0].error is None
+        messenger.close(linger=False)
+
+
+@pytest.mark.parametrize("strategy", [ASYNCHRONOUS, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_all_trainers_wait_for_each_other_at_the_launch(strategy: DistributedStrategy) -> None:
+    """Rank 0 has not begun before rank 1 comes; with ``launch_barrier`` off it has."""
+    with job(2, 2) as running:
+        begun: list[int] = []
+
+        def join(rank: int) -> None:
+            counting(running, rank, strategy)
+            begun.append(rank)
+
+        def come_late() -> None:
+            until(lambda: running.threads[0].server._state.met)  # rank 0 is there, and waits
+            assert begun == []
+            join(1)
+
+        together(lambda: join(0), come_late)
+        assert sorted(begun) == [0, 1]
 
 
 def test_servers_that_never_come_are_named() -> None:
     """A trainer that finds nobody says whom it missed, after its startup timeout."""
-    with job(1, 1, startup_timeout_s=1.0) as running, pytest.raises(WorkerFailed, match="server 1: has not answered within 1 s"):
+    with job(2, 1, startup_timeout_s=1.0) as running, pytest.raises(WorkerFailed, match="server 1: has not answered within 1 s"):
         counting(running, 0, served(), endpoints=[running.endpoints[0], "127.0.0.1:9"])
 
 
+@pytest.mark.slow
 def test_trainers_without_the_first_do_not_wait_for_ever() -> None:
     """Nobody brings the parameters: the second trainer says so after the startup timeout."""
     with job(1, 2, startup_timeout_s=1.0) as running, pytest.raises(WorkerFailed, match=r"(trainer|rank) 0"):
@@ -227,156 +219,12 @@ def test_trainers_without_the_first_do_not_wait_for_ever() -> None:
 def test_two_servers_cannot_have_one_address() -> None:
     """The second says that the address is taken."""
     with job() as running:
-        options = ServerOptions(server=0, servers=1, trainers=1, endpoint=running.endpoints[0], token=TOKEN)
+        options = ServerOptions(server=0, servers=1, trainers=1, endpoint=running.endpoints[0])
         with pytest.raises(EnvironmentLacks, match="address cannot be taken"):
             ServerThread(options)
 
 
-@pytest.mark.parametrize("k_steps", [0, 2], ids=["asynchronous", "geo_sgd"])
-def test_a_server_begins_again_from_its_checkpoint(k_steps: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What was pushed after the checkpoint is lost; what was not acknowledged is pushed again; training goes on, exactly.
-
-    The trainer says of how many requests the server had answered that the file does not know them.
-    """
-    with job(1, 1) as running:
-        model, optimizer, training = counting(running, 0, served(k_steps))
-        for _ in range(4):
-            add(model, optimizer, 0, 1.0, 1.0)
-        training.flush()
-        training.save(tmp_path)
-        for _ in range(6):
-            add(model, optimizer, 1, 1.0, 1.0)
-        training.flush()
-        running.threads[0].abandon()
-        (answered,) = (peer.received for peer in running.threads[0].server._peers.values() if peer.session == session_of(training))
-        add(model, optimizer, 2, 1.0, 1.0)  # nobody is there to take it
-        running.threads[0] = running.start(0, restore=tmp_path)
-        training.flush()
-        add(model, optimizer, 3, 1.0, 1.0)
-        training.finish()
-        running.reports()
-        expected = -torch.tensor([4.0, 0, 1, 1, 0])[:, None].expand(5, 2)
-        assert torch.equal(running.table(), expected)
-        assert torch.equal(running.dense(), torch.full((3,), -6.0))
-        if k_steps:
-            assert torch.equal(model.table.weight.detach(), expected)  # type: ignore[union-attr]  # its table
-    text = capfd.readouterr().err
-    with safe_open(shard_path(tmp_path, 0, 1), "np") as file:
-        held = json.loads(file.metadata()["applied"])[str(session_of(training))]
-    assert answered - held >= (6 if k_steps == 0 else 3)  # the pushes alone
-    assert f"server 0 has begun again from its checkpoint; {answered - held} of this trainer's requests are lost with it" in text
-
-
-def session_of(training: ServedTraining) -> int:
-    """Of its sender's connection."""
-    assert training._sender_links is not None
-    return training._sender_links._links[0].session
-
-
-def test_a_server_begins_again_while_a_trainer_waits_at_a_barrier(tmp_path: Path) -> None:
-    """The push that was acknowledged after the barrier is lost, and leaves no gap: the barrier is met, and training goes on, exactly."""
-    with job(1, 2) as running:
-        model, optimizer, training = counting(running, 0, served())
-        other = counting(running, 1, served())
-        add(model, optimizer, 0, 1.0, 1.0)
-        training.flush()
-        training.save(tmp_path)
-        training._joined().tell("barrier")
-        add(model, optimizer, 1, 1.0, 1.0)
-        training.flush()
-        running.threads[0].abandon()
-        add(model, optimizer, 2, 1.0, 1.0)
-        running.threads[0] = running.start(0, restore=tmp_path)
-        together(training.flush)
-        together(other[2].barrier)
-        together(lambda: training._await("barrier"))
-        training.finish()
-        other[2].finish()
-        running.reports()
-        assert torch.equal(running.table(), -torch.tensor([1.0, 0, 1, 0, 0])[:, None].expand(5, 2))
-
-
-def test_a_server_that_begins_again_does_not_wait_for_those_who_had_ended(tmp_path: Path) -> None:
-    """Rank 1 has ended, the server is killed and begins again: rank 0 meets nobody at its barrier, and the server ends with it."""
-    with job(1, 2, startup_timeout_s=60.0) as running:
-        model, optimizer, training = counting(running, 0, served())
-        other = counting(running, 1, served())
-        training.flush()
-        other[2].finish()
-        training.save(tmp_path)
-        running.threads[0].abandon()
-        running.threads[0] = running.start(0, restore=tmp_path)
-        add(model, optimizer, 0, 1.0, 1.0)
-        training.barrier()
-        training.finish()
-        running.reports()
-        assert torch.equal(running.table()[0], torch.full((2,), -1.0))
-
-
-def test_what_a_checkpoint_holds_is_not_applied_again(tmp_path: Path) -> None:
-    """A push whose acknowledgement was lost with the server is in the checkpoint, comes again, and counts once."""
-    with job(1, 1) as running:
-        model, optimizer, training = counting(running, 0, served())
-        training.flush()
-        links = training._sender_links
-        assert links is not None
-        receive = links._receive
-        dropped: list[str] = []
-        links._receive = lambda link, _answers: dropped.extend(drop(link.socket))  # type: ignore[method-assign]  # it hears nothing
-        add(model, optimizer, 0, 1.0, 1.0)
-        wait_for(lambda: "applied" in dropped)
-        assert running.threads[0].server.report.updates == 1
-        save_shard(tmp_path, running.threads[0].server._moment())
-        running.threads[0].abandon()
-        running.threads[0] = running.start(0, restore=tmp_path)
-        links._receive = receive  # type: ignore[method-assign]  # and hears again
-        training.finish()
-        running.reports()
-        assert torch.equal(running.dense(), torch.full((3,), -1.0))
-
-
-def drop(heard: zmq.Socket[bytes]) -> list[str]:
-    """Whatever a socket has received; of what kind it was."""
-    kinds = []
-    while heard.poll(0):
-        kinds.append(decode(heard.recv_multipart(copy=False))[0].kind)
-    return kinds
-
-
-def test_a_server_without_its_checkpoint_is_an_error() -> None:
-    """A server that begins again with nothing does not go on as if these were its parameters."""
-    with job(1, 1) as running:
-        model, optimizer, training = counting(running, 0, served())
-        add(model, optimizer, 0, 1.0, 1.0)
-        training.flush()
-        running.threads[0].abandon()
-        running.threads[0] = running.start(0)
-        with pytest.raises(WorkerFailed, match="server 0: began again without its parameters"):
-            keep_on(model, optimizer, training, 100)
-
-
-def test_synchronous_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """The round that was open is closed by the server's next life, from the parameters of the checkpoint."""
-    with job(1, 2) as running:
-
-        def work(rank: int) -> None:
-            model, optimizer, training = counting(running, rank, SYNCHRONOUS)
-            add(model, optimizer, 0, 1.0, 1.0)
-            training.barrier()
-            if rank == 0:
-                training.save(tmp_path)
-                running.threads[0].abandon()
-                running.threads[0] = running.start(0, restore=tmp_path)
-            for _ in range(2):
-                add(model, optimizer, 1, 1.0, 1.0)
-            assert torch.equal(model.bias.detach(), torch.full((3,), -3.0))  # type: ignore[union-attr]  # its parameter
-            training.finish()
-
-        together(lambda: work(0), lambda: work(1))
-        running.reports()
-        assert torch.equal(running.table(), -torch.tensor([1.0, 2, 0, 0, 0])[:, None].expand(5, 2))
-
-
+@pytest.mark.slow
 def test_a_slow_link_makes_nobody_fail() -> None:
     """A message that takes longer than the beats' rhythm on its way does not count as silence, nor is it sent again and again."""
     with job(1, 1, timeout_s=3.0) as running:
@@ -396,19 +244,3 @@ def test_a_slow_link_makes_nobody_fail() -> None:
             slow.close()
         running.reports()
         assert torch.allclose(running.dense(), start - 1)
-
-
-def test_a_model_that_is_long_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a join, which may wait for trainer 0, has a bound of its own; whatever else a server that is no more silent answers, comes."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    links = Links(context, TrainerOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN, startup_timeout_s=0.0))
-    try:
-        fetched = Answer(0, "fetched", "fetch", 0, 0, ())
-        coming = iter([[], [], [fetched]])
-        monkeypatch.setattr(links, "poll", lambda _timeout_s: next(coming))
-        assert links.wait("fetch") == [fetched]
-        with pytest.raises(WorkerFailed, match=r"(?s)join.*trainer 0, which brings the parameters"):
-            links.wait("join", -1.0)
-    finally:
-        links.close()
-        context.destroy(linger=0)

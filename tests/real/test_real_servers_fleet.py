@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_job import TOKEN, Job, add_gradients, free_port, job, together
+from server_job import Job, add_gradients, free_port, job, together
 
 from fleetbench import DistributedStrategy
 from fleetbench.cli.main import main
@@ -38,7 +38,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 
 def be(monkeypatch: pytest.MonkeyPatch, kind: str, endpoints: str, trainers: int = 1) -> None:
     """Set the variables of a launcher."""
-    variables = {"PADDLE_PSERVERS_IP_PORT_LIST": endpoints, "PADDLE_TRAINERS_NUM": str(trainers), "FLEETBENCH_TOKEN": TOKEN}
+    variables = {"PADDLE_PSERVERS_IP_PORT_LIST": endpoints, "PADDLE_TRAINERS_NUM": str(trainers)}
     if kind == "trainer":
         variables |= {"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": "0"}
     else:
@@ -129,7 +129,7 @@ def test_a_script_that_forgot_stop_worker_leaves_in_order_where_others_can_go_on
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """To the others, one that failed is lost; in synchronous training any is, for it may have ended by ``sys.exit``, and it says so."""
+    """One that failed does not, and in synchronous training none does, for it may have ended by ``sys.exit``; it says so."""
     be(monkeypatch, "trainer", f"127.0.0.1:{free_port()}")
     fleet.init(strategy)
     assert isinstance(fleet._job, Served)
@@ -206,14 +206,11 @@ def test_what_a_trainer_of_servers_does_not_have_is_refused(fleet: Fleet, monkey
         fleet.init(SERVED)
 
 
-def test_a_job_without_servers_or_token_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that was started alone is told how to start; a job without a token, how to make one."""
+def test_a_job_without_servers_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that was started alone is told how to start."""
     with pytest.raises(ConfigError, match="fleetbench launch --servers"):
         fleet.init(SERVED)
     be(monkeypatch, "trainer", "127.0.0.1:1")
-    monkeypatch.setenv("FLEETBENCH_TOKEN", "short")
-    with pytest.raises(ConfigError, match="FLEETBENCH_TOKEN"):
-        fleet.init(SERVED)
     with pytest.raises(ConfigError, match="is of no job with parameter servers"):
         fleet.init_worker()
 
@@ -238,11 +235,10 @@ def test_servers_save_when_trainers_ask(fleet: Fleet, monkeypatch: pytest.Monkey
     assert sorted(path.name for path in folder.iterdir()) == [f"shard-0000{server}-of-00002.safetensors" for server in (0, 1)]
 
 
-def test_a_checkpoint_that_cannot_be_written_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_keeps_nobody_waiting(tmp_path: Path) -> None:
     """Two trainers ask for it: rank 0 raises why, rank 1 gets past it, and both train on and leave."""
     no_folder = tmp_path / "file"
     no_folder.write_text("in the way")
-    monkeypatch.setenv("FLEETBENCH_TOKEN", TOKEN)
     with job(1, 2) as running:
         is_past = threading.Event()
         roles = [Role(launcher="Paddle", rank=rank, trainers=2, servers=running.endpoints) for rank in (0, 1)]
@@ -282,20 +278,8 @@ def test_a_launch_that_makes_no_sense_is_refused(arguments: list[str], named: st
     assert named in capsys.readouterr().err
 
 
-def test_a_server_that_was_started_again_does_not_wait_for_trainers_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were there in its life before: who says nothing for as long as anybody may be silent does not come any more."""
-    monkeypatch.setenv("FLEETBENCH_TOKEN", TOKEN)
-    role = Role(launcher="Paddle", kind="server", servers=("127.0.0.1:1",))
-    first = Served(role, SERVED, 80.0)._server_options()
-    assert (first.timeout_s, first.startup_timeout_s) == (20.0, 300.0)
-    monkeypatch.setenv("FLEETBENCH_SERVER_AGAIN", "1")
-    again = Served(role, SERVED, 80.0)._server_options()
-    assert (again.startup_timeout_s, again.meeting_timeout_s) == (20.0, 300.0)  # trainers may still start, or write a checkpoint
-
-
 def test_servers_and_trainers_wait_for_each_other_as_long_as_the_launch_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ``--startup-timeout``, in a variable; what is no time is refused."""
-    monkeypatch.setenv("FLEETBENCH_TOKEN", TOKEN)
     monkeypatch.setenv("FLEETBENCH_STARTUP_TIMEOUT", "900.0")
     server = Served(Role(launcher="Paddle", kind="server", servers=("127.0.0.1:1",)), SERVED, 80.0)
     assert server._server_options().startup_timeout_s == 900.0

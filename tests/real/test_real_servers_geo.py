@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from server_job import FlakyProxy, Job, dice, job, served, together
+from server_job import Job, dice, job, served, together
 from test_real_servers_training import Net, add, all_of, batches, counting, gradient, train
 
 from real.servers.served_training import ServedTraining
@@ -176,44 +176,6 @@ def test_training_goes_on_during_exchanges_and_no_delta_is_lost_or_doubled() -> 
         assert torch.equal(torch.cat([running.table().reshape(-1), running.dense()]), torch.stack(seen).sum(0))
         assert 20 <= len(seen) <= 34
         assert max(took_during) <= 25
-
-
-@pytest.mark.slow
-def test_geo_trainers_lose_and_repeat_no_delta_over_a_bad_network() -> None:
-    """Connections break in the midst of messages, again and again; the servers end with the sum of all deltas, each once, exactly.
-
-    Exact as above: at most 34 halvings of whole numbers in float64.
-    """
-    seen: list[torch.Tensor] = []
-    with job(2, 2) as running:
-        chance = dice(3)
-        proxies = [FlakyProxy(endpoint, chance, mean_bytes=3_000) for endpoint in running.endpoints]
-        try:
-            through = [proxy.endpoint for proxy in proxies]
-
-            def work(rank: int) -> None:
-                strategy = served(10, send_wait_times=10**6)
-                model, optimizer, training = counting(running, rank, strategy, dtype=torch.float64, endpoints=through)
-                watch_deltas(training, seen)
-                own = dice(rank)
-                for round_number in range(15):
-                    for _ in range(10):
-                        add(model, optimizer, own.randrange(5), float(own.randrange(-4, 5)), 2.0)
-                    if round_number % 3 == 0:
-                        training.flush()
-                training.flush()
-                for proxy in proxies:
-                    proxy.reliable = True
-                training.finish()
-
-            together(lambda: work(0), lambda: work(1))
-        finally:
-            for proxy in proxies:
-                proxy.close()
-        running.reports()
-        assert sum(proxy.num_hung_up for proxy in proxies) >= 3
-        assert 20 <= len(seen) <= 34
-        assert torch.equal(torch.cat([running.table().reshape(-1), running.dense()]), torch.stack(seen).sum(0))
 
 
 def test_steps_made_during_an_exchange_are_not_lost() -> None:

@@ -10,7 +10,6 @@ import pytest
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from real.servers import hosts
 from real.servers.hosts import Placement, place, require_addresses
-from real.servers.security import TOKEN, token_of
 
 
 @pytest.fixture
@@ -109,16 +108,6 @@ def test_a_name_that_is_the_loopback_here_serves_no_other_host() -> None:
     with pytest.raises(EnvironmentLacks, match="loopback") as raised:
         require_addresses(spread)
     assert "address instead of its name" in str(raised.value.hint)
-
-
-@pytest.mark.parametrize("token", [None, "", "short"])
-def test_several_hosts_need_a_secret_of_the_users(token: str | None) -> None:
-    """The hint says how to draw one; what was given is not repeated."""
-    with pytest.raises(ConfigError, match=TOKEN) as raised:
-        token_of({} if token is None else {TOKEN: token})
-    assert "secrets.token_urlsafe" in str(raised.value.hint)
-    assert "short" not in str(raised.value)
-    assert token_of({TOKEN: "0123456789abcdef"}) == "0123456789abcdef"
 
 
 def test_names_are_said_with_their_hosts_where_there_are_several(machine: Callable[..., None]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_job import SYNCHRONOUS, TOKEN, Job, job, served, together
+from server_job import SYNCHRONOUS, Job, job, served, together
 from test_real_servers_training import Net, add, all_of, batches, counting, gradient, train
 
 from fleetbench.errors import ConfigError
@@ -22,9 +22,8 @@ LATE = served(1000, send_wait_times=10**6)
 
 
 @pytest.fixture
-def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Job, Sequence[ServedTraining]], list[Served]]:
+def both() -> Callable[[Job, Sequence[ServedTraining]], list[Served]]:
     """What ``fleet`` is on each trainer of a job."""
-    monkeypatch.setenv("FLEETBENCH_TOKEN", TOKEN)
 
     def make(running: Job, trainings: Sequence[ServedTraining]) -> list[Served]:
         made = []
@@ -215,26 +214,6 @@ def test_a_look_up_without_gradients_is_no_part_of_a_step() -> None:
         add(model, optimizer, 1, 1.0, 1.0)
         first.flush()
         assert dict(running.threads[0].server.report.staleness) == {0: 5}
-
-
-def test_a_geo_trainer_pulls_what_a_server_holds_that_began_again(tmp_path: Path) -> None:
-    """What that one lost is not in the model either, and what comes next is added to what it holds."""
-    with job() as running:
-        model, optimizer, training = counting(running, 0, LATE)
-        add(model, optimizer, 0, 1.0, 1.0)
-        training.flush()
-        training.save(tmp_path)
-        add(model, optimizer, 1, 4.0, 4.0)
-        training.flush()
-        running.threads[0].abandon()
-        running.threads[0] = running.start(0, restore=tmp_path)
-        together(training.flush)
-        together(training.take_all)
-        assert model.table.weight[:, 0].tolist() == [-1.0, 0, 0, 0, 0]  # type: ignore[union-attr,index]  # its table
-        add(model, optimizer, 1, 2.0, 2.0)
-        training.flush()
-        assert running.table()[:, 0].tolist() == [-1.0, -2.0, 0, 0, 0]
-        assert running.dense().tolist() == [-3.0] * 3
 
 
 @pytest.mark.parametrize("strategy", [served(), LATE, SYNCHRONOUS], ids=["asynchronous", "geo_sgd", "synchronous"])

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_desk import Desk, desk, save_shard
-from server_job import SYNCHRONOUS, job, served, together
-from test_real_servers_training import add, counting
+from server_desk import Desk, desk
 
 from fleetbench.plan.servers.rules import Mode, Table
 from fleetbench.workloads.server_updates import OPTIONS
@@ -28,10 +26,9 @@ def momentum(value: float) -> dict[str, Any]:
 
 
 def joins(server: Desk, rank: int, spec: Spec) -> str:
-    """A trainer of another job greets and joins; the kind of its answer, or why it is refused."""
-    server.hello(rank, session=200 + rank)
-    (answer,) = server.say("join", rank, 1, [spec.to_json()], session=200 + rank)
-    return server.said("refused")[0].decode() if answer.kind == "refused" else answer.kind
+    """A trainer of another job joins; the kind of its answer, or why it is refused."""
+    ((kind, _),) = server.say("join", rank, [spec.to_json()])
+    return server.said("refused")[0].decode() if kind == "refused" else kind
 
 
 def saved(folder: Path, mode: Mode = "asynchronous") -> None:
@@ -40,8 +37,8 @@ def saved(folder: Path, mode: Mode = "asynchronous") -> None:
         before.spec = of(before, **({} if mode == "geo_sgd" else momentum(0.9)))
         before.enter(0, 1)
         kind = "delta" if mode == "geo_sgd" else "gradient"
-        before.say(kind, 0, 3, before.push([1, 2], []), rate=1.0, count=1)
-        save_shard(folder, before.server._moment())
+        before.say(kind, 0, before.push([1, 2], []), rate=1.0, count=1)
+        assert before.server._save(folder) == ""
 
 
 @pytest.mark.parametrize("trainers", [1, 3])
@@ -54,14 +51,14 @@ def test_a_job_of_other_trainers_rules_and_options_goes_on(trainers: int, tmp_pa
         for rank in range(trainers):
             assert joins(server, rank, spec) == "ready"
         assert server.dense() == [-1, -2]
-        server.say("gradient", 0, 2, server.push([1, 1], []), rate=1.0, count=1, session=200)
+        server.say("gradient", 0, server.push([1, 1], []), rate=1.0, count=1)
         assert server.dense() == [-2.5, -4]
         assert server.state.version == 2
         assert server.server.role is not None
         assert server.server.role.strategy.rules == dataclasses.replace(spec.rules, trainers=trainers)
         for rank in range(trainers):
             assert not server.state.stopped
-            server.say("leave", rank, 3 if rank == 0 else 2, session=200 + rank)
+            server.say("leave", rank)
         assert server.state.stopped
 
 
@@ -74,7 +71,7 @@ def test_a_synchronous_job_closes_its_rounds_with_its_own_trainers(tmp_path: Pat
             joins(server, rank, spec)
         for rank, number in enumerate((1, 2, 6)):
             assert server.dense() == [-1, -2]
-            server.say("gradient", rank, 2, server.push([number, number], []), rate=1.0, count=1, session=200 + rank)
+            server.say("gradient", rank, server.push([number, number], []), rate=1.0, count=1)
         assert server.dense() == [-4, -5]
 
 
@@ -86,8 +83,8 @@ def test_a_trainer_that_the_file_does_not_know_hears_of_all_rows(tmp_path: Path)
         for rank in range(3):
             assert joins(server, rank, spec) == "ready"
         rows = []
-        for sequence in (2, 3):
-            server.say("pull", 2, sequence, session=202)
+        for _ in range(2):
+            server.say("pull", 2)
             rows.append(len(server._sent[-1][1][1]) // 4)
         assert rows == [4, 0]
 
@@ -115,89 +112,10 @@ def test_another_model_or_optimizer_is_refused_by_name(changes: dict[str, Any], 
 
 
 def test_trainers_of_one_job_have_one_set_of_rules(tmp_path: Path) -> None:
-    """The first one's hold, others are refused by name: with a checkpoint, without, and after a restart of the job's own server."""
+    """The first one's hold, others are refused by name: with a checkpoint, and without."""
     different = "it differs in max_merge (1 on the server, 4 on the trainer); momentum (0.9 on the server, 0.5 on the trainer)"
     saved(tmp_path)
     with desk() as fresh, desk(restore=tmp_path) as resumed:
         for server in (fresh, resumed):
             assert joins(server, 0, of(server, **momentum(0.9))) in ("ready", "blank")
             assert joins(server, 1, of(server, rules={"max_merge": 4}, **momentum(0.5))) == different
-    with desk(restore=tmp_path) as restarted:
-        restarted.say("hello", 0, 0, [of(restarted, **momentum(0.9)).to_json()])  # of the job that wrote the file
-        restarted.life = restarted.server._life
-        assert joins(restarted, 1, of(restarted, rules={"max_merge": 4}, **momentum(0.5))) == different
-
-
-def test_trainers_under_way_bring_their_rules_to_a_server_that_begins_again_from_another_jobs_file(tmp_path: Path) -> None:
-    """Asynchronous, momentum 0.9, wrote the file; synchronous, 0.5, trains: v = 0.5 (1, 2) + (2, 2)."""
-    saved(tmp_path)
-    with desk("synchronous", restore=tmp_path) as server:
-        spec = of(server, **momentum(0.5))
-        for rank in range(2):
-            server.say("hello", rank, 0, [spec.to_json()], session=200 + rank, mark=7)
-            server.life = server.server._life
-        for rank, number in enumerate((1, 3)):
-            assert server.dense() == [-1, -2]
-            server.say("gradient", rank, 8, server.push([number, number], []), rate=1.0, count=1, session=200 + rank)
-        assert [head.kind for head, _ in server._sent] == ["parameters", "parameters"]
-        assert server.dense() == [-3.5, -5]
-
-
-def test_a_trainer_under_way_whose_model_a_file_does_not_fit_hears_it(tmp_path: Path) -> None:
-    """Its next request is refused with the difference, instead of trained on."""
-    saved(tmp_path)
-    with desk(restore=tmp_path) as server:
-        spec = of(server, optimizer="adam", options=OPTIONS["adam"])
-        server.say("hello", 0, 0, [spec.to_json()], session=200, mark=7)
-        server.life = server.server._life
-        assert [head.kind for head in server.say("pull", 0, 8, session=200)] == ["refused"]
-        assert "optimizer (momentum on the server, adam on the trainer)" in server.said("refused")[0].decode()
-
-
-def test_a_synchronous_step_outlives_a_restart_from_an_asynchronous_jobs_file(tmp_path: Path) -> None:
-    """Over a network: the server is gone before it has written a file of its own, and the trainer's next step ends under its own rules."""
-    with job(1, 1) as first:
-        model, optimizer, training = counting(first, 0, served())
-        add(model, optimizer, 0, 1.0, 1.0)
-        training.flush()
-        training.save(tmp_path)
-        training.finish()
-    with job(1, 1) as second:
-        second.threads[0].abandon()
-        second.threads[0] = second.start(0, restore=tmp_path)
-        model, optimizer, training = counting(second, 0, SYNCHRONOUS)
-        add(model, optimizer, 1, 1.0, 1.0)
-        second.threads[0].abandon()
-        second.threads[0] = second.start(0, restore=tmp_path)
-        together(lambda: add(model, optimizer, 2, 1.0, 1.0))
-        role = second.threads[0].server.role
-        assert role is not None
-        assert role.strategy.rules.mode == "synchronous"
-        assert second.table()[:3, 0].tolist() == [-1, 0, -1]
-        training.finish()
-
-
-def test_a_loss_before_anybody_has_joined_is_judged_by_the_jobs_own_rules(tmp_path: Path) -> None:
-    """A synchronous job wrote the file: the asynchronous one goes on without rank 1, the job that wrote it ends by its name."""
-    saved(tmp_path, "synchronous")
-    with desk(restore=tmp_path) as other, desk("synchronous", restore=tmp_path) as own:
-        for server in (other, own):
-            server.board(ended={1: -9})
-            assert (server.is_stopping, server.failure, list(server.lost)) == (False, None, [1])
-        assert joins(other, 0, of(other, **momentum(0.9))) == "ready"
-        assert (other.state.lost, other.state.stopped) == ((1,), False)
-        own.say("hello", 0, 0, [of(own, **momentum(0.9)).to_json()])  # known from the file
-        assert own.failure is not None
-        assert own.failure[0] == "rank 1"
-
-
-def test_a_server_ends_whose_trainers_have_all_ended_before_they_came_to_a_checkpoint(tmp_path: Path) -> None:
-    """As one without a checkpoint does."""
-    saved(tmp_path)
-    with desk(restore=tmp_path) as server:
-        server.board(ended={0: -9})
-        server.server._look()
-        assert server.server._stopped_at is None
-        server.board(ended={1: -9})
-        server.server._look()
-        assert server.is_stopping

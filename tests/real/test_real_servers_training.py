@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_job import SYNCHRONOUS, FlakyProxy, Job, add_gradients, dice, job, served, together
+from server_job import SYNCHRONOUS, Job, add_gradients, job, served, together
 
-from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
+from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.replay import Recording
 from fleetbench.strategy import DistributedStrategy
 from real.servers.links import Answer, Links, TrainerOptions
@@ -155,78 +155,6 @@ def add(model: torch.nn.Module, optimizer: torch.optim.Optimizer, row: int, valu
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "configs",
-    [
-        {},
-        {"max_merge_var_num": 4, "send_queue_size": 3},
-        {"independent_recv_thread": True, "thread_pool_size": 3, "min_send_grad_num_before_recv": 2},
-    ],
-    ids=["plain", "merging", "overlapped"],
-)
-@pytest.mark.slow
-def test_asynchronous_trainers_lose_and_repeat_nothing_over_a_bad_network(configs: dict[str, object]) -> None:
-    """Connections break in the midst of messages, again and again; the servers end with every gradient of both trainers, each once."""
-    with job(2, 2) as running:
-        chance = dice(3)
-        proxies = [FlakyProxy(endpoint, chance, mean_bytes=6_000) for endpoint in running.endpoints]
-        try:
-            through = [proxy.endpoint for proxy in proxies]
-            expected = torch.zeros(2, 5, 2)
-
-            def work(rank: int) -> None:
-                own = dice(rank)
-                model, optimizer, training = counting(running, rank, served(**configs), endpoints=through)
-                for _ in range(100):
-                    row, value = own.randrange(5), float(own.randrange(1, 9))
-                    expected[rank, row] -= value
-                    add(model, optimizer, row, value, 1.0)
-                training.flush()
-                for proxy in proxies:
-                    proxy.reliable = True
-                training.finish()
-
-            together(lambda: work(0), lambda: work(1))
-        finally:
-            for proxy in proxies:
-                proxy.close()
-        running.reports()
-        assert sum(proxy.num_hung_up for proxy in proxies) >= 3
-        assert torch.equal(running.table(), expected.sum(0))
-        assert torch.equal(running.dense(), torch.full((3,), -200.0))
-
-
-@pytest.mark.slow
-def test_trainers_meet_at_every_barrier_over_a_bad_network() -> None:
-    """Connections break again and again; nobody comes out of a barrier before the other has come to the same one."""
-    with job(2, 2) as running:
-        chance = dice(5)
-        proxies = [FlakyProxy(endpoint, chance, mean_bytes=1_500) for endpoint in running.endpoints]
-        reached = [0, 0]
-        try:
-            through = [proxy.endpoint for proxy in proxies]
-
-            def work(rank: int) -> None:
-                model, optimizer, training = counting(running, rank, served(), endpoints=through)
-                for meeting in range(1, 21):
-                    add(model, optimizer, rank, 1.0, 1.0)
-                    reached[rank] = meeting
-                    training.barrier()
-                    assert reached[1 - rank] in (meeting, meeting + 1)
-                training.flush()
-                for proxy in proxies:
-                    proxy.reliable = True
-                training.finish()
-
-            together(lambda: work(0), lambda: work(1))
-        finally:
-            for proxy in proxies:
-                proxy.close()
-        running.reports()
-        assert sum(proxy.num_hung_up for proxy in proxies) >= 3
-        assert torch.equal(running.dense(), torch.full((3,), -40.0))
-
-
 @pytest.mark.parametrize("strategy", [served(), served(3), SYNCHRONOUS], ids=["asynchronous", "geo_sgd", "synchronous"])
 def test_a_real_run_replays_to_the_same_operations(strategy: DistributedStrategy) -> None:
     """What trainer, sender and server heard in a real run, told to fresh roles, gives the operations that were executed."""
@@ -249,15 +177,17 @@ def test_a_real_run_replays_to_the_same_operations(strategy: DistributedStrategy
         assert recording.replayed() == [operations for _, _, operations in recording.log]
 
 
-def test_a_server_that_begins_again_is_recorded_from_its_checkpoint(tmp_path: Path) -> None:
-    """What its next life heard, told to a fresh role in the saved state, gives the operations that were executed."""
+def test_a_server_with_a_checkpoint_is_recorded_from_it(tmp_path: Path) -> None:
+    """What the next job's server heard, told to a fresh role in the saved state, gives the operations that were executed."""
     with job() as running:
         model, optimizer, training = counting(running, 0, served())
         add(model, optimizer, 0, 1.0, 1.0)
         training.flush()
         training.save(tmp_path)
-        running.threads[0].abandon()
+        training.finish()
+        running.reports()
         running.threads[0] = running.start(0, restore=tmp_path)
+        model, optimizer, training = counting(running, 0, served())
         add(model, optimizer, 1, 1.0, 1.0)
         training.finish()
         running.reports()
@@ -267,19 +197,6 @@ def test_a_server_that_begins_again_is_recorded_from_its_checkpoint(tmp_path: Pa
     assert recording.initial.version == 1  # type: ignore[union-attr]  # a server's
     assert recording.replayed() == [operations for _, _, operations in recording.log]
     assert [operation.kind for operation in recording.log[0][2]] != []
-
-
-def test_encryption_is_a_choice() -> None:
-    """With keys made from the token, training is the same; a trainer that does not encrypt is refused."""
-    with job(1, 1, encrypted=True) as running:
-        with pytest.raises(EnvironmentLacks, match="server 0: is no server of this job, or one that encrypts otherwise"):
-            counting(running, 0, served(), encrypted=False)
-        assert not running.threads[0].server._peers
-        model, optimizer, training = counting(running, 0, served())
-        add(model, optimizer, 2, 3.0, 1.0)
-        training.finish()
-        running.reports()
-        assert torch.equal(running.table()[2], torch.full((2,), -3.0))
 
 
 @pytest.mark.parametrize("index", [-1, WORDS])
@@ -301,22 +218,19 @@ def test_an_index_that_the_table_does_not_have_raises_as_in_torch(index: int) ->
 
 
 def test_a_beginning_that_fails_half_way_lets_go_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second greeting, of the connection for look-ups, finds nobody: all sockets are closed, so that the process can end."""
-    greeted: list[Links] = []
-    greet = Links.greet
+    """There is no sender: all sockets are closed, so that the process can end."""
+    made: list[Links] = []
 
-    def fail(links: Links) -> list[bool]:
-        greeted.append(links)
-        if len(greeted) == 2:
-            raise WorkerFailed("has not answered within 1 s", "server 0")
-        return greet(links)
+    def fail(_context: object, links: Links, *_rest: object, **_named: object) -> None:
+        made.append(links)
+        raise WorkerFailed("has not answered within 1 s", "server 0")
 
-    monkeypatch.setattr(Links, "greet", fail)
+    monkeypatch.setattr("real.servers.served_training.Sender", fail)
     with job() as running:
         with pytest.raises(WorkerFailed, match="has not answered"):
             counting(running, 0, served())
-        assert len(greeted) == 2
-        assert all(link.socket.closed for links in greeted for link in links._links)
+        assert all(link.socket.closed for links in made for link in links._links)
+        assert len(made) == 1
         together(running.trainings[0].close)
 
 
@@ -386,7 +300,7 @@ def test_an_embedding_whose_forward_changes_its_rows_is_refused(sparse: bool) ->
     """Servers would train rows that ``max_norm`` never shortened; in GeoSGD, and untrained, it is the trainer's own business."""
     model = torch.nn.Sequential(torch.nn.Embedding(4, 2, max_norm=1.5, sparse=sparse), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = TrainerOptions(rank=0, endpoints=("127.0.0.1:9",), token="x" * 16)
+    options = TrainerOptions(rank=0, endpoints=("127.0.0.1:9",))
 
     def attach(strategy: DistributedStrategy) -> None:
         training = ServedTraining(model, strategy, options)

@@ -1,18 +1,19 @@
-"""Who is named for a job with servers that did not end well, and what is said of one that did."""
+"""Who is named for a job with servers that did not end well."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import pytest
 
 from fleetbench.errors import WorkerFailed
 from real.job.served_launcher import ServedJob
+from real.processes.diagnosis import how_it_ended
 from real.processes.started import Started
-from real.servers.board import Board, Entry, Messenger
 from real.servers.hosts import Placement
 
 ALONE = Placement(endpoints=("127.0.0.1:1", "127.0.0.1:2"), workers=("127.0.0.1",) * 4, own=frozenset(["127.0.0.1"]))
@@ -28,7 +29,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def process(kind: Literal["server", "trainer"], rank: int, code: int | None, *, stopped: bool = False) -> Started:
     """One that ended so, or lives."""
-    popen: Any = SimpleNamespace(pid=STOPPED_PID if stopped else 1)
+    popen: Any = SimpleNamespace(pid=STOPPED_PID if stopped else 1, poll=lambda: code)
     return Started(kind, rank, [], {}, Path(f"{kind}{rank}.log"), popen, code)
 
 
@@ -42,116 +43,73 @@ def trainers(*codes: int | None) -> list[Started]:
     return [process("trainer", rank, code) for rank, code in enumerate(codes)]
 
 
-def judge(
-    processes: Sequence[Started],
-    placement: Placement = SPREAD,
-    *,
-    lost: Mapping[int, str] | None = None,
-    failed: tuple[str, str] | None = None,
-    blamed: tuple[str, str] | None = None,
-) -> list[str]:
-    """What a launcher says that has these processes, and has read the rest."""
-    job = ServedJob(placement, cast(Board, None), cast(Messenger, None))
+def failure(
+    processes: Sequence[Started], folder: Path, placement: Placement = SPREAD, noted: tuple[str, str] | None = None
+) -> WorkerFailed | None:
+    """What a launcher says that has these processes, one of which has left this note."""
+    if noted is not None:
+        (folder / "note").write_text(json.dumps(noted))
+    job = ServedJob(placement, folder / "note")
     job.processes = list(processes)
-    job.codes = {process.name: process.code for process in processes if process.code is not None}
-    for rank, why in (lost or {}).items():
-        job.hear(Entry(kind="lost", name=f"rank {rank}", why=why))
-    if failed is not None:
-        job.hear(Entry(kind="failed", name=failed[0], why=failed[1]))
-    if blamed is not None:
-        job.hear(Entry(kind="blamed", name=blamed[0], why=blamed[1]))
-    return job.judge()
+    try:
+        return job._failure()
+    finally:
+        job.messenger.close(linger=False)
 
 
-def test_a_job_that_ended_well_is_not_spoken_of() -> None:
+def test_a_signal_without_a_name_has_its_number() -> None:
+    """Real-time signals are such, and a code that is none does no harm."""
+    assert how_it_ended(-9) == "was killed by SIGKILL"
+    assert how_it_ended(-40) == "was killed by signal 40"
+    assert how_it_ended(-9999) == "was killed by signal 9999"
+
+
+def test_a_job_that_ended_well_is_not_spoken_of(tmp_path: Path) -> None:
     """Here, and on a host that has servers alone or trainers alone."""
-    assert judge([*servers(0, 0), *trainers(0, 0, 0, 0)], ALONE) == []
-    assert judge(servers(0)) == []
-    assert judge([*servers(0), *trainers(0, 0)]) == []
-
-
-def test_a_job_that_went_on_without_a_trainer_names_it() -> None:
-    """One that was killed here, one that was killed elsewhere, one that fell silent and still lives."""
-    said = judge([*servers(0), *trainers(0, -9)], lost={2: "was killed by SIGTERM"})
-    assert said == [
-        "rank 1 on a was killed by SIGKILL; the others trained on without it",
-        "rank 2 on b was killed by SIGTERM; the others trained on without it",
-    ]
-    said = judge([*servers(0, 0), *trainers(0, None)], ALONE, lost={1: "has fallen silent"})
-    assert said == ["rank 1 has fallen silent, did not end and was killed; the others trained on without it"]
-
-
-def test_a_trainer_that_fell_silent_and_came_back_is_not_spoken_of() -> None:
-    """It ended well."""
-    assert judge([*servers(0), *trainers(0, 0)], lost={1: "has fallen silent"}) == []
-
-
-def test_a_host_whose_trainers_are_all_lost_ends_well_with_the_others() -> None:
-    """Asynchronous training went on elsewhere, to its end: the host's server says so."""
-    said = judge([*servers(0), *trainers(-9, -9)], lost={0: "was killed by SIGKILL", 1: "was killed by SIGKILL"})
-    assert said == [f"rank {rank} on a was killed by SIGKILL; the others trained on without it" for rank in (0, 1)]
+    assert failure([*servers(0, 0), *trainers(0, 0, 0, 0)], tmp_path, ALONE) is None
+    assert failure(servers(0), tmp_path) is None
+    assert failure(trainers(0, 0), tmp_path) is None
 
 
 CASES: dict[str, tuple[list[Started], dict[str, Any], str]] = {
-    "whom the servers name, elsewhere": (
-        [*servers(1), *trainers(1, 1)],
-        {"failed": ("rank 3", "this trainer was killed by SIGKILL, and ...")},
-        "rank 3 on b: this trainer was killed by SIGKILL, and ...",
+    "whom a process names, elsewhere": (
+        [*servers(1), *trainers(None, 1)],
+        {"noted": ("rank 3", "this trainer has fallen silent")},
+        "rank 3 on b: this trainer has fallen silent",
     ),
-    "whom the servers name, here, and how it was": (
-        [*servers(1), *trainers(1, -9)],
-        {"failed": ("rank 1", "this trainer was killed, and so on")},
-        "rank 1 on a: was killed by SIGKILL",
+    "who was killed here, before whom a process names": (
+        [*servers(-9), *trainers(1, None)],
+        {"noted": ("server 0", "its connection has broken")},
+        "server 0 on a: was killed by SIGKILL",
     ),
-    "a stopped trainer that the servers name": (
+    "a stopped trainer that a process names": (
         [*servers(1), process("trainer", 0, None, stopped=True)],
-        {"failed": ("rank 0", "this trainer has fallen silent")},
+        {"noted": ("rank 0", "this trainer has fallen silent")},
         "rank 0 on a: was stopped and did not answer, until it was killed",
     ),
     "a host that was interrupted": (
         trainers(1, 1),
-        {"failed": ("host b", "the launch was ended there")},
+        {"noted": ("host b", "the launch was ended there")},
         "host b: the launch was ended there",
     ),
-    "whom a trainer names, where servers are elsewhere": (
-        trainers(4, 4),
-        {"blamed": ("server 1", "has been silent for 30 s")},
-        "server 1 on b: has been silent for 30 s",
-    ),
-    "who was killed here, before whom a trainer names": (
-        trainers(4, -9),
-        {"blamed": ("rank 1", "this trainer was killed by SIGKILL, and ...")},
-        "rank 1 on a: was killed by SIGKILL",
-    ),
-    "a stopped server, before trainers that failed because of it": (
-        [process("server", 0, None, stopped=True), *trainers(1, 1)],
+    "who was killed, before who failed": ([*servers(1), *trainers(1, -9)], {}, "rank 1 on a: was killed by SIGKILL"),
+    "who failed here": ([*servers(0), *trainers(0, 7)], {}, "rank 1 on a: ended with exit code 7"),
+    "who failed here, of one machine": ([*servers(None, None), *trainers(0, 7)], {"placement": ALONE}, "rank 1: ended with exit code 7"),
+    "a server that failed": ([*servers(3), *trainers(None, None)], {}, "server 0 on a: ended with exit code 3"),
+    "a server that did not end": ([*servers(None), *trainers(0, 0)], {}, "server 0 on a: did not end"),
+    "a stopped server that did not end": (
+        [process("server", 0, None, stopped=True), *trainers(0, 0)],
         {},
         "server 0 on a: was stopped and did not answer, until it was killed",
     ),
-    "who was killed, before who failed": ([*servers(0), *trainers(1, -9)], {}, "rank 1 on a: was killed by SIGKILL"),
-    "who failed here": ([*servers(0), *trainers(0, 7)], {}, "rank 1 on a: ended with exit code 7"),
-    "all trainers of a host without servers, who were killed": (trainers(-9, -15), {}, "rank 0 on a: was killed by SIGKILL"),
-    "all trainers, who were killed": (
-        [*servers(0, 0), *trainers(-9, -15, -9, -9)],
-        {"placement": ALONE},
-        "rank 0: was killed by SIGKILL",
-    ),
-    "a server that failed": ([*servers(3), *trainers(None, None)], {}, "server 0 on a: ended with exit code 3"),
-    "a server that did not end": ([*servers(None), *trainers(0, 0)], {}, "server 0 on a: did not end"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_one_to_blame_is_named(case: str) -> None:
+def test_the_one_to_blame_is_named(case: str, tmp_path: Path) -> None:
     """The first cause, not what followed from it."""
     processes, known, expected = CASES[case]
-    with pytest.raises(WorkerFailed) as raised:
-        judge(processes, **known)
-    assert str(raised.value).startswith(expected)
-    assert raised.value.hint
-
-
-def test_a_trainer_that_hangs_beside_one_that_failed_is_told_of() -> None:
-    """With its log: it was killed."""
-    with pytest.raises(WorkerFailed, match=r"(?s)rank 0: ended with exit code 1.*rank 1 did not end at all: trainer1.log"):
-        judge([*servers(0), *trainers(1, None)], ALONE)
+    found = failure(processes, tmp_path, **known)
+    assert str(found).startswith(expected)
+    assert found is not None
+    assert found.hint

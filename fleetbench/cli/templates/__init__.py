@@ -92,10 +92,7 @@ def _quoted(word: str) -> str:
 
 def _refuse_served(form: str, path: Path, script: Sequence[str]) -> None:
     if form != "slurm":
-        hint = (
-            "--print slurm; or the same line on every host, with one FLEETBENCH_TOKEN: "
-            "fleetbench launch --servers HOST:PORT,... --workers HOST:N,... train.py"
-        )
+        hint = "--print slurm; or on every host: fleetbench launch --servers HOST:PORT,... --workers HOST:N,... train.py"
         raise ConfigError('starts no parameter servers, which mode = "ps" asks for', "--print", form, hint)
     if not script or not script[0].endswith(".py"):
         hint = f"fleetbench launch --print slurm {shlex.quote(str(path))} -- train.py, a script that asks fleet.is_server()"

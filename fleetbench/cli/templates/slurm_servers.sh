@@ -42,9 +42,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export {{ key }}={{ value | sh }}
 {% endfor %}
 
-# The secret by which the processes of this job know each other: in the environment, and on no command line.
-FLEETBENCH_TOKEN="$(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
-export FLEETBENCH_TOKEN
 
 # One launcher a node, each of which finds itself in the lists. They end by themselves, and name the same culprit.
 # exec: the signal that comes before the time is up goes to the step itself.

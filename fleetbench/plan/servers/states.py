@@ -69,8 +69,6 @@ class ServerState(NamedTuple):
     """Trainers that wait at a barrier."""
     left: tuple[int, ...] = ()
     """Trainers that have ended."""
-    lost: tuple[int, ...] = ()
-    """Trainers that have fallen silent, have ended out of order, or have not come."""
     stopped: bool = False
 
 

@@ -41,17 +41,13 @@ server     sender    barrier *   all are there
 server     trainer   rows        what was looked up
 sender     servers   fetch *     all there is, after ``ready``, where another brought it
 server     sender    fetched *   that; its rows are no news to this trainer any more
-executor   server    lost *      trainer ``rank`` has been silent for too long, has ended out of order, has not come,
-                                 has not come where the others wait for it, or was lost before the server began again
-executor   server    join *      trainer ``rank`` is heard again after it was lost, or waits, since the server began
-                                 again, at a barrier that the others have passed: it waits there no longer
-executor   server    leave *     trainer ``rank`` had ended before the server began again
+executor   server    leave *     trainer ``rank`` has ended well, and had never joined
 =========  ========  ==========  =====================================================================
 
 What has a star goes out, or is waited for, on the executor's word alone, because a script asks for it or a
 clock says so: no trainer's or sender's role decides it, and their recordings do not hold it. What a server
 does about it is decided here. The executor alone also decides that
-servers write checkpoints, and that a server without any trainer ends.
+servers write checkpoints, and that the job ends because a trainer was killed or hangs.
 
 Operations of a rank, where servers give them a meaning of their own:
 
@@ -66,8 +62,7 @@ Operations of a rank, where servers give them a meaning of their own:
   ``divisor``, added in the order of ranks; on a trainer: its own optimizer's;
 - ``skip``: the step ends without a local update;
 - ``accumulate`` of ``delta``: add it, no optimizer;
-- ``drop``: trainer ``rank`` is gone, the others go on, and the server says so;
-- ``stop``: the server ends; where a ``rank`` stands with it, because of that trainer.
+- ``stop``: all trainers have left, and the server ends.
 
 Rows and bytes are in no operation: which rows are marked is bookkeeping, and the executor's.
 """
@@ -293,19 +288,15 @@ def on_server(rules: ServerRules, state: ServerState, event: Event) -> tuple[Ser
             state = _close_round(rules, state._replace(met=_with(state.met, rank)), issue)
             state = _leave_barrier(rules, state, issue)
         case "leave":
-            state = state._replace(left=_with(state.left, rank), lost=_without(state.lost, rank))
-            state = _go_on_without(rules, state, rank, issue)
-        case "lost" if rank not in (*state.lost, *state.left):
-            state = _lose(rules, state, rank, issue)
+            state = _leave(rules, state._replace(left=_with(state.left, rank)), issue)
     return state._replace(next_id=issue.next_id), issue.operations
 
 
 def _present(rules: ServerRules, state: ServerState) -> set[int]:
-    return set(range(rules.trainers)) - {*state.left, *state.lost}
+    return set(range(rules.trainers)) - set(state.left)
 
 
 def _join(state: ServerState, rank: int, issue: Issue) -> ServerState:
-    state = state._replace(left=_without(state.left, rank), lost=_without(state.lost, rank), met=_without(state.met, rank))
     if state.initialised:
         issue.add(kind="send", group="sender", rank=rank, message="ready")
         return state
@@ -333,9 +324,8 @@ def _leave_barrier(rules: ServerRules, state: ServerState, issue: Issue) -> Serv
     return state._replace(met=())
 
 
-def _go_on_without(rules: ServerRules, state: ServerState, rank: int, issue: Issue) -> ServerState:
-    """A trainer has gone: the others no longer wait for it. After the last one the server ends."""
-    state = state._replace(joining=_without(state.joining, rank), met=_without(state.met, rank))
+def _leave(rules: ServerRules, state: ServerState, issue: Issue) -> ServerState:
+    """A trainer has left: the others no longer wait for it. After the last one the server ends."""
     state = _leave_barrier(rules, _close_round(rules, state, issue), issue)
     if not _present(rules, state):
         issue.add(kind="stop")
@@ -343,22 +333,5 @@ def _go_on_without(rules: ServerRules, state: ServerState, rank: int, issue: Iss
     return state
 
 
-def _lose(rules: ServerRules, state: ServerState, rank: int, issue: Issue) -> ServerState:
-    """A trainer has fallen silent: asynchronous training goes on without it, synchronous training ends and names it.
-
-    So does all training where it is trainer 0, and the parameters, which no other trainer brings, are not there yet.
-    """
-    state = state._replace(lost=_with(state.lost, rank))
-    if rules.mode == "synchronous" or (rank == 0 and not state.initialised):
-        issue.add(kind="stop", rank=rank)
-        return state._replace(stopped=True)
-    issue.add(kind="drop", rank=rank)
-    return _go_on_without(rules, state, rank, issue)
-
-
 def _with(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return ranks if rank in ranks else tuple(sorted((*ranks, rank)))
-
-
-def _without(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    return tuple(other for other in ranks if other != rank)
