@@ -28,14 +28,15 @@ LOCAL = {
 """L[b]: the local batch at which alpha is a share."""
 FIXED = {"deepcam": (0.3, 0.12), "cosmoflow": (0.5, 0.2), "oc20": (0.25, 0.1)}
 """Prior mean and deviation of alpha where the local batch is a few samples; (0.12, 0.06) elsewhere."""
-DATA_SHEETS = {"GB200": 0.48, "H100-PCIe": 1.6, "A100-PCIe": 3.0, "L40S": 3.2, "L40": 3.6, "A30": 6.0, "L4": 9.0, "A5000": 7.0, "A10G": 8.0}
+DATA_SHEETS = {"H100-PCIe": 1.6, "A100-PCIe": 3.0, "L40S": 3.2, "L40": 3.6, "A30": 6.0, "L4": 9.0, "A5000": 7.0, "A10G": 8.0}
 DATA_SHEETS |= {"P100": 18.0, "Gaudi2": 1.6, "RTX6000": 2.0, "SPR": 16.0, "A64FX": 25.0, "RTX4090": 3.5, "RX7900": 5.0}
 """Time over an H100's, where the catalogue has no such GPU: from data sheets; of Intel's and Fujitsu's, one node."""
 COLD = {"University-of-Florida"}
 """Its files are read from a slow store first: see ``cold``."""
 WIDER = 1.6
 """Factor on deviations by which intervals of sizes left out hold as often as they say."""
-HIGH_PERFORMANCE = {"h1.0": 0, "h2.0": 1, "h3.0": 2}
+HIGH_PERFORMANCE = {"h1.0": 0, "h2.0": 1, "h3.0": 1.2}
+"""Age of the code by round; that of TensorFlow did not change."""
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
     leave_out(fit_on, per_run)
     rows = pd.read_csv(folder / "to_predict.csv")
     model = Model.fitted(fit_on)
-    epochs = Epochs(folder, systems)
+    epochs = Epochs(folder, model)
     out = []
     for row in described(rows).itertuples():
         log_step, deviation = model.predict(row)
@@ -60,10 +61,10 @@ def kind(gpu: object, org: str) -> str:
     """The name of a GPU by which its speed is pooled; a CPU's node where there is none."""
     if not isinstance(gpu, str):
         return "A64FX" if org.startswith("Fujitsu") else "SPR"
-    known = ("GB200", "B200", "H200", "L40S", "L40", "A30", "P100", "V100", "Gaudi2", "A5000", "A10G", "RTX 4090", "RX 7900", "RTX Pro 6000")
+    known = ("B200", "H200", "L40S", "L40", "A30", "P100", "V100", "Gaudi2", "A5000", "A10G", "RTX 4090", "RX 7900", "RTX Pro 6000")
     for name in known:
         if name in gpu:
-            return {"RTX Pro 6000": "RTX6000"}.get(name, name.replace(" ", ""))
+            return {"RTX Pro 6000": "RTX6000"}.get(name, name.replace(" ", ""))  # GB200 counts as B200
     if re.search(r"\bL4\b", gpu):
         return "L4"
     if "H100" in gpu:
@@ -82,7 +83,7 @@ def described(rows: pd.DataFrame) -> pd.DataFrame:
     rows["batch"] = pd.to_numeric(rows.global_batch, errors="coerce")
     unknown = rows.benchmark.map(LOCAL) * rows.devices / 2
     rows["local"] = rows.batch.fillna(unknown) / rows.devices / rows.accumulation.fillna(1).clip(lower=1)
-    rows["age"] = rows.source.map(HIGH_PERFORMANCE).fillna(0)
+    rows["age"] = rows.source.map(HIGH_PERFORMANCE).fillna(0) * ~rows.system.str.contains("tensorflow|-tf")
     rows["stem"] = rows.system.str.extract(r"^([A-Za-z]+)")[0].str.lower()
     return rows
 
@@ -147,7 +148,7 @@ class Model:
         return cls(names, found.x, covariance, fitted_to, form)
 
     def predict(self, row: object) -> tuple[float, float]:
-        """log of seconds of a step, and its deviation."""
+        """Seconds of a step, as a log, and the log's deviation."""
         table = pd.DataFrame([{name: getattr(row, name) for name in ("benchmark", "kind", "nodes", "devices", "local", "age", "source")}])
         table["system"], table["org"] = row.system, row.org
         names = self.names + [name for name in _names(table) if name not in self.names]
@@ -162,7 +163,10 @@ class Model:
         own = known[(known.org == row.org) | (known.stem == row.stem)]
         share = len(own) / (len(own) + 0.5)
         at += share * own.residual.mean() if len(own) else 0.0
-        return at, WIDER * float(np.sqrt(variance + (0.03 if len(own) else 0.045) ** 2))
+        of_others = 0.03 if len(own) else max(0.045, known.residual.std() if len(known) > 1 else 0.1)
+        near = own if len(own) else known if len(known) else self.fitted_to[self.fitted_to.benchmark == row.benchmark]
+        doublings = np.abs(np.log2(near.nodes / row.nodes)).min() if len(near) else 10
+        return at, WIDER * float(np.sqrt(variance + of_others**2 + (0.03 * doublings) ** 2))
 
 
 def _names(systems: pd.DataFrame) -> list[str]:
@@ -229,7 +233,13 @@ def leave_out(systems: pd.DataFrame, per_run: dict[tuple[str, ...], np.ndarray])
     """Leave out every system with a benchmark's kind of GPU in one number, where that benchmark has that kind in another number, too."""
     numbers = systems.groupby(["benchmark", "kind"]).devices.nunique()
     cases = [key for key in systems.groupby(["benchmark", "kind", "devices"]).groups if numbers[key[0], key[1]] > 1]
-    forms = {"ours": "ours", "ring": "ring", "tree": "tree", "alpha-beta": "alpha-beta line: fixed + by local batch", "perfect": "perfect scaling"}
+    forms = {
+        "ours": "ours",
+        "ring": "ring",
+        "tree": "tree",
+        "alpha-beta": "alpha-beta line: fixed + by local batch",
+        "perfect": "perfect scaling",
+    }
     header("One size left out: all systems of that GPU and number; runs")
     kept, in_interval = {}, {}
     for form, label in forms.items():
@@ -245,14 +255,28 @@ def leave_out(systems: pd.DataFrame, per_run: dict[tuple[str, ...], np.ndarray])
                 low += [np.exp(at - 1.645 * deviation)] * len(times)
                 high += [np.exp(at + 1.645 * deviation)] * len(times)
                 kept[form, row.source, row.org, row.system, row.benchmark] = float(np.exp(at))
-                in_interval[form, row.Index] = (row.benchmark, row.nodes, np.exp(at), row.step, np.exp(at - 1.645 * deviation), np.exp(at + 1.645 * deviation))
+                in_interval[form, row.Index] = (
+                    row.benchmark,
+                    row.nodes,
+                    np.exp(at),
+                    row.step,
+                    np.exp(at - 1.645 * deviation),
+                    np.exp(at + 1.645 * deviation),
+                )
         score(label, np.array(found), np.array(truth), (np.array(low), np.array(high)))
-    table = pd.DataFrame([value for key, value in in_interval.items() if key[0] == "ours"], columns=["benchmark", "nodes", "p", "t", "low", "high"])
+    table = pd.DataFrame(
+        [value for key, value in in_interval.items() if key[0] == "ours"], columns=["benchmark", "nodes", "p", "t", "low", "high"]
+    )
     for benchmark, part in table.groupby("benchmark"):
         score(f"ours, {benchmark}, systems", part.p.to_numpy(), part.t.to_numpy(), (part.low.to_numpy(), part.high.to_numpy()))
     for several in (False, True):
         part = table[(table.nodes > 1) == several]
-        score(f"ours, {'several nodes' if several else 'one node'}, systems", part.p.to_numpy(), part.t.to_numpy(), (part.low.to_numpy(), part.high.to_numpy()))
+        score(
+            f"ours, {'several nodes' if several else 'one node'}, systems",
+            part.p.to_numpy(),
+            part.t.to_numpy(),
+            (part.low.to_numpy(), part.high.to_numpy()),
+        )
     for form, label in forms.items():
         right = pairs(systems, {key[1:]: value for key, value in kept.items() if key[0] == form})
         print(f"larger is faster, {label}: right in {sum(right)} of {len(right)} pairs of a vendor's systems")
@@ -274,15 +298,18 @@ def pairs(systems: pd.DataFrame, found: dict[tuple[str, ...], float]) -> list[bo
 class Epochs:
     """How many samples a run takes, by the laws of ``rcp.py``, and what evaluations add to it."""
 
-    def __init__(self, folder: object, systems: pd.DataFrame) -> None:
+    def __init__(self, folder: object, model: Model) -> None:
         self.points = rcp.of_sizes(pd.read_csv(folder.parent / "mlperf_rcp" / "given.csv"))
         self.submitted = rcp.submissions(folder)
         self.spread = rcp.seeds(self.points)
-        runs = systems[systems.run_s > 0]
+        runs = described(pd.read_csv(folder / "runs.csv").query("status == 'success'"))
+        runs = runs[runs.kind == "H100"]
+        firsts = runs.groupby(["source", "org", "system", "benchmark"]).agg("first").reset_index()
+        firsts["run_s"] = runs.groupby(["source", "org", "system", "benchmark"]).run_s.median().to_numpy()
         self.over = {}
         for benchmark in ("resnet", "bert", "stable_diffusion"):
-            part = runs[runs.benchmark == benchmark]
-            took = [row.run_s / (row.step * self.samples(benchmark, row.batch)[0] / row.batch) for row in part.itertuples()]
+            part = firsts[firsts.benchmark == benchmark].itertuples()
+            took = [row.run_s * row.batch / np.exp(model.predict(row)[0]) / self.samples(benchmark, row.batch)[0] for row in part]
             self.over[benchmark] = float(np.median(took))
 
     def samples(self, benchmark: str, batch: float) -> tuple[float, float]:

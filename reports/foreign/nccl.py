@@ -280,6 +280,9 @@ def argonne(folder: object) -> None:
         middle = float(np.exp(np.log(found).mean()))
         out.append((middle, *around(middle, row)))
     rows = pd.concat([rows, pd.DataFrame(out, columns=["predicted", "low", "high"])], axis=1)
+    for _, part in rows[rows.system == "sirius"].groupby("setup"):  # another machine: between neighbouring sizes
+        logs = np.log(part[["predicted", "low", "high"]])
+        rows.loc[part.index, logs.columns] = np.exp(0.6 * logs + 0.2 * logs.shift(1).fillna(logs) + 0.2 * logs.shift(-1).fillna(logs))
     write("alcf_nccl", rows)
 
 
