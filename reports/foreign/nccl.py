@@ -38,11 +38,16 @@ def main() -> None:
 
 def takes_ring(num_bytes: int, nodes: int, where: str) -> bool:
     """Whether NCCL's comparison takes a ring, of the protocol Simple, for a buffer."""
+    return nodes > 2 and for_ring(num_bytes, nodes, where) > 1
+
+
+def for_ring(num_bytes: int, nodes: int, where: str) -> float:
+    """What a ring's bandwidth gains over a tree's, over what its latency costs."""
     ranks = GPUS * nodes
     power = num_bytes.bit_length() - 7
     correction = TREE_CORRECTION["Simple"][power] if power < len(TREE_CORRECTION["Simple"]) else 1.0
     of_ring = 0.92 * 2 * (ranks - 1) / ranks / 2
-    return nodes > 2 and num_bytes / 1e6 * (1 / (of_ring * correction) - 1) > PER_NODE[where] * nodes
+    return num_bytes / 1e6 * (1 / (of_ring * correction) - 1) / (PER_NODE[where] * nodes)
 
 
 class Laws:
@@ -138,9 +143,9 @@ def deviation(nodes: int, num_bytes: int, known: int) -> tuple[float, float]:
         own = 0.18 if num_bytes < 256 * MIB else 0.08
     else:
         own = 0.015
-    ranks = GPUS * nodes
-    near = 0.25 if num_bytes > 8 * MIB and MIB / 2 <= num_bytes / ranks <= 4 * MIB else 0.0
-    return np.hypot(own, near * min(doublings, 1)) + 0.025 * doublings, np.hypot(own, near * min(doublings, 1)) + 0.06 * doublings
+    near = 0.25 if num_bytes > 8 * MIB and MIB / 2 <= num_bytes / (GPUS * nodes) <= 4 * MIB else 0.0
+    near = 0.35 if nodes not in (1, 2, 4, 16) and 0.7 < for_ring(num_bytes, nodes, "alps") < 1.4 else near * min(doublings, 1)
+    return np.hypot(own, near) + 0.025 * doublings, np.hypot(own, near) + 0.06 * doublings
 
 
 def alps(folder: object) -> None:
@@ -157,7 +162,7 @@ def alps(folder: object) -> None:
         middle = laws[row.alike].predict(row.nodes, row.bytes)
         down, up = deviation(row.nodes, row.bytes, 16)
         if row.alike.startswith("FI_HMEM"):
-            up += 0.25
+            down, up = down + (0.3 if row.bytes >= 64 * MIB and row.nodes > 16 else 0.0), up + 0.25
         out.append((middle, middle * np.exp(-1.645 * down), middle * np.exp(1.645 * up)))
     rows = pd.concat([rows, pd.DataFrame(out, columns=["predicted", "low", "high"])], axis=1)
     _best(rows)
