@@ -166,7 +166,7 @@ class Model:
         of_others = 0.03 if len(own) else max(0.045, known.residual.std() if len(known) > 1 else 0.1)
         near = own if len(own) else known if len(known) else self.fitted_to[self.fitted_to.benchmark == row.benchmark]
         doublings = np.abs(np.log2(near.nodes / row.nodes)).min() if len(near) else 10
-        return at, WIDER * float(np.sqrt(variance + of_others**2 + (0.03 * doublings) ** 2))
+        return at, WIDER * float(np.sqrt(variance + of_others**2 + (0.045 * doublings) ** 2))
 
 
 def _names(systems: pd.DataFrame) -> list[str]:
