@@ -147,7 +147,8 @@ class Meeting:
     def __exit__(self, failed: object, *_: object) -> None:
         if failed is None:
             _largest(self.process, self._device, 0.0)  # all have read everything
-            for key in self.store.list_keys() if self.process.rank() == 0 else ():  # gloo's own among them
+            can_list = hasattr(self.store, "list_keys")  # from torch 2.8 on
+            for key in self.store.list_keys() if can_list and self.process.rank() == 0 else ():  # gloo's own among them
                 self.store.delete_key(key)
 
     def decide(self, own: Any, decision: Callable[[list[Any]], Any]) -> Any:
