@@ -438,7 +438,7 @@ class Engine:
         return output
 
     def hear_backward(self) -> None:
-        """Let a backward's first gradient tell of it: no output of the model does, or the backward comes within the forward, and ends it."""
+        """Let the first gradient tell of a backward: no output of the model does, or it comes within the forward, and ends it."""
         if self._phase in ("forward", "kept", "update"):
             self.stopwatch.forward_ends()
         if self._hidden is None:
