@@ -169,7 +169,8 @@ class LayerClock:
         return hook
 
     def _on_gradient(self, name: str, _parameter: torch.Tensor) -> None:
-        if self._step is not None and not self._in_forward:
+        if self._step is not None:
+            self._forward_ends()  # a backward within it, as in Lightning's manual optimization
             self._step.ready[name] = self._clock.mark()
 
 

@@ -122,8 +122,7 @@ class Engine:
         self._device = self._members[0].device
         self._dtype = self._members[0].dtype
         self.stopwatch = Stopwatch(communicators.rank, keep_times, clock_of(self._device), strategy.fetch_every_n_steps)
-        self.step = first_step - 1
-        self._record = record
+        self.step, self._record = first_step - 1, record
         self._initial: State | None = None
         self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast)
         self._phase = "idle"
@@ -434,12 +433,14 @@ class Engine:
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         for tensor in outputs:
             tensor.register_hook(partial(self._backward_begins, num_moves=self._num_moves))
-        if not outputs and self.model.training:  # an object hides them
-            self.hear_backward()
+        if not outputs and self.model.training:
+            self.hear_backward()  # an object hides them
         return output
 
     def hear_backward(self) -> None:
-        """Let a backward's first gradient tell of it: no output of the model does, or the backward comes within the forward."""
+        """Let the first gradient tell of a backward: no output of the model does, or it comes within the forward, and ends it."""
+        if self._phase in ("forward", "kept", "update"):
+            self.stopwatch.forward_ends()
         if self._hidden is None:
             self._hidden = register_multi_grad_hook(self._members, self._backward_begins, mode="any")
 
