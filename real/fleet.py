@@ -119,7 +119,7 @@ class Fleet:
         """On a server: serve until all trainers have ended.
 
         With ``save_to``, it writes its part of the parameters there at the end, and every ``save_every_s`` seconds.
-        Raises ``WorkerFailed`` naming the trainer without which synchronous training cannot go on.
+        Raises ``WorkerFailed`` naming the trainer without which the job cannot go on.
         """
         return self._with_servers("fleet.run_server").run_server(None if save_to is None else Path(save_to), save_every_s)
 

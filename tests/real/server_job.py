@@ -191,26 +191,17 @@ def served(k_steps: int = 0, **configs: Any) -> DistributedStrategy:
 SYNCHRONOUS = DistributedStrategy(mode="ps")
 
 
-class Proxy(threading.Thread):
-    """Passes bytes on to a server, both ways. ``close`` ends it."""
+class SlowProxy(threading.Thread):
+    """Passes bytes on to a server, both ways, so many a second. ``close`` ends it, and breaks its connections."""
 
-    buffer_bytes: int | None = None
-    """Of what a trainer has sent and nobody has read; none: as the system has it."""
-
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, bytes_per_s: float) -> None:
         super().__init__(daemon=True)
-        self._target = (target.partition(":")[0], int(target.partition(":")[2]))
+        self._target, self._bytes_per_s = (target.partition(":")[0], int(target.partition(":")[2])), bytes_per_s
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._others: dict[socket.socket, socket.socket] = {}
         self._closing = False
         self.start()
-
-    def passes(self, near: socket.socket, far: socket.socket, data: bytes) -> bool:
-        """Send ``data`` from one end of a connection to the other, or what is to become of it; whether the connection stays."""
-        del near
-        far.sendall(data)
-        return True
 
     def run(self) -> None:
         """Pass on until ``close``."""
@@ -234,8 +225,7 @@ class Proxy(threading.Thread):
 
     def _connect(self, selector: selectors.BaseSelector) -> None:
         near, _ = self._listener.accept()
-        if self.buffer_bytes is not None:
-            near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self.buffer_bytes)
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # no more waits here unread
         far = socket.create_connection(self._target)
         self._others |= {near: far, far: near}
         for end in (near, far):
@@ -244,26 +234,13 @@ class Proxy(threading.Thread):
     def _pass_on(self, end: socket.socket) -> bool:
         try:
             data = end.recv(1 << 14)
-            return bool(data) and self.passes(end, self._others[end], data)
+            time.sleep(len(data) / self._bytes_per_s)
+            self._others[end].sendall(data)
         except OSError:
             return False
+        return bool(data)
 
     def close(self) -> None:
         """Hang up for good."""
         self._closing = True
         self.join(PATIENCE_S)
-
-
-class SlowProxy(Proxy):
-    """Passes everything on, so many bytes a second."""
-
-    buffer_bytes = 1 << 16
-
-    def __init__(self, target: str, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        super().__init__(target)
-
-    def passes(self, near: socket.socket, far: socket.socket, data: bytes) -> bool:
-        """Slow down every read."""
-        time.sleep(len(data) / self._bytes_per_s)
-        return super().passes(near, far, data)

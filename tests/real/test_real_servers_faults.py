@@ -134,6 +134,23 @@ def test_a_server_that_hangs_is_named(strategy: DistributedStrategy, monkeypatch
             keep_on(model, optimizer, training, 10**6)
 
 
+def test_a_connection_that_breaks_is_not_replaced() -> None:
+    """The server lives: the trainer raises at once, nothing is sent again, and what had come before counts once."""
+    with job(1, 1) as running:
+        proxy = SlowProxy(running.endpoints[0], bytes_per_s=1e9)
+        try:
+            model, optimizer, training = counting(running, 0, served(), endpoints=[proxy.endpoint])
+            for _ in range(10):
+                add(model, optimizer, 0, 1.0, 1.0)
+            training.flush()
+        finally:
+            proxy.close()
+        with pytest.raises(WorkerFailed, match="server 0: its connection has broken"):
+            keep_on(model, optimizer, training, 10**6)
+        assert running.threads[0].is_alive()
+        assert torch.equal(running.dense(), torch.full((3,), -10.0))
+
+
 @pytest.mark.parametrize("strategy", [served(), served(2)], ids=["asynchronous", "geo_sgd"])
 def test_leaving_a_server_that_has_died_raises(strategy: DistributedStrategy) -> None:
     """The trainer names it; the other server lets the trainer go."""
