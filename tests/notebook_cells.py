@@ -35,7 +35,11 @@ def value_of(source: str, names: dict[str, Any]) -> Any:
 
 
 SMALLER = {
-    "01_quickstart": [("tune.trials=12", "tune.trials=4"), ("tune.leg_steps=20", "tune.leg_steps=10")],
+    "01_quickstart": [
+        ("tune.trials=12", "tune.trials=4"),
+        ("tune.leg_steps=20", "tune.leg_steps=10"),
+        ('"tune.pairs=8"', '"tune.pairs=3", "tune.target_seeds=1"'),
+    ],
     "02_stragglers": [("steps = 200", "steps = 64"), ("64,128,256", "64")],
     "03_communication": [("repeat=96", "repeat=16"), ("1,8,16,32,64,128,400", "1,32,400")],
     "04_local_steps": [("steps = 240", "steps = 72"), ("eval_every = 12", "eval_every = 24")],
