@@ -96,7 +96,7 @@ class StragglerFit(Config):
     quantiles: tuple[Nanoseconds, ...] = ()
     """Compute in a rank's step, at 50, 95 and 99 %."""
     slowest_quantiles: tuple[Nanoseconds, ...] = ()
-    """The same of the slowest rank's step."""
+    """Compute in the slowest rank's step, at 50, 95 and 99 %."""
 
     @classmethod
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:

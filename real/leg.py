@@ -37,4 +37,3 @@ class Leg(Config):
     """While measuring layer times: take fewer steps where all of them would last longer, but three at least."""
     endpoints: tuple[str, ...] = ()
     """``host:port`` of every parameter server; a session fills it in."""
-    """The servers'."""

@@ -1,4 +1,4 @@
-"""What torch had under other names, or not at all, from 2.6 on."""
+"""Names and functions that torch has only from some version after 2.6 on, with substitutes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ import torch.distributed as dist
 from torch import nn
 
 _SHARED_AT = "fleetbench/second connection"
-_functions: Any = dist
-all_gather_single: Callable[..., Any] = (
-    dist.all_gather_single if hasattr(dist, "all_gather_single") else _functions.all_gather_into_tensor  # before 2.13
+ALL_GATHER, REDUCE_SCATTER = (
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist, "all_gather_single")
+    else ("all_gather_into_tensor", "reduce_scatter_tensor")  # before torch 2.13
 )
-reduce_scatter_single: Callable[..., Any] = (
-    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else _functions.reduce_scatter_tensor  # before 2.13
-)
-
-
-_GLOO_AVERAGES = hasattr(_functions.Store, "clone")
-"""Both are of torch 2.8."""
+"""Names of functions of ``torch.distributed``."""
+_GLOO_AVERAGES = hasattr(dist.Store, "clone")  # type: ignore[attr-defined]  # missing from __all__ only
+"""Whether gloo has ``ReduceOp.AVG``: it came with torch 2.8, as ``Store.clone`` did, which can be looked up."""
 
 
 def average(tensor: torch.Tensor, ranks: int, *, group: dist.ProcessGroup | None, async_op: bool = False) -> dist.Work | None:
-    """Leave the mean over a group of so many ranks in ``tensor``; where gloo knows no mean, by a sum of what was divided before."""
+    """All-reduce ``tensor`` to its mean over the group's ranks. Where gloo has no mean, ``tensor`` is divided first, and summed."""
     op = dist.ReduceOp.AVG
-    if tensor.device.type == "cpu" and not _GLOO_AVERAGES:
+    if not _GLOO_AVERAGES and "gloo" in dist.get_backend_config(group):
         tensor.div_(ranks)
         op = dist.ReduceOp.SUM
     work: dist.Work | None = dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
@@ -49,7 +46,8 @@ _TO_IGNORE = "_ddp_params_and_buffers_to_ignore"
 def without_first_sync(module: nn.Module) -> Iterator[dict[str, Any]]:
     """Arguments by which a DistributedDataParallel that is made inside leaves the module's buffers as each rank has them.
 
-    Before torch 2.8 it has none for that; it then skips buffers that it is told to ignore, and sends rank 0's parameters.
+    Before torch 2.8 it has none for that. It then skips buffers that it is told to ignore, and sends rank 0's parameters: all ranks make it
+    at the same place, and their parameters are equal already.
     """
     from torch.nn.parallel import DistributedDataParallel  # which may be on its way in when this module is imported
 
@@ -74,9 +72,10 @@ def second_connection(store: Any, rank: int) -> Any:
     """
     if hasattr(store, "clone"):
         return store.clone()
+    key = f"{_SHARED_AT}/{store.add(f'{_SHARED_AT}/calls/{rank}', 1)}"
     if rank == 0:
-        store.set(_SHARED_AT, secrets.token_hex(8))
-    prefix = store.get(_SHARED_AT).decode()
+        store.set(key, secrets.token_hex(8))
+    prefix = store.get(key).decode()
     stores: Any = dist  # whose stores are missing from __all__
     base = store._underlying_non_prefix_store if isinstance(store, stores.PrefixStore) else store  # noqa: SLF001  # torch has no public name for it
     if isinstance(base, stores.TCPStore):

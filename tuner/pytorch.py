@@ -22,7 +22,7 @@ _OF_PYTORCH = re.compile(
 _CALLS: dict[Library, str] = {
     "Accelerate": "Accelerator(..., kwargs_handlers=[DistributedDataParallelKwargs({})])",
     "Lightning": "Trainer(..., strategy=DDPStrategy({}))",
-    "fleet": "DistributedStrategy(..., {})",
+    "fleet": "DistributedStrategy(..., {})",  # of the searched ones broadcast_buffers alone, which has the same name
 }
 """How a library is given arguments of DistributedDataParallel."""
 _HOOKS: dict[Library, str] = {
@@ -121,6 +121,8 @@ def in_words_of(library: Library, text: str) -> str:
         if library == "Trainer" and name:
             prefix = "ddp_" if name == "DistributedDataParallel" else "dataloader_"
             return f"TrainingArguments(..., {prefix}{given.replace(', ', f', {prefix}')})"
+        if wire and library == "Trainer":
+            return f"fleetbench launch --strategy FILE -- COMMAND, FILE with {wire}_allreduce = true"
         if wire and library in _HOOKS:
             given = _HOOKS[library].format(wire, wire.upper())
         return _CALLS[library].format(given) if given and library in _CALLS and name != "DataLoader" else call[0]

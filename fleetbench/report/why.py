@@ -105,7 +105,7 @@ def label_of(share: Share, steady_rank: int | None) -> str:
 
 
 def _plain_label(kind: Kind, *, waits: bool, rare: bool) -> str:
-    """The same, whichever rank is waited for."""
+    """Label of a share's line that names no rank."""
     return "work in some steps only" if rare else "waiting for each other" if waits else _LABELS[kind]
 
 
@@ -170,11 +170,13 @@ def changes_since(found: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str,
     changed: dict[str, float] = {}
     for each, sign in ((found, 1), (old, -1)):
         for share in each["shares"]:
-            what = _plain_label(share["kind"], waits=share["rank"] is not None, rare=share["period"] is not None)
+            waits = share["rank"] is not None and share["period"] is None
+            what = "waiting for other ranks" if waits else _plain_label(share["kind"], waits=False, rare=share["period"] is not None)
             changed[what] = changed.get(what, 0.0) + sign * share["seconds"]
     kept = sorted((what for what in changed if abs(changed[what]) >= _CHANGED * old["step_s"]), key=lambda what: -abs(changed[what]))
     return {
         "step_s": [old["step_s"], found["step_s"]],
+        "slower": found["step_s"] / old["step_s"] - 1,
         "is_same_job": all(found[name] == old[name] for name in ("command", "ranks")),
         "parts": {what: changed[what] for what in kept},
     }
@@ -183,7 +185,7 @@ def changes_since(found: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str,
 def text_of_changes(since: Mapping[str, Any], width: int) -> str:
     """``changes_since`` for a terminal."""
     before_s, step_s = since["step_s"]
-    lines = [f"since then: a step takes {milliseconds(before_s)} -> {milliseconds(step_s)} ms ({100 * (step_s / before_s - 1):+.1f} %)"]
+    lines = [f"since then: a step takes {milliseconds(before_s)} -> {milliseconds(step_s)} ms ({100 * since['slower']:+.1f} %)"]
     lines += [] if since["is_same_job"] else ["  note: that was another command, or another number of ranks"]
     for what, changed_s in since["parts"].items():
         lines += _wrapped(f"{milliseconds(changed_s, sign=True):>8} ms  {what}", width, "  ", "    ")

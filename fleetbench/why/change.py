@@ -13,6 +13,5 @@ class DdpChange(Config):
     """MiB."""
     find_unused_parameters: bool | None = None
     broadcast_buffers: bool | None = None
-    gradient_as_bucket_view: bool | None = None
     threads: int | None = None
     """Threads of torch for one operation."""

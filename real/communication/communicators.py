@@ -25,7 +25,7 @@ from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.plan.groups import Parts, part_of, queue_depth, world_of
 from fleetbench.strategy import DistributedStrategy
 from real.communication.lanes import InlineLane, Lane, Started, StreamLane, ThreadLane, host_reads
-from real.older_torch import all_gather_single, average, reduce_scatter_single
+from real.older_torch import ALL_GATHER, REDUCE_SCATTER, average
 from real.processes.failures import CollectiveFailed
 
 _ROUNDS = 4
@@ -326,11 +326,11 @@ class Communicators:
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, group: str, communicator: int) -> None:
         """Put this rank's piece of the sum of ``whole`` into ``own``; ``whole`` is as many of it as the part has ranks."""
-        self._run(partial(reduce_scatter_single, own, whole), group, communicator)
+        self._run(partial(getattr(dist, REDUCE_SCATTER), own, whole), group, communicator)
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: str, communicator: int) -> None:
         """Put all ranks' ``own``, in the part's order, into ``whole``."""
-        self._run(partial(all_gather_single, whole, own), group, communicator)
+        self._run(partial(getattr(dist, ALL_GATHER), whole, own), group, communicator)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, communicator: int) -> None:
         """Give every rank its piece of ``sent``, which is cut along its first dimension; ``received`` is all ranks' pieces for this one."""

@@ -49,6 +49,7 @@ _LONGEST = 2000
 _LEFT_EARLY = "has ended while others still train: its script left early, as by sys.exit, or had fewer batches"
 _OF_PEERS = (
     *("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Wait timeout", "wait timeout"),
+    "caused by a remote worker crashing",  # gloo's words, also of a pipe that is broken
     *("NCCL communicator was aborted", "Broken pipe"),
 )
 """In messages of torch.distributed that tell of another rank's end, or that it does not come."""

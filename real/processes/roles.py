@@ -39,7 +39,7 @@ STARTUP = "FLEETBENCH_STARTUP_TIMEOUT"
 """Environment variable with the seconds that a server or trainer of ``fleetbench launch --servers`` waits for the others to come."""
 
 TUNING = "FLEETBENCH_TUNING"
-"""Environment variable with a job's folder, in a user's script that ``fleetbench profile -- COMMAND`` or ``tune -- COMMAND`` drives."""
+"""Environment variable with a job's folder, in a user's script that ``fleetbench profile``, ``tune`` or ``why -- COMMAND`` drives."""
 
 WHY = "FLEETBENCH_WHY"
 """Environment variable of a command that ``fleetbench why`` looks at: DistributedDataParallel stays as it is."""

@@ -57,6 +57,7 @@ class ParameterServer:
         self._state_before = ServerState()  # until there is a role
         self._ended_early: set[int] = set()  # trainers that ended well before there was a role
         self._peers: dict[bytes, int] = {}  # ranks by connection
+        self._joined: dict[int, bytes] = {}  # the connection by which a rank has joined
         self._waiting: dict[tuple[int, str], Request] = {}  # by the rank, and the kind of the answer
         self._arrived: dict[int, Request] = {}
         self._request: Request  # the last that the role was told of
@@ -196,6 +197,8 @@ class ParameterServer:
                 self._answer(request, "save", (error.encode(),))
             case "leave":
                 self._answer(request, "leave")
+                if self._joined.get(head.rank) == request.identity:
+                    del self._joined[head.rank]
                 self._tell(Message("trainer", head.rank, "leave"))
             case "counts":
                 self._answer(request, "counts")
@@ -233,9 +236,12 @@ class ParameterServer:
             why = f"trainers and servers ({own[0]} and {own[1]} on the server, {told[0]} and {told[1]} on the trainer)"
         elif self.shard is not None:  # a checkpoint's rules may be another job's
             why = differences(self.shard.spec, spec, model_only=self.role is None)
+        why = why and f"it differs in {why}"
+        if not why and self._joined.setdefault(rank, request.identity) != request.identity:
+            why = f"another process has joined as rank {rank}: is the job started twice?"
         if why:
-            self._say(f"trainer {rank} is refused: it differs in {why}")
-            self._answer(request, "refused", (f"it differs in {why}".encode("utf-8", "backslashreplace"),))
+            self._say(f"trainer {rank} is refused: {why}")
+            self._answer(request, "refused", (why.encode("utf-8", "backslashreplace"),))
             return
         if self.role is None:
             self._begin(spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
 import threading
@@ -24,18 +25,19 @@ from fleetbench.why.observed import Loader
 from fleetbench.why.shares import Kind
 
 _COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast",
-    "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor",
-    "scatter",
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
 )  # fmt: skip
 """Functions of ``torch.distributed`` that a script calls by itself."""
 _SAMPLES_PER_S = 50.0
 _MOST_BACKWARDS = 16
 """Backwards of all models between two forwards of one."""
 _OURS = ("fleetbench", "real", "sim", "tuner")
-_TORCH = str(Path(torch.__file__).parent)
-_BELOW = (str(Path(threading.__file__).parent), *(str(Path(__file__).parents[2] / name) for name in _OURS), _TORCH, "<")
-"""Begins the files of Python, of this project and of torch."""
+_OWN = tuple(f"{folder}{os.sep}" for folder in (*(Path(__file__).parents[2] / name for name in _OURS), Path(torch.__file__).parent))
+"""Begins the files of this project and of torch, also where both are installed."""
+_BELOW = (str(Path(threading.__file__).parent), *_OWN, "<")
+"""Begins these, and the files of Python."""
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
 """Begins the files of an installed package, its group."""
 clock = time.time_ns
@@ -212,7 +214,7 @@ def _lines(frame: FrameType | None) -> Iterator[tuple[str, str]]:
     called: list[tuple[str, FrameType]] = []
     while frame is not None:
         file = frame.f_code.co_filename
-        installed = None if file.startswith(_TORCH) else _INSTALLED.match(file)
+        installed = None if file.startswith(_OWN) else _INSTALLED.match(file)
         if installed is not None:
             called.append((installed[1], frame))
         elif not file.startswith(_BELOW):

@@ -15,6 +15,8 @@ from real.compute.living import living_hook
 from real.engine.engine import Engine
 from real.why.following import observer_of
 
+_HOOKS = "_hooks_of_fleetbench_why"
+
 
 class FleetModel:
     """Hooks a model: its forwards are told to the process's observer. Every rank makes it."""
@@ -28,8 +30,12 @@ class FleetModel:
         self.group: Any = dist.new_group()  # what the engine has in flight stays in order
         self.device_type = next(self.module.parameters()).device.type
         self._open: list[AbstractContextManager[None]] = []
-        self.module.register_forward_pre_hook(living_hook(self._begins), prepend=True, with_kwargs=True)
-        self.module.register_forward_hook(living_hook(self._ends), always_call=True)
+        for handle in self.module.__dict__.pop(_HOOKS, ()):  # of an engine before
+            handle.remove()
+        self.module.__dict__[_HOOKS] = [
+            self.module.register_forward_pre_hook(living_hook(self._begins), prepend=True, with_kwargs=True),
+            self.module.register_forward_hook(living_hook(self._ends), always_call=True),
+        ]
 
     def change(self, change: DdpChange) -> None:
         """Of ``change``, threads alone."""

@@ -114,7 +114,7 @@ class LivingDdp:
                 process_group=self._ddp.process_group,
                 bucket_cap_mb=cap if change.bucket_cap_mb is None else change.bucket_cap_mb,
                 find_unused_parameters=_or(change.find_unused_parameters, own["find_unused_parameters"]),
-                gradient_as_bucket_view=_or(change.gradient_as_bucket_view, own["gradient_as_bucket_view"]),
+                gradient_as_bucket_view=own["gradient_as_bucket_view"],
                 static_graph=own["static_graph"],
                 **newer,
                 **given,

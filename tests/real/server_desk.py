@@ -57,11 +57,15 @@ class Desk:
         """The role's."""
         return self.server._state
 
-    def say(self, kind: str, rank: int = 0, tensors: Sequence[Tensor] = (), **fields: float) -> list[tuple[str, int]]:
+    def say(
+        self, kind: str, rank: int = 0, tensors: Sequence[Tensor] = (), *, connection: bytes | None = None, **fields: float
+    ) -> list[tuple[str, int]]:
         """Kind and rank of what the server sends when this comes from ``rank``, or about it from a launcher."""
         head = Head(kind, rank, **fields)  # type: ignore[arg-type]  # fields of a head
         self._sent.clear()
-        self.server._hear(b"%d" % rank, head, [memoryview(tensor).cast("B") if len(tensor) else memoryview(b"") for tensor in tensors])
+        self.server._hear(
+            connection or b"%d" % rank, head, [memoryview(tensor).cast("B") if len(tensor) else memoryview(b"") for tensor in tensors]
+        )
         return [(head.kind, head.rank) for head, _ in self._sent]
 
     def said(self, kind: str) -> list[bytes]:

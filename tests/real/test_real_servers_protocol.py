@@ -106,6 +106,16 @@ def test_whoever_joins_is_told_how_often_a_server_has_updated() -> None:
         assert [(head.kind, head.version) for head, _ in server._sent] == [("ready", 1)]
 
 
+def test_a_second_process_of_a_rank_is_refused() -> None:
+    """A job that is started twice trains with the first of each rank; a rank that has left may join again."""
+    with desk() as server:
+        server.enter(0, 1)
+        assert server.say("join", 1, [server.spec.to_json()], connection=b"another") == [("refused", 1)]
+        assert server.said("refused") == [b"another process has joined as rank 1: is the job started twice?"]
+        server.say("leave", 1)
+        assert server.say("join", 1, [server.spec.to_json()], connection=b"another") == [("ready", 1)]
+
+
 def test_a_barrier_is_met_by_all() -> None:
     """Nobody is answered before the last has come, and the next one needs all of them again."""
     with desk() as server:

@@ -26,7 +26,7 @@ CHANGES = (
     DdpChange(bucket_cap_mb=0.004),
     DdpChange(find_unused_parameters=True),
     DdpChange(broadcast_buffers=False),
-    DdpChange(gradient_as_bucket_view=True, bucket_cap_mb=0.01),
+    DdpChange(bucket_cap_mb=0.01),
     DdpChange(),
 )
 
@@ -95,7 +95,6 @@ def changes() -> dict[str, Any]:
                 settings = CHANGES[number // 2]
                 assert settings.find_unused_parameters in (None, model.find_unused_parameters)
                 assert settings.broadcast_buffers in (None, model.broadcast_buffers)
-                assert settings.gradient_as_bucket_view in (None, model.gradient_as_bucket_view)
             own.append(step(model, optimizer, number))
         losses.append(own)
         at_last = encode(LivingDdp(model).described(buffers_change=True)) | {"bucket_nbytes": None}

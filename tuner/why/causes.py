@@ -297,7 +297,8 @@ def _threads(seen: Seen) -> Iterator[Cause]:
         what = f"{counted(ranks, 'rank')} with {counted(log.threads, 'thread')} each leave most of {log.cores} cores idle"
     else:
         return
-    yield Cause(name="threads", what=what, shares=(), remedy=f"OMP_NUM_THREADS={fair}", change=DdpChange(threads=fair), spares=False)
+    remedy = f"DistributedStrategy(..., thread_num={fair})" if log.library == "fleet" else f"OMP_NUM_THREADS={fair}"
+    yield Cause(name="threads", what=what, shares=(), remedy=remedy, change=DdpChange(threads=fair), spares=False)
 
 
 def _own_s(seen: Seen, rank: int, kind: Kind) -> float:

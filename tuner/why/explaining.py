@@ -129,7 +129,7 @@ def _all_s(causes: Sequence[Cause], seen: Seen, simulated: Simulated | None) -> 
 
 def _notes(log: RankLog, foreign_cores: float | None) -> Iterator[str]:
     if log.library == "fleet":
-        yield "fleet's strategy exchanges the gradients: no remedy is simulated or tried here"
+        yield "fleet's strategy exchanges the gradients: nothing is simulated, and of remedies only threads are tried"
     if log.num_models > 1:
         yield f"{log.num_models} models train: parts are of all, buckets and remedies of the first alone"
     if is_busy(foreign_cores):
@@ -137,16 +137,16 @@ def _notes(log: RankLog, foreign_cores: float | None) -> Iterator[str]:
 
 
 def _alone(job: LookedAt, step_s: float, notes: list[str], tell: Progress) -> Readiness | None:
-    """What compute takes where nothing is exchanged, with parameters that any rank does not use; None if the script ends.
+    """Compute in steps without an exchange, with the parameters that got no gradient on any rank.
 
-    None, too, where that is longer than a step.
+    None if the script ends, or if that compute takes more than 1.1 of a step.
     """
     parts = job.look(Look(what="alone", steps=_ALONE, warmup_steps=2, max_s=_ALONE_S), lambda *at: tell("alone", *at))
     if job.is_over:
         return None
     found = [decode(part["alone"], Readiness, "alone") for part in parts]
     if (found[0].forward_ns + found[0].backward_ns) * 1e-9 > _LONGEST_ALONE * step_s:
-        notes.append("steps without an exchange took longer than those with it, beside other programs: nothing is simulated")
+        notes.append("steps without an exchange took longer than steps with one, probably beside other programs: nothing is simulated")
         return None
     return replace(found[0], unused=tuple(sorted({name for each in found for name in each.unused})))
 

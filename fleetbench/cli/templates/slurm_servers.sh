@@ -42,7 +42,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export {{ key }}={{ value | sh }}
 {% endfor %}
 
-
 # One launcher a node, each of which finds itself in the lists. They end by themselves, and name the same culprit.
 # exec: the signal that comes before the time is up goes to the step itself.
 exec srun --overlap --kill-on-bad-exit=0 --wait=0 --nodes={{ hosts }} --ntasks={{ hosts }} --ntasks-per-node=1 --cpus-per-task={{ cores or '"$SLURM_CPUS_ON_NODE"' }} \
