@@ -136,7 +136,7 @@ HOOK = "model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hoo
             "DataLoader(..., num_workers=2, persistent_workers=True)",
             "TrainingArguments(..., dataloader_num_workers=2, dataloader_persistent_workers=True)",
         ),
-        ("Trainer", HOOK, HOOK),
+        ("Trainer", HOOK, "fleetbench launch --strategy FILE -- COMMAND, FILE with fp16_allreduce = true"),
         (
             "Accelerate",
             "DistributedDataParallel(..., broadcast_buffers=False)",
