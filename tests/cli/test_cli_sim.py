@@ -172,7 +172,7 @@ def test_ctrl_c_ends_a_simulation_at_once(experiment: Files, tmp_path: Path) -> 
             time.sleep(1.5)
             assert process.poll() is None
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=20)
+            out, err = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 130
