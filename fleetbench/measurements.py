@@ -79,7 +79,7 @@ class GradientNoise(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerFit(Config):
-    """What makes measured steps differ: a factor per rank and blocks of consecutive steps, and what they say in words."""
+    """Stragglers of measured steps: a factor per rank, blocks of consecutive steps, and a description in words."""
 
     statements: tuple[str, ...]
     """What was found, and what could not be."""

@@ -297,7 +297,7 @@ def _slowest(experiment: Experiment) -> float:
 
 
 def communication_of(experiment: Experiment) -> Communication | None:
-    """What the profile that the experiment names knows of communication."""
+    """Measured costs of communication, from the profile that the experiment names."""
     profile = profile_of(experiment)
     return None if profile is None else profile.communication
 

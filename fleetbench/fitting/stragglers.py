@@ -25,7 +25,7 @@ from fleetbench.traces import FORMAT, UNITS, by_rank_and_step, compute_columns, 
 from fleetbench.units import seconds
 
 SHARES = (0.5, 0.95, 0.99)
-"""Of steps, at which a fit has quantiles."""
+"""Percentages of the steps at which a fit has quantiles."""
 LEAST_STEPS = 5
 """Fewer steps of a rank do not tell how steps differ."""
 LEAST_FOR_RANKS = 20

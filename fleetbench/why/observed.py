@@ -10,7 +10,7 @@ from fleetbench.config import Config, decode
 from fleetbench.why.shares import Kind
 
 Library = Literal["", "Trainer", "Accelerate", "Lightning", "fleet"]
-"""What has wrapped a script's model; empty: the script."""
+"""Library that has wrapped a script's model; empty: the script itself did."""
 
 
 class Event(NamedTuple):
@@ -91,7 +91,8 @@ class RankLog:
     """DDP models whose forward has run."""
     scales_loss: bool = False
     """Whether a GradScaler steps, which may skip a step on one rank alone."""
-    library: Library = ""
+    wrapper: Library = ""
+    """Library that has wrapped the model."""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> RankLog:

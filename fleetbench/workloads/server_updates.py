@@ -202,7 +202,7 @@ class ParameterShard:
                     flags[rows.numpy()] = True
 
     def parameters(self, rank: int) -> list[Array]:
-        """What a pull is answered with: dense numbers, then of each table the rows that others changed, and their values."""
+        """The answer to a pull: dense numbers, then for each table the rows that others changed, and their values."""
         found = [self.dense.copy()]
         for flags, table in zip(self._changed[rank] if self._changed else (), self.tables, strict=False):
             rows = np.flatnonzero(flags).astype(ROW)

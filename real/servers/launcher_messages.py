@@ -1,4 +1,4 @@
-"""What a launcher tells servers about trainers, and what a process leaves for its launcher when another process ends it."""
+"""Launchers' messages to servers about trainers, and the note that a process leaves for its launcher when another one ends it."""
 
 import json
 import os

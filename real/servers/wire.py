@@ -21,7 +21,7 @@ Tensor = np.ndarray | bytes
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a message is; fields that a kind does not use are 0. An answer has its request's kind, or one of its own."""
+    """Header of a message; fields that a kind does not use are 0. An answer has its request's kind, or one of its own."""
 
     kind: str
     rank: int = 0

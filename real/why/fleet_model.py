@@ -38,11 +38,11 @@ class FleetModel:
         ]
 
     def change(self, change: DdpChange) -> None:
-        """Of ``change``, threads alone."""
+        """Apply the number of threads; the strategy has all other settings."""
         torch.set_num_threads(change.threads or self._threads)
 
     def described(self, *, buffers_change: bool) -> Model:
-        """What is trained, and in which buckets it is exchanged."""
+        """The model as the observer reports it: bytes, buckets, buffers and type."""
         plan = self._engine.plan
         return Model(
             nbytes=sum(bucket.nbytes for bucket in plan.buckets),

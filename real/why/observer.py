@@ -68,7 +68,7 @@ class Observer:
         self._beats = BeatWriter(self._folder.beats, self._rank)
         self._folder.join(self._rank, dist.get_world_size(), Place.here().host)
         note_attached()
-        self._library = library_of(model)
+        self._wrapper = library_of(model)
         self._events: Events | None = None
         self._is_alone = False
         self._models: list[nn.Module] = []
@@ -200,7 +200,7 @@ class Observer:
             can_change=self._living.can_change,
             scales_loss=events.scales_loss,
             num_models=len(self._models),
-            library=self._library,
+            wrapper=self._wrapper,
         )
         after = before if is_over else (clock(), self._ahead_ns())
         return {"complete": not is_over, "log": asdict(log.aligned(before, after))}

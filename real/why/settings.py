@@ -19,7 +19,7 @@ _PLAIN = ("", "None", "N/A")
 
 
 def library_of(model: nn.Module) -> Library:
-    """What has wrapped a model, whose forward begins."""
+    """The library that has wrapped a model; called as its forward begins."""
     if not isinstance(model, DistributedDataParallel):
         return "fleet"
     calls = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)]

@@ -312,3 +312,31 @@ def test_a_candidate_that_reached_the_target_and_failed_later_did_reach_it(tmp_p
     assert found.verdict == "KEEP DEFAULT"
     assert "out of memory" in found.reason
     assert "no strategy that was tried" not in found.reason
+
+
+@pytest.mark.slow
+def test_a_step_is_judged_first_where_the_budget_has_no_room_for_seeds(tmp_path: Path) -> None:
+    """K = 16 promises most and would take ten runs to the target; small buckets train like the default, and gain a little for sure.
+
+    Without a budget it is K = 16 that is compared, and used.
+    """
+    fast = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=16))
+    tried = {"default": DistributedStrategy(), "fast": fast, "fused": DistributedStrategy(fuse_grad_size_in_MB=1.0)}
+    arms = [Arm(name=name, strategy=strategy, simulated_s=0.01) for name, strategy in tried.items()]
+
+    def seconds(strategy: DistributedStrategy) -> float:
+        return 0.006 if strategy == fast else 0.0114 if strategy == tried["fused"] else 0.012
+
+    found = {}
+    for name, minutes in (("small", 4.0), ("none", None)):
+        experiment = target_experiment(budget_minutes=minutes, local_steps=(1,), pairs=8)
+        experiment = experiment.replace(run=replace(experiment.run, device="cpu"))
+        runner = FakeRunner(experiment, seconds, updates=lambda leg: 80.0 + (leg.seed or 0))
+
+        def clock(runner: FakeRunner = runner) -> float:
+            return sum(one.steps + one.warmup_steps for one in runner.legs) / 2
+
+        legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path / name, step_s=0.5, clock=clock)
+        found[name] = verify(experiment, arms, legs)
+    assert [(one.verdict, one.finalist) for one in found.values()] == [("USE", "fused"), ("USE", "fast")]
+    assert found["small"].to_target is None

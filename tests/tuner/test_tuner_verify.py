@@ -558,27 +558,6 @@ def test_a_budget_has_fewer_seeds(tmp_path: Path) -> None:
     assert left_s / 60 < minutes < 2 * left_s / 60
 
 
-@pytest.mark.slow
-def test_a_step_is_judged_first_where_the_budget_has_no_room_for_seeds(tmp_path: Path) -> None:
-    """K = 16 promises most and would take ten runs to the target; small buckets train like the default, and gain a little for sure.
-
-    Without a budget it is K = 16 that is compared, and used.
-    """
-    found = {}
-    for name, minutes in (("small", 4.0), ("none", None)):
-        experiment = target_experiment(budget_minutes=minutes, local_steps=(1,), pairs=8)
-        experiment = experiment.replace(run=replace(experiment.run, device="cpu"))
-        runner = FakeRunner(experiment, by_local_steps, updates=lambda leg: 80.0 + (leg.seed or 0))
-
-        def clock(runner: FakeRunner = runner) -> float:
-            return sum(one.steps + one.warmup_steps for one in runner.legs) / 2
-
-        legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path / name, step_s=0.5, clock=clock)
-        found[name] = verify(experiment, arms(fast=local(16), fused=FUSED), legs)
-    assert [(one.verdict, one.finalist) for one in found.values()] == [("USE", "fused"), ("USE", "fast")]
-    assert found["small"].to_target is None
-
-
 def test_a_metric_that_falls_at_the_target_rejects_a_finalist(tmp_path: Path) -> None:
     """In the mean of five seeds by 0.02, where 0.01 is allowed; where 0.03 is, the verdict says both. What no run reports is an error."""
     accuracy = {False: (0.95, 0.96, 0.94, 0.95, 0.95), True: (0.92, 0.95, 0.92, 0.93, 0.93)}

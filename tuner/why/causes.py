@@ -297,7 +297,7 @@ def _threads(seen: Seen) -> Iterator[Cause]:
         what = f"{counted(ranks, 'rank')} with {counted(log.threads, 'thread')} each leave most of {log.cores} cores idle"
     else:
         return
-    remedy = f"DistributedStrategy(..., thread_num={fair})" if log.library == "fleet" else f"OMP_NUM_THREADS={fair}"
+    remedy = f"DistributedStrategy(..., thread_num={fair})" if log.wrapper == "fleet" else f"OMP_NUM_THREADS={fair}"
     yield Cause(name="threads", what=what, shares=(), remedy=remedy, change=DdpChange(threads=fair), spares=False)
 
 

@@ -84,7 +84,7 @@ def explain(
         if traced is not None:
             seen = replace(seen, shares=traced.shares)
             notes += traced.shares.notes
-        elif not (job.is_over or logs[0].scales_loss or logs[0].library == "fleet"):  # a skipped step may be one rank's alone
+        elif not (job.is_over or logs[0].scales_loss or logs[0].wrapper == "fleet"):  # a skipped step may be one rank's alone
             seen = replace(seen, alone=_alone(job, seen.shares.step_s, notes, tell))
         if job.is_over:
             notes.append("the script ended by itself, so that not all was measured, and no remedy was tried")
@@ -93,7 +93,7 @@ def explain(
             notes.append("no remedy is simulated: the step as it is comes out wrong")
         causes = [_simulate(cause, seen, simulated) for cause in causes_of(seen)] if traced is None else list(causes_of_traces(traced))
         causes += _better_buckets(seen, simulated)
-        causes = [replace(c, remedy=in_words_of(logs[0].library, c.remedy)) for c in _network(causes, seen, simulated)]
+        causes = [replace(c, remedy=in_words_of(logs[0].wrapper, c.remedy)) for c in _network(causes, seen, simulated)]
         causes = list(_try(job, causes, seen, began + seconds, notes, tell))
         if not job.is_over:
             job.tell(_numbers(seen))
@@ -128,7 +128,7 @@ def _all_s(causes: Sequence[Cause], seen: Seen, simulated: Simulated | None) -> 
 
 
 def _notes(log: RankLog, foreign_cores: float | None) -> Iterator[str]:
-    if log.library == "fleet":
+    if log.wrapper == "fleet":
         yield "fleet's strategy exchanges the gradients: nothing is simulated, and of remedies only threads are tried"
     if log.num_models > 1:
         yield f"{log.num_models} models train: parts are of all, buckets and remedies of the first alone"
