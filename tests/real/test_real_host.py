@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from fleetbench.experiment import Experiment
 from real.job.session import measure
@@ -17,7 +18,7 @@ FILE = """\
 name = "host"
 [workload]
 model = "layers"
-steps = 9
+steps = 18
 layers = [{ name = "a", params = 100, forward = "2 ms", backward = "4 ms", repeat = 2 }]
 host = { load = "50 ms", loaders = 1, prefetch = 1 }
 [cluster]
@@ -33,6 +34,7 @@ warmup_steps = 3
 TRACE = "rank,step,x\n0,1,0\n0,2,0.5\n0,3,0\n1,1,0\n1,2,0\n1,3,2\n"
 
 
+@pytest.mark.alone
 def test_both_executors_replay_the_trace_and_wait_for_batches(tmp_path: Path) -> None:
     """Rank 1 takes 36 ms instead of 12 in every third step, and each batch 50: steps, and each rank's backward, are the simulator's."""
     (tmp_path / "e.toml").write_text(FILE, encoding="utf-8")
