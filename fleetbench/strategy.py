@@ -28,15 +28,17 @@ SCHEMA = 1
 _NOT_TOML = 'a strategy file holds lines such as "nccl_comm_num = 2"'
 _NO_STRATEGY = "a line [strategy] alone stands for the defaults"
 _TABLES = ("localsgd", "adaptive_localsgd", "gradient_merge", "amp", "recompute", "a_sync")
-_READ_WITH: tuple[tuple[str, object, tuple[str, ...]], ...] = (
-    ("fuse_all_reduce_ops", True, ("fusion", "fuse_grad_size_in_MB", "fuse_grad_count")),
-    ("fusion", "fleet", ("fuse_grad_size_in_MB", "fuse_grad_count")),
-    ("fusion", "by_number", ("fuse_grad_size_in_num", "last_comm_group_size_MB")),
-    ("use_hierarchical_allreduce", True, ("hierarchical_inner_ranks", "hierarchical_variant")),
-    *((switch, True, (f"{switch}_configs",)) for switch in _TABLES),
-    ("mode", "ps", ("overlap_push", "reduce_in_node")),
+_READ_WITH: tuple[tuple[str, tuple[object, ...], tuple[str, ...]], ...] = (
+    ("fuse_all_reduce_ops", (True,), ("fusion", "fuse_grad_size_in_MB", "fuse_grad_count")),
+    ("fusion", ("fleet", "ddp"), ("fuse_grad_size_in_MB",)),
+    ("fusion", ("fleet",), ("fuse_grad_count",)),
+    ("fusion", ("ddp",), ("first_bucket_size_in_MB",)),
+    ("fusion", ("by_number",), ("fuse_grad_size_in_num", "last_comm_group_size_MB")),
+    ("use_hierarchical_allreduce", (True,), ("hierarchical_inner_ranks", "hierarchical_variant")),
+    *((switch, (True,), (f"{switch}_configs",)) for switch in _TABLES),
+    ("mode", ("ps",), ("overlap_push", "reduce_in_node")),
 )
-"""A field, the value with which others are read, and these."""
+"""A field, the values with which others are read, and these."""
 _NEEDED = tuple((switch, on, name) for switch, on, names in _READ_WITH for name in names)
 MOST_COMMUNICATORS = 64
 """Each is a process group with connections of its own on every trainer, so that thousands exhaust ports; Fleet advises 1 or 2."""
@@ -283,8 +285,13 @@ class DistributedStrategy(Config):
     """Soft cap of a bucket in MiB (as in Fleet, whatever the name says); 0: one bucket of all."""
     fuse_grad_count: int = _PIECES(50)
     """Soft cap of a bucket in gradients; 0 and 1: no cap."""
-    fusion: Literal["fleet", "by_number", "merged_gradient", "optimal"] = _FUSION("fleet", "fusion", ("merged_gradient", "optimal", "off"))
-    """Fleet's soft caps, Fleet's other pass, MG-WFBP's published rule (arXiv 1811.11141), or the partition that ends earliest on a ring."""
+    fusion: Literal["fleet", "ddp", "by_number", "merged_gradient", "optimal"] = _FUSION(
+        "fleet", "fusion", ("merged_gradient", "optimal", "off")
+    )
+    """Fleet's soft caps, DistributedDataParallel's own buckets, Fleet's other pass, MG-WFBP's published rule (arXiv 1811.11141), or the
+    partition that ends earliest on a ring."""
+    first_bucket_size_in_MB: float = _FUSION(0.0)  # noqa: N815  # as Fleet's names of sizes
+    """``ddp``: cap of the first bucket in MiB; 0: that of the others. DistributedDataParallel's is 1 where it is given none."""
     fuse_grad_size_in_num: int = _FUSION(8)
     """``by_number``: gradients of a bucket and dtype."""
     last_comm_group_size_MB: float = _FUSION(1.0)  # noqa: N815  # Fleet's name
@@ -350,6 +357,7 @@ class DistributedStrategy(Config):
             0,
             "fuse_grad_size_in_MB",
             "fuse_grad_count",
+            "first_bucket_size_in_MB",
             "hierarchical_inner_ranks",
             "last_comm_group_size_MB",
             "conv_workspace_size_limit",
@@ -370,9 +378,9 @@ class DistributedStrategy(Config):
         defaults = defaults_of(type(self))  # type: ignore[arg-type]  # classes are hashable
         for switch, on, name in _NEEDED:
             value = getattr(self, name)
-            if value != defaults[name] and getattr(self, switch) != on:
+            if value != defaults[name] and getattr(self, switch) not in on:
                 shown = None if isinstance(value, Config) else repr(value)
-                off, wanted = ("off", "true") if on is True else (getattr(self, switch), f'"{on}"')
+                off, wanted = ("off", "true") if on == (True,) else (getattr(self, switch), f'"{on[0]}"')
                 raise ConfigError(f"is set while {switch} is {off}", name, shown, f"add {switch} = {wanted}, or drop {name}")
 
     def _refuse_contradictions(self) -> None:
@@ -490,7 +498,7 @@ class DistributedStrategy(Config):
             table, _, key = name.rpartition(".")
             reset.setdefault(table, {})[key] = attrgetter(name)(plain)
         values = reset.pop("", {}) | {table: dataclasses.replace(getattr(self, table), **keys) for table, keys in reset.items()}
-        values |= {name: getattr(plain, name) for switch, on, name in _NEEDED if values.get(switch, getattr(self, switch)) != on}
+        values |= {name: getattr(plain, name) for switch, on, name in _NEEDED if values.get(switch, getattr(self, switch)) not in on}
         return dataclasses.replace(self, **values)
 
     @property

@@ -89,6 +89,7 @@ def strategy_parts(random: Random, trainers: int) -> list[dict[str, Any]]:
             {"fuse_all_reduce_ops": True},
             {"fuse_grad_size_in_MB": pick([0.0, 0.001, 0.003]), "fuse_grad_count": pick([0, 2, 3])},
             {"fusion": "by_number", "fuse_grad_size_in_num": pick([1, 2, 8]), "last_comm_group_size_MB": pick([0.0, 0.001])},
+            {"fusion": "ddp", "fuse_grad_size_in_MB": pick([0.0, 0.001, 25.0]), "first_bucket_size_in_MB": pick([0.0, 0.0005])},
             {"fusion": "merged_gradient"},
         ]
     )

@@ -51,9 +51,9 @@ class Settings:
 def in_pytorch(strategy: DistributedStrategy, default: DistributedStrategy) -> Settings:
     """What a strategy changes beside the default."""
     found, (own, base) = Settings(), (dict(flat(encode(one))) for one in (strategy, default))
-    capped = strategy.fuse_all_reduce_ops and strategy.fusion == "fleet" and strategy.fuse_grad_count <= 1
+    capped = strategy.fuse_all_reduce_ops and (strategy.fusion == "ddp" or (strategy.fusion == "fleet" and strategy.fuse_grad_count <= 1))
     for name in [name for name in {**base, **own} if own.get(name) != base.get(name)]:
-        if name == "fuse_grad_size_in_MB" and capped:
+        if name in ("fuse_grad_size_in_MB", "first_bucket_size_in_MB") and capped:
             found.arguments["bucket_cap_mb"] = strategy.fuse_grad_size_in_MB or _ALL_IN_ONE_MB
         elif name in ("find_unused_parameters", "broadcast_buffers"):
             found.arguments[name] = getattr(strategy, name)

@@ -97,7 +97,7 @@ class Space:
 
 def parameters_of(strategy: DistributedStrategy) -> Parameters:
     """A strategy's values of the parameters."""
-    fusion: Value = strategy.fuse_grad_size_in_MB if strategy.fusion == "fleet" else strategy.fusion
+    fusion: Value = strategy.fuse_grad_size_in_MB if strategy.fusion in ("fleet", "ddp") else strategy.fusion
     composed: Parameters = {
         "local_steps": strategy.local_steps,
         "fusion": fusion if strategy.fuse_all_reduce_ops else OFF,
@@ -233,6 +233,10 @@ def _refusal(experiment: Experiment, name: str, value: Value) -> str | None:
     return None
 
 
+_SIZED = {"fleet": ("fuse_grad_count",), "ddp": ("fusion",)}
+"""By a rule of fusion, fields that a strategy of it keeps when it gets another size."""
+
+
 @functools.lru_cache(maxsize=4096, typed=True)  # candidates of a space share most of their steps, and each step checks every field
 def _with(strategy: DistributedStrategy, name: str, value: Value) -> DistributedStrategy:
     if parameters_of(strategy)[name] == value and name != "local_steps":
@@ -253,8 +257,7 @@ def _changes(strategy: DistributedStrategy, name: str, value: Any) -> dict[str, 
         case "fusion" if isinstance(value, str):
             changes = {"fuse_all_reduce_ops": False} if value == OFF else {"fusion": value}
         case "fusion":
-            kept = {"fuse_grad_count": strategy.fuse_grad_count} if strategy.fusion == "fleet" else {}
-            changes = kept | {"fuse_grad_size_in_MB": value}
+            changes = {"fuse_grad_size_in_MB": value, **{kept: getattr(strategy, kept) for kept in _SIZED.get(strategy.fusion, ())}}
         case "hierarchy":
             changes = {"use_hierarchical_allreduce": True, "hierarchical_variant": value}
         case "wire":

@@ -7,6 +7,8 @@ layer is under both caps.
 """
 
 import functools
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -63,6 +65,8 @@ def fuse(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cos
         groups = [[gradient] for gradient in dense]
     elif strategy.fuses_by_cost:
         groups = _by_cost(dense, strategy, cost)
+    elif strategy.fusion == "ddp":
+        groups = _as_ddp(dense, strategy)
     elif strategy.fusion == "by_number":
         groups = _by_number(dense, strategy)
     else:
@@ -118,6 +122,25 @@ def _by_caps(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> li
             groups.append(current)
             current = []
     return [*groups, current] if current else groups
+
+
+def _as_ddp(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:
+    """DistributedDataParallel's buckets from its second step on: one of each type is open, and closes as it comes to its cap.
+
+    Source: ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp.
+    """
+    cap = strategy.fuse_grad_size_in_MB or math.inf
+    first = strategy.first_bucket_size_in_MB or cap
+    groups: list[list[Gradient]] = []
+    opened: dict[str, list[Gradient]] = {}
+    num_closed: Counter[str] = Counter()
+    for gradient in gradients:
+        current = opened.setdefault(gradient.dtype, [])
+        current.append(gradient)
+        if sum(each.nbytes for each in current) >= (cap if num_closed[gradient.dtype] else first) * MIB:
+            groups.append(opened.pop(gradient.dtype))
+            num_closed[gradient.dtype] += 1
+    return [*groups, *opened.values()]
 
 
 def _grouped(gradients: Iterable[Gradient], name: Literal["layer", "dtype"]) -> list[list[Gradient]]:

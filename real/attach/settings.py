@@ -12,6 +12,8 @@ from fleetbench.strategy import DistributedStrategy
 from real.processes.attached import WAY_OUT
 
 _WIRES = {"fp16_compress_hook": "fp16_allreduce", "bf16_compress_hook": "bf16_allreduce"}
+_FIRST_MB = 1.0
+"""Cap of DistributedDataParallel's first bucket, in MiB, where it is given none: torch's ``dist._DEFAULT_FIRST_BUCKET_BYTES``."""
 _PLAIN = ("", "None", "allreduce_hook")
 """Communication hooks that do what DistributedDataParallel does without one."""
 
@@ -19,9 +21,12 @@ _PLAIN = ("", "None", "allreduce_hook")
 def own_strategy(model: DistributedDataParallel) -> DistributedStrategy:
     """The strategy that does what this model's own settings do."""
     wire, cap = _WIRES.get(_hook(model)), model.bucket_bytes_cap / MIB
+    first = _FIRST_MB if getattr(model, "bucket_bytes_cap_default", False) else 0.0
+    buckets = {"fusion": "ddp", "fuse_grad_size_in_MB": cap, "first_bucket_size_in_MB": first}
     return DistributedStrategy.from_dict(
         {
-            **({"fuse_grad_size_in_MB": cap, "fuse_grad_count": 0} if cap else {"fuse_all_reduce_ops": False}),
+            **(buckets if cap else {"fuse_all_reduce_ops": False}),
+            "sync_nccl_allreduce": False,  # its buckets do not wait for each other
             "find_unused_parameters": bool(model.find_unused_parameters),
             "broadcast_buffers": bool(model.broadcast_buffers),
             "thread_num": torch.get_num_threads(),
@@ -46,8 +51,6 @@ def combined(ordered: DistributedStrategy, own: DistributedStrategy) -> Distribu
 def not_expressed(model: DistributedDataParallel) -> Iterator[str]:
     """A sentence for all settings that no field of a strategy expresses, and that do not change what is trained."""
     found = []
-    if getattr(model, "bucket_bytes_cap_default", False):
-        found.append("a first bucket of 1 MiB")
     if getattr(model, "bucket_bytes_cap_list", None):
         found.append("bucket_cap_mb_list")
     if model.static_graph:

@@ -160,6 +160,11 @@ class DeltaBucket:
         return torch.zeros_like(self._snapshot, device=self._device)
 
     @cached_property
+    def distances(self) -> list[torch.Tensor]:
+        """The buffer, one tensor a parameter."""
+        return views_of(self.buffer, self.parameters)
+
+    @cached_property
     def residual(self) -> torch.Tensor:
         """What quantising has taken from the distances and the next ones get back, in FP32; made at first use."""
         return torch.zeros_like(self.buffer, dtype=torch.float32)
@@ -167,7 +172,7 @@ class DeltaBucket:
     @torch.no_grad()
     def pack(self) -> None:
         """Put the parameters minus the snapshot into the buffer."""
-        copy_all(views_of(self.buffer, self.parameters), self.parameters)
+        copy_all(self.distances, self.parameters)
         self.buffer.sub_(self._snapshot.to(self._device, non_blocking=True))
 
     @torch.no_grad()
@@ -189,8 +194,10 @@ class DeltaBucket:
     def merge(self, rate: float = 1.0, share: float = 0.0) -> None:
         """Make snapshot plus ``rate`` times the buffer the new snapshot, and the new parameters but for a ``share`` of what these are."""
         agreed = self._snapshot.to(self._device, non_blocking=True).add_(self.buffer, alpha=rate)
-        self._snapshot.copy_(agreed)
-        values = views_of(agreed, self.parameters)
+        values = self.snapshot
+        if agreed is not self._snapshot:  # which lies on the host
+            self._snapshot.copy_(agreed)
+            values = views_of(agreed, self.parameters)
         if share == 0:
             copy_all(self.parameters, values)
         else:
@@ -203,11 +210,6 @@ class DeltaBucket:
         return [] if self._velocity is None else views_of(self._velocity, self.parameters)
 
     @property
-    def distances(self) -> list[torch.Tensor]:
-        """The buffer, one tensor a parameter."""
-        return views_of(self.buffer, self.parameters)
-
-    @property
     def residuals(self) -> list[torch.Tensor]:
         """The residual, one tensor a parameter; none before its first use."""
         return views_of(self.residual, self.parameters) if "residual" in self.__dict__ else []
@@ -215,8 +217,7 @@ class DeltaBucket:
     @property
     def is_at_rest(self) -> bool:
         """Whether the parameters are the snapshot."""
-        snapshot = views_of(self._snapshot.to(self._device), self.parameters)
-        return all(torch.equal(parameter, kept) for parameter, kept in zip(self.parameters, snapshot, strict=True))
+        return all(torch.equal(own, kept.to(self._device)) for own, kept in zip(self.parameters, self.snapshot, strict=True))
 
     @torch.no_grad()
     def averages(self) -> list[torch.Tensor]:

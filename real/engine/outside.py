@@ -43,17 +43,18 @@ class OutsideChanges:
         self._samples: dict[str, torch.Tensor] = {}
         self._of_own: set[str] = set()
         """Changed within a round of averaging, on this rank: on all, as the beginning of the next round looks at."""
-        for name in parameters:
-            self._hold(name)
+        self._marks: list[tuple[int, int]] = []
+        """Each parameter's address and count of writes, as noted."""
         self.note()
 
     @torch.no_grad()
     def note(self) -> None:
         """Fleet and the optimizer have written; what comes now is from outside."""
-        self._marks = {name: _mark(parameter) for name, parameter in self._parameters.items()}
-        for name, (pointer, _) in self._marks.items():
-            if pointer != self._held[name].data_ptr():
+        marks = [*map(_mark, self._parameters.values())]
+        if [pointer for pointer, _ in marks] != [pointer for pointer, _ in self._marks]:
+            for name in self._parameters:
                 self._hold(name)
+        self._marks = marks
         self._sample = torch.cat([*self._samples.values()])
 
     @torch.no_grad()
@@ -65,7 +66,8 @@ class OutsideChanges:
 
         Raises ``ConfigError`` for another memory format, and for a fragment whose exchange is under way.
         """
-        touched = [name for name, parameter in self._parameters.items() if _mark(parameter) != self._marks[name]]
+        marks = [*map(_mark, self._parameters.values())]
+        touched = [name for name, now, before in zip(self._parameters, marks, self._marks, strict=True) if now != before]
         for name in touched:
             refuse_format(name, self._held[name], self._parameters[name])
             self._hold(name)
@@ -97,9 +99,10 @@ class OutsideChanges:
 
     def _differing(self) -> set[str]:
         """Parameters whose sample has other numbers than were noted."""
-        found, sizes = torch.cat([*self._samples.values()]), [len(sample) for sample in self._samples.values()]
+        found = torch.cat([*self._samples.values()])
         if self._is_same(found, self._sample):
             return set()
+        sizes = [len(sample) for sample in self._samples.values()]
         pairs = zip(self._samples, found.split(sizes), self._sample.split(sizes), strict=True)
         return {name for name, one, other in pairs if not self._is_same(one, other)}
 

@@ -100,6 +100,22 @@ def ours(name: str, model: nn.Module, communicators: Communicators, changes: dic
     return loop(model, optimizer), engine.close
 
 
+def ddp_alike(name: str, model: nn.Module, communicators: Communicators) -> tuple[Step, Close]:
+    """DistributedDataParallel with the buckets that Fleet's defaults make of the model."""
+    twin = WORKLOADS[name].model()
+    engine = Engine(twin, DistributedStrategy(), communicators, keep_times=False)
+    optimizer = optimizer_of(name, twin)
+    engine.attach_optimizer(optimizer)
+    step = loop(twin, optimizer)
+    for batch in WORKLOADS[name].batches(2, dist.get_rank()):
+        step(*batch)
+    sizes = {parameter_name: parameter.nbytes for parameter_name, parameter in twin.named_parameters()}
+    caps = [sum(sizes[gradient] for gradient in bucket.gradients) / 2**20 for bucket in engine.plan.buckets]
+    engine.close()
+    wrapped = DistributedDataParallel(model, bucket_cap_mb_list=caps, gradient_as_bucket_view=True)
+    return loop(wrapped, optimizer_of(name, model)), lambda: None
+
+
 def by_hand(name: str, model: nn.Module, outer: tuple[float, float] | None) -> tuple[Step, Close]:
     """Local SGD in plain torch: every K-th step one all-reduce of all parameters in a flat buffer; with Nesterov's outer step: DiLoCo."""
     parameters = list(model.parameters())
@@ -127,14 +143,16 @@ def by_hand(name: str, model: nn.Module, outer: tuple[float, float] | None) -> t
 
 LOCAL = {"localsgd": True, "localsgd_configs": {"k_steps": K, "schedule": "torch", "begin_step": K}}
 DILOCO = {"localsgd": True, "localsgd_configs": {"k_steps": K, "outer_lr": 0.7, "outer_momentum": 0.9}}
-ARMS = ("ddp", "default", "one bucket", "optimal", "local by hand", "local", "diloco by hand", "diloco")
-BESIDE = {"default": "ddp", "one bucket": "ddp", "optimal": "ddp", "local": "local by hand", "diloco": "diloco by hand"}
+ARMS = ("ddp", "ddp alike", "default", "one bucket", "optimal", "local by hand", "local", "diloco by hand", "diloco")
+BESIDE = {"default": "ddp", "ddp alike": "ddp", "one bucket": "ddp", "optimal": "ddp", "local": "local by hand", "diloco": "diloco by hand"}
 
 
 def built(name: str, arm: str, communicators: Communicators, cap_mb: float) -> tuple[nn.Module, Step, Close]:
     """An arm on a model of its own."""
     model = WORKLOADS[name].model()
-    if arm.startswith("ddp"):
+    if arm == "ddp alike":
+        return model, *ddp_alike(name, model, communicators)
+    if arm == "ddp":
         return model, *ddp(name, model, cap_mb)
     if arm.endswith("by hand"):
         return model, *by_hand(name, model, (0.7, 0.9) if "diloco" in arm else None)

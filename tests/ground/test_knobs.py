@@ -39,6 +39,7 @@ ROWS: dict[str, str] = {
     "fuse_grad_count": "planned pieces clock",
     "fuse_grad_size_in_num": "planned clock",
     "last_comm_group_size_MB": "planned clock",
+    "first_bucket_size_in_MB": "planned clock",
     "use_hierarchical_allreduce": "planned learnt",
     "hierarchical_inner_ranks": "planned learnt",
     "hierarchical_variant": "planned learnt",
@@ -88,6 +89,7 @@ ROWS: dict[str, str] = {
 BASES: dict[str, dict[str, Any]] = {
     "fuse_grad_size_in_num": {"fusion": "by_number"},
     "last_comm_group_size_MB": {"fusion": "by_number"},
+    "first_bucket_size_in_MB": {"fusion": "ddp"},
     "hierarchical": {"use_hierarchical_allreduce": True},
     "amp_configs.": {"amp": True},
     "recompute_configs.": {"recompute": True},
@@ -251,6 +253,7 @@ def test_knobs_have_these_names_and_fields() -> None:
         "fuse_grad_count",
         "fuse_grad_size_in_num",
         "last_comm_group_size_MB",
+        "first_bucket_size_in_MB",
     }
     assert {name: set(fields) for name, fields in CALLED.items()} == {
         "local steps": local,

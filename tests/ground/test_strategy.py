@@ -71,6 +71,7 @@ FLEET_DEFAULTS: dict[str, Any] = {  # by hand, from the documents' tables of fie
 }
 OWN_FIELDS = {  # ours, or Fleet's without a published default
     "fusion",
+    "first_bucket_size_in_MB",
     "hierarchical_variant",
     "bf16_allreduce",
     "lr_scale",
@@ -229,6 +230,8 @@ def test_what_is_said_twice_or_wrongly_is_refused(table: dict[str, Any], place: 
         {"fusion": "by_number", "fuse_grad_count": 20},
         {"fuse_all_reduce_ops": False, "fuse_grad_size_in_MB": 16},
         {"fuse_all_reduce_ops": False, "fuse_grad_count": 20},
+        {"fusion": "ddp", "fuse_grad_count": 20},
+        {"first_bucket_size_in_MB": 1.0},
         {"fuse_all_reduce_ops": False, "fusion": "by_number"},
         {"localsgd": True, "adaptive_localsgd": True},
         {"fp16_allreduce": True, "bf16_allreduce": True},

@@ -38,6 +38,7 @@ def any_strategy() -> st.SearchStrategy[DistributedStrategy]:
     fusion = (
         st.sampled_from([{"fuse_all_reduce_ops": False}, {"fusion": "merged_gradient"}, {"fusion": "optimal"}])
         | st.fixed_dictionaries({}, optional={"fuse_grad_size_in_MB": sizes, "fuse_grad_count": st.integers(0, 1000)})
+        | st.fixed_dictionaries({"fusion": st.just("ddp")}, optional={"fuse_grad_size_in_MB": sizes, "first_bucket_size_in_MB": sizes})
         | st.fixed_dictionaries(
             {"fusion": st.just("by_number")}, optional={"fuse_grad_size_in_num": counts, "last_comm_group_size_MB": sizes}
         )

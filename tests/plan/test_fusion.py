@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,7 +51,13 @@ BY_NUMBER = st.builds(
     fuse_grad_size_in_num=st.integers(1, 6),
     last_comm_group_size_MB=st.sampled_from([0, 1, 4]),
 )
-STRATEGIES = BY_CAPS | BY_CAPS | BY_NUMBER | st.just(DistributedStrategy(fuse_all_reduce_ops=False))
+AS_DDP = st.builds(
+    DistributedStrategy,
+    fusion=st.just("ddp"),
+    fuse_grad_size_in_MB=st.sampled_from([0, 0.25, 1, 2, 8]),
+    first_bucket_size_in_MB=st.sampled_from([0, 0.5, 1]),
+)
+STRATEGIES = BY_CAPS | BY_CAPS | BY_NUMBER | AS_DDP | st.just(DistributedStrategy(fuse_all_reduce_ops=False))
 
 
 def nbytes(gradients: list[Gradient]) -> int:
@@ -105,6 +112,18 @@ def before_types(buckets: tuple[Bucket, ...], gradients: list[Gradient], strateg
 def layers_of(group: list[Gradient]) -> list[str]:
     """Owning modules in order of first appearance."""
     return list(dict.fromkeys(gradient.name.rpartition(".")[0] for gradient in group))
+
+
+@given(gradients=gradient_lists().filter(bool), strategy=AS_DDP)
+def test_buckets_as_ddps_are_those_that_torch_makes(gradients: list[Gradient], strategy: DistributedStrategy) -> None:
+    """Torch's own function, asked as its Reducer asks it when it rebuilds its buckets, groups the gradients alike."""
+    tensors = [torch.empty(gradient.numel, dtype=getattr(torch, gradient.dtype), device="meta") for gradient in gradients]
+    cap = round(strategy.fuse_grad_size_in_MB * MIB) or 1 << 50
+    limits = [round(strategy.first_bucket_size_in_MB * MIB) or cap, cap]
+    sparse, indices = [gradient.sparse for gradient in gradients], [*range(len(gradients))]
+    groups, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits, sparse, indices)
+    theirs = {tuple(gradients[index].name for index in group) for group in groups}
+    assert {bucket.gradients for bucket in fuse(gradients, strategy)} == theirs
 
 
 CAPS = {"fuse_grad_size_in_MB": st.sampled_from([0.25, 1, 2, 8]), "fuse_grad_count": st.sampled_from([0, 1, 2, 3, 5, 50])}

@@ -83,6 +83,7 @@ COMBINATIONS: dict[str, Callable[[], CollectiveTraining]] = {
     "update by bucket": lambda: make(**BY_BUCKET, **FREE),
     "update by bucket, reduce-scatter": lambda: make(**BY_BUCKET, **SCATTER),
     "by number": lambda: make(fusion="by_number", fuse_grad_size_in_num=2),
+    "as DDP": lambda: make(fusion="ddp", fuse_grad_size_in_MB=0.001, first_bucket_size_in_MB=0.0005),
     "merged gradient": lambda: make(fusion="merged_gradient"),
     "optimal fusion": lambda: make(fusion="optimal"),
     "no fusion": lambda: make(fuse_all_reduce_ops=False),

@@ -163,9 +163,9 @@ def far_apart(folder: Path) -> None:
 
 def swallowed(folder: Path, **strategy: Any) -> None:
     """Rank 1 is late, rank 0's collective runs into its timeout, and the script of both takes it for nothing."""
-    script = Script(folder, timeout_s=SHORT_S, **strategy)
+    script = Script(folder, timeout_s=2 * SHORT_S, **strategy)
     try:
-        script.train(lambda: time.sleep(1.25 * SHORT_S))  # so that both meet again at their exits
+        script.train(lambda: time.sleep(2.7 * SHORT_S))  # so that both meet again at their exits
     except RuntimeError:
         return
 

@@ -50,6 +50,7 @@ SYNCHRONOUS = (
     Case("several buckets", SEVERAL),
     Case("a bucket a gradient", {"fuse_all_reduce_ops": False}),
     Case("by number", {"fusion": "by_number", "fuse_grad_size_in_num": 3, "last_comm_group_size_MB": 0.0005}),
+    Case("as DDP", {"fusion": "ddp", "fuse_grad_size_in_MB": 0.001, "sync_nccl_allreduce": False}),
     Case("merged gradient", {"fusion": "merged_gradient"}),
     Case("optimal fusion", {"fusion": "optimal"}),
     Case("one communicator, free", {**SEVERAL, "sync_nccl_allreduce": False}),

@@ -23,7 +23,7 @@ def test_legs_of_a_plain_script(loop: str, forked_launches: ForkedLaunches, tmp_
     command = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "2", str(SCRIPT), loop]
     with ScriptSession(command, Experiment(name="mine")) as session:
         own = session.experiment.strategy
-        assert own.changes().keys() <= {"fuse_grad_size_in_MB", "fuse_grad_count", "thread_num"}
+        assert own.changes().keys() <= {"fusion", "fuse_grad_size_in_MB", "sync_nccl_allreduce", "thread_num"}
         assert own.fuse_grad_size_in_MB == pytest.approx(0.0005, rel=0.01)
         (note,) = (note for note in session.notes if "DistributedDataParallel" in note)
         assert "gradient_as_bucket_view=False" in note

@@ -77,6 +77,7 @@ FUSIONS: dict[str, dict[str, object]] = {
     "default": {},
     "one by one": {"fuse_all_reduce_ops": False},
     "by size": {"fuse_grad_size_in_MB": 0.01},
+    "as DDP": {"fusion": "ddp", "fuse_grad_size_in_MB": 0.02, "first_bucket_size_in_MB": 0.005},
     "by number": {"fusion": "by_number", "fuse_grad_size_in_num": 3},
     "merged gradient": {"fusion": "merged_gradient"},
     "optimal": {"fusion": "optimal", "sync_nccl_allreduce": False, "nccl_comm_num": 2},

@@ -17,11 +17,13 @@ from fleetbench.why.observed import Library
 from tuner.pytorch import in_pytorch, in_words_of, page_of
 from tuner.recommendation import Arm, Recommendation
 
-OWN = DistributedStrategy(fuse_grad_size_in_MB=25.0, fuse_grad_count=0)
+OWN = DistributedStrategy(fusion="ddp", fuse_grad_size_in_MB=25.0, first_bucket_size_in_MB=1.0, sync_nccl_allreduce=False)
+CAPPED = OWN.replace(first_bucket_size_in_MB=0.0)
 PLAIN = {
-    "caps": OWN.replace(fuse_grad_size_in_MB=0.5),
-    "one bucket": OWN.replace(fuse_grad_size_in_MB=0.0),
-    "a wire": OWN.replace(fp16_allreduce=True, fuse_grad_size_in_MB=4.0),
+    "caps": CAPPED.replace(fuse_grad_size_in_MB=0.5),
+    "without a smaller first": CAPPED,
+    "one bucket": CAPPED.replace(fuse_grad_size_in_MB=0.0),
+    "a wire": CAPPED.replace(fp16_allreduce=True, fuse_grad_size_in_MB=4.0),
     "buffers": OWN.replace(broadcast_buffers=False, find_unused_parameters=True),
 }
 
@@ -63,6 +65,7 @@ def test_what_is_printed_for_pytorch_does_what_the_strategy_says(tmp_path: Path)
     told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
     assert told == {
         "caps": ["DistributedDataParallel", MIB // 2, False, True, ""],
+        "without a smaller first": ["DistributedDataParallel", 25 * MIB, False, True, ""],
         "one bucket": ["DistributedDataParallel", MIB << 20, False, True, ""],
         "a wire": ["DistributedDataParallel", 4 * MIB, False, True, "fp16_compress_hook"],
         "buffers": ["DistributedDataParallel", 25 * MIB, True, False, ""],
@@ -85,9 +88,12 @@ def test_what_is_printed_for_libraries_is_python() -> None:
     ("strategy", "others"),
     [
         (OWN.replace(localsgd=True, localsgd_configs={"k_steps": 4}), {"localsgd", "localsgd_configs.k_steps"}),
-        (OWN.replace(nccl_comm_num=2, sync_nccl_allreduce=False), {"nccl_comm_num", "sync_nccl_allreduce"}),
-        (DistributedStrategy(fusion="optimal"), {"fusion", "fuse_grad_size_in_MB", "fuse_grad_count"}),
-        (OWN.replace(fuse_grad_count=50, fuse_grad_size_in_MB=32.0), {"fuse_grad_count", "fuse_grad_size_in_MB"}),
+        (OWN.replace(nccl_comm_num=2), {"nccl_comm_num"}),
+        (DistributedStrategy(fusion="optimal"), {"fusion", "fuse_grad_size_in_MB", "first_bucket_size_in_MB", "sync_nccl_allreduce"}),
+        (
+            DistributedStrategy(fuse_grad_count=20),
+            {"fusion", "fuse_grad_count", "fuse_grad_size_in_MB", "first_bucket_size_in_MB", "sync_nccl_allreduce"},
+        ),
         (
             OWN.replace(gradient_merge=True, gradient_merge_configs={"k_steps": 2, "avg": False}),
             {"gradient_merge", "gradient_merge_configs.k_steps", "gradient_merge_configs.avg"},

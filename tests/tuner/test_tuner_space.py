@@ -135,6 +135,17 @@ def test_every_rule_of_fusion_is_tried_whatever_the_own_one_is() -> None:
         assert len(found) == 5 * 3 * 2  # communicators: one in turn, one free, two; update at the end or by bucket
 
 
+def test_sizes_stay_caps_of_ddp_where_its_buckets_are_the_default() -> None:
+    """A script of plain DDP may give each of them as ``bucket_cap_mb``; its own smaller first bucket goes with its own cap alone."""
+    own = DistributedStrategy(fusion="ddp", fuse_grad_size_in_MB=25.0, first_bucket_size_in_MB=1.0, sync_nccl_allreduce=False)
+    space = search_space(with_strategy(layers_experiment(fuse_grad_size_in_MB=(1.0, 25.0), fusion=()), **own.changes()))
+    found = {space.strategy(point).replace(build_strategy=BuildStrategy()) for point in space.points()}
+    assert {one for one in found if not one.sync_nccl_allreduce and one.nccl_comm_num == 1} == {
+        own,
+        own.replace(fuse_grad_size_in_MB=1.0, first_bucket_size_in_MB=0.0),
+    }
+
+
 def test_many_gradients_are_not_sent_each_alone() -> None:
     """Ten may travel alone, 65 may not, unless the experiment's own strategy does so; a note says why."""
     many = layers_with({"layers": [{"name": "block", "params": 1_000, "forward": "1 ms", "backward": "2 ms", "repeat": 65}]}, fusion=RULES)
