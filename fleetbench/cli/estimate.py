@@ -36,7 +36,9 @@ def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "estimate", "layer times of a GPU that you do not have, for sim and tune --simulate-only", run)
     add_experiment(parser)
-    parser.add_argument("--gpu", metavar="NAME", help="such as V100, A100 or H100; default: cluster.gpu, which a cluster.preset may name")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="such as A100 or RTX-4090, or figures: 40 TFLOP/s, 900 GB/s, 24 GB; default: cluster.gpu"
+    )
     gpt = f"a GPT instead of the file's model: {', '.join(GPT_SIZES)}, or LAYERSxHIDDENxHEADS"
     parser.add_argument("--gpt", metavar="SIZE", help=gpt)
     precision = "of matrix products: fp32, tf32, or mixed precision fp16 or bf16; default: as strategy.amp says, or fp32"

@@ -1,7 +1,7 @@
 """Clusters by name: ``cluster.preset`` of an experiment file, and the fields of ``[cluster]`` that it stands for.
 
 A preset names nodes (``8 x p5.48xlarge``, ``4 x DGX A100``), GPUs and a network (``8 x 8 H100, 400G per NIC``,
-``16 x 1 V100, Ethernet 10G``) or processes of one machine (``2 x loopback``). What it stands for depends on who sends:
+``16 x 1 V100, Ethernet 10G``, ``1 x 4 RTX 4090``) or processes of one machine (``2 x loopback``). What it stands for depends on who sends:
 NCCL (``run.backend = "nccl"``, or a simulated ``nccl-`` collective) uses NVLink and all interfaces by RDMA; gloo copies
 through the host's memory and uses TCP over one interface, where a cloud's limit of a flow applies.
 
@@ -193,8 +193,12 @@ def _by_nccl(node: Node, collective: Any) -> Expansion:
             notes.append("assumed: NCCL's constants of Hopper, which has none of this GPU here")
     if node.gpus > 1:
         gpu = names.gpus[node.gpu]
-        fields["intra"] = {"bandwidth": format_bandwidth(gpu.nvlink), "latency": f"{us['nvlink']:g} us"}
+        fields["intra"] = {"bandwidth": format_bandwidth(gpu.link), "latency": f"{us[gpu.link_by]:g} us"}
         notes.append(f"intra: {gpu.source}; latency of NCCL's Simple ring (src/graph/tuning.cc)")
+        if gpu.link_by != "fabric":
+            fields["intra"]["framing"] = "none"
+            rate = "half of PCIe's rate, through the host's memory" if gpu.link_by == "host" else "PCIe's whole rate"
+            notes.append(f"assumed: {rate}; fleetbench doctor --network measures it")
     if node.nics:
         is_tcp = node.fabric == "ethernet"
         latency = us["tcp"] if is_tcp else node.efa_us + (0.0 if is_modelled else us["rdma"])

@@ -55,10 +55,38 @@ SPELLED = {
     "H100": ("NVIDIA H100 80GB HBM3", "NVIDIA-H100-80GB-HBM3", "H100 SXM", "H100-SXM5-80GB", "nvidia-h100-80gb"),
     "H200": ("NVIDIA H200", "H200 SXM 141GB", "NVIDIA H200 141GB HBM3e"),
     "B200": ("NVIDIA B200", "B200-SXM6", "B200 180GB"),
+    "A100-PCIe": ("NVIDIA A100 80GB PCIe", "NVIDIA A100-PCIE-80GB"),
+    "H100-PCIe": ("NVIDIA H100 PCIe", "H100 PCIe 80GB HBM2e"),
+    "GH200": ("GH200 96GB HBM3",),
+    "GB200": ("NVIDIA GB200",),
+    "MI300X": ("AMD Instinct MI300X", "AMD Instinct MI300X OAM"),
+    "T4": ("Tesla T4", "NVIDIA T4"),
+    "A10": ("NVIDIA A10", "NVIDIA A10 24GB"),
+    "L4": ("NVIDIA L4",),
+    "L40S": ("NVIDIA L40S", "NVIDIA-L40S"),
+    "RTX 6000 Ada": ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+    "RTX 3090": ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+    "RTX 4090": ("NVIDIA GeForce RTX 4090", "rtx_4090"),
+    "RTX 5090": ("NVIDIA GeForce RTX 5090", "RTX 5090 32GB"),
 }
 """What ``nvidia-smi``, Kubernetes' node labels and data sheets call them."""
-OTHERS = ("H800", "A800-SXM4-80GB", "H20", "GH200", "GB200", "H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100 80GB PCIe", "H100 80GB HBM2e")
-OTHERS += ("Tesla V100-SXM2-16GB", "Tesla V100-PCIE-32GB", "NVIDIA H200 NVL", "A100 64GB", "A10", "L40S", "MI300X", "NVIDIA", "", "H100x8")
+OTHERS = ("H800", "A800-SXM4-80GB", "H20", "NVIDIA H100 NVL", "NVIDIA A100-PCIE-40GB", "NVIDIA GeForce RTX 4090 D", "RTX 4080", "L40")
+OTHERS += (
+    "Tesla V100-SXM2-16GB",
+    "Tesla V100-PCIE-32GB",
+    "NVIDIA H200 NVL",
+    "A100 64GB",
+    "A10G",
+    "RTX",
+    "Quadro RTX 6000",
+    "RTX 6000",
+    "H100 80GB HBM2e",
+    "MI250X",
+    "NVIDIA",
+    "",
+    "H100x8",
+)
+OTHERS += ("40 TFLOP/s", "40 TFLOP/s, 900 GB/s", "0x4 TFLOP/s, 900 GB/s, 24 GB")
 
 
 def test_gpus_are_known_by_every_usual_name() -> None:
@@ -78,6 +106,29 @@ def test_another_gpu_is_none_of_the_catalogue(spelled: str) -> None:
     with pytest.raises(ConfigError, match="no such GPU") as caught:
         gpu_name(spelled, "--gpu")
     assert "H100 (80 GB)" in str(caught.value.hint)
+
+
+def test_a_gpu_of_ones_own_has_the_figures_given() -> None:
+    """TFLOP/s, the memory's rate and its size, in any usual spelling; the experiment's file keeps them."""
+    spelled = "40 TFLOP/s, 1.5 TB/s, 24 GB"
+    found = gpu_named(spelled, "--gpu")
+    assert (found.flops_s["bf16"], found.memory_bandwidth, found.memory) == (40e12, 1.5e12, 24 * 10**9)
+    assert gpu_named(" 40 tflops,1500 GB/s , 24GB", "--gpu") == found
+    experiment = Experiment.from_dict({"cluster": {"gpu": spelled}})
+    assert Experiment.from_dict(tomllib.loads(experiment.to_toml())) == experiment
+
+
+def test_cards_without_nvlink_meet_over_pcie() -> None:
+    """PCIe 4.0 has 16 lanes of 16 Gbit/s, of which 128 of 130 bits are data; GeForce cards reach each other through the host's memory."""
+    lanes = 16 * 16 * 128 / 130
+    for name, share in (("L40S", 1.0), ("RTX 4090", 0.5)):
+        link = of(f"1 x 4 {name}", NCCL).cluster.intra
+        assert link is not None
+        assert link.bandwidth / 1e9 == pytest.approx(share * lanes, rel=0.01)
+        assert link.framing == "none"
+    for name, gpu in catalogue().gpus.items():
+        assert 0 < gpu.flops_s["fp32"] <= gpu.flops_s["fp16"], name
+        assert 50 < gpu.flops_s["fp16"] / gpu.memory_bandwidth < 500, name
 
 
 def test_nodes_have_what_their_documents_say() -> None:
