@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,8 @@ class Net(nn.Module):
         """Ten numbers for each image."""
         if kind in ("slow", "fleet") and rank == 1:
             time.sleep(0.05)
+        if kind == "evaluates" and not torch.is_grad_enabled():
+            time.sleep(0.1)
         return self.layers(images)
 
 
@@ -62,11 +65,16 @@ elif kind == "unused":
 else:
     model = DistributedDataParallel(Net())
 second = DistributedDataParallel(nn.Linear(64, 64_000)) if kind == "two" else None
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+if kind == "evaluates":
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 if kind == "fleet":
     model, optimizer = fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
 scaler = torch.amp.GradScaler("cpu", enabled=False)  # as scripts have it whose precision is an option
-with (folder / f"losses{rank}").open("a", encoding="ascii") as losses:
+
+
+def train(losses: TextIO) -> None:
+    """Train until the process is ended, or for so many steps."""
     for step in range(MOST):
         if kind == "hangs" and step == 12 and rank == 1:
             time.sleep(1000)
@@ -79,6 +87,18 @@ with (folder / f"losses{rank}").open("a", encoding="ascii") as losses:
         scaler.update()
         optimizer.zero_grad()
         losses.write(f"{loss.item().hex()}\n")
+        if kind == "evaluates" and step % 5 == 0:
+            with torch.no_grad():
+                model.module(batch(step))
         if kind == "dies" and step == 12 and rank == 1:
             raise ValueError("no more")
+
+
+try:
+    with (folder / f"losses{rank}").open("a", encoding="ascii") as own:
+        train(own)
+finally:
+    states = [each for state in optimizer.state.values() for each in state.values()]
+    sums = [each.double().sum().item().hex() for each in (*model.parameters(), *states)]
+    (folder / f"state{rank}").write_text("\n".join(sums), encoding="ascii")
 dist.destroy_process_group()
