@@ -211,20 +211,14 @@ def _other_interfaces(
 
 
 def _over(name: str, process: Process, store: Any, sizes: Sequence[int], seconds: float) -> InterfaceTime:
-    """All-reduces in a gloo group over one interface; all ranks know whether it was made and worked on all."""
-    group, error = None, None
+    """All-reduces in a gloo group over one interface; none where it was not made, or failed, on some rank."""
     times: Times = ()
+    error = None
     try:
-        group = _gloo_over(name, process, store)
+        times = _all_reduces(_gloo_over(name, process, store), _CPU, sizes, seconds)
     except RuntimeError as failed:
-        error = _said(failed)
-    error = _first_error(process, error)
-    if error is None:
-        try:
-            times = _all_reduces(group, _CPU, sizes, seconds)
-        except RuntimeError as failed:
-            error = _said(failed)
-        error = _first_error(process, error)
+        error = str(failed).strip().partition("\n")[0]
+    error = next((each for each in gathered(process, _CPU, error) if each is not None), None)
     return InterfaceTime(name=name, times=times if error is None else (), error=error)
 
 
@@ -240,11 +234,3 @@ def _gloo_over(interface: str, process: Process, store: Any) -> Process:
     group = gloo(store, process.rank(), process.size(), options)
     group.set_timeout(_INTERFACE_TIMEOUT)
     return group
-
-
-def _said(failed: RuntimeError) -> str:
-    return str(failed).strip().partition("\n")[0]
-
-
-def _first_error(process: Process, error: str | None) -> str | None:
-    return next((each for each in gathered(process, _CPU, error) if each is not None), None)

@@ -114,6 +114,14 @@ def test_a_script_that_ends_by_itself_is_told_of(tmp_path: Path, capsys: pytest.
     assert any("ended by itself" in note for note in answer["notes"])  # type: ignore[attr-defined]  # a list; a busy host is told of, too
 
 
+@pytest.mark.slow
+def test_without_memory_for_a_copy_each_step_exchanges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks have 38 kB of parameters each, and as much momentum: nothing is simulated where 100 kB are free."""
+    answer = told(capsys, "--seconds", "8", "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "crowded"))
+    assert answer["alone_s"] is None
+    assert any("memory is too small" in note for note in answer["notes"])  # type: ignore[attr-defined]  # a list
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [(["none", "8"], "no step that could be looked at"), pytest.param(["plain", "3"], "before enough of its", marks=pytest.mark.slow)],
