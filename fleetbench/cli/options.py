@@ -31,17 +31,16 @@ def add_command(commands: Commands, name: str, summary: str, run: Callable[[argp
 def add_experiment(parser: argparse.ArgumentParser) -> None:
     """What every command takes that executes an experiment."""
     parser.add_argument("experiment", nargs="?", metavar="EXPERIMENT.toml", help="experiment file; default: the built-in quickstart")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="change a key of the file, such as workload.batch_size=64; repeatable",
-    )
+    add_overrides(parser, "of the file, such as workload.batch_size=64")
     parser.add_argument("--seed", type=int, metavar="N", help="the same as --set run.seed=N")
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where run folders go; default: runs")
     parser.set_defaults(strategy=None)
+
+
+def add_overrides(parser: argparse.ArgumentParser, which: str) -> None:
+    """``--set KEY=VALUE``; ``which`` says of which keys, with an example."""
+    text = f"change a key {which}; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
 
 
 def add_strategy(parser: argparse.ArgumentParser) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress, your_script
-from fleetbench.cli.options import Commands, add_command, add_command_line, add_json, load_experiment, number, whole
+from fleetbench.cli.options import Commands, add_command, add_command_line, add_json, add_overrides, load_experiment, number, whole
 from fleetbench.cli.output import columns, emit, say
 from fleetbench.errors import ConfigError
 
@@ -27,14 +28,7 @@ def register(commands: Commands) -> None:
     parser = add_command(commands, "why", "look at a training script as it is: why is it slow, and what would help?", run)
     text = "traces of torch.profiler (files, or folders of them), one for each rank, instead of a command"
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help=text)
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="change a key, such as run.timeout='300 s'; repeatable",
-    )
+    add_overrides(parser, "such as run.timeout='300 s'")
     seconds = number("a number of seconds above zero", math.ulp(0.0))
     text = f"how long to look, about, from the command's start; default: {_SECONDS:g}"
     parser.add_argument("--seconds", type=seconds, default=_SECONDS, metavar="S", help=text)
@@ -59,24 +53,23 @@ def run(arguments: argparse.Namespace) -> int:
     if bool(arguments.command_line) == bool(arguments.traces):
         hint = "fleetbench why -- torchrun --nproc-per-node 2 train.py, or fleetbench why TRACE.json ..."
         raise ConfigError("takes a command that trains or traces of one, and no more than one of the two", "fleetbench why", hint=hint)
+    old = None if arguments.against is None else _earlier(arguments.against)
     if arguments.traces:
         from tuner.why.from_traces import explain_traces
 
         your_script.refuse_workdir(arguments)
-        old = None if arguments.against is None else _earlier(arguments.against)
         arguments.experiment = str(resources.files("fleetbench").joinpath("script.toml"))
         base = load_experiment(arguments).replace(name="traces")
         return show(explain_traces(arguments.traces, "TRACE", link=arguments.link, ranks=arguments.ranks), arguments, base, old)
     for option, value in (("--link", arguments.link), ("--ranks", arguments.ranks)):
         if value is not None:
             raise ConfigError("is for traces; a command has the links and ranks that it has", option, f"{value:g}", "drop it")
-    return your_script.drive_script(arguments, _explain)
+    return your_script.drive_script(arguments, partial(_explain, old))
 
 
-def _explain(arguments: argparse.Namespace, command: tuple[str, ...], base: Experiment) -> int:
+def _explain(old: dict[str, Any] | None, arguments: argparse.Namespace, command: tuple[str, ...], base: Experiment) -> int:
     from tuner.why.explaining import explain
 
-    old = None if arguments.against is None else _earlier(arguments.against)
     with (
         your_script.telling((arguments.workdir or Path()).resolve(), arguments.out, often=""),
         progress.stages() as advance,

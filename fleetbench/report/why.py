@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib import resources
@@ -39,7 +40,9 @@ _LEAST = 0.01
 """Smallest share of a step that has a line of its own."""
 _CHANGED = 0.02
 """Smallest change of a part that is told, as a share of the older step."""
-NOTHING = 0.9
+_OF_CAUSE = ("name", "what", "remedy", "trains_differently", "simulated_s", "tried")
+"""Fields of a cause that its JSON has."""
+_NOTHING = 0.9
 """Share of what the ranks could do from which nothing is wrong, if no remedy is known."""
 
 
@@ -49,19 +52,18 @@ def text_of(found: Explanation, width: int) -> str:
     hosts = "" if found.hosts is None else f" on {counted(found.hosts, 'host')}"
     head = f"{counted(found.ranks, 'rank')}{hosts}, {counted(shares.num_steps, 'step')}, {found.seconds:.0f} s"
     lines = [head, "", *_wrapped(_step(found), width, "  ", "  "), ""]
-    numbered = {id(cause): number for number, cause in enumerate(found.causes, 1)}
     rows = list(rows_of(found))
     longest = max(len(milliseconds(seconds)) for seconds, _, _ in rows)
     column = max(len(label) for _, label, _ in rows)
     for seconds, label, causes in rows:
-        marks = "; ".join(f"{numbered[id(cause)]}. {cause.name}" for cause in causes)
+        marks = "; ".join(f"{found.causes.index(cause) + 1}. {cause.name}" for cause in causes)
         line = f"  {milliseconds(seconds):>{longest + 2}} ms  {label:<{column}}" + (f"  <- {marks}" if marks else "")
         lines += _wrapped(line, width, "", " " * (longest + 9))
     lines.append("")
     for number, cause in enumerate(found.causes, 1):
         lines += _wrapped(f"{cause.name}: {cause.what}.", width, f"  {number}. ", "     ")
         if cause.remedy:
-            lines += _wrapped(f"{cause.remedy}", width, "     ", "       ")
+            lines += _wrapped(cause.remedy, width, "     ", "       ")
         if gain := gain_of(cause, found):
             lines += _wrapped(gain, width, "     ", "       ")
     lines += _wrapped(conclusion_of(found), width, "  ", "  ")
@@ -79,58 +81,42 @@ def _step(found: Explanation) -> str:
 
 def rows_of(found: Explanation) -> Iterator[tuple[float, str, tuple[Cause, ...]]]:
     """Seconds per step, what they go into, and the causes that say why; the largest first, compute before all."""
-    rows: dict[str, float] = {}
-    causes: dict[str, list[Cause]] = {}
-    least = _LEAST * found.shares.step_s
+    rows: Counter[str] = Counter()
+    causes: defaultdict[str, dict[Cause, None]] = defaultdict(dict)
     for share in found.shares.shares:
-        label = label_of(share, found.shares.steady_rank)
-        rows[label] = rows.get(label, 0.0) + share.seconds
-        for cause in found.causes:
-            known = causes.setdefault(label, [])
-            if share in cause.shares and cause not in known:
-                known.append(cause)
-    small = sum(seconds for label, seconds in rows.items() if seconds < least and not causes.get(label))
-    kept = {label: seconds for label, seconds in rows.items() if seconds >= least or causes.get(label)}
-    for label in sorted(kept, key=lambda label: (label != _LABELS["forward"], -kept[label])):
-        yield kept[label], label, tuple(causes.get(label, ()))
-    if small > 0:
+        label = _label(share, f"waiting for rank {share.rank}" if share.rank == found.shares.steady_rank else "waiting for each other")
+        rows[label] += share.seconds  # type: ignore[assignment]  # seconds
+        causes[label] |= {cause: None for cause in found.causes if share in cause.shares}
+    kept = [label for label, seconds in rows.items() if seconds >= _LEAST * found.shares.step_s or causes[label]]
+    for label in sorted(kept, key=lambda label: (label != _LABELS["forward"], -rows[label])):
+        yield rows[label], label, tuple(causes[label])
+    if small := sum(seconds for label, seconds in rows.items() if label not in kept):
         yield small, "other", ()
 
 
-def label_of(share: Share, steady_rank: int | None) -> str:
-    """Label of a share's line."""
-    if share.rank is not None and share.rank == steady_rank and share.period is None:
-        return f"waiting for rank {share.rank}"
-    return _plain_label(share.kind, waits=share.rank is not None, rare=share.period is not None)
-
-
-def _plain_label(kind: Kind, *, waits: bool, rare: bool) -> str:
-    """Label of a share's line that names no rank."""
-    return "work in some steps only" if rare else "waiting for each other" if waits else _LABELS[kind]
+def _label(share: Share, waits: str) -> str:
+    """Label of a share's line; ``waits``: of time in which ranks wait for others."""
+    if share.period is not None:
+        return "work in some steps only"
+    return _LABELS[share.kind] if share.rank is None else waits
 
 
 def gain_of(cause: Cause, found: Explanation) -> str:
     """Sentence about a remedy's gain, tried or else simulated."""
-    today = milliseconds(found.shares.step_s)
     if cause.tried is not None:
-        tried = cause.tried
-        values = [milliseconds(seconds) for seconds in (tried.today_s, tried.other_s, tried.low_s, tried.high_s)]
-        gains = "" if tried.helps else ": no gain is sure"
-        return f"tried here: {values[0]} -> {values[1]} ms [{values[2]}, {values[3]}], {counted(tried.pairs, 'pair')}{gains}"
+        return f"tried here: {cause.tried}{'' if cause.tried.helps else ': no gain is sure'}"
     if cause.simulated_s is not None:
         changes = f" Training changes: {cause.trains_differently}." if cause.trains_differently else ""
         without = "simulated" if cause.remedy else "simulated without it"
-        return f"{without}: {today} -> {milliseconds(cause.simulated_s)} ms.{changes}"
-    if cause.remedy:
-        return "neither simulated nor tried here"
-    return ""
+        return f"{without}: {milliseconds(found.shares.step_s)} -> {milliseconds(cause.simulated_s)} ms.{changes}"
+    return "neither simulated nor tried here" if cause.remedy else ""
 
 
 def conclusion_of(found: Explanation) -> str:
     """The last line: what all remedies come to, or that nothing is wrong."""
     can = "" if found.efficiency is None else f"{100 * found.efficiency:.0f} % of what {counted(found.ranks, 'rank')} can do"
     if not any(cause.remedy for cause in found.causes):
-        if found.efficiency is not None and found.efficiency >= NOTHING:
+        if found.efficiency is not None and found.efficiency >= _NOTHING:
             return f"nothing is wrong: {can}"
         first = next((cause for cause in found.causes if cause.simulated_s is not None), None)
         without = "" if first is None else f"; without {first.name} it would take {milliseconds(first.simulated_s)} ms"
@@ -142,16 +128,21 @@ def conclusion_of(found: Explanation) -> str:
 
 def data_of(found: Explanation) -> dict[str, Any]:
     """The answer as plain data, times in seconds; what ``--json`` prints and ``--against`` reads."""
-    named = {"command": found.command, "ranks": found.ranks, "hosts": found.hosts, "device": found.device}
-    parts = [{"what": label, "seconds": took, "causes": [cause.name for cause in causes]} for took, label, causes in rows_of(found)]
-    return named | {
+    return {
+        "command": found.command,
+        "ranks": found.ranks,
+        "hosts": found.hosts,
+        "device": found.device,
         "steps": found.shares.num_steps,
         "step_s": found.shares.step_s,
         "alone_s": found.alone_s,
         "efficiency": found.efficiency,
         "conclusion": conclusion_of(found),
-        "parts": parts,
-        "causes": [_cause_data(cause) for cause in found.causes],
+        "parts": [{"what": label, "seconds": took, "causes": [cause.name for cause in causes]} for took, label, causes in rows_of(found)],
+        "causes": [
+            {"seconds": cause.seconds} | {name: value for name, value in asdict(cause).items() if name in _OF_CAUSE}
+            for cause in found.causes
+        ],
         "with_all_remedies_s": found.all_s,
         "shares": [asdict(share) for share in found.shares.shares],
         "foreign_cores": found.foreign_cores,
@@ -160,19 +151,13 @@ def data_of(found: Explanation) -> dict[str, Any]:
     }
 
 
-def _cause_data(cause: Cause) -> dict[str, Any]:
-    named = ("name", "what", "seconds", "remedy", "trains_differently", "simulated_s")
-    return {name: getattr(cause, name) for name in named} | {"tried": None if cause.tried is None else asdict(cause.tried)}
-
-
 def changes_since(found: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     """Seconds per step by which parts have changed since an older answer, from 2 % of its step on; both as ``data_of`` gives them."""
-    changed: dict[str, float] = {}
+    changed: Counter[str] = Counter()
     for each, sign in ((found, 1), (old, -1)):
         for share in each["shares"]:
-            waits = share["rank"] is not None and share["period"] is None
-            what = "waiting for other ranks" if waits else _plain_label(share["kind"], waits=False, rare=share["period"] is not None)
-            changed[what] = changed.get(what, 0.0) + sign * share["seconds"]
+            what = _label(Share(**share), "waiting for other ranks")
+            changed[what] += sign * share["seconds"]
     kept = sorted((what for what in changed if abs(changed[what]) >= _CHANGED * old["step_s"]), key=lambda what: -abs(changed[what]))
     return {
         "step_s": [old["step_s"], found["step_s"]],
@@ -210,6 +195,4 @@ def write_page(found: Explanation, folder: Path) -> Path:
 
 
 def _wrapped(text: str, width: int, first: str, later: str) -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
-    )
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False)

@@ -1,17 +1,14 @@
 """What a host's network hardware should carry, and what its processes use, without torch.
 
 Sources: the kernel's Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net; tcp_info in
-linux/tcp.h; ``nvidia-smi topo --help``.
+linux/tcp.h.
 """
 
 import collections
 import ipaddress
-import itertools
 import os
 import re
-import shutil
 import socket
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +17,12 @@ import psutil
 
 from fleetbench.config import Config
 from fleetbench.quantities import BitsPerSecond
+from fleetbench.why.gpus import Gpus
 
 SYSFS = Path("/sys")
 LOOPBACK = "lo"
-_NVIDIA_SMI_S = 20.0
-"""Seconds for nvidia-smi to answer: without persistence mode it starts the driver first."""
 _TCP_BYTES_ACKED = slice(120, 128)
 """Where ``tcp_info`` has ``tcpi_bytes_acked``, an unsigned integer (linux/tcp.h; Linux 4.1)."""
-_CLOSEST = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""What lies between a GPU and a network adapter, the shortest way first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +52,6 @@ class Port(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpus(Config):
-    """How the GPUs of a host are connected."""
-
-    paths: dict[str, int]
-    """Pairs of GPUs by what lies between them: ``{"NV18": 28}``; the words are nvidia-smi's."""
-    adapters: dict[str, int]
-    """GPUs by what lies between them and the closest network adapter: ``{"PIX": 8}``."""
-    nvlink_bytes_per_s: float | None = None
-    """Of all NVLinks of the GPU that has the fewest, in one direction."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Host(Config):
     """What one host has for its ranks to communicate by."""
 
@@ -77,7 +59,7 @@ class Host(Config):
     interfaces: tuple[Interface, ...] = ()
     ports: tuple[Port, ...] = ()
     gpus: Gpus | None = None
-    """None without nvidia-smi or without GPUs."""
+    """None without nvidia-smi or without GPUs, and where nobody has asked."""
 
     @property
     def has_infiniband(self) -> bool:
@@ -89,10 +71,9 @@ class Host(Config):
         return next((found for found in self.interfaces if found.name == name), None)
 
 
-def this_host(sysfs: Path = SYSFS, *, asks_gpus: bool = True) -> Host:
-    """Look at this host; ``sysfs`` is where it is mounted. ``asks_gpus``: nvidia-smi takes a second or more."""
-    gpus = _gpus() if asks_gpus else None
-    return Host(name=socket.gethostname(), interfaces=_interfaces(sysfs), ports=_ports(sysfs), gpus=gpus)
+def this_host(sysfs: Path = SYSFS) -> Host:
+    """Look at this host, but for its GPUs; ``sysfs`` is where it is mounted."""
+    return Host(name=socket.gethostname(), interfaces=_interfaces(sysfs), ports=_ports(sysfs))
 
 
 def _interfaces(sysfs: Path) -> tuple[Interface, ...]:
@@ -151,45 +132,6 @@ def _text(path: Path) -> str:
 def _number(path: Path) -> int | None:
     text = _text(path)
     return int(text) if re.fullmatch(r"-?\d+", text) else None
-
-
-def _gpus() -> Gpus | None:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    texts = []
-    for words in (("topo", "-m"), ("nvlink", "-s")):
-        try:
-            texts.append(subprocess.check_output([program, *words], text=True, timeout=_NVIDIA_SMI_S))
-        except (OSError, subprocess.SubprocessError):
-            return None
-    return read_gpus(*texts)
-
-
-def read_gpus(topology: str, nvlink: str = "") -> Gpus | None:
-    """What ``nvidia-smi topo -m`` and ``nvidia-smi nvlink -s`` print; None where the first names no GPU."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)  # the headings are underlined
-    rows = [words for line in plain.splitlines() if (words := line.split())]
-    heading: Sequence[str] = next((words for words in rows if words[0] == "GPU0" and words[1:2] != ["X"]), ())
-    names = list(itertools.takewhile(lambda word: word != "CPU", heading))  # the next column is CPU Affinity
-    own = [words for words in rows if words[0] in names and words is not heading]
-    table = {words[0]: dict(zip(names, words[1:], strict=False)) for words in own}
-    gpus = [name for name in table if name.startswith("GPU")]
-    if not gpus:
-        return None
-    paths = collections.Counter(table[one].get(other, "?") for one, other in itertools.combinations(gpus, 2))
-    adapters = collections.Counter[str]()
-    for gpu in gpus:
-        ways = [way for name, way in table[gpu].items() if not name.startswith("GPU") and way in _CLOSEST]
-        adapters.update([min(ways, key=_CLOSEST.index)] if ways else [])
-    return Gpus(paths=dict(paths), adapters=dict(adapters), nvlink_bytes_per_s=_nvlink(nvlink))
-
-
-def _nvlink(text: str) -> float | None:
-    """The sum of a GPU's active links: ``Link 0: 26.562 GB/s`` below ``GPU 0: ...``."""
-    parts = re.split(r"^GPU \d+:", text, flags=re.MULTILINE)[1:]
-    sums = [sum(float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", part)) for part in parts]
-    return min(sums) * 1e9 if sums and min(sums) > 0 else None
 
 
 def bytes_sent() -> Mapping[str, int]:

@@ -22,7 +22,6 @@ _DEVICE = re.compile(r"\[\d+\](\w[^\s:]*:\d+/[^\s\[]+|[^\s:\[]+)")
 _VIA = re.compile(r"Channel \d+.* via ((?:P2P|SHM|NET)/.+?)\s*$")
 _NET = re.compile(r"NET/([^/]+)/\d+(?:\(\d+\))?(/GDRDMA)?")
 _CHANNELS = re.compile(r"(\d+) coll channels,.*?(\d+) nvls channels")
-_NODES = re.compile(r"nRanks (\d+) nNodes (\d+)")
 _NVLS = re.compile(r"NVLS multicast support is (not )?available")
 
 
@@ -41,14 +40,8 @@ class Transports(Config):
     ``NET/IB/GDRDMA``, ``NET/IB``, ``NET/Socket``."""
     channels: tuple[int, ...] = ()
     """Of each communicator of one process, in their order."""
-    has_rings: bool = False
-    has_trees: bool = False
     nvls: Literal["used", "unused", "unavailable"] | None = None
     """NVLink SHARP; None where the log does not say, as with NCCL_NVLS_ENABLE=0."""
-    nodes: int | None = None
-    """Of the largest communicator (since NCCL 2.20)."""
-    lacks_infiniband: bool = False
-    """NCCL looked for InfiniBand and found no device."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that NCCL says it has read."""
 
@@ -80,18 +73,13 @@ def read_nccl_log(text: str) -> Transports | None:
             nvls_channels += int(found[2])
     multicast = [found[1] is None for line in said if (found := _NVLS.match(line))]
     has_nvls = nvls_channels > 0 or any(line.startswith("Connected NVLS tree") for line in said)
-    nodes = [int(found[2]) for line in said if (found := _NODES.search(line))]
     return Transports(
         version=version[1] if version else None,
         network=used,
         devices=tuple(dict.fromkeys(devices)),
         connections=dict(connections),
         channels=tuple(next(iter(counts.values()), ())),
-        has_rings=any(line.startswith("Connected all rings") for line in said),
-        has_trees=any(line.startswith("Connected all trees") for line in said),
         nvls="used" if has_nvls else None if not multicast else "unused" if any(multicast) else "unavailable",
-        nodes=max(nodes, default=None),
-        lacks_infiniband=any(line.startswith("NET/IB : No device found") for line in said),
         environment={found[1]: found[2] for line in said if (found := _SET.search(line))},
     )
 

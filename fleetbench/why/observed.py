@@ -24,14 +24,6 @@ class Event(NamedTuple):
     """Of a backward that exchanges gradients: when the last of them was computed. 0: it exchanges nothing."""
 
 
-class Sample(NamedTuple):
-    """The line of the script that the main thread was in at one moment."""
-
-    time_ns: int
-    line: str
-    """``file:line function``."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model(Config):
     """A DistributedDataParallel model and its own settings."""
@@ -80,10 +72,10 @@ class RankLog:
     events: tuple[tuple[str, int, int, int], ...]
     """The fields of ``Event``, in order of their ends."""
     samples: tuple[tuple[int, str], ...] = ()
-    """The fields of ``Sample``, in order."""
+    """Moments, in order, and the line of the script that the main thread was in: ``file:line function``."""
     batches: tuple[int, ...] = ()
     """Numbers in the first input of each forward, 0 where the model gets no tensor."""
-    model: Model | None = None
+    model: Model = Model(nbytes=0)
     loader: Loader | None = None
     can_change: bool = True
     """Whether the model may be made anew with other settings: without a communication hook, mixed precision and such."""
@@ -97,16 +89,11 @@ class RankLog:
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> RankLog:
         """The log of a rank's part."""
-        model, loader = data["model"], data["loader"]
-        return cls(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-            | {
-                "events": tuple(tuple(event) for event in data["events"]),
-                "samples": tuple(tuple(sample) for sample in data["samples"]),
-                "model": None if model is None else decode(model, Model, "model"),
-                "loader": None if loader is None else decode(loader, Loader, "loader"),
-            }
-        )
+        known: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        known |= {name: tuple(map(tuple, data[name])) for name in ("events", "samples")}
+        known["model"] = decode(data["model"], Model, "model")
+        known["loader"] = None if data["loader"] is None else decode(data["loader"], Loader, "loader")
+        return cls(**known)
 
     def aligned(self, first: tuple[int, int], last: tuple[int, int]) -> RankLog:
         """The log on rank 0's clock. Each pair: a time of this host's clock, and by how much it was ahead of rank 0's then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +41,11 @@ class Share:
     """So many steps lie between two of those that have this part; None if each step has it."""
 
 
+def total_s(shares: Iterable[Share]) -> float:
+    """Seconds per step of all of them."""
+    return sum(share.seconds for share in shares)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
     """How a step's seconds divide."""
@@ -58,7 +64,7 @@ class Shares:
     @property
     def compute_s(self) -> float:
         """Seconds per step of forward, backward and update, without waits and periodic work."""
-        return sum(share.seconds for share in self.part(*COMPUTE))
+        return total_s(self.part(*COMPUTE))
 
     def part(self, *kinds: Kind) -> tuple[Share, ...]:
         """Shares of these kinds that each step has, and in which nobody is waited for."""
@@ -66,4 +72,4 @@ class Shares:
 
     def of(self, *kinds: Kind) -> float:
         """Seconds per step of these kinds, in all steps, without waits for others."""
-        return sum(share.seconds for share in self.shares if share.kind in kinds and share.rank is None)
+        return total_s(share for share in self.shares if share.kind in kinds and share.rank is None)

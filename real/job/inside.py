@@ -4,7 +4,7 @@ All of them run one command, ``fleetbench tune EXPERIMENT.toml -- python train.p
 says which trainer each is. Rank 0 drives as it would outside; what it launches is its own trainer.
 The others ``serve``: they start theirs whenever a launch's folder appears, and end with the
 driver. All of it lies below one folder, which rank 0 makes below ``--out``: every node must see it. It
-goes with the driver, but where a worker failed, for the trainers' output, it stays until the next start.
+goes with the driver, but where a worker failed, for the trainers' output, it stays.
 Trainers of a launch meet through a file in its folder, so that launches do not meet each other.
 
 ``met`` (rank 0 has told the folder) -> launches, one after another -> ``ended``: the driver says stop, or is gone.
@@ -25,7 +25,7 @@ from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.job.driver_watch import Watch
 from real.job.folder import DriverSide, RankSide
 from real.processes.attached import attached_environment
-from real.processes.place import PREFIX, make_folder
+from real.processes.place import PREFIX, leave_folder, make_folder
 from real.processes.roles import SEED, STORE, TUNING, Role, role_of
 from real.processes.started import end, start, uninterrupted
 
@@ -58,12 +58,11 @@ def driving(role: Role, out: Path) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(SHARED, None)
-        has_log = isinstance(sys.exc_info()[1], WorkerFailed)  # whose hint names a file below
+        error = sys.exc_info()[1]
         with uninterrupted():
             board.stop()
             board.abort()
-            if not has_log:
-                shutil.rmtree(board.path, ignore_errors=True)
+            leave_folder(board.path, error)
 
 
 def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fleetbench.errors import WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult, skip
 from fleetbench.staleness import counts_of, load_of, quantiles_of
@@ -25,7 +24,7 @@ from real.job.launch import Progress, WorkerLaunch
 from real.job.results import run_of
 from real.leg import Leg
 from real.processes.fork_server import can_fork
-from real.processes.place import make_folder
+from real.processes.place import leave_folder, make_folder
 from real.processes.started import QUIET, uninterrupted
 from real.servers.hosts import local_endpoints
 from real.servers.leg_servers import LegServers, loads_of
@@ -40,7 +39,7 @@ class LegSession(ABC):
     """What runs legs, one after another.
 
     A context manager: entering starts the processes, leaving ends them; on an error or Ctrl-C they are killed, and where a worker
-    failed, what they have said is kept until the next start.
+    failed, what they have said is kept.
     """
 
     def __init__(self) -> None:
@@ -96,13 +95,12 @@ class LegSession(ABC):
         """End what is left of them, whatever state it is in."""
 
     def _abort(self) -> None:
-        failed = isinstance(sys.exc_info()[1], WorkerFailed)
+        error = sys.exc_info()[1]
         with uninterrupted():
             try:
                 self._kill()
             finally:
-                if not failed:
-                    shutil.rmtree(self._folder, ignore_errors=True)
+                leave_folder(self._folder, error)
 
 
 class Session(LegSession):

@@ -1,6 +1,6 @@
 """Place: where a process runs, what it shares with another one (a clock, process numbers), and whether it lives.
 
-Temporary folders say whose they are: the next start removes what a killed or failed process has left.
+Temporary folders say whose they are: the next start removes what a killed process has left. What a failed worker has said stays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleetbench.config import Config, decode, encode
-from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
@@ -119,6 +119,14 @@ def temporary_folder() -> Iterator[Path]:
     try:
         yield folder
     finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def leave_folder(folder: Path, error: BaseException | None) -> None:
+    """Remove a folder; after ``WorkerFailed``, whose hint names output in it, it stays, and no later start removes it."""
+    if isinstance(error, WorkerFailed):
+        (folder / OWNER).unlink(missing_ok=True)
+    else:
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -94,6 +94,24 @@ class Events:
             if before is not None:
                 before[3] = max(before[3], computed_ns)
 
+    @contextmanager
+    def evaluations(self, module: nn.Module) -> Iterator[None]:
+        """Note the module's forwards without gradients inside, also those that a script calls past its DDP."""
+        begun: list[int] = []
+
+        def begins(*_: object) -> None:
+            if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):  # what is compiled has no part of this
+                begun.append(clock())
+
+        def ends(*_: object) -> None:
+            if not torch.compiler.is_compiling() and begun:
+                self.found.append(["evaluate", begun.pop(), clock(), 0])
+
+        handles = [module.register_forward_pre_hook(begins), module.register_forward_hook(ends, always_call=True)]
+        yield
+        for handle in handles:
+            handle.remove()
+
     def optimizer_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Note that an optimizer's step begins; its arguments, of which a closure, with forward and backward in it, is the loop's."""
         if self._loop_lines is None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fleetbench.errors import ConfigError, FleetbenchError, WorkerFailed
+from fleetbench.errors import ConfigError, FleetbenchError
 from fleetbench.experiment import Run
 from real.job.folder import write_json
 from real.job.inside import SHARED
 from real.job.launch import CommandLaunch, Progress
-from real.processes.place import make_folder
+from real.processes.place import leave_folder, make_folder
 from real.processes.roles import WHY
 from real.processes.started import uninterrupted
 from real.why.look import ANSWER, Look
@@ -69,8 +68,7 @@ class LookedAt:
         finally:
             with uninterrupted():
                 launch.kill()
-            if not isinstance(error, WorkerFailed):
-                shutil.rmtree(self._folder, ignore_errors=True)
+            leave_folder(self._folder, error)
 
     def tell(self, numbers: Mapping[str, float]) -> None:
         """What rank 0 logs into the script's open runs of trackers as it ends."""

@@ -14,8 +14,8 @@ ANSWER = "answer.json"
 class Look(Config):
     """So many steps, and what to note of them.
 
-    ``watch``: all that the main thread does (``RankLog``). ``alone``: when gradients are ready where none is exchanged (``Readiness``); all
-    ranks have rank 0's parameters afterwards. ``times``: how long steps take.
+    ``watch``: all that the main thread does (``RankLog``). ``alone``: when gradients are ready where none is exchanged (``Readiness``);
+    models and optimizers are then as they were before. ``times``: how long steps take.
     """
 
     what: Literal["watch", "alone", "times"] = "watch"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from itertools import pairwise
@@ -30,9 +29,10 @@ from real.processes.attached import note_attached
 from real.processes.exits import at_exit
 from real.processes.place import Place
 from real.why.events import Events, clock
-from real.why.links import measure_links
+from real.why.kept_state import KeptState
+from real.why.links import device_of_group, gathered, measure_links
 from real.why.look import ANSWER, Look
-from real.why.readiness import ReadinessClock
+from real.why.readiness import ReadinessClock, median_ns
 from real.why.settings import LivingDdp, library_of
 from real.why.trackers import log_to_open_runs
 
@@ -61,9 +61,9 @@ class Observer:
     def __init__(self, model: nn.Module, living: LivingDdp | FleetModel) -> None:
         self._model, self._living = model, living
         self._rank, self._group = dist.get_rank(), living.group
-        is_nccl = living.device_type == "cuda" and "cuda:nccl" in dist.get_backend_config(living.group).split(",")
-        self._backend = "nccl" if is_nccl else "gloo"  # asked for now: a script may destroy its group before it ends
         watch_driver(self._rank)
+        self._device = device_of_group(living.group, living.device_type)
+        self._backend = "nccl" if self._device.type == "cuda" else "gloo"
         self._folder = RankSide.of_environment()
         self._beats = BeatWriter(self._folder.beats, self._rank)
         self._folder.join(self._rank, dist.get_world_size(), Place.here().host)
@@ -75,7 +75,7 @@ class Observer:
         """Those whose forward has run, in the order of their first."""
         self._number = 0
         self._optimizer: int | None = None
-        self._num_steps = self._num_agreed = 0
+        self._num_steps = 0
         self._batches: list[int] = []
         self._buffers_change = False
         self._looks = self._obey()
@@ -90,13 +90,11 @@ class Observer:
         self._beats.beat(self._number, self._num_steps + 1)  # a rank that hangs before its forward is a step behind the others
         if not any(model is known for known in self._models):
             self._models.append(model)
-            self._time_models(_SAMPLE_RATE if self._events is None else 1)
-        if self._is_alone and isinstance(model, DistributedDataParallel):
-            with model.no_sync():  # the forward decides for its backward
-                yield
-            return
+            self._time_models()
         if self._events is None:
-            yield
+            # the forward decides for its backward
+            with model.no_sync() if self._is_alone and isinstance(model, DistributedDataParallel) else nullcontext():
+                yield
             return
         if torch.is_grad_enabled() and model is self._model:
             tensor = next((leaf for leaf in pytree.tree_leaves((inputs, named)) if isinstance(leaf, torch.Tensor)), None)
@@ -142,47 +140,40 @@ class Observer:
 
     def _look(self, look: Look) -> Steps:
         self._living.change(look.change)
-        times: list[int] = [clock()]
-        for _ in range(look.warmup_steps):
-            if (yield):
-                return {"complete": False, "log": None}
-            times.append(clock())
-        step_s = _median(later - earlier for earlier, later in pairwise(times)) * 1e-9
+        times = [clock()]
+        if (yield from self._passed(look.warmup_steps, lambda: times.append(clock()))):
+            return {"complete": False, "log": None}
+        step_s = median_ns(later - earlier for earlier, later in pairwise(times)) * 1e-9
         fitting = int(look.max_s / max(step_s, 1e-9))
-        steps = int(self._agree(str(max(min(_LEAST_STEPS, look.steps), min(look.steps, fitting)))))
+        steps = self._told(max(min(_LEAST_STEPS, look.steps), min(look.steps, fitting)))[0]
         part = yield from {"watch": self._watch, "alone": self._alone, "times": self._times}[look.what](steps, look)
         if look.links and part["complete"]:
             pairs = self._backend != "nccl"  # which makes a communicator for each
-            part["links"] = encode(measure_links(self._group, _LINKS_SIZES, _LINKS_S, pairs=pairs))
+            part["links"] = encode(measure_links(self._group, _LINKS_SIZES, _LINKS_S, device=self._device, pairs=pairs))
         return part
 
     def _times(self, steps: int, look: Look) -> Steps:
         begin = time.perf_counter()
         path = self._folder.path / f"{look.trace}-rank{self._rank}.json"
         with _tracing(path, stacks=look.stacks) if look.trace else nullcontext() as trace:
-            for _ in range(steps):
-                if (yield):
-                    return {"complete": False}
-                if trace is not None:
-                    trace.step()
-        return {"complete": True, "step_s": (time.perf_counter() - begin) / steps}
+            is_over = yield from self._passed(steps, lambda: trace and trace.step())
+        return {"complete": not is_over, "step_s": (time.perf_counter() - begin) / steps}
 
     def _watch(self, steps: int, _look: Look) -> Steps:
         before = clock(), self._ahead_ns()
-        events, ends, is_over = Events(), [clock()], False
+        events, ends = Events(), [clock()]
         begin_s, cpu_s = time.perf_counter(), _cpu_s()
         self._batches.clear()
         with ExitStack() as stack:
             stack.enter_context(events.on())
-            self._time_models(1)
-            stack.callback(self._time_models, _SAMPLE_RATE)
+            for module in {self._living.module, *(model.module for model in self._models if isinstance(model, DistributedDataParallel))}:
+                stack.enter_context(events.evaluations(module))
             self._events = events
-            stack.callback(setattr, self, "_events", None)
-            for _ in range(steps + 1):  # the last one's exchange is known in the forward after it
-                if (yield):
-                    is_over = True
-                    break
-                ends.append(clock())
+            self._time_models()
+            # the last step's exchange is known in the forward after it
+            is_over = yield from self._passed(steps + 1, lambda: ends.append(clock()))
+            self._events = None
+            self._time_models()
         log = RankLog(
             rank=self._rank,
             host=Place.here().host,
@@ -206,55 +197,51 @@ class Observer:
         return {"complete": not is_over, "log": asdict(log.aligned(before, after))}
 
     def _alone(self, steps: int, _look: Look) -> Steps:
-        """Steps without any exchange; all ranks have rank 0's parameters afterwards."""
+        """Steps without any exchange; afterwards each rank's models and optimizers are as they were before."""
         assert isinstance(self._model, DistributedDataParallel)
-        ready, is_over = ReadinessClock(self._model), False
+        state = KeptState(self._models)
+        told = self._told([Place.here().kernel, state.nbytes, psutil.virtual_memory().available])
+        if any(sum(nbytes for other, nbytes, _ in told if other == kernel) > free for kernel, _, free in told):
+            return {"complete": True, "alone": None}
+        state.keep()
+        ready = ReadinessClock(self._model)
         with ready.on():
             self._is_alone = True
-            for _ in range(steps):
-                if (yield):
-                    is_over = True
-                    break
-                ready.step_ends()
+            is_over = yield from self._passed(steps, ready.step_ends)
             self._is_alone = False
+        state.restore()
         found = ready.found()
-        if is_over or found is None:
-            return {"complete": False}
-        trained = [self._living.module, *(each.module for each in self._models if isinstance(each, DistributedDataParallel))]
-        for module in dict.fromkeys(trained):  # ranks have parted
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.detach(), dist.get_global_rank(self._group, 0), group=self._group)
-        return {"complete": True, "alone": encode(found)}
+        return {"complete": not is_over, "alone": None if found is None else encode(found)}
 
-    def _time_models(self, every: int) -> None:
-        """Let each Reducer time its exchange in every so many-th step."""
+    def _passed(self, steps: int, each: Callable[[], object]) -> Generator[None, bool, bool]:
+        """Let steps pass, with a call after each of them; whether the script is over before."""
+        for _ in range(steps):
+            if (yield):
+                return True
+            each()
+        return False
+
+    def _time_models(self) -> None:
+        """Let each Reducer time its exchange, in each step that is watched."""
+        every = _SAMPLE_RATE if self._events is None else 1
         for model in self._models:
             if isinstance(model, DistributedDataParallel):
                 model._set_ddp_runtime_logging_sample_rate(every)  # noqa: SLF001  # torch has no public name for it
 
-    def _agree(self, text: str) -> str:
-        """Rank 0's text, on all ranks."""
-        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
-        key, self._num_agreed = f"fleetbench/why/{self._num_agreed}", self._num_agreed + 1
-        if self._rank == 0:
-            store.set(key, text)
-        return str(store.get(key).decode())
+    def _told(self, own: Any) -> list[Any]:
+        """What every rank has to say, by rank."""
+        return gathered(self._group, self._device, own)
 
     def _ahead_ns(self) -> int:
         """By how much this host's clock is ahead of rank 0's: ranks note when they leave a barrier."""
-        kernel = Place.here().kernel
-        is_one = self._agree(kernel) == kernel
         left = []
-        for _ in range(1 + _MEETINGS):  # also on rank 0's host, where the answer is known
+        for _ in range(1 + _MEETINGS):
             dist.barrier(self._group)
-            mine = clock()
-            left.append(mine - int(self._agree(str(mine))))
-        return 0 if is_one else _median(left[1:])  # what the first tells is when they came
-
-
-def _median(values: Iterable[int]) -> int:
-    found = list(values)
-    return round(statistics.median(found)) if found else 0
+            left.append(clock())
+        kernel = Place.here().kernel
+        of_first, first = self._told([kernel, left])[0]
+        # what the first barrier tells is when they came
+        return 0 if of_first == kernel else median_ns(own - other for own, other in zip(left[1:], first[1:], strict=True))
 
 
 def _cpu_s() -> float:

@@ -66,9 +66,9 @@ class ReadinessClock:
         return Readiness(
             names=tuple(self._trained),
             nbytes=tuple(each.numel() * each.element_size() for each in self._trained.values()),
-            ready_ns=tuple(_median(times) for times in ready),
-            forward_ns=_median(before for before, _, _ in self._steps),
-            backward_ns=_median(last for _, last, _ in self._steps),
+            ready_ns=tuple(median_ns(times) for times in ready),
+            forward_ns=median_ns(before for before, _, _ in self._steps),
+            backward_ns=median_ns(last for _, last, _ in self._steps),
             unused=tuple(name for name in self._trained if name in self._unused),
         )
 
@@ -95,6 +95,7 @@ class ReadinessClock:
             self._ready[-1][name] = clock()
 
 
-def _median(times: Iterable[int]) -> int:
+def median_ns(times: Iterable[int]) -> int:
+    """Median of nanoseconds, 0 of none."""
     found = list(times)
     return round(statistics.median(found)) if found else 0

@@ -18,7 +18,8 @@ from fleetbench.cli.doctor import Findings
 from fleetbench.cli.main import main
 from fleetbench.cluster import Link
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
-from fleetbench.why.interfaces import Gpus, Host, Interface, Port
+from fleetbench.why.gpus import Gpus
+from fleetbench.why.interfaces import Host, Interface, Port
 from fleetbench.why.links import AllReduceTime, InterfaceTime, Links, PairTime
 from fleetbench.why.nccl_log import Transports
 from real.why import link_test

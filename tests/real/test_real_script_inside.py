@@ -128,7 +128,7 @@ def test_a_lasting_failure_is_named_and_explained(how: str, said: str, tmp_path:
     (log,) = [path for path in (tmp_path / "runs").glob("fleetbench-*/*/*/rank1.log") if str(path.parent) in done.stderr]
     assert log.read_text().startswith("said by 1")
     make_folder(tmp_path / "runs")
-    assert not log.exists(), "it is kept until the next start"
+    assert log.exists(), "a later start removes it"
 
 
 def test_one_process_drives_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,10 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TextIO
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +27,8 @@ else:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
 torch.manual_seed(0)
 torch.set_num_threads(1)
+if kind == "crowded":
+    psutil.virtual_memory = lambda: SimpleNamespace(available=100_000)
 
 
 class Net(nn.Module):
@@ -39,6 +44,8 @@ class Net(nn.Module):
         """Ten numbers for each image."""
         if kind in ("slow", "fleet") and rank == 1:
             time.sleep(0.05)
+        if kind == "evaluates" and not torch.is_grad_enabled():
+            time.sleep(0.1)
         return self.layers(images)
 
 
@@ -62,11 +69,16 @@ elif kind == "unused":
 else:
     model = DistributedDataParallel(Net())
 second = DistributedDataParallel(nn.Linear(64, 64_000)) if kind == "two" else None
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+if kind == "evaluates":
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 if kind == "fleet":
     model, optimizer = fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
 scaler = torch.amp.GradScaler("cpu", enabled=False)  # as scripts have it whose precision is an option
-with (folder / f"losses{rank}").open("a", encoding="ascii") as losses:
+
+
+def train(losses: TextIO) -> None:
+    """Train until the process is ended, or for so many steps."""
     for step in range(MOST):
         if kind == "hangs" and step == 12 and rank == 1:
             time.sleep(1000)
@@ -79,6 +91,18 @@ with (folder / f"losses{rank}").open("a", encoding="ascii") as losses:
         scaler.update()
         optimizer.zero_grad()
         losses.write(f"{loss.item().hex()}\n")
+        if kind == "evaluates" and step % 5 == 0:
+            with torch.no_grad():
+                model.module(batch(step))
         if kind == "dies" and step == 12 and rank == 1:
             raise ValueError("no more")
+
+
+try:
+    with (folder / f"losses{rank}").open("a", encoding="ascii") as own:
+        train(own)
+finally:
+    states = [each for state in optimizer.state.values() for each in state.values()]
+    sums = [each.double().sum().item().hex() for each in (*model.parameters(), *states)]
+    (folder / f"state{rank}").write_text("\n".join(sums), encoding="ascii")
 dist.destroy_process_group()

@@ -15,6 +15,7 @@ from profiled_devices import Device
 
 from fleetbench.cli.main import main
 from fleetbench.report.why import changes_since
+from real.processes.place import make_folder
 
 SCRIPT = str(Path(__file__).with_name("looked_at.py"))
 
@@ -38,11 +39,15 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict
     [
         ("slow", "a slow rank", ""),
         ("fleet", "a slow rank", ""),
+        ("evaluates", "periodic work", "evaluate less often"),
         pytest.param("buffers", "buffers", "broadcast_buffers=False", marks=pytest.mark.slow),
     ],
 )
 def test_a_planted_fault_is_the_first_cause(kind: str, cause: str, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The fault is named, the parts add up to a step, and until the script is stopped its training is what it is without."""
+    """The fault is named, the parts add up to a step, and the first steps are what they are without; in the end ranks have one state.
+
+    Optimizers are SGD with momentum, and AdamW; some of the steps exchange nothing.
+    """
     words = ["--seconds", "12", "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), kind)]
     answer = told(capsys, *words)
     first = answer["causes"][0]  # type: ignore[index]  # a list
@@ -54,6 +59,9 @@ def test_a_planted_fault_is_the_first_cause(kind: str, cause: str, remedy: str, 
     folder = Path(str(answer["folder"]))
     assert {path.name for path in folder.iterdir()} == {"why.json", "why.html", "manifest.json"}
     assert "data:image/svg+xml" in (folder / "why.html").read_text(encoding="utf-8")
+    first_state, second_state = ((tmp_path / f"state{rank}").read_text(encoding="ascii").split() for rank in (0, 1))
+    assert first_state == second_state
+    assert len(first_state) > 4  # of parameters, and of what the optimizer has of each
     seen = [(tmp_path / f"losses{rank}").read_text(encoding="ascii").split() for rank in (0, 1)]
     for file in tmp_path.glob("losses*"):
         file.unlink()
@@ -77,11 +85,15 @@ def test_a_librarys_loop_is_told_from_its_optimizer(
 
 
 def test_a_rank_that_dies_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command ends with its error, and stores nothing."""
+    """The command ends with its error, and stores nothing; the next start leaves the output that the error names."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the ranks' output is kept for the user
     assert main(["why", "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "dies")]) == 4
-    assert "rank 1" in (said := capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert "rank 1" in said
     assert "ValueError: no more" in said
+    make_folder()
+    (log,) = [path for path in tmp_path.glob("fleetbench-*/*/command.log") if str(path) in said]
+    assert "ValueError: no more" in log.read_text(encoding="utf-8")
     assert not list(tmp_path.glob("runs/*why*"))
 
 
@@ -100,6 +112,14 @@ def test_a_script_that_ends_by_itself_is_told_of(tmp_path: Path, capsys: pytest.
     answer = told(capsys, "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "compiled", "40"))
     assert answer["steps"] == 34  # after five of warm-up, and without the last, whose exchange no forward follows
     assert any("ended by itself" in note for note in answer["notes"])  # type: ignore[attr-defined]  # a list; a busy host is told of, too
+
+
+@pytest.mark.slow
+def test_without_memory_for_a_copy_each_step_exchanges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks have 38 kB of parameters each, and as much momentum: nothing is simulated where 100 kB are free."""
+    answer = told(capsys, "--seconds", "8", "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "crowded"))
+    assert answer["alone_s"] is None
+    assert any("memory is too small" in note for note in answer["notes"])  # type: ignore[attr-defined]  # a list
 
 
 @pytest.mark.parametrize(

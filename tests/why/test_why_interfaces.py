@@ -15,17 +15,8 @@ import pytest
 from fleetbench.config import decode, encode
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.why import interfaces
-from fleetbench.why.interfaces import (
-    Gpus,
-    Host,
-    Interface,
-    Port,
-    bytes_sent,
-    interface_of_connections,
-    read_gpus,
-    shared_interfaces,
-    this_host,
-)
+from fleetbench.why.gpus import Gpus, gpus_of_host, read_gpus
+from fleetbench.why.interfaces import Host, Interface, Port, bytes_sent, interface_of_connections, shared_interfaces, this_host
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -151,7 +142,7 @@ def test_nvidia_smi_is_asked_where_it_is_there(tmp_path: Path, monkeypatch: pyte
     for program, found in (("printf 'GPU0 CPU\\nGPU0 X 0-7\\n'", ALONE), ("exit 9", None)):
         fake.write_text(f"#!/bin/sh\n{program}\n")
         fake.chmod(0o755)
-        assert interfaces._gpus() == found
+        assert gpus_of_host() == found
 
 
 @pytest.fixture

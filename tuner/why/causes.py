@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections import Counter
@@ -14,8 +15,8 @@ from fleetbench.why.change import DdpChange
 from fleetbench.why.links import Links, Remark, remarks_of_links
 from fleetbench.why.nccl_log import Transports
 from fleetbench.why.nccl_log import remarks as remarks_of_log
-from fleetbench.why.observed import RankLog, Readiness
-from fleetbench.why.shares import Kind, Share, Shares
+from fleetbench.why.observed import Model, RankLog, Readiness
+from fleetbench.why.shares import COMPUTE, Kind, Share, Shares, total_s
 from fleetbench.why.steps import spans_of
 
 NETWORK, SLOW = "the network", "a slow rank"
@@ -26,11 +27,8 @@ _LEAST_INPUT = 0.05
 """Smallest share of a step that waiting for batches needs to be a cause: each loop takes its next batch from somewhere."""
 _UNEVEN = 1.1
 """Ratio of two batches' sizes from which they are uneven."""
-_OWN_CODE: tuple[tuple[Kind, str, float], ...] = (
-    ("loop", "the script's own code", 0.1),
-    ("collective", "the script's own collectives", LEAST_SHARE),
-)
-"""What else a loop does, and from which share of a step on it is a cause: each loop computes its loss."""
+_LEAST_CODE = 0.1
+"""Smallest share of a step that the script's own code needs to be a cause."""
 _DOING: dict[Kind, str] = {
     "input": "waits for its batches",
     "forward": "computes its forward",
@@ -38,6 +36,8 @@ _DOING: dict[Kind, str] = {
     "optimizer": "updates",
     "loop": "runs the script's own code",
     "evaluate": "evaluates",
+    "unused": "searches for unused parameters",
+    "collective": "exchanges",
     "save": "saves",
     "device": "computes",
     "idle": "leaves its device idle",
@@ -59,6 +59,11 @@ class Tried:
     def helps(self) -> bool:
         """Whether the interval lies below today's seconds."""
         return self.high_s < self.today_s
+
+    def __str__(self) -> str:
+        """Milliseconds per step today and with the remedy, with the interval."""
+        today, other, low, high = (milliseconds(seconds) for seconds in (self.today_s, self.other_s, self.low_s, self.high_s))
+        return f"{today} -> {other} ms [{low}, {high}], {counted(self.pairs, 'pair')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +93,7 @@ class Cause:
     @property
     def seconds(self) -> float:
         """Seconds per step of its shares."""
-        return sum(share.seconds for share in self.shares)
+        return total_s(self.shares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +108,11 @@ class Seen:
     """NCCL's, where its log says them."""
 
     @property
+    def model(self) -> Model:
+        """Rank 0's."""
+        return self.logs[0].model
+
+    @property
     def local_ranks(self) -> int:
         """Ranks of rank 0's host."""
         return sum(log.host == self.logs[0].host for log in self.logs)
@@ -115,71 +125,56 @@ def causes_of(seen: Seen) -> list[Cause]:
     return [cause for cause in found if cause.seconds >= least] + [*_unused(seen), *_threads(seen)]
 
 
-def _waits(seen: Seen, *, rank: int | None) -> tuple[Share, ...]:
-    """Waits in every step, for a rank, or for any."""
-    return tuple(s for s in seen.shares.shares if s.rank is not None and s.period is None and rank in (None, s.rank))
-
-
 def _ranks(seen: Seen) -> Iterator[Cause]:
-    """A slow rank, and the loaders of all ranks: one cause where the slow rank waits for its batches."""
-    slow, inputs = list(_slow_rank(seen)), list(_input(seen))
-    for cause in slow:
-        waits_for_batches = cause.name == SLOW and any(share.kind == "input" for share in cause.shares[:1])
-        yield replace(cause, shares=(*cause.shares, *(share for each in inputs for share in each.shares))) if waits_for_batches else cause
-        inputs = [] if waits_for_batches else inputs
+    """Waits for other ranks, and the loaders of all ranks: one cause where a slow rank waits for its batches."""
+    inputs = list(_input(seen))
+    waits = tuple(share for share in seen.shares.shares if share.rank is not None and share.period is None)
+    rank = seen.shares.steady_rank
+    if rank is None:
+        yield _changing_rank(seen, waits)
+    else:
+        waits = tuple(share for share in waits if share.rank == rank)
+        slow = _slow_rank(seen, rank, waits)
+        if slow.name == SLOW and waits[0].kind == "input":
+            slow, inputs = replace(slow, shares=(*waits, *(share for each in inputs for share in each.shares))), []
+        yield slow
     yield from inputs
 
 
-def _slow_rank(seen: Seen) -> Iterator[Cause]:
-    rank = seen.shares.steady_rank
-    if rank is None:
-        waits = _waits(seen, rank=None)
-        uneven = _uneven_batches(seen)
-        what = uneven or "the slowest rank changes from step to step"
-        remedy = "give all ranks batches of one size in a step: sort by length, or count tokens instead of samples" if uneven else ""
-        name = "uneven batches" if uneven else "ranks wait for each other"
-        yield Cause(name=name, what=what, shares=waits, remedy=remedy, spares=bool(uneven))
-        return
-    waits = _waits(seen, rank=rank)
-    kind = max(waits, key=lambda share: share.seconds).kind
-    own, others = _own_s(seen, rank, kind), [_own_s(seen, other.rank, kind) for other in seen.logs if other.rank != rank]
-    both = milliseconds(own), milliseconds(statistics.fmean(others))
-    what = f"rank {rank} {_DOING.get(kind, kind)} for {both[0]} ms per step, the others for {both[1]} ms"
-    ratio = _batch(seen.logs[rank]) / max(1.0, statistics.fmean(_batch(log) for log in seen.logs if log.rank != rank))
-    remedy = f"look at {seen.logs[rank].host}: other programs, clocks, temperature" if len(seen.logs) > seen.local_ranks else ""
-    if kind in ("forward", "backward", "device", "optimizer", "loop") and ratio > _UNEVEN:
-        name, what = "uneven batches", f"{what}; its batches are {ratio:.2g} times as large"
+def _changing_rank(seen: Seen, waits: tuple[Share, ...]) -> Cause:
+    """The slowest rank changes; with uneven batches where in half of the steps the largest is a tenth above the smallest."""
+    steps = list(zip(*(log.batches for log in seen.logs), strict=False))
+    ratios = [max(sizes) / min(sizes) for sizes in steps if max(sizes) > _UNEVEN * min(sizes) > 0]
+    if not ratios or len(ratios) < len(steps) / 2:
+        what = "the slowest rank changes from step to step"
+        return Cause(name="ranks wait for each other", what=what, shares=waits, spares=False)
+    ratio = statistics.median(ratios)
+    what = f"the largest batch of a step is {ratio:.2g} times as large as the smallest, and ranks wait for it"
+    remedy = "give all ranks batches of one size in a step: sort by length, or count tokens instead of samples"
+    return Cause(name="uneven batches", what=what, shares=waits, remedy=remedy)
+
+
+def _slow_rank(seen: Seen, rank: int, waits: tuple[Share, ...]) -> Cause:
+    """``waits`` for it, the longest first."""
+    kind, log, others = waits[0].kind, seen.logs[rank], [log for log in seen.logs if log.rank != rank]
+    own_s, other_s = _own_s(log, kind), statistics.fmean(_own_s(other, kind) for other in others)
+    what = f"rank {rank} {_DOING[kind]} for {milliseconds(own_s)} ms per step, the others for {milliseconds(other_s)} ms"
+    ratio = _batch(log) / max(1.0, statistics.fmean(map(_batch, others)))
+    if kind in (*COMPUTE, "loop") and ratio > _UNEVEN:
+        what += f"; its batches are {ratio:.2g} times as large"
         remedy = "give each rank as many samples: DistributedSampler does"
-    else:
-        name = SLOW
-        if kind == "input":
-            remedy = _more_workers(seen, rank)
-        line = _line(seen, rank, kind)
-        what += f", most of it in {line}" if line else ""
-    yield Cause(name=name, what=what, shares=waits, remedy=remedy)
-
-
-def _uneven_batches(seen: Seen) -> str:
-    """Where the last rank of a step is the one with the largest batch, as a sentence."""
-    num = min(len(log.batches) for log in seen.logs)
-    steps = [[log.batches[step] for log in seen.logs] for step in range(num)]
-    uneven = [sizes for sizes in steps if max(sizes) > _UNEVEN * min(sizes) > 0]
-    if len(uneven) < num / 2 or not uneven:
-        return ""
-    ratio = statistics.median(max(sizes) / min(sizes) for sizes in uneven)
-    return f"the largest batch of a step is {ratio:.2g} times as large as the smallest, and ranks wait for it"
+        return Cause(name="uneven batches", what=what, shares=waits, remedy=remedy)
+    elsewhere = f"look at {log.host}: other programs, clocks, temperature" if len(seen.logs) > seen.local_ranks else ""
+    remedy = _more_workers(seen, rank) if kind == "input" else elsewhere
+    return Cause(name=SLOW, what=what + _mostly(_line(log, kind)), shares=waits, remedy=remedy)
 
 
 def _input(seen: Seen) -> Iterator[Cause]:
-    shares = seen.shares.part("input")
-    loader = seen.logs[0].loader
-    took_s = sum(share.seconds for share in shares)
-    if took_s < _LEAST_INPUT * seen.shares.step_s:
-        return
-    what = f"each rank waits {milliseconds(took_s)} ms per step for its next batch"
-    if loader is not None:
-        what += f", with num_workers={loader.num_workers}"
-    yield Cause(name="the loader", what=what, shares=shares, remedy=_more_workers(seen, 0))
+    shares, loader = seen.shares.part("input"), seen.logs[0].loader
+    if total_s(shares) >= _LEAST_INPUT * seen.shares.step_s:
+        what = f"each rank waits {milliseconds(total_s(shares))} ms per step for its next batch"
+        what += "" if loader is None else f", with num_workers={loader.num_workers}"
+        yield Cause(name="the loader", what=what, shares=shares, remedy=_more_workers(seen, 0))
 
 
 def _more_workers(seen: Seen, rank: int) -> str:
@@ -187,102 +182,97 @@ def _more_workers(seen: Seen, rank: int) -> str:
     log = seen.logs[rank]
     if log.loader is None:
         return "make batches in other processes, beside the training: DataLoader(..., num_workers=4)"
-    busy = sum(other.cpu_cores for other in seen.logs if other.host == log.host)
-    free = max(0.0, log.cores - busy)
+    free = log.cores - sum(other.cpu_cores for other in seen.logs if other.host == log.host)
     if free < 0.5 and log.loader.cpu_share > 0.5:
         return ""
-    waits_s = _own_s(seen, rank, "input")
+    waits_s = _own_s(log, "input")
     num = 2 * log.loader.num_workers or math.ceil(waits_s / max(1e-9, seen.shares.step_s - waits_s))
     return f"DataLoader(..., num_workers={num}, persistent_workers=True)"
 
 
 def _network(seen: Seen) -> Iterator[Cause]:
-    shares = seen.shares.part("gradients")
-    model = seen.logs[0].model
-    if model is None or len(seen.logs) == 1:
+    if len(seen.logs) == 1:
         return
-    own = seen.shares.of("gradients")
-    num = len(model.bucket_nbytes)
-    what = f"{size(model.nbytes)} of gradients in {counted(num, 'bucket')}, of which the backward does not hide {milliseconds(own)} ms"
-    remarks, factor = list[Remark](), None
+    own_s, num = seen.shares.of("gradients"), len(seen.model.bucket_nbytes)
+    told = [
+        f"{size(seen.model.nbytes)} of gradients in {counted(num, 'bucket')}, of which the backward does not hide {milliseconds(own_s)} ms"
+    ]
+    remarks, faster = list[Remark](), None
     if seen.links is not None:
-        what += f"; an all-reduce gets {seen.links.busbw_bytes_per_s * 8e-9:.3g} Gbit/s on this job's links"
+        told[0] += f"; an all-reduce gets {seen.links.busbw_bytes_per_s * 8e-9:.3g} Gbit/s on this job's links"
         faster = seen.links.faster_interface()
-        factor = None if faster is None else faster[1]
         remarks += remarks_of_links(seen.links)
         if seen.transports is not None:
             has_infiniband = any(host.has_infiniband for host in seen.links.hosts)
             remarks += remarks_of_log(seen.transports, len(seen.links.hosts), has_infiniband)
-    what = ". ".join([what, *(remark.what.rstrip(".") for remark in remarks[:2])])
-    remedy = next((remark.remedy for remark in remarks), "")
-    yield Cause(name=NETWORK, what=what, shares=shares, remedy=remedy, spares=False, interface=factor)
+    yield Cause(
+        name=NETWORK,
+        what=". ".join([*told, *(remark.what.rstrip(".") for remark in remarks[:2])]),
+        shares=seen.shares.part("gradients"),
+        remedy=remarks[0].remedy if remarks else "",
+        spares=False,
+        interface=faster[1] if faster else None,
+    )
 
 
 def _buffers(seen: Seen) -> Iterator[Cause]:
     shares = seen.shares.part("buffers")
-    model = seen.logs[0].model
-    if model is None or not shares:
-        return
-    changes = any(log.model is not None and log.model.buffers_change for log in seen.logs)
-    why = "each rank keeps its own statistics in between, and rank 0's are saved" if changes else ""
-    what = f"rank 0 sends {size(model.buffers_nbytes)} of buffers before each forward" + (
-        "" if changes else ", and no forward changes them"
-    )
-    remedy = "DistributedDataParallel(..., broadcast_buffers=False)"
-    yield Cause(name="buffers", what=what, shares=shares, remedy=remedy, change=DdpChange(broadcast_buffers=False), trains_differently=why)
+    if shares:
+        changes = any(log.model.buffers_change for log in seen.logs)
+        never = "" if changes else ", and no forward changes them"
+        yield Cause(
+            name="buffers",
+            what=f"rank 0 sends {size(seen.model.buffers_nbytes)} of buffers before each forward{never}",
+            shares=shares,
+            remedy="DistributedDataParallel(..., broadcast_buffers=False)",
+            change=DdpChange(broadcast_buffers=False),
+            trains_differently="each rank keeps its own statistics in between, and rank 0's are saved" if changes else "",
+        )
 
 
 def _unused(seen: Seen) -> Iterator[Cause]:
-    model, name = seen.logs[0].model, "the search for unused parameters"
-    if model is None or not model.find_unused_parameters:
+    if not seen.model.find_unused_parameters:
         return
-    shares, change = seen.shares.part("unused"), None
-    what, remedy = "DDP looks for unused parameters in each step, and exchanges what it found", ""
-    if seen.alone is not None:
-        unused = len(seen.alone.unused)
-        what += (
-            f"; {counted(unused, 'parameter')} got no gradient in some step" if unused else "; each parameter got a gradient in each step"
-        )
-        if not unused:
-            remedy, change = "DistributedDataParallel(..., find_unused_parameters=False)", DdpChange(find_unused_parameters=False)
-    if remedy or sum(share.seconds for share in shares) >= LEAST_SHARE * seen.shares.step_s:
-        yield Cause(name=name, what=what, shares=shares, remedy=remedy, change=change, spares=False)
+    shares, what = seen.shares.part("unused"), "DDP looks for unused parameters in each step, and exchanges what it found"
+    remedy, change = "", None
+    if seen.alone is not None and seen.alone.unused:
+        what += f"; {counted(len(seen.alone.unused), 'parameter')} got no gradient in some step"
+    elif seen.alone is not None:
+        what += "; each parameter got a gradient in each step"
+        remedy, change = "DistributedDataParallel(..., find_unused_parameters=False)", DdpChange(find_unused_parameters=False)
+    if remedy or total_s(shares) >= LEAST_SHARE * seen.shares.step_s:
+        yield Cause(name="the search for unused parameters", what=what, shares=shares, remedy=remedy, change=change, spares=False)
 
 
 def _seldom(seen: Seen) -> Iterator[Cause]:
     """Work that comes in some steps only, on all ranks or on one."""
-    groups: dict[Kind, list[Share]] = {}
-    for share in seen.shares.shares:
-        if share.period is not None:
-            groups.setdefault(share.kind, []).append(share)
-    for kind, shares in groups.items():
-        largest = max(shares, key=lambda share: share.seconds)
-        rank, period = largest.rank or 0, largest.period or 1
-        once_s = sum(share.seconds for share in shares if share.period == period) * period
-        actor = "each rank" if largest.rank is None else f"rank {rank}"
-        line = _line(seen, rank, kind, rare=True)
+    found = [share for share in seen.shares.shares if share.period is not None]
+    for kind in dict.fromkeys(share.kind for share in found):
+        shares = tuple(share for share in found if share.kind == kind)
+        rank, period = shares[0].rank, shares[0].period or 1  # the longest
+        once_s = total_s(share for share in shares if share.period == period) * period
+        actor = "each rank" if rank is None else f"rank {rank}"
         often = "one of the steps" if period >= seen.shares.num_steps else f"every {period} steps"
-        what = f"{actor} {_DOING.get(kind, 'exchanges')} for {milliseconds(once_s)} ms in {often}" + (f", in {line}" if line else "")
+        line = _line(seen.logs[rank or 0], kind, rare=True)
+        what = f"{actor} {_DOING[kind]} for {milliseconds(once_s)} ms in {often}" + (f", in {line}" if line else "")
         remedy = {
             "save": "save less often, or beside the training: torch.distributed.checkpoint.async_save",
             "evaluate": "evaluate less often, or on fewer batches",
             "input": "DataLoader(..., persistent_workers=True)",
         }.get(kind, "do it less often")
-        yield Cause(name="periodic work", what=what, shares=tuple(shares), remedy=remedy)
+        yield Cause(name="periodic work", what=what, shares=shares, remedy=remedy)
 
 
 def _loop(seen: Seen) -> Iterator[Cause]:
-    for kind, name, least in _OWN_CODE:
-        shares = seen.shares.part(kind)
-        took_s = sum(share.seconds for share in shares)
-        if took_s < least * seen.shares.step_s:
-            continue
-        line = _line(seen, 0, kind)
-        calls = "code outside of forward, backward and update takes" if kind == "loop" else "its calls of torch.distributed take"
-        is_scripts = kind == "collective" and " of " not in line  # as opposed to a library's
-        remedy = "average it over steps, or exchange it seldom" if is_scripts else ""
-        what = f"{calls} {milliseconds(took_s)} ms per step" + (f", most of it in {line}" if line else "")
-        yield Cause(name=name, what=what, shares=shares, remedy=remedy)
+    """What else a loop does: each computes its loss, and so a tenth of a step is no cause."""
+    code, calls = seen.shares.part("loop"), seen.shares.part("collective")
+    if total_s(code) >= _LEAST_CODE * seen.shares.step_s:
+        what = f"code outside of forward, backward and update takes {milliseconds(total_s(code))} ms per step"
+        yield Cause(name="the script's own code", what=what + _mostly(_line(seen.logs[0], "loop")), shares=code)
+    line = _line(seen.logs[0], "collective")
+    what = f"its calls of torch.distributed take {milliseconds(total_s(calls))} ms per step{_mostly(line)}"
+    remedy = "" if " of " in line else "average it over steps, or exchange it seldom"  # such a line is a library's
+    yield Cause(name="the script's own collectives", what=what, shares=calls, remedy=remedy)
 
 
 def _threads(seen: Seen) -> Iterator[Cause]:
@@ -301,31 +291,29 @@ def _threads(seen: Seen) -> Iterator[Cause]:
     yield Cause(name="threads", what=what, shares=(), remedy=remedy, change=DdpChange(threads=fair), spares=False)
 
 
-def _own_s(seen: Seen, rank: int, kind: Kind) -> float:
+def _own_s(log: RankLog, kind: Kind) -> float:
     """Seconds per step of a rank's own."""
-    log = seen.logs[rank]
-    spans = [span.end_ns - span.start_ns for span in spans_of(log) if span.kind == kind]
-    return sum(spans) * 1e-9 / max(1, log.num_steps)
+    return sum(span.end_ns - span.start_ns for span in spans_of(log) if span.kind == kind) * 1e-9 / max(1, log.num_steps)
 
 
 def _batch(log: RankLog) -> float:
     return statistics.fmean(log.batches) if log.batches else 0.0
 
 
-def _line(seen: Seen, rank: int, kind: Kind, *, rare: bool = False) -> str:
+def _mostly(line: str) -> str:
+    return f", most of it in {line}" if line else ""
+
+
+def _line(log: RankLog, kind: Kind, *, rare: bool = False) -> str:
     """The script's line in which most samples of a kind fall, if that is a third of them; ``rare``: of its longest spans."""
-    log = seen.logs[rank]
     spans = [span for span in spans_of(log) if span.kind == kind]
-    if rare and spans:
-        longest = max(span.end_ns - span.start_ns for span in spans)
-        spans = [span for span in spans if span.end_ns - span.start_ns > longest / 3]
+    longest = max((span.end_ns - span.start_ns for span in spans), default=0)
+    spans = [span for span in spans if not rare or span.end_ns - span.start_ns > longest / 3]
+    begins = [span.start_ns for span in spans]
     lines: Counter[str] = Counter()
-    position = 0
     for time_ns, line in log.samples:
-        at = time_ns
-        while position < len(spans) and spans[position].end_ns <= at:
-            position += 1
-        if position < len(spans) and spans[position].start_ns <= at:
+        place = bisect.bisect_right(begins, time_ns) - 1
+        if place >= 0 and time_ns < spans[place].end_ns:
             lines[line] += 1
-    line, num = lines.most_common(1)[0] if lines else ("", 0)
-    return line if num >= max(2, sum(lines.values()) / 3) else ""
+    ((line, num),) = lines.most_common(1) or [("", 0)]
+    return line if num >= max(2, lines.total() / 3) else ""

@@ -139,10 +139,15 @@ def _notes(log: RankLog, foreign_cores: float | None) -> Iterator[str]:
 def _alone(job: LookedAt, step_s: float, notes: list[str], tell: Progress) -> Readiness | None:
     """Compute in steps without an exchange, with the parameters that got no gradient on any rank.
 
-    None if the script ends, or if that compute takes more than 1.1 of a step.
+    None if the script ends, if nothing was seen, or if that compute takes more than 1.1 of a step.
     """
     parts = job.look(Look(what="alone", steps=_ALONE, warmup_steps=2, max_s=_ALONE_S), lambda *at: tell("alone", *at))
     if job.is_over:
+        return None
+    if any(part["alone"] is None for part in parts):
+        notes.append(
+            "nothing is simulated: steps without an exchange show no gradient, or memory is too small to keep the model beside them"
+        )
         return None
     found = [decode(part["alone"], Readiness, "alone") for part in parts]
     if (found[0].forward_ns + found[0].backward_ns) * 1e-9 > _LONGEST_ALONE * step_s:
@@ -181,19 +186,17 @@ def _simulate(cause: Cause, seen: Seen, simulated: Simulated | None) -> Cause:
 
 
 def _better_buckets(seen: Seen, simulated: Simulated | None) -> Iterator[Cause]:
-    model = seen.logs[0].model
-    if simulated is None or model is None or len(seen.logs) == 1:
+    if simulated is None or len(seen.logs) == 1:
         return
     cap, after_s = simulated.best_cap(_CAPS)
     if after_s >= (1 - _GAIN) * seen.shares.step_s:
         return
-    shares = seen.shares.part("gradients")
-    num = len(model.bucket_nbytes)
+    num, own = len(seen.model.bucket_nbytes), seen.model.bucket_cap_mb
     hidden = "nothing travels before the backward has ended" if num == 1 else f"{num} buckets hide less than others would"
     yield Cause(
         name=BUCKETS,
-        what=f"{hidden}: bucket_cap_mb={'25 (the default)' if model.bucket_cap_mb is None else f'{model.bucket_cap_mb:g}'}",
-        shares=shares,
+        what=f"{hidden}: bucket_cap_mb={'25 (the default)' if own is None else f'{own:g}'}",
+        shares=seen.shares.part("gradients"),
         remedy=f"DistributedDataParallel(..., bucket_cap_mb={cap:g})",
         change=DdpChange(bucket_cap_mb=cap),
         spares=False,
@@ -206,13 +209,13 @@ def _network(causes: Sequence[Cause], seen: Seen, simulated: Simulated | None) -
 
     Where no setting makes the link faster, gradients of 16 bits are the remedy, if they gain a tenth of a step.
     """
-    model, step_s, exposed_s = seen.logs[0].model, seen.shares.step_s, seen.shares.of("gradients")
+    step_s, exposed_s = seen.shares.step_s, seen.shares.of("gradients")
     hidden_s = max((step_s - cause.simulated_s for cause in causes if cause.name == BUCKETS and cause.simulated_s is not None), default=0.0)
-    if simulated is None or model is None or hidden_s >= _HIDDEN * exposed_s:
+    if simulated is None or hidden_s >= _HIDDEN * exposed_s:
         return list(causes)
     halved_s = simulated.step_s((), wire=0.5)
     named: dict[str, str] = {}
-    if not model.comm_hook and model.dtype == "float32" and halved_s < (1 - _GAIN_OF_ROUNDING) * step_s:
+    if not seen.model.comm_hook and seen.model.dtype == "float32" and halved_s < (1 - _GAIN_OF_ROUNDING) * step_s:
         hook = "bf16_compress_hook" if seen.logs[0].backend == "nccl" else "fp16_compress_hook"
         named["remedy"] = f"model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.{hook})"
         named["trains_differently"] = "gradients travel in 16 bits"
@@ -240,9 +243,7 @@ def _try(job: LookedAt, causes: Sequence[Cause], seen: Seen, deadline_s: float, 
         elif cause.spares and cause.seconds >= LEAST_SHARE * seen.shares.step_s:
             yield replace(cause, tried=found, simulated_s=None, remedy="", change=None)
         else:
-            times = [f"{1e3 * value:.4g}" for value in (found.today_s, found.other_s, found.low_s, found.high_s)]
-            said = f"{times[0]} -> {times[1]} ms [{times[2]}, {times[3]}], {found.pairs} pairs"
-            notes.append(f"tried here without a gain that is sure: {cause.remedy}: {said}")
+            notes.append(f"tried here without a gain that is sure: {cause.remedy}: {found}")
 
 
 def _gain_s(cause: Cause, seen: Seen) -> float:

@@ -15,7 +15,7 @@ from fleetbench.stragglers import SlowRank
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.why.buckets import DdpBucket, buckets_of
 from fleetbench.why.links import Links
-from fleetbench.why.observed import Model, Readiness
+from fleetbench.why.observed import Readiness
 from fleetbench.why.shares import Share
 from fleetbench.workload import HostWork, LayerSpec, Workload
 from sim.run import simulate
@@ -34,8 +34,8 @@ class Simulated:
     as long as it was seen to take beside the exchange; gradients are ready at the same shares of it as alone.
     """
 
-    def __init__(self, seen: Seen, alone: Readiness, links: Links, model: Model) -> None:
-        self._seen, self._alone, self._links, self._model = seen, _beside(alone, seen), links, model
+    def __init__(self, seen: Seen, alone: Readiness, links: Links) -> None:
+        self._seen, self._alone, self._links, self._model = seen, _beside(alone, seen), links, seen.model
         self._steady = seen.shares.steady_rank
         self._today_s = self._total_s(())
 
@@ -143,11 +143,10 @@ def _cluster(seen: Seen, links: Links, faster: float, slow: tuple[SlowRank, ...]
 
 def simulated_of(seen: Seen) -> Simulated | None:
     """The job's steps by the simulator; None where too little is known of it, or the step as it is comes out wrong."""
-    model = seen.logs[0].model
-    if seen.alone is None or seen.links is None or model is None or not seen.alone.names:
+    if seen.alone is None or seen.links is None or not seen.alone.names:
         return None
     try:
-        found = Simulated(seen, seen.alone, seen.links, model)
+        found = Simulated(seen, seen.alone, seen.links)
     except ConfigError:  # such as times of zero
         return None
     return found if abs(found.error) <= LARGEST_ERROR else None
