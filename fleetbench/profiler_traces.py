@@ -27,11 +27,13 @@ from fleetbench.digests import reading
 from fleetbench.errors import ConfigError
 from fleetbench.file_kinds import read_file
 from fleetbench.quantities import counted
+from fleetbench.spans import union
 from fleetbench.traces import Integers
 
 if TYPE_CHECKING:
     import pandas as pd
 
+Flags = npt.NDArray[np.bool_]
 COMMUNICATION = re.compile(
     r"nccl|rccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|cross_device_reduce|nvshmem", re.IGNORECASE
 )
@@ -71,7 +73,7 @@ class Work:
     """When the host launched it, in ns; ``begin`` if no kernel's launch is known, and -1 if this kernel's is not."""
     at: Integers
     """The place of its step in ``Trace.windows``, ``OUTSIDE`` or ``NEVER``."""
-    communicates: npt.NDArray[np.bool_]
+    communicates: Flags
     names: tuple[str, ...]
     """Name of the collective, as ``allreduce``, if the trace has it; else name of the kernel or operator."""
     group_sizes: Integers
@@ -187,8 +189,8 @@ def read_traces(sources: Sequence[Path], where: str, *, host: bool = False) -> R
     numbers, steps = sorted(set(ranks)), sorted({step for _, step in times})
     whole = [step for step in steps if all(times.get((rank, step), (0, 0))[0] > 0 for rank in numbers)]
     if not whole:
-        what = "have no step in which each rank computes"
-        raise ConfigError(what, f"{where}: {traces[0].path}", f"steps {steps[0]} to {steps[-1]} of {counted(len(numbers), 'rank')}", _HINT)
+        what, held = "no step has compute on each rank", f"steps {steps[0]} to {steps[-1]} of {counted(len(numbers), 'rank')}"
+        raise ConfigError(what, f"{where}: {traces[0].path}", held, _HINT)
     if left := len(steps) - len(whole):
         notes.append(f"{left} of {len(steps)} steps are left out: a rank lacks them, or computes nothing in them")
     if len(numbers) > 1 and not any(communication for _, communication in times.values()):
@@ -332,11 +334,11 @@ def _read(path: Path, where: str, *, host: bool) -> Trace:
         raise ConfigError(what, place, f"{held} of {took.total() * 1e-6:.4g}", _HINT)
     if (lost := int((end - begin)[at == NEVER].sum())) > least:
         notes.append(f"kernels of {lost * 1e-6:.4g} ms have no launch in {path.name}, and are left out")
-    if not events.kernels and data.get("deviceProperties"):
+    if not events.kernels and (data.get("deviceProperties") or any("nccl" in item[2] for item in work)):
         notes.append("the machine has GPUs, and no kernels were recorded: what they compute is not in these times")
     information = data.get("distributedInfo")
     rank, size = (information.get(name) if isinstance(information, dict) else None for name in ("rank", "world_size"))
-    communicates = np.array([COMMUNICATION.search(item[2]) is not None for item in work], dtype=bool)
+    communicates = matches([str(item[2]) for item in work], COMMUNICATION)
     collectives = events.collectives or [("", 0)] * len(work)
     parts = [[(at == index) & chosen for chosen in (~communicates, communicates)] for index in range(len(numbers))]
     return Trace(
@@ -364,7 +366,7 @@ def _read(path: Path, where: str, *, host: bool) -> Trace:
 def _refuse(events: _Events, place: str) -> None:
     """Raise ``ConfigError`` for a file that has no steps, or nothing in them."""
     names, calls = (", ".join(f"{num:,} x {name}" for name, num in found.most_common(4)) for found in (events.names, events.calls))
-    held = f"{len(events.kernels):,} kernels, {len(events.operators):,} operators, annotations: {names or 'none'}"
+    held = f"{counted(len(events.kernels), 'kernel')}, {counted(len(events.operators), 'operator')}, annotations: {names or 'none'}"
     if not (events.steps or events.kernels or events.operators or names):
         raise ConfigError("is JSON, and no trace of torch.profiler", place, "no event of it", _HINT)
     if not events.steps:
@@ -414,6 +416,12 @@ def _unlaunched(events: _Events, begins: Integers, ends: Integers, begin: Intege
     return _step_of(begin, begins, ends)
 
 
+def matches(names: Sequence[str], pattern: re.Pattern[str]) -> Flags:
+    """Which names the pattern is found in."""
+    known = {name: pattern.search(name) is not None for name in set(names)}
+    return np.array([known[name] for name in names], dtype=bool)
+
+
 def _step_of(moments: Integers, begins: Integers, ends: Integers) -> Integers:
     """The place in ``begins`` of the step in which each moment lies."""
     at = np.searchsorted(begins, moments, side="right") - 1
@@ -422,10 +430,8 @@ def _step_of(moments: Integers, begins: Integers, ends: Integers) -> Integers:
 
 def _busy(begin: Integers, end: Integers) -> int:
     """Nanoseconds of the union of intervals."""
-    order = np.argsort(begin, kind="stable")
-    begin, end = begin[order], end[order]
-    reached = np.concatenate([begin[:1], np.maximum.accumulate(end)[:-1]])
-    return int(np.maximum(end - np.maximum(begin, reached), 0).sum())
+    begin, end = union((begin, end))
+    return int((end - begin).sum())
 
 
 def _ns(microseconds: Any) -> int:

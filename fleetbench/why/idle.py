@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fleetbench.profiler_traces import Call, Trace
-from fleetbench.why.spans import Spans, lengths, union
+from fleetbench.spans import Spans, lengths, union
 
 _LIBRARY = re.compile(
     r"^(torch/|<|nn\.Module: )|/(torch|site-packages|dist-packages|lib/python[\d.]+|torchinductor_\w+)/",

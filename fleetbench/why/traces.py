@@ -23,18 +23,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from fleetbench.errors import ConfigError
-from fleetbench.profiler_traces import OUTSIDE, Call, Trace, read_traces
+from fleetbench.profiler_traces import OUTSIDE, Call, Flags, Trace, matches, read_traces
 from fleetbench.quantities import counted
+from fleetbench.spans import Spans, inside, lengths, union, within, without
 from fleetbench.traces import Floats, Integers
 from fleetbench.why.idle import HostWait, Idle, idle_causes
 from fleetbench.why.shares import EXCHANGES, Kind, Share, Shares
-from fleetbench.why.spans import Spans, inside, lengths, union, within, without
 from fleetbench.why.steps import steady_rank_of
 
-Flags = npt.NDArray[np.bool_]
 _BROADCAST = re.compile(r"broadcast", re.IGNORECASE)
 _OTHERS = re.compile(r"all_?gather|all_?to_?all|send|recv|barrier", re.IGNORECASE)
 """Communication that is hardly of gradients, nor of buffers."""
@@ -154,7 +152,7 @@ def _divide(trace: Trace, steps: Sequence[int]) -> _Parts:
     work, host, windows = trace.work, trace.host, _windows(trace, steps)
     update = _calls(call for call in host.ranges if call.name.startswith("Optimizer"))
     loader = _calls(call for call in host.ranges if not call.name.startswith("Optimizer"))
-    broadcasts, others = (work.communicates & _matches(work.names, which) for which in (_BROADCAST, _OTHERS))
+    broadcasts, others = (work.communicates & matches(work.names, which) for which in (_BROADCAST, _OTHERS))
     computes = ~work.communicates
     updates = computes & inside(work.launched, update)
     gradients = work.communicates & ~broadcasts & ~others
@@ -179,7 +177,7 @@ def _divide(trace: Trace, steps: Sequence[int]) -> _Parts:
         taken = union(taken, layer)
     ns = {kind: lengths(own, windows) for kind, own in spans.items()}
     is_whole = (work.group_sizes == 0) | (work.group_sizes == trace.world_size) | (trace.world_size is None)
-    aligned = work.communicates & ~_matches(work.names, _UNALIGNED) & is_whole
+    aligned = work.communicates & ~matches(work.names, _UNALIGNED) & is_whole
     collectives = dict[int, tuple[tuple[str, ...], Spans]]()
     for place, step in enumerate(trace.windows):
         which = np.flatnonzero(aligned & (work.at == place))
@@ -234,7 +232,7 @@ def _waits(parts: Sequence[_Parts], ranks: Sequence[int], steps: Sequence[int], 
     sides = [[np.stack(found[rank, step][1]) for step in steps] for rank in ranks]
     begins, ends = np.stack([np.concatenate(each, axis=1) for each in sides], axis=1)
     names = [name for step in steps for name in found[ranks[0], step][0]]
-    broadcasts = _matches(names, _BROADCAST)
+    broadcasts = matches(names, _BROADCAST)
     if broadcasts.all():
         notes.append(f"{cannot}: no collective waits for all ranks")
         return {}
@@ -348,12 +346,6 @@ def _notes(parts: Sequence[_Parts], idle: Idle, shares: Shares, num: int) -> Ite
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
-
-
-def _matches(names: Sequence[str], pattern: re.Pattern[str]) -> Flags:
-    """Which names the pattern is found in."""
-    known = {name: pattern.search(name) is not None for name in set(names)}
-    return np.array([known[name] for name in names], dtype=bool)
 
 
 def _calls(calls: Iterable[Call]) -> Spans:

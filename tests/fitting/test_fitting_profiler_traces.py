@@ -156,12 +156,28 @@ def _spoilt(change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], path
         (lambda events: [event for event in events if event["cat"] == "user_annotation"], "neither kernels nor operators"),
         (lambda events: events + [event for event in events if event["name"].endswith("#1")], "overlap, or one twice"),
         (lambda _: [], "is JSON, and no trace"),
+        (
+            lambda events: [event | {"name": "gloo:all_reduce"} if event["cat"] == "kernel" else event for event in events],
+            "no step has compute on each rank .got steps 0 to 2 of 1 rank",
+        ),
     ],
 )
 def test_what_cannot_be_told_is_refused(change: Callable[..., Any], said: str, tmp_path: Path) -> None:
     """In a sentence that says what was found."""
     with pytest.raises(ConfigError, match=rf"(?s){said}.*HINT"):
         read_profiler([_spoilt(change, tmp_path / "t.json")], "--from")
+
+
+@pytest.mark.parametrize(("name", "is_said"), [("nccl:all_to_all", True), ("gloo:all_reduce", False)])
+def test_nccl_without_kernels_says_that_they_are_missing(name: str, is_said: bool, tmp_path: Path) -> None:
+    """A job on GPUs whose trace has neither kernels nor the machine's GPUs: its operators are not its compute."""
+    device = Device(rank=0, lag=1)
+    for kind, called, begin in (("cpu_op", "aten::mm", 100), ("user_annotation", name, 200), ("user_annotation", "ProfilerStep#1", 0)):
+        device.event(kind, called, begin, 400 - begin, 1)
+    path = device.write(tmp_path / "t.json")
+    path.write_text(path.read_text().replace("deviceProperties", "notThere"))
+    _, notes = read_profiler([path], "--from")
+    assert any("no kernels were recorded" in note for note in notes) is is_said
 
 
 def test_names_that_are_not_known_are_said(tmp_path: Path) -> None:
