@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fleetbench.config import Config, decode, field_types, flat
+from fleetbench import units
+from fleetbench.config import Config, decode, field_types
 from fleetbench.digests import read_json, reading, sealed_json, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import counted
@@ -233,10 +234,10 @@ class Recommendation(Annotated):
     def _verdict(self) -> str:
         if self.verdict == "KEEP DEFAULT":
             finalist = next((arm for arm in self.arms if arm.name == self.finalist), None)
-            what = "" if finalist is None else f"; {finalist.name} is {changes_of(finalist.strategy)}"
+            what = "" if finalist is None else f"; {finalist.name} is {units.changes(finalist.strategy.changes())}"
             return f"KEEP DEFAULT{' (UNDECIDED)' if self.undecided else ''}: {self.reason}{what}"
         gain = self._gain(f"{self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}]", f"n = {len(self.pairs)} pairs")
-        return f"USE {changes_of(self.strategy)}: {gain}"
+        return f"USE {units.changes(self.strategy.changes())}: {gain}"
 
     def _gain(self, step: str, count: str) -> str:
         """The gain under its objective: time to the target, which is updates times seconds an update, or of a step alone."""
@@ -275,9 +276,3 @@ class Recommendation(Annotated):
             data = read_json(path.read_text(encoding="utf-8"))
             known = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
             return decode({key: value for key, value in data.items() if key in known}, cls, str(path))
-
-
-def changes_of(strategy: DistributedStrategy) -> str:
-    """What it changes of Fleet's defaults, in words."""
-    changed = ((key, str(value).lower() if isinstance(value, bool) else value) for key, value in flat(strategy.changes()))
-    return ", ".join(f"{key} = {value}" for key, value in changed) or "Fleet's defaults"

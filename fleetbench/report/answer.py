@@ -14,7 +14,7 @@ from fleetbench import units
 from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import median_arrival
-from tuner.recommendation import Arm, Recommendation, TargetCheck, changes_of
+from tuner.recommendation import Arm, Recommendation, TargetCheck
 from tuner.space import name_of
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def in_words(strategy: DistributedStrategy) -> str:
     kind = "DiLoCo" if local else "Local SGD" if strategy.is_local else ""
     plain = strategy.without("lr_scale", *_TRAINS, *(f"{name}_configs" for name in _TRAINS))
     trains = "" if plain == strategy else ", ".join(filter(None, (kind, name_of(strategy))))
-    changes = "" if trains and plain == DistributedStrategy() else changes_of(plain)
+    changes = "" if trains and plain == DistributedStrategy() else units.changes(plain.changes())
     return ", ".join(filter(None, (trains, changes)))
 
 

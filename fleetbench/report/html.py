@@ -32,12 +32,16 @@ def save_report(report: Report, folder: Path) -> Path:
 
 def render(report: Report) -> str:
     """The page's text."""
+    shown = {"losses": _losses(report.tune), "pictures": _pictures(report)}
+    return page_of("report.html", report=report, tune=report.tune, **shown, dash=units.NONE)
+
+
+def page_of(template: str, **values: object) -> str:
+    """A page of this package's template."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {spell.__name__: spell for spell in _SPELLINGS}
-    template = resources.files("fleetbench.report").joinpath("report.html").read_text(encoding="utf-8")
-    return environment.from_string(template).render(
-        report=report, tune=report.tune, losses=_losses(report.tune), pictures=_pictures(report), dash=units.NONE
-    )
+    text = resources.files("fleetbench.report").joinpath(template).read_text(encoding="utf-8")
+    return environment.from_string(text).render(**values)
 
 
 def _losses(tune: TuneView | None) -> str | None:

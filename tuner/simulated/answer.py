@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from fleetbench import units
 from fleetbench.config import Config
 from fleetbench.cores import on_cores
 from fleetbench.digests import sealed_json, write_whole
@@ -25,7 +26,6 @@ from fleetbench.strategy import DistributedStrategy
 from tuner.budget import seeds_of
 from tuner.learning import Learn, by_virtual_trainers
 from tuner.notes import Annotated, Note, Remark
-from tuner.recommendation import changes_of
 from tuner.simulated import candidates
 from tuner.simulated.assumptions import assumptions, changed
 from tuner.simulated.uncertainty import CONFIDENCE, Spread, spread_of, ways_outside
@@ -148,7 +148,7 @@ class SimulatedRecommendation(Annotated):
             rivals = [best for best in self.runners_up[:1] if best.interval]
             ratios = [(best.to_target or self.default_s / best.step_s, *best.interval) for best in rivals]
             return keep + "".join(f": the best other {ratio:.3f}x [{low:.2f}, {high:.2f}]" for ratio, low, high in ratios)
-        return f"SIMULATED, {self.compute}: use {changes_of(self.strategy)}: {self._gain}"
+        return f"SIMULATED, {self.compute}: use {units.changes(self.strategy.changes())}: {self._gain}"
 
     @property
     def _gain(self) -> str:
