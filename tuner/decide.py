@@ -149,14 +149,12 @@ def _reason(found: Finalists) -> str:
         run_rates(state)
         return _compare(found)
     except BudgetSpent as spent:
-        num_void = state.ledger.num_void
-        busy = f"; {counted(num_void, 'real run')} did not count, because the machine was busy" if num_void else ""
         found.undecided = True
         if found.judged is None:
             found.judge(final=True)
         if found.judged is None:  # too few pairs of another one
             found.reopen()
-        return f"{spent}" or f"the budget ({budget_of(state.experiment)[1]}) ended before the comparison did{busy}"
+        return f"{spent}" or f"the budget ({budget_of(state.experiment)[1]}) ended before the comparison did"
 
 
 def _compare(found: Finalists) -> str:

@@ -419,5 +419,5 @@ def _notes(trained: Trainings) -> list[Note]:
     untried = [name_of(one) for way, one in strategies.items() if way not in trained.arrivals and way not in trained.refused]
     if untried:
         raised = f"there was no time; raise tune.search_seconds = {trained.seeded.tune.search_seconds:g}"
-        notes.append(left_out(", ".join(untried), "not trained", raised))
+        notes.append(left_out(", ".join(untried), "are not trained", raised))
     return notes

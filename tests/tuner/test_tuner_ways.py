@@ -102,7 +102,7 @@ def test_what_there_is_no_time_for_is_named_and_left_out(tmp_path: Path, number:
         assert [name_of(tried.strategy) for tried in best] == ["synchronous", "K = 16", "K = 16"]
         left = "K = 4, K = 4 and an outer optimizer, synchronous and 2 micro-batches an update"
         seconds = f"tune.search_seconds = {experiment.tune.search_seconds:g}"
-        assert str(ways.notes[-1]) == f"{left} not trained: there was no time; raise {seconds}"
+        assert str(ways.notes[-1]) == f"{left} are not trained: there was no time; raise {seconds}"
 
 
 def test_a_tuning_that_is_taken_up_again_has_the_same_ways(tmp_path: Path) -> None:
