@@ -53,11 +53,8 @@ def number(value: Any) -> str:
 
 def changes(data: Mapping[str, Any]) -> str:
     """What a strategy changes, in one line."""
-    words = []
-    for key, value in flat(data):
-        spelled = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
-        words.append(f"{key} = {spelled}")
-    return ", ".join(words) or "Fleet's defaults"
+    spelled = (f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in flat(data))
+    return ", ".join(spelled) or "Fleet's defaults"
 
 
 def _decimals(value: float) -> int:

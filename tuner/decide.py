@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from real.processes.diagnosis import LegFailed, LegLost
 from tuner.budget import DEFAULT, BudgetSpent, budget_of
 from tuner.evidence import Comparison, Done, Evidence, Pair, Run
 from tuner.ledger import Ledger, Wanted
+from tuner.notes import Noise, left_out
 from tuner.ranking import KEPT_LEGS, between, choose, expected, following, rank, ranked
 from tuner.recommendation import Arm, Recommendation
 from tuner.recommendation import Pair as Paired
@@ -34,10 +34,6 @@ from tuner.targets import check_target, metrics_of, missing, reaches_target, run
 
 WIDE = 0.15
 """Relative half width of a proved gain's interval above which more pairs run while there is room."""
-
-
-_WIDENED = 1.1
-"""Factor by which an interval is widened, from which a note says so."""
 
 
 def decide(evidence: Evidence, setting: Setting) -> Run | Pair | Done:
@@ -70,9 +66,7 @@ class Finalists:
     def measure(self, arm: Arm) -> None:
         """Let an arm be the finalist, and run its pairs until they are judged."""
         state = self.state
-        if self.finalist is not None:
-            verdict = "no gain" if self.judged is not None and self.judged.verdict == "NO GAIN" else "undecided"
-            state.notes.append(f"before {arm.name}, {self.finalist} {self.measured()}: {verdict}")
+        self.leave()
         self.finalist, self.pairs, self.judged = arm.name, (), None
         self.comparison = state.ledger.comparison(arm, state.default)
         try:
@@ -94,6 +88,18 @@ class Finalists:
             self.judge(final=True)  # void pairs have left fewer than the limit
         else:
             self.pairs = self.pairs[: self.judged.pairs]  # more are beside the last look
+
+    def leave(self) -> None:
+        """Note what the pairs said, before another arm is the finalist."""
+        if self.finalist is not None:
+            verdict = "no gain" if self.judged is not None and self.judged.verdict == "NO GAIN" else "undecided"
+            self.state.notes.append(left_out(self.finalist, self.measured(), verdict))
+
+    def reopen(self) -> None:
+        """Let the first finalist that stayed undecided be the finalist again, if there is one."""
+        if self.open is not None and self.open[0] != self.finalist:
+            self.leave()
+            self.finalist, self.pairs, self.comparison, self.judged = self.open
 
     def is_wide(self) -> bool:
         """Whether a gain is proved, and more pairs would say how large it is: its interval of a step is wider than ``WIDE`` either way."""
@@ -143,16 +149,12 @@ def _reason(found: Finalists) -> str:
         run_rates(state)
         return _compare(found)
     except BudgetSpent as spent:
-        num_void = state.ledger.num_void
-        busy = f"; {counted(num_void, 'real run')} did not count, because the machine was busy" if num_void else ""
-        reason = f"{spent}" or f"the budget ({budget_of(state.experiment)[1]}) ended before the comparison did{busy}"
-        state.notes.append(reason)
         found.undecided = True
         if found.judged is None:
             found.judge(final=True)
-        if found.judged is None and found.open is not None:  # too few pairs of another one
-            found.finalist, found.pairs, found.comparison, found.judged = found.open
-        return reason
+        if found.judged is None:  # too few pairs of another one
+            found.reopen()
+        return f"{spent}" or f"the budget ({budget_of(state.experiment)[1]}) ended before the comparison did"
 
 
 def _compare(found: Finalists) -> str:
@@ -165,13 +167,14 @@ def _compare(found: Finalists) -> str:
             break
         near = (1 + state.experiment.tune.min_gain) * expected(state, arm)
         if not compared and (alike := [other.name for other in left[1:] if expected(state, other) < near]):
-            state.notes.append(f"chosen before {', '.join(alike)} by less than tune.min_gain, which may be chance: {arm.name}")
+            chance = "the difference is less than tune.min_gain, and may be chance"
+            state.notes.append(left_out(", ".join(alike), f"stood back for {arm.name}", chance))
         compared.append(arm.name)
         may_follow = state.asked and len({state.way(name)[:-1] for name in compared}) <= finalists
         if reaches := reaches_target(state, arm.name):
             found.measure(state.arms[arm.name])
         elif len(compared) <= finalists and (k := between(state)) is not None:
-            rank(state, [DEFAULT, k.name], f"real runs of {k.name}")
+            rank(state, [DEFAULT, k.name])
         rejected, verdict = state.arms[arm.name].rejected, None if found.judged is None else found.judged.verdict
         if rejected is None and verdict in (None, "USE"):
             return ""
@@ -181,9 +184,8 @@ def _compare(found: Finalists) -> str:
         else:
             ruled_out.append(f"{arm.name} {rejected or found.measured()}")
             _rule_out(state, arm.name, is_slow=not reaches or rejected is None, is_followed=may_follow)
+    found.reopen()
     if found.open is not None:
-        found.finalist, found.pairs, found.comparison, found.judged = found.open
-        state.notes += [f"{why}: not to be used either" for why in ruled_out]
         return ""
     return _nothing_found(found, ruled_out)
 
@@ -207,7 +209,7 @@ def _rule_out(state: State, name: str, *, is_slow: bool, is_followed: bool) -> N
     if is_slow and state.way(name) != state.way(DEFAULT):
         state.in_vain.add(state.way(name))
     if is_followed and (arm := following(state)) is not None:
-        rank(state, [DEFAULT, arm.name], f"real runs of {arm.name}")
+        rank(state, [DEFAULT, arm.name])
 
 
 def _recommendation(found: Finalists, reason: str) -> Recommendation:
@@ -221,7 +223,6 @@ def _recommendation(found: Finalists, reason: str) -> Recommendation:
         more = None if judged is None else outlook(judged, state.experiment.tune.pairs)
         more = too_few_runs(state, found.finalist, KEPT_LEGS) or more
         reason = "; ".join(filter(None, (reason, f"{found.finalist} {found.measured()}", more)))
-    comparison = () if found.comparison is None else (found.comparison,)
     return Recommendation(
         experiment=state.experiment.digest(),
         name=state.experiment.name,
@@ -233,28 +234,20 @@ def _recommendation(found: Finalists, reason: str) -> Recommendation:
         **_gains(found),
         target_loss=state.experiment.workload.target_loss,
         pairs=found.pairs,
-        error=0.0 if found.comparison is None else found.comparison.error,
-        error_left=state.ledger.error_left(*comparison),
-        ended=() if found.comparison is None else found.comparison.ended,
         arms=tuple(_with_runs(state, arm) for arm in state.arms.values()),
-        notes=(*state.notes, *_of_noise(found)),
+        noise=_noise(found),
+        told=tuple(state.notes),
     )
 
 
-def _of_noise(found: Finalists) -> list[str]:
+def _noise(found: Finalists) -> Noise | None:
     """How far equal legs differ, and how many did not count."""
-    notes, num_void = list[str](), found.state.ledger.num_void
-    if num_void:
-        void = f"{counted(num_void, 'real run')} {'is' if num_void == 1 else 'are'} void"
-        notes.append(f"{void}, as the machine was not quiet in any of their repeats; pairs with one are left out: tune again")
-    if len(found.pairs) > LEAST_PAIRS:
-        both = zip(*((pair.default_s, pair.speedup) for pair in found.pairs), strict=True)
-        alone, paired = (f"{100 * statistics.stdev(map(math.log, values)):.2g} %" for values in both)
-        notes.append(f"A/A: the default's own legs differ by {alone}, the pairs by {paired} (standard deviations of logarithms)")
-        wider = float(widening(np.log([pair.speedup for pair in found.pairs])))
-        if wider > _WIDENED:
-            notes.append(f"pairs resemble their neighbours, for which the interval is {wider:.2g} times as wide")
-    return notes
+    num_void = found.state.ledger.num_void
+    if len(found.pairs) <= LEAST_PAIRS:
+        return Noise(num_void=num_void) if num_void else None
+    logs = np.log([(pair.default_s, pair.speedup) for pair in found.pairs])
+    alone, paired = logs.std(axis=0, ddof=1).tolist()
+    return Noise(default=alone, pairs=paired, widening=float(widening(logs[:, 1])), num_void=num_void)
 
 
 def _gains(found: Finalists) -> dict[str, Any]:

@@ -23,8 +23,6 @@ from tuner.space import learns_as
 
 ROUNDS = 2
 """Rounds in which strategies are ranked, each with a window of injected stragglers of its own."""
-Stage = tuple[str, int, int]
-"""A stage of the progress: its name, how much of it is done, and how much there is to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +37,6 @@ class Run:
     """Whose leg of a pair it is, ``default`` or ``finalist``: their legs may be equal."""
     tries: int = 1
     """How often, at most, where the machine is busy; the quietest counts."""
-    stage: Stage = ("", 0, 1)
 
     @property
     def ran(self) -> str:
@@ -175,8 +172,6 @@ class Evidence(Config):
     """With an earlier tuning's."""
     earlier: tuple[Outcome, ...] = ()
     """Of tunings from which this one goes on, which cost it nothing."""
-    num_replayed: int = 0
-    """Legs that had been run when the tuning was taken up again."""
 
     def spent_s(self, trainers: int) -> float:
         """Seconds of all trainers together, of which a budget knows."""
@@ -189,7 +184,7 @@ class Evidence(Config):
         """
         ended_it = any(one.lost or (one.failure and one.side == "default") for one in self.outcomes[-1:])
         outcomes = self.outcomes[:-1] if ended_it else self.outcomes
-        kept = replace(self, outcomes=outcomes, num_replayed=len(outcomes))
+        kept = replace(self, outcomes=outcomes)
         lost_s = max(0.0, self.held_s - kept.spent_s(trainers))
         if not outcomes:
             return replace(kept, before_s=self.before_s + lost_s)

@@ -34,6 +34,7 @@ from fleetbench.profile import profile_of, table_for
 from fleetbench.store import commit, machine, new_run_id, versions
 from real.processes.place import OWNER, Place
 from tuner.evidence import Evidence
+from tuner.notes import Moved
 from tuner.recommendation import Recommendation
 
 RUNS = "runs"
@@ -44,7 +45,6 @@ _METHOD = 3
 """Of runs to the target, where no commit tells it; 3: on a line through a script's losses, which has no warm-up."""
 _TARGET = ("target_loss", "eval_every", "steps")
 _LINKS = ("cluster.intra.", "cluster.inter.")
-_SHOWN = 8
 FRESH_S = 3600.0
 """Age, in seconds, up to which a script's profile is used again without being asked for."""
 
@@ -173,8 +173,8 @@ class Earlier:
             run=dataclasses.replace(asked.run, device=old.run.device, backend=old.run.backend, launcher="command"),
         )
 
-    def beside(self, experiment: Experiment, inputs: Mapping[str, Any]) -> tuple[Evidence, str]:
-        """The evidence that a tuning of ``experiment``, measured where ``inputs`` say, begins with; and what has moved, in words."""
+    def beside(self, experiment: Experiment, inputs: Mapping[str, Any]) -> tuple[Evidence, Moved]:
+        """The evidence that a tuning of ``experiment``, measured where ``inputs`` say, begins with; and what has moved."""
         before, now = (dict(flat(encode(one))) for one in (self.experiment, experiment))
         moved = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in ("name", "workload.profile")]
         elsewhere = [name for name in inputs if self.inputs.get(name) != inputs[name]]
@@ -189,9 +189,8 @@ class Earlier:
         rest = [key for key in moved if key not in target]
         ran = [key for key in rest if key == "tune.leg_steps" or not key.startswith(("tune.", *as_they_are))]
         holds = not ran and not elsewhere and not (times and by_times)
-        more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         held = "nothing" if not holds else "legs" if target or "tune.metric" in moved else "legs, runs to the target"
-        note = f"since {self.path.name} moved: {'; '.join(lines[:_SHOWN]) or 'nothing'}{more}. Taken from it: {held}"
+        note = Moved(since=self.path.name, changes=tuple(lines), taken=held)
         return self.evidence.inherited(experiment.tune.pairs, experiment.tune.min_gain) if holds else Evidence(), note
 
     def _other_times(self, experiment: Experiment) -> list[str]:

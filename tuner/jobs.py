@@ -18,8 +18,9 @@ from real.job.script_session import ScriptSession
 from real.profile.measuring import profile_script
 from tuner.budget import SECONDS_PER_HOUR, budget_of
 from tuner.folder import Earlier, Folder, recent
+from tuner.notes import Note, Remark, left_out
 from tuner.real_runs import Runner
-from tuner.verify import Progress, show_spent
+from tuner.verify import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,8 @@ class Job:
     runner: Runner
     held_s: Callable[[], float] | None = None
     """Seconds of all trainers together, where they are held between legs, too."""
-    notes: Callable[[bool], list[str]] = lambda _: []
-    """What a reader of the verdict must know beside it; of a tuning that was taken up again, or not."""
+    notes: Callable[[], list[Note]] = list
+    """What a reader of the verdict must know beside it."""
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def own_trainers(asked: Experiment, folder: Folder, out: Path, runner: Runner | 
     if experiment.workload.model != LAYERS:
         from real.profile.measuring import ensure_profile
 
-        experiment = ensure_profile(experiment, out, progress=stage(progress, "profile"))
+        experiment = ensure_profile(experiment, out, progress=stage(progress, "profile the model"))
     if runner is not None:
         yield Job(experiment=experiment, runner=runner)
         return
@@ -87,13 +88,13 @@ def script_of(
             experiment=experiment,
             runner=session,
             held_s=lambda: before_s + session.held_s,
-            notes=lambda taken_up: _notes(asked, experiment, session, taken_up=taken_up),
+            notes=lambda: _notes(asked, experiment, session),
         )
 
 
 def stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
-    """Progress of one stage."""
-    return None if progress is None else lambda done, total: progress(name, done, total)
+    """Progress of one stage; in its name ``{}`` stands for the total."""
+    return None if progress is None else lambda done, total: progress(name.format(total), done, total)
 
 
 def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
@@ -108,9 +109,8 @@ def _profiled(session: ScriptSession, out: Path, seconds: float, progress: Progr
     """The session's experiment with the file of its profile, which is named by what it holds."""
 
     def told(done: int, total: int) -> None:
-        show_spent(session.experiment, session.held_s, progress)
         if progress is not None:
-            progress("profile", done, total)
+            progress("profile the script", done, total)
         if done < total:
             refuse_beyond_budget(session, seconds)
 
@@ -122,13 +122,12 @@ def _profiled(session: ScriptSession, out: Path, seconds: float, progress: Progr
     return taken.experiment.replace(workload=dataclasses.replace(taken.experiment.workload, profile=str(path)))
 
 
-def _notes(asked: Experiment, experiment: Experiment, session: ScriptSession, *, taken_up: bool) -> list[str]:
-    notes = list(session.notes)
+def _notes(asked: Experiment, experiment: Experiment, session: ScriptSession) -> list[Note]:
+    notes: list[Note] = [Remark(text=text) for text in session.notes]
     if session.hosts:
-        hosts = ", ".join(dict.fromkeys(session.hosts))
-        notes.append(f"it holds for {counted(experiment.cluster.trainers, 'trainer')} on {hosts}, started by the same command")
+        trainers, hosts = counted(experiment.cluster.trainers, "trainer"), ", ".join(dict.fromkeys(session.hosts))
+        notes.append(Remark(text=f"the verdict holds for {trainers} on {hosts}, started by the same command"))
     if experiment.cluster.nodes > 1 and experiment.cluster.trainers_per_node > 1 and asked.cluster.intra is None:
-        notes.append("cluster.intra is not declared: the simulator took the link inside a node to be as slow as that between nodes")
-    since = " since the interruption" if taken_up else ""
-    notes.append(f"the script held its trainers for {session.held_s / SECONDS_PER_HOUR:.2g} trainer hours{since}")
+        slow = "the simulator took the link inside a node to be as slow as that between nodes"
+        notes.append(left_out("cluster.intra", "is not declared", slow))
     return notes

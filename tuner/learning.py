@@ -20,6 +20,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import HITS_IN_A_ROW
 from sim.learning.trajectory import key_of
+from tuner.notes import Note, left_out
 from tuner.space import name_of, way_of
 from tuner.study import open_study
 
@@ -91,7 +92,7 @@ class Trainings:
     """None of one that does not arrive. Ways that are refused, or that there was no time for, are missing."""
     ends: dict[Way, int] = field(default_factory=dict)
     """After how many steps those that did not arrive were over."""
-    refused: dict[Way, str] = field(default_factory=dict)
+    refused: dict[Way, Note] = field(default_factory=dict)
     whose: str = ""
     """Of ``learn``, in keys."""
 
@@ -144,7 +145,7 @@ class Trainings:
             arrival = self.learn(whole.replace(workload=dataclasses.replace(workload, steps=self.ends[way])), left_s)
             self.kept[key] = arrival or ((float(self.ends[way]),) if ends_early else ())
         except ConfigError as error:
-            self.refused[way] = f"virtual trainers do not train {name_of(strategy)}: {error.where}: {error.what}"
+            self.refused[way] = left_out(name_of(strategy), "is not trained by virtual trainers", error)
             return None
         except TimeoutError:
             self.end = 0.0

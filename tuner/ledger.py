@@ -19,7 +19,7 @@ from tuner.budget import BudgetSpent, budget_for, budget_of, leg_steps_of
 from tuner.evidence import ROUNDS, Comparison, Evidence, Outcome, Pair, Run, compared_as, reaching_as, timed_by
 from tuner.recommendation import Arm
 from tuner.recommendation import Pair as Paired
-from tuner.sequential import ERROR, LEAST_PAIRS, looks
+from tuner.sequential import ERROR, LEAST_PAIRS
 
 FIRST_SHARE = 0.85
 """Of the error that is left, what a finalist takes."""
@@ -80,16 +80,16 @@ class Ledger:
             self.void.setdefault(request.arm, []).append(outcome.run)
         return outcome
 
-    def run_to_target(self, arm: Arm, seed: int, stage: str) -> Outcome:
+    def run_to_target(self, arm: Arm, seed: int) -> Outcome:
         """What an arm's run to the target with a seed came to; see ``run``.
 
         That of a script has no warm-up, in which local steps have not begun: it trains as an ordinary launch does.
         """
-        return self.run(self._to_target(arm, seed, stage))
+        return self.run(self._to_target(arm, seed))
 
     def seeds_before(self, arm: Arm, seeds: Sequence[int]) -> int:
         """With how many seeds an earlier tuning has run to the target what trains as an arm does."""
-        places = (self._places.get(self._to_target(arm, seed, "").ran) for seed in seeds)
+        places = (self._places.get(self._to_target(arm, seed).ran) for seed in seeds)
         return sum(place is not None and place < len(self.evidence.earlier) for place in places)
 
     def recall(self, arm: Arm, default: Arm) -> tuple[list[Outcome], list[Outcome]] | None:
@@ -116,11 +116,8 @@ class Ledger:
         for window in range(ROUNDS, ROUNDS + limit + len(void_before)):
             if count == limit:
                 return
-            stage = f"fresh pairs of {finalist.name}, to the next look", count, next(look for look in looks(limit) if look > count)
             legs = [(default, "default"), (finalist, "finalist")][:: 1 if default_first else -1]
-            runs = [
-                Run(arm=arm.name, leg=self.leg(arm.timed, window), among=comparison.among, side=side, stage=stage) for arm, side in legs
-            ]
+            runs = [Run(arm=arm.name, leg=self.leg(arm.timed, window), among=comparison.among, side=side) for arm, side in legs]
             runs.sort(key=lambda one: self._places.get(one.ran, len(self._places)))
             if not self._is_whole(runs):
                 self._want(runs, comparison)
@@ -147,11 +144,10 @@ class Ledger:
         new = Comparison(among=among, error=FIRST_SHARE * self.error_left(), limit=tune.pairs, min_gain=tune.min_gain)
         return next(known, new)
 
-    def error_left(self, *others: Comparison) -> float:
-        """Chance of a USE without the gain that finalists to come may have, beside those of the evidence and ``others``."""
-        begun = {one.among for one in self.evidence.comparisons if not one.closed}
-        all_of_them = (*self.evidence.comparisons, *(one for one in others if one.among not in begun))
-        taken = (self.evidence.spent_of(one) if self.evidence.failed(one.among) else one.error for one in all_of_them)
+    def error_left(self) -> float:
+        """Chance of a USE without the gain that finalists to come may have, beside those of the evidence."""
+        evidence = self.evidence
+        taken = (evidence.spent_of(one) if evidence.failed(one.among) else one.error for one in evidence.comparisons)
         return max(0.0, ERROR - sum(taken))
 
     def affords(self, number: int, *, num_targets: int = 0) -> bool:
@@ -180,7 +176,7 @@ class Ledger:
             steps += (num_targets - 1) * (self.trained_steps or workload.steps) + self._expected_steps(workload.steps)
         return self._ahead_s(steps, starts=number // 2 + num_targets)  # of a script, a pair or a run each
 
-    def _to_target(self, arm: Arm, seed: int, stage: str) -> Run:
+    def _to_target(self, arm: Arm, seed: int) -> Run:
         run = self.experiment.run
         leg = Leg(
             strategy=arm.strategy,
@@ -191,7 +187,7 @@ class Ledger:
             evaluate=True,
             ends_at_target=True,
         )
-        return Run(arm=arm.name, leg=leg, among=reaching_as(self.experiment), stage=(stage, 0, 1))
+        return Run(arm=arm.name, leg=leg, among=reaching_as(self.experiment))
 
     def _answer(self, request: Run) -> Outcome:
         if (place := self._places.get(request.ran)) is None:

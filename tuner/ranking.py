@@ -13,6 +13,7 @@ from fleetbench.strategy import DistributedStrategy
 from tuner.bias import named
 from tuner.budget import DEFAULT
 from tuner.evidence import ROUNDS, Outcome, Run, ranking_of
+from tuner.notes import Ratios
 from tuner.recommendation import Arm
 from tuner.space import differs_in, learns_as
 from tuner.state import State
@@ -25,16 +26,16 @@ KEPT_LEGS = 20
 
 def choose(state: State) -> None:
     """Rank the arms; then others, as long as one promises a gain by what the simulator has erred by so far."""
-    rank(state, [*state.arms], "real runs of every arm")
+    rank(state, [*state.arms])
     for _ in range(state.experiment.tune.finalists):
         if (arm := following(state)) is None:
             break
-        rank(state, [DEFAULT, arm.name], f"real runs of {arm.name}")
+        rank(state, [DEFAULT, arm.name])
     if (erred := _erred(state)) and state.setting.others:
-        state.notes.append(f"real over simulated time of a step, relative to the default's: {erred}")
+        state.notes.append(Ratios(what="real over simulated time of a step, relative to the default's", ratios=erred))
 
 
-def rank(state: State, names: Sequence[str], stage: str) -> None:
+def rank(state: State, names: Sequence[str]) -> None:
     """Every arm twice, in an order in which a drift of the machine favours none; but for those that an earlier tuning has ranked.
 
     What has the legs of another arm, as at another learning rate, has its times.
@@ -52,7 +53,7 @@ def rank(state: State, names: Sequence[str], stage: str) -> None:
         with state.rejecting(name):
             window = ROUNDS * done // len(order)  # of each round, so that arms share draws, and two are seen
             leg = state.ledger.leg(state.arms[name].timed, window)
-            took.setdefault(name, []).append(state.ledger.run(Run(arm=name, leg=leg, among=among, stage=(stage, done, len(order)))))
+            took.setdefault(name, []).append(state.ledger.run(Run(arm=name, leg=leg, among=among)))
             state.ledger.refuse_small_budget(len(own))
             _measured(state, name, took[name][-1:])
     for name, legs in took.items():
@@ -103,7 +104,7 @@ def between(state: State) -> Arm | None:
     }
     if not prices:
         return None
-    state.notes.append(penalty.says(sorted({strategy.local_steps for strategy in prices})))
+    state.notes.append(penalty.at(sorted({strategy.local_steps for strategy in prices})))
     best = min(prices, key=lambda strategy: prices[strategy])
     if prices[best] >= min([1.0, *(expected(state, arm) for arm in ranked(state, ()))]):
         return None
@@ -136,7 +137,7 @@ def _is_plain(state: State, strategy: DistributedStrategy) -> bool:
     return learns_as(strategy) in (learns_as(default), learns_as(default.replace(localsgd=True, localsgd_configs=configs)))
 
 
-def _erred(state: State) -> str:
+def _erred(state: State) -> dict[str, float]:
     """By how much the simulator did, for each family that ran."""
     default, errors = state.default, dict[str, list[float]]()
     for name, ratio in state.ratios.items():
@@ -144,7 +145,7 @@ def _erred(state: State) -> str:
         if name != DEFAULT:
             error = math.log(ratio * default.simulated_s / arm.simulated_s)
             errors.setdefault(differs_in(arm.strategy, default.strategy), []).append(error)
-    return ", ".join(f"{family} {100 * math.expm1(statistics.fmean(found)):+.0f} %" for family, found in errors.items())
+    return {family: math.exp(statistics.fmean(found)) for family, found in errors.items()}
 
 
 def _recall(state: State, name: str) -> bool:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fleetbench.config import Config, decode, encode, flat
+from fleetbench import units
+from fleetbench.config import Config, decode, field_types
 from fleetbench.digests import read_json, reading, sealed_json, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
+from tuner.notes import Annotated, Noise
 from tuner.pytorch import page_of
 
 SCHEMA = 1
@@ -36,6 +38,8 @@ class TargetCheck(Config):
     """Of the first run."""
     from_arm: str | None = None
     """Whose runs they were, where they were another's that trains alike."""
+    runs: tuple[str, ...] = ()
+    """Folders of the runs."""
     steps: int | None = None
     """Of the longest run; fewer than the workload's where all arrive, or the script's data end earlier."""
 
@@ -71,13 +75,25 @@ class TargetCheck(Config):
         return f"reaches the target loss {target:g} and loses it again: {ends}"
 
     def with_run(
-        self, updates: float | None, final_loss: float | None, steps: int, metric: float | None = None, noise: float | None = 0.0
+        self,
+        updates: float | None,
+        final_loss: float | None,
+        steps: int,
+        metric: float | None = None,
+        noise: float | None = 0.0,
+        run: str | None = None,
     ) -> TargetCheck:
         """With another run."""
-        reached, metrics, noises = self.reached or updates is not None, (*self.metrics, metric), (*self.noise, noise)
-        known = dataclasses.replace(self, updates=(*self.updates, updates), reached=reached, metrics=metrics, noise=noises)
-        known = dataclasses.replace(known, steps=max(steps, self.steps or 0))
-        return known if self.updates else dataclasses.replace(known, final_loss=final_loss)
+        return dataclasses.replace(
+            self,
+            updates=(*self.updates, updates),
+            reached=self.reached or updates is not None,
+            metrics=(*self.metrics, metric),
+            noise=(*self.noise, noise),
+            runs=(*self.runs, *filter(None, [run])),
+            steps=max(steps, self.steps or 0),
+            final_loss=self.final_loss if self.updates else final_loss,
+        )
 
     def __str__(self) -> str:
         """In a few words."""
@@ -166,7 +182,7 @@ class Trial(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recommendation(Config):
+class Recommendation(Annotated):
     """What to use, and why. ``speedup``, ``low`` and ``high`` are of time per sample; above 1 is faster."""
 
     schema: int = SCHEMA
@@ -196,23 +212,18 @@ class Recommendation(Config):
     """What the metric of ``tune.metric`` is at the target, for finalist and default, in words."""
     target_loss: float | None = None
     pairs: tuple[Pair, ...] = ()
-    error: float = 0.0
-    """Chance that the finalist may be used without the gain, over all looks at its pairs."""
-    error_left: float = 0.0
-    """The same of finalists of tunings that go on from this one."""
-    ended: tuple[int, ...] = ()
-    """After how many pairs a budget ended, with a last look: this one's, and those of tunings from which it went on."""
     arms: tuple[Arm, ...] = ()
     trials: tuple[Trial, ...] = ()
     learnt: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """How all that virtual trainers trained arrives, by what that depends on (``tuner.learning.Arrival``); empty where it does not."""
-    advice_left_out: tuple[str, ...] = ()
-    """What Fleet's documents advise and this executor, profile or cluster cannot do."""
     caveat: str | None = None
     """That no way is known to reach the target, or a learning rate with which the default itself is there sooner."""
-    notes: tuple[str, ...] = ()
-    runs: tuple[str, ...] = ()
-    """Folder names of all stored runs, below ``runs`` beside this file; ``arms`` says which are whose."""
+    noise: Noise | None = None
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Folder names of all stored runs, below ``runs`` beside ``recommendation.json``."""
+        return tuple(run for arm in self.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None)
 
     @property
     def line(self) -> str:
@@ -223,10 +234,10 @@ class Recommendation(Config):
     def _verdict(self) -> str:
         if self.verdict == "KEEP DEFAULT":
             finalist = next((arm for arm in self.arms if arm.name == self.finalist), None)
-            what = "" if finalist is None else f"; {finalist.name} is {changes_of(finalist.strategy)}"
+            what = "" if finalist is None else f"; {finalist.name} is {units.changes(finalist.strategy.changes())}"
             return f"KEEP DEFAULT{' (UNDECIDED)' if self.undecided else ''}: {self.reason}{what}"
         gain = self._gain(f"{self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}]", f"n = {len(self.pairs)} pairs")
-        return f"USE {changes_of(self.strategy)}: {gain}"
+        return f"USE {units.changes(self.strategy.changes())}: {gain}"
 
     def _gain(self, step: str, count: str) -> str:
         """The gain under its objective: time to the target, which is updates times seconds an update, or of a step alone."""
@@ -253,7 +264,7 @@ class Recommendation(Config):
         self.strategy.save(folder / "recommended.toml", self.line, f"experiment {self.name} {self.experiment}")
         if self.verdict == "USE" and self.arms:
             write_whole(folder / "recommended.md", page_of(self.strategy, self.arms[0].strategy, self.line))
-        write_whole(folder / "recommendation.json", sealed_json(encode(self)))
+        write_whole(folder / "recommendation.json", sealed_json(self.plain()))
 
     @classmethod
     def load(cls, folder: str | Path) -> Recommendation:
@@ -263,11 +274,5 @@ class Recommendation(Config):
             raise ConfigError("no recommendation here", str(folder), hint="fleetbench tune writes one when it ends")
         with reading(path, "run fleetbench tune again"):
             data = read_json(path.read_text(encoding="utf-8"))
-            data["learnt"] = {key: value for key, value in data.get("learnt", {}).items() if isinstance(value, list)}  # no older version's
-            return decode(data, cls, str(path))
-
-
-def changes_of(strategy: DistributedStrategy) -> str:
-    """What it changes of Fleet's defaults, in words."""
-    changed = ((key, str(value).lower() if isinstance(value, bool) else value) for key, value in flat(strategy.changes()))
-    return ", ".join(f"{key} = {value}" for key, value in changed) or "Fleet's defaults"
+            known = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
+            return decode({key: value for key, value in data.items() if key in known}, cls, str(path))

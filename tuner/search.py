@@ -18,16 +18,15 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import OUTSIDE
 from fleetbench.strategy import DistributedStrategy
+from tuner.notes import Note, left_out
 from tuner.recommendation import Trial
 from tuner.space import Equivalence, Space, parameters_of, way_of, with_different_sizes
-from tuner.study import add_trial, open_study, run_trial, trials
+from tuner.study import open_study, run_trial, trials
 
 MOST_PLANS = 20_000
 """Points of a space up to which its different strategies are looked for; sizes of fusion that give equal buckets are one value."""
 PROBED = 20
 """Trials after which it is known how long all of them take."""
-RECORDED = 10
-"""Of strategies that were all simulated, so many of the best stand in the study, beside the arms."""
 WARMUP_STEPS = 2
 STEADY_STEPS = 3
 
@@ -61,7 +60,7 @@ class Search:
     """All complete trials: the default is the first, the advice the second."""
 
     tried: tuple[Tried, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     """What is not searched or could not be simulated, and why."""
 
     @property
@@ -132,10 +131,7 @@ def search(
     """Simulate the default, the advice, if any, and the space; see the module. Raises what ``step_s`` raises."""
     tell, same = progress or (lambda *_: None), Equivalence(experiment)
     arms = {"default": experiment.strategy} | ({} if advised is None else {"advice": advised})
-    if (found := _enumerated(experiment, space, arms, same, step_s, tell)) is not None:
-        _keep(experiment, space, found, out)
-    else:
-        found = _proposed(experiment, space, arms, same, step_s, tell, out)
+    found = _enumerated(experiment, space, arms, same, step_s, tell) or _proposed(experiment, space, arms, same, step_s, tell, out)
     tell(len(found.tried), len(found.tried))
     return dataclasses.replace(found, notes=(*space.notes, *found.notes))
 
@@ -200,7 +196,7 @@ def _enumerated(
     if limit_s == 0:
         return None
     tried: list[Tried] = []
-    notes: list[str] = []
+    notes: list[Note] = []
     in_turn = [*((arm, same.key(strategy), strategy) for arm, strategy in arms.items()), *((None, *one) for one in candidates.items())]
     for arm, key, strategy in in_turn:
         progress(len(tried), total)
@@ -211,25 +207,15 @@ def _enumerated(
             except ConfigError as error:
                 if arm is not None:
                     raise
-                notes.append(f"not simulated: {error.where}: {error.what}")
+                notes.append(left_out("some strategies", "are not simulated", error))
                 continue
         trial = Trial(number=len(tried), parameters=parameters_of(strategy), simulated_s=values[key], repeated=is_known)
         tried.append(Tried(trial, strategy, key, arm))
         if len(tried) == PROBED and planned - began + (time.monotonic() - planned) / PROBED * total > limit_s:
             return None
-    alike = f"all {sum(one.arm is None for one in tried):,} different strategies of {space.size:,} combinations were simulated"
-    notes.append(f"{alike}; the others exclude each other's values, or are one of these to the simulator")
+    why = "they exclude each other's values, or are one of those to the simulator"
+    notes.append(_not_simulated(space, sum(one.arm is None for one in tried), why))
     return Search(tuple(tried), tuple(dict.fromkeys(notes)))
-
-
-def _keep(experiment: Experiment, space: Space, found: Search, out: Path) -> None:
-    """Leave the arms and the best of the others in the study, for optuna-dashboard; nothing is read back."""
-    named = [tried for tried in found.tried if tried.arm is not None]
-    best = sorted((tried for tried in found.tried if tried.arm is None), key=_rank)[:RECORDED]
-    with open_study(experiment, out) as study:
-        for tried in (*named, *best) if not trials(study, TrialState.COMPLETE) else ():
-            attributes = {"key": tried.key} | ({} if tried.arm is None else {"arm": tried.arm})
-            add_trial(study, space.point_of(tried.strategy) or {}, dict(space.choices), tried.trial.simulated_s, attributes)
 
 
 def _proposed(
@@ -279,8 +265,12 @@ def _proposed(
         repeated = any(one.key == key for one in tried)
         found = Trial(number=number, parameters=parameters_of(strategy), simulated_s=known[key], repeated=repeated)
         tried.append(Tried(found, strategy, key, trial.user_attrs.get("arm")))
-    why = "all are too many, or take more than tune.search_seconds"
-    return Search(tuple(tried), (f"of {space.size:,} combinations Optuna proposed {len(tried)} (tune.trials): {why}",))
+    why = "Optuna proposed those (tune.trials), because all are too many, or take more than tune.search_seconds"
+    return Search(tuple(tried), (_not_simulated(space, len(tried), why),))
+
+
+def _not_simulated(space: Space, number: int, why: str) -> Note:
+    return left_out(f"all but {number:,} of {space.size:,} combinations", "are not simulated", why)
 
 
 def _enqueue_arm(study: optuna.Study, space: Space, arms: Mapping[str, DistributedStrategy], complete: Sequence[FrozenTrial]) -> None:

@@ -16,9 +16,10 @@ from fleetbench.strategy import DistributedStrategy
 from sim.servers.simulate import hosts_of
 from tuner.budget import largest_geo_k
 from tuner.learning import Progress
+from tuner.notes import Note, left_out
 from tuner.recommendation import Trial
 from tuner.search import Search, StepS, Tried, Window, with_steps
-from tuner.space import parameters_of
+from tuner.space import name_of, parameters_of
 
 MERGED = (4, 16)
 """Gradients of one push, in the asynchronous mode."""
@@ -40,7 +41,7 @@ def refuse_unpriced(experiment: Experiment) -> None:
 
 def search_modes(experiment: Experiment, step_s: StepS, progress: Progress | None = None) -> Search:
     """Simulate the experiment's own mode and the others. Raises what ``step_s`` raises of its own."""
-    tell, notes, found = progress or (lambda *_: None), list[str](), list[Tried]()
+    tell, notes, found = progress or (lambda *_: None), list[Note](), list[Tried]()
     candidates = _modes(experiment, notes)
     for done, strategy in enumerate(candidates):
         tell(done, len(candidates))
@@ -49,7 +50,7 @@ def search_modes(experiment: Experiment, step_s: StepS, progress: Progress | Non
         except ConfigError as error:
             if strategy == experiment.strategy:
                 raise
-            notes.append(f"not simulated: {error.where}: {error.what}")
+            notes.append(left_out(name_of(strategy), "is not simulated", error))
         else:
             found.append(Tried(trial, strategy, f"mode {done}", None if found else "default"))
     tell(len(candidates), len(candidates))
@@ -62,7 +63,7 @@ def shortened(experiment: Experiment, least: int | None = None) -> Window:
     return with_steps(experiment, least or experiment.tune.simulated_steps, rounds)
 
 
-def _modes(experiment: Experiment, notes: list[str]) -> list[DistributedStrategy]:
+def _modes(experiment: Experiment, notes: list[Note]) -> list[DistributedStrategy]:
     """The experiment's own strategy first, and what else there is; what there is not joins ``notes``.
 
     A trainer that is silent for ``send_wait_times`` pauses sends what it has; so that K and merging mean anything, there are as
@@ -76,7 +77,7 @@ def _modes(experiment: Experiment, notes: list[str]) -> list[DistributedStrategy
     geo_steps = [k for k in experiment.tune.local_steps if k > 1 and experiment.workload.optimizer == "sgd"]
     modes += [{"k_steps": k_steps, "send_wait_times": pauses} for k_steps in geo_steps]
     if not geo_steps:
-        notes.append(f"GeoSGD is not tried: it is for SGD, and workload.optimizer is {experiment.workload.optimizer}")
+        notes.append(left_out("GeoSGD", "is not tried", f"it is for SGD, and workload.optimizer is {experiment.workload.optimizer}"))
     found = [strategy, strategy.without("a_sync")]
     found += [strategy.replace(a_sync=True, a_sync_configs=dataclasses.replace(own, **mode)) for mode in modes]
     return list(dict.fromkeys(found))

@@ -2,7 +2,7 @@
 
 A point is a value for each of the parameters below: the experiment's own strategy with these values
 is a candidate. A parameter with one admissible value is fixed; one with none stays as the
-experiment's strategy has it. Whatever is left out is said in ``notes``.
+experiment's strategy has it. Whatever is left out stands in ``notes``.
 
 Parameters belong to three families. *Same arithmetic*: fusion, hierarchy, communicators, update by bucket and threads change
 the clock alone. *Rounded*: a 16-bit wire changes the sums' last digits. *Other training*: local steps change what is
@@ -35,6 +35,7 @@ from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.scenario import setting_of
+from tuner.notes import Note, left_out
 
 Value = int | float | str
 Parameters = dict[str, Value]
@@ -59,7 +60,7 @@ class Space:
     """Parameters with at least two values."""
     fixed: tuple[tuple[str, Value], ...] = ()
     """Parameters with one value."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     """What is not searched, and why."""
 
     @property
@@ -161,21 +162,21 @@ def search_space(experiment: Experiment) -> Space:
     """The restrictions of ``[tune]`` without what this workload, profile or strategy rules out."""
     choices: list[tuple[str, tuple[Value, ...]]] = []
     fixed: list[tuple[str, Value]] = []
-    notes: list[str] = []
+    notes: list[Note] = []
     needed = needs(experiment)
     is_alone = experiment.cluster.trainers == 1 and not experiment.cluster.servers
     if is_alone:
-        notes.append("one trainer exchanges nothing: only what changes its compute is searched")
+        notes.append(left_out("what changes exchanges", "is not searched", "one trainer exchanges nothing"))
     for name in filter(_computes, NAMES) if is_alone else NAMES:
         wanted = experiment.tune.values(name)
         stays = parameters_of(experiment.strategy)[name]
         has, reason = needed[SEARCHES[name][1].need]
         if not has:
             if wanted != (stays,):
-                notes.append(f"{_key(name, stays)} stays {_text(stays)}: {reason}")
+                notes.append(left_out(_key(name, stays), f"stays {_text(stays)}", reason))
             continue
         refused = {value: _refusal(experiment, name, value) for value in wanted}
-        notes += [f"{_key(name, value)} = {_text(value)} is not searched: {why}" for value, why in refused.items() if why is not None]
+        notes += [left_out(f"{_key(name, value)} = {_text(value)}", "is not searched", why) for value, why in refused.items() if why]
         values = tuple(value for value in wanted if refused[value] is None)
         if len(values) == 1:
             fixed.append((name, values[0]))

@@ -12,6 +12,7 @@ from fleetbench.strategy import DistributedStrategy
 from real.processes.diagnosis import LegFailed
 from tuner.budget import DEFAULT, seeds_of
 from tuner.ledger import Ledger
+from tuner.notes import Note
 from tuner.recommendation import Arm, TargetCheck
 from tuner.space import learns_as
 
@@ -50,7 +51,7 @@ class State:
     """Runs to the target of each way of training; ``from_arm`` names the arm that they were of."""
     in_vain: set[Way] = field(default_factory=set)
     """Ways that real runs have ruled out."""
-    notes: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.arms, self.seeds = {arm.name: arm for arm in self.setting.arms}, seeds_of(self.experiment)

@@ -1,13 +1,16 @@
-"""Study: the search's memory, in Optuna's storage.
+"""Study: the search's memory, and a tuning's record, in Optuna's storage.
 
-A study belongs to one experiment, by its digest, and outlives the process: a search that is started again goes on after the
+A study of the memory belongs to one experiment, by its digest, and outlives the process: a search that is started again goes on after the
 trials that are complete. One that was under way when its process was killed is marked failed, and counts nowhere; a study has one
 process at a time.
 """
 
+import datetime as dt
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,13 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from fleetbench.config import encode, flat
 from fleetbench.digests import reading
 from fleetbench.experiment import Experiment
+from fleetbench.strategy import DistributedStrategy
 
 _ANEW = "remove the file, and the search begins again"
+_PLAIN = (bool, int, float, str)
 
 
 @contextmanager
@@ -61,12 +67,33 @@ def run_trial(study: optuna.Study, seed: int, objective: Callable[[Trial], float
     study.optimize(objective, n_trials=1)
 
 
-def add_trial(
-    study: optuna.Study, point: Mapping[str, Any], choices: Mapping[str, tuple[Any, ...]], value: float, attributes: Mapping[str, Any]
-) -> None:
-    """Add a trial that is complete; ``point`` may be of none of the ``choices``."""
-    distributions: dict[str, BaseDistribution] = {name: CategoricalDistribution(choices[name]) for name in point}
-    study.add_trial(optuna.create_trial(params=dict(point), distributions=distributions, value=value, user_attrs=dict(attributes)))
+@dataclass(slots=True)
+class Recorded:
+    """Seconds of a step by simulation, of each strategy with the seconds that simulating it took."""
+
+    step_s: Callable[[DistributedStrategy], float]
+    values: dict[DistributedStrategy, tuple[float, float]] = field(default_factory=dict)
+
+    def __call__(self, strategy: DistributedStrategy) -> float:
+        """Simulate a strategy."""
+        began = time.perf_counter()
+        value = self.step_s(strategy)
+        self.values[strategy] = value, time.perf_counter() - began
+        return value
+
+    def save(self, path: Path, name: str, attributes: Callable[[DistributedStrategy], Mapping[str, Any]]) -> None:
+        """Write a study in which every strategy is a trial: fields in which they differ, value, duration, and the ``attributes``."""
+        points = [{key: value if isinstance(value, _PLAIN) else str(value) for key, value in flat(encode(one))} for one in self.values]
+        choices = {key: list(dict.fromkeys(point.get(key) for point in points)) for point in points for key in point}
+        varied: dict[str, BaseDistribution] = {key: CategoricalDistribution(values) for key, values in choices.items() if len(values) > 1}
+        with _quiet():
+            study = optuna.create_study(storage=JournalStorage(JournalFileBackend(str(path))), study_name=name)
+            for (strategy, (value, took_s)), point in zip(self.values.items(), points, strict=True):
+                params, attrs = {key: point.get(key) for key in varied}, dict(attributes(strategy))
+                trial = optuna.create_trial(params=params, distributions=varied, value=value, user_attrs=attrs)
+                assert trial.datetime_complete is not None, "a trial with a value is complete"
+                trial.datetime_start = trial.datetime_complete - dt.timedelta(seconds=took_s)
+                study.add_trial(trial)
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from fleetbench.target import median_arrival
 from real.processes.diagnosis import LegFailed
 from real.processes.roles import SEED
 from tuner.budget import DEFAULT, budget_for, seeds_of
+from tuner.notes import left_out
 from tuner.recommendation import TargetCheck
 from tuner.sequential import ERROR, FIRST_LOOK
-from tuner.space import name_of, parameters_of
 from tuner.state import State, says
 from tuner.to_target import FEWEST_SEEDS, SPREAD, Updates, too_few
 
@@ -34,17 +34,17 @@ def check_target(state: State, name: str) -> None:
     if (target := state.experiment.workload.target_loss) is None:
         return
     way = state.way(name)
-    is_new = way not in state.ways
     _run_to_target(state, name, 0)
     if way != state.way(DEFAULT):
         _run_other_seeds(state, name)
     for shown in (DEFAULT, name):
         _show(state, shown)
-    if not is_new and (whose := state.ways[way].from_arm) not in (name, DEFAULT):
-        state.notes.append(f"{name} trains step for step like {whose}, whose runs to the target stand for it")
+    if (whose := state.ways[way].from_arm) != name:
+        alike = f"it trains step for step like {'the default' if whose == DEFAULT else whose}, whose runs stand for it"
+        state.notes.append(left_out(f"a run of {name} to the target", "is not needed", alike))
     if name == DEFAULT and not state.ways[way].reached:
-        missed = f"the default does not reach the target loss {target:g} in {state.ways[way].steps} steps"
-        state.notes.append(f"{missed}: only a strategy that does can be recommended")
+        missed = f"does not reach the target loss {target:g} in {state.ways[way].steps} steps"
+        state.notes.append(left_out("the default", missed, "only a strategy that does can be recommended"))
 
 
 def run_rates(state: State) -> None:
@@ -53,7 +53,7 @@ def run_rates(state: State) -> None:
     rated = [arm.name for arm in state.arms.values() if arm.strategy != default.strategy and arm.timed == default.timed]
     for name in rated if not state.asked else ():
         if not state.ledger.affords(2 * FIRST_LOOK, num_targets=1):
-            state.notes.append(f"the budget has no room for a run of {name} to the target")
+            state.notes.append(left_out(f"a run of {name} to the target", "is left out", "the budget has no room for it"))
             return
         with state.rejecting(name):
             _run_to_target(state, name, 0)
@@ -116,12 +116,13 @@ def _run_other_seeds(state: State, name: str) -> None:
         if (known := updates_of(state, name)) is not None and known.mean + known.half(ERROR, 1) < late:
             return
         if not state.ledger.affords(2 * FIRST_LOOK, num_targets=2):
-            state.notes.append(f"the budget has no room for more than {counted(number, 'seed')} of {name}'s runs to the target")
+            what = f"more than {counted(number, 'seed')} of {name}'s runs to the target"
+            state.notes.append(left_out(what, "are left out", "the budget has no room for them"))
             return
         try:
             _run_to_target(state, DEFAULT, number)
         except LegFailed as failure:
-            state.notes.append(f"the default, with seed {state.seeds[number]}, {says(failure)}: no further seed was run")
+            state.notes.append(left_out("further seeds", "are not run", f"the default, with seed {state.seeds[number]}, {says(failure)}"))
             return
         if len(state.seeds) > 1:
             _run_to_target(state, name, number)
@@ -133,16 +134,14 @@ def _run_to_target(state: State, name: str, number: int) -> None:
     check = state.ways.get(way, TargetCheck(reached=False, from_arm=name))
     if number < len(check.updates):
         return
-    seed = state.seeds[number]
-    stage = f"target of {name}" + (f", seed {seed}" if number else "")
-    outcome = state.ledger.run_to_target(state.arms[name], seed, stage)
+    outcome = state.ledger.run_to_target(state.arms[name], state.seeds[number])
     reached = outcome.reached
     assert reached is not None
     if number and (reached.updates, reached.final_loss) == (check.updates[0], check.final_loss):
         state.seeds = state.seeds[:1]
-        state.notes.append(f"the runs of {name} with two seeds are equal, and count as one: a script takes its seed from {SEED}")
+        state.notes.append(left_out(f"two seeds of {name}", "count as one", f"runs are equal; a script takes its seed from {SEED}"))
         return
-    state.ways[way] = check.with_run(reached.updates, reached.final_loss, outcome.steps, reached.metric, reached.noise)
+    state.ways[way] = check.with_run(reached.updates, reached.final_loss, outcome.steps, reached.metric, reached.noise, outcome.run)
 
 
 def _show(state: State, name: str) -> None:
@@ -159,11 +158,9 @@ def _rejection(state: State, name: str) -> str | None:
     arm, default, target = state.arms[name], state.default, state.experiment.workload.target_loss
     if arm.target is None or default.target is None:
         return None
-    runs = len(arm.target.updates)
     if not arm.target.reached:
         return _misses(arm.target, target)
     if state.way(name) == state.way(DEFAULT):
-        state.notes.append(f"{name} trains step for step like the default: its gain to the target is that of its steps")
         return None
     own, beside = (state.ways[state.way(one)] for one in (name, DEFAULT))
     lost = own.missed_beside(beside, target) or arm.target.lost_beside(default.target, target)
@@ -172,10 +169,6 @@ def _rejection(state: State, name: str) -> str | None:
     updates, took = updates_of(state, name), "" if arm.target.time_s is None else f" in {arm.target.time_s:.3g} s"
     if updates is not None and updates.mean - math.log(state.ratios[name]) < 0:
         return f"reaches the target{took}, later than the default ({default.target})"
-    others = "the default does not" if updates is None else f"the default {default.target}"
-    way = f"{name_of(arm.strategy)}, gradients in {parameters_of(arm.strategy)['wire']}"
-    each = f"{'one run' if runs == 1 else f'{runs} runs'} each, from the initial parameters"
-    state.notes.append(f"{name}, {way}, reaches the target{took}, {others}; {each}")
     return None
 
 

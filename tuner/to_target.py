@@ -32,6 +32,7 @@ from fleetbench.quantities import counted
 from fleetbench.result import RunResult
 from real.job.results import reported_losses
 from real.processes.roles import SEED
+from tuner.notes import Ratios
 
 CONFIDENCE = 0.9
 """Of the interval of a penalty."""
@@ -228,9 +229,8 @@ class Penalty:
         """At K; never below a tenth, which no straight line is to be believed beyond."""
         return max(0.1, 1 + self.c * (k_steps - 1))
 
-    def says(self, levels: Sequence[int]) -> str:
-        """The curve in words."""
-        low, high = (100 * (self.c + side * (self.half or 0.0)) for side in (-1, 1))
-        interval = "one run, no interval" if self.half is None else f"90 % interval {low:.2g} to {high:.2g} %"
-        ratios = [f"K = {k}: {self.ratio(k):.2f}x{' (beyond what was run)' * (k > self.largest)}" for k in levels if k > 1]
-        return f"steps to the target grow by {100 * self.c:.2g} % a local step ({interval}): {', '.join(ratios)}"
+    def at(self, levels: Sequence[int]) -> Ratios:
+        """The curve at some K."""
+        interval = "one run, no interval" if self.half is None else f"90 % interval +-{100 * self.half:.2g} %"
+        what = f"steps to the target, {100 * self.c:.2g} % more with each local step ({interval}; run up to K = {self.largest})"
+        return Ratios(what=what, ratios={f"K = {k}": self.ratio(k) for k in levels if k > 1})

@@ -14,24 +14,25 @@ from fleetbench.plan.combination import OUTSIDE
 from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.rounds import in_leg
 from fleetbench.profile import profile_of, table_for
-from fleetbench.quantities import counted
 from fleetbench.recommended import folder_of, keep, key_of_profiled
 from fleetbench.result import RunResult, step_s_of
 from fleetbench.store import save_run
 from fleetbench.strategy import DistributedStrategy
 from real.processes.diagnosis import LegFailed, LegLost
 from sim.run import simulate as in_simulator
-from tuner.budget import DEFAULT, leg_steps_of, seeds_of
+from tuner.budget import DEFAULT, SECONDS_PER_HOUR, leg_steps_of, seeds_of
 from tuner.evidence import Evidence
 from tuner.folder import Earlier, Folder
 from tuner.jobs import Job, Script, own_trainers, script_of, stage
 from tuner.learning import Learn, by_virtual_trainers
+from tuner.notes import Cost, Note, Remark, left_out
 from tuner.real_runs import RealRuns, Runner
 from tuner.recommendation import Arm, Recommendation
 from tuner.search import Search, StepS, search
 from tuner.served import refuse_unpriced, search_modes
 from tuner.simulated.candidates import shortened, step_time
 from tuner.space import search_space, way_of
+from tuner.study import Recorded
 from tuner.verify import Progress, verify
 from tuner.ways import Ways, over_seeds, price_ways
 
@@ -83,13 +84,11 @@ def tune(
     except LegFailed:  # the default's own: what is fixed need not show in a script's file
         folder.discard()
         raise
-    experiment, replayed = job.experiment, evidence.num_replayed
+    experiment = job.experiment
     spent_s = runs.evidence.spent_s(experiment.cluster.trainers) / experiment.cluster.trainers
-    cost_s = max(time.monotonic() - began, spent_s)  # a tuning that was taken up again has spent more than it took now
-    if replayed:
-        notes.append(f"before an interruption it had run {counted(replayed, 'leg')}")
-    notes = [*recommendation.notes, *notes, cost_note(recommendation, cost_s), *job.notes(bool(replayed))]
-    recommendation = dataclasses.replace(recommendation, notes=tuple(notes))
+    took_s = max(time.monotonic() - began, spent_s)  # a tuning that was taken up again has spent more than it took now
+    cost = cost_of(recommendation, took_s, len(evidence.outcomes), None if job.held_s is None else job.held_s())
+    recommendation = dataclasses.replace(recommendation, told=(*recommendation.told, *notes, *job.notes(), cost))
     path = folder.finish(recommendation, experiment, before)
     store(experiment, recommendation, out)
     return recommendation, path
@@ -113,10 +112,10 @@ def _refuse(asked: Experiment, *, is_real: bool) -> None:
         refuse_unsupported(asked, asked.strategy)  # before the search, not after it
 
 
-def _evidence(job: Job, folder: Folder, earlier: Earlier | None) -> tuple[Evidence, list[str]]:
+def _evidence(job: Job, folder: Folder, earlier: Earlier | None) -> tuple[Evidence, list[Note]]:
     """What is known: of a tuning that is taken up again, or of an earlier one, with what has moved since; the folder holds it."""
     known = None if folder.experiment() is None else folder.evidence()
-    inherited, notes = Evidence(), list[str]()
+    inherited, notes = Evidence(), list[Note]()
     if earlier is not None:
         inherited, note = earlier.beside(job.experiment, folder.inputs)
         notes.append(note)
@@ -125,7 +124,7 @@ def _evidence(job: Job, folder: Folder, earlier: Earlier | None) -> tuple[Eviden
     held_s = 0.0 if job.held_s is None else job.held_s()
     evidence = dataclasses.replace(inherited, before_s=held_s, held_s=held_s, startup_s=job.runner.startup_s)
     if folder.experiment() is not None:
-        notes.append("what was measured before an interruption could not be read, and is measured again")
+        notes.append(left_out("what was measured before an interruption", "is measured again", "it could not be read"))
     folder.begin(job.experiment, evidence)
     return evidence, notes
 
@@ -141,7 +140,7 @@ def _measured(
 ) -> tuple[Recommendation, RealRuns]:
     """Search, ask virtual trainers, and verify; with what the search and the profile say."""
     experiment = job.experiment
-    found, step_s, left_out = _search(experiment, simulate, out, stage(progress, "simulated trials"))
+    found, step_s = _search(experiment, simulate, out, stage(progress, "search {} strategies"))
     ways = _ways(experiment, found, step_s, by_virtual_trainers if simulate is None else None, out, progress, earlier)
     arms, notes = _arms(experiment, found, ways)
 
@@ -176,11 +175,20 @@ def _measured(
         trials=tuple(tried.trial for tried in found.tried),
         learnt=dict(ways.learnt),
         caveat=ways.said_beside(recommendation.strategy),
-        advice_left_out=left_out,
-        notes=(*_of_profile(experiment), *found.notes, *notes, *recommendation.notes),
-        runs=tuple(run for arm in recommendation.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None),
+        told=(*_of_profile(experiment), *found.notes, *notes, *recommendation.told),
     )
+    for one in (*found.tried, *ways.others):  # other learning rates have another's seconds
+        step_s.values.setdefault(one.strategy, (one.trial.simulated_s, 0.0))
+    step_s.save(folder.path / "study.journal", experiment.name, lambda strategy: _of_trial(strategy, recommendation, ways))
     return recommendation, runs
+
+
+def _of_trial(strategy: DistributedStrategy, found: Recommendation, ways: Ways) -> dict[str, str | float | None]:
+    """What a tuning says of a strategy that it has simulated."""
+    arm = next((arm for arm in found.arms if arm.strategy == strategy), None)
+    ran = None if arm is None else arm.rejected or ("recommended" if strategy == found.strategy else "not recommended")
+    steps = ways.weight(strategy) if way_of(strategy) in ways.updates else None
+    return {"arm": None if arm is None else arm.name, "verdict": ran or "did not run", "steps to the target": steps}
 
 
 def _ways(
@@ -206,41 +214,36 @@ def _ways(
 
 def _search(
     experiment: Experiment, simulate: Simulate | None, out: Path, progress: Callable[[int, int], None] | None
-) -> tuple[Search, StepS, tuple[str, ...]]:
-    """The simulated trials, what simulates one more, and what of Fleet's advice was left out; of servers the modes, without advice."""
+) -> tuple[Search, Recorded]:
+    """The simulated trials, and what simulates one more; of servers the modes, without advice."""
     short = shortened(experiment)
-    step_s = step_time(short) if simulate is None else lambda strategy: step_s_of(simulate(short.replace(strategy=strategy)))
+    step_s = Recorded(step_time(short) if simulate is None else lambda strategy: step_s_of(simulate(short.replace(strategy=strategy))))
     if experiment.strategy.mode == "ps":
-        return search_modes(experiment, step_s, progress), step_s, ()
-    space = search_space(experiment)
-    advised, left_out = advice_for(experiment, table_for(experiment))
-    return search(experiment, space, advised, out=out, step_s=step_s, progress=progress), step_s, left_out
+        return search_modes(experiment, step_s, progress), step_s
+    advised, not_taken = advice_for(experiment, table_for(experiment))
+    found = search(experiment, search_space(experiment), advised, out=out, step_s=step_s, progress=progress)
+    notes = [left_out(f"Fleet's advice of {what}", "is not taken", why) for what, _, why in (text.partition(": ") for text in not_taken)]
+    return dataclasses.replace(found, notes=(*found.notes, *notes)), step_s
 
 
-def _of_profile(experiment: Experiment) -> tuple[str, ...]:
+def _of_profile(experiment: Experiment) -> tuple[Remark, ...]:
     """What it says of other training; and that it was taken on a busy machine, or its times lack their stragglers."""
     profile = profile_of(experiment)
     if profile is None:
         return ()
     noise = None if profile.gradient_noise is None else profile.gradient_noise.statement
-    return tuple(filter(None, (noise, profile.busy, profile.short_of(experiment))))
+    return tuple(Remark(text=text) for text in (noise, profile.busy, profile.short_of(experiment)) if text)
 
 
-def cost_note(recommendation: Recommendation, cost_s: float) -> str:
-    """What a tuning of so many seconds cost, and after how many steps of the recommended strategy it has paid."""
-    note = f"the tuning took {cost_s:.3g} s"
-    if recommendation.verdict != "USE" or recommendation.speedup is None:
-        return note
-    if recommendation.to_target is not None:
-        target = recommendation.arms[0].target
-        saved_s = 0.0 if target is None or target.time_s is None else target.time_s * (1 - 1 / recommendation.to_target)
-        return f"{note}; a training to the target then takes {saved_s:.3g} s less" if saved_s > 0 else note
-    if recommendation.speedup <= 1:
-        return note
-    default_s = statistics.fmean(pair.default_s for pair in recommendation.pairs)
-    finalist_s = default_s / recommendation.speedup
-    steps = math.ceil(cost_s / (default_s - finalist_s))
-    return f"{note}, which training with the recommendation has saved after {steps:,} steps ({steps * finalist_s:.3g} s)"
+def cost_of(found: Recommendation, took_s: float, replayed: int, held_s: float | None) -> Cost:
+    """What a tuning of so many seconds cost, and what its recommendation saves."""
+    saved_s = statistics.fmean(pair.default_s - pair.finalist_s for pair in found.pairs) if found.verdict == "USE" else 0.0
+    return Cost(
+        took_s=took_s,
+        replayed=replayed,
+        held_hours=None if held_s is None else held_s / SECONDS_PER_HOUR,
+        pays_after=math.ceil(took_s / saved_s) if saved_s > 0 and found.to_target is None else None,
+    )
 
 
 def _searched(found: Search, ways: Ways) -> dict[DistributedStrategy, float]:
@@ -259,14 +262,14 @@ def _searched(found: Search, ways: Ways) -> dict[DistributedStrategy, float]:
     return {strategy: ratio * weights[way] for strategy, ratio in step_s.items() if (way := way_of(strategy)) in weights}
 
 
-def _arms(experiment: Experiment, found: Search, ways: Ways) -> tuple[list[Arm], list[str]]:
+def _arms(experiment: Experiment, found: Search, ways: Ways) -> tuple[list[Arm], list[Note]]:
     """The default, Fleet's advice where it is another strategy, the best candidates, and ways that only real runs can price."""
     chosen, finalists = [(DEFAULT, found.default)], experiment.tune.finalists
     notes = [*ways.notes]
     if found.advice is not None and found.advice.key != found.default.key:
         chosen.append(("advice", found.advice))
     elif found.advice is not None:
-        notes.append("Fleet's advice comes to the same plan as the default, and is not run beside it")
+        notes.append(left_out("Fleet's advice", "is not run", "it comes to the same plan as the default"))
     best = found.best(finalists, ways.others, ways.seconds) if ways.updates else (*found.best(finalists), *ways.others)
     chosen += [(f"candidate {number}", tried) for number, tried in enumerate(best, start=1)]
     return [Arm(name=name, strategy=tried.strategy, simulated_s=tried.trial.simulated_s) for name, tried in chosen], notes

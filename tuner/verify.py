@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from fleetbench.experiment import Experiment
+from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
-from tuner.budget import DEFAULT, budget_of
+from tuner.budget import DEFAULT
 from tuner.decide import decide
-from tuner.evidence import Done, Run
+from tuner.evidence import Done
+from tuner.evidence import Pair as PairOfRuns
 from tuner.ledger import Ledger, Wanted
 from tuner.real_runs import RealRuns
 from tuner.recommendation import Arm, Pair, Recommendation
 from tuner.state import Setting
 
 Progress = Callable[[str, int, int], None]
-SPENT = "trainer seconds spent, of the budget's"
-"""Stage of the progress in which the budget is shown."""
 
 
 def verify(
@@ -36,14 +35,21 @@ def verify(
     raise.
     """
     setting = Setting(experiment=experiment, arms=tuple(arms), others=others or {}, prepare=functools.cache(prepare), step_s=runs.step_s)
-    tell, trainers = progress or (lambda *_: None), experiment.cluster.trainers
-    show_spent(experiment, runs.evidence.spent_s(trainers), progress)
+    tell, ranked, seeds, pairs = progress or (lambda *_: None), list[str](), set[int | None](), 0
     while not isinstance(wanted := decide(runs.evidence, setting), Done):
-        stage, done, total = (wanted if isinstance(wanted, Run) else wanted.runs[0]).stage
-        tell(stage, done, total)
+        if isinstance(wanted, PairOfRuns):
+            pairs += 1
+        elif wanted.leg.ends_at_target:
+            seeds.add(wanted.leg.seed)
+        else:
+            ranked.append(wanted.arm)
+        num = max(len(arms), len({*ranked})) - 1
+        counts = [counted(number, noun) for number, noun in ((len(seeds), "seed"), (pairs, "pair")) if number]
+        if counts:
+            tell(f"verify: {', '.join(counts)}", pairs, experiment.tune.pairs)
+        else:
+            tell(f"run the best {num}", len(ranked), 2 * (num + 1))
         runs.carry_out(wanted)
-        tell(stage, done + 1, total)
-        show_spent(experiment, runs.evidence.spent_s(trainers), progress)
     runs.close(wanted.comparisons)
     return wanted.recommendation
 
@@ -57,10 +63,3 @@ def measured_pairs(experiment: Experiment, strategy: DistributedStrategy, runs: 
             return [*ledger.pairs(other, default, ledger.comparison(other, default))]
         except Wanted as wanted:
             runs.carry_out(wanted.request)
-
-
-def show_spent(experiment: Experiment, spent_s: float, progress: Progress | None) -> None:
-    """Tell what was spent of a budget, where there is one."""
-    budget_s, _ = budget_of(experiment)
-    if progress is not None and math.isfinite(budget_s):
-        progress(SPENT, round(spent_s), round(budget_s))

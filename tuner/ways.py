@@ -23,6 +23,7 @@ from fleetbench.strategy import AdaptiveLocalSGDConfigs, DistributedStrategy
 from fleetbench.target import HITS_IN_A_ROW
 from fleetbench.workload import LAYERS, Workload
 from tuner.learning import Arrival, Learn, Progress, Reached, Trainings, Way, and_stays, trainings
+from tuner.notes import Learnt, Note, left_out
 from tuner.recommendation import Trial
 from tuner.search import Search, StepS, Tried
 from tuner.space import name_of, parameters_of, way_of
@@ -48,7 +49,7 @@ NOTICED = 0.9
 """Share of the default's steps below which another learning rate is worth a note, and other ways are trained at it."""
 _CORE_FLOPS_S = 1e11
 """What one core computes at most."""
-_BY_STEPS = "ways of training are ranked by the seconds of a step alone"
+_BY_STEPS = left_out("updates to the target", "are not known", "ways of training are ranked by the seconds of a step alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Ways:
     """By ``way_of``: steps to the target by seed, none where it does not arrive; empty where nothing is known."""
     others: tuple[Tried, ...] = ()
     """Strategies of ways outside of the search space."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     steps: int = 0
     """After which a training is over."""
     own: Way = ()
@@ -154,7 +155,7 @@ def price_ways(
 
     if (least_s := _least_s(experiment)) > experiment.tune.search_seconds and not (run.device == "cuda" and torch.cuda.is_available()):
         takes = f"they would take about {least_s:,.0f} s of a core to the target, or more (tune.search_seconds)"
-        return Ways(notes=(f"virtual trainers are not asked: {takes}", _BY_STEPS))
+        return Ways(notes=(left_out("virtual trainers", "are not asked", takes), _BY_STEPS))
     own = way_of(experiment.strategy)
     leaders = {way_of(one.strategy): one for one in filter(None, (found.advice, found.default, *reversed(found.ranked)))}
     others, refused = _others(experiment, leaders, step_s, len(found.tried))
@@ -254,11 +255,8 @@ def _with_varying(ways: Ways, arriving: Sequence[DistributedStrategy], arrivals:
     paced, beside = _simulated([(one, {}) for one in arriving], lambda one: paced_ways.step_s(one, step_s), 0)
     fastest = sorted(paced, key=lambda one: ways.weight(one.strategy) * one.trial.simulated_s)
     adaptive = [one for one in fastest if one.strategy.adaptive_localsgd]  # the rules' legs are alike: one of them is enough
-    timed = [
-        f"{name_of(one)}: its steps are timed with fixed rounds that meet as often, of {pace:.3g} in the mean to the target"
-        for one in arriving
-        if (pace := paces[way_of(one)])
-    ]
+    mean = "of fixed rounds that meet as often, of {:.3g} in the mean to the target"
+    timed = [left_out(name_of(one), "has the step time", mean.format(paces[way_of(one)])) for one in arriving]
     others = tuple(one for one in paced if one not in adaptive[1:])
     return dataclasses.replace(paced_ways, others=others, notes=(*ways.notes, *timed, *beside))
 
@@ -299,11 +297,11 @@ def over_seeds(
             updates = {way: (*updates[way], one) for way, one in zip(of_ways, steps, strict=True)}
     tell(len(updates[ways.own]), len(updates[ways.own]))
     if not updates[ways.own]:
-        no_time = "no further seed was trained, because there was no time (tune.search_seconds)"
+        no_time = left_out("further seeds", "are not trained", "there was no time (tune.search_seconds)")
         return dataclasses.replace(ways, notes=(*ways.notes, no_time))
-    said = [f"{name_of(of_ways[way])}: {_in_words(each)}" for way, each in updates.items()]
-    by = f"and not lost before the default is there, by virtual trainers of {counted(len(updates[ways.own]), 'seed')}, mean (least to most)"
-    note = f"steps to loss {experiment.workload.target_loss:g}, {by}: {'; '.join(said)}"
+    said = tuple(f"{name_of(of_ways[way])}: {_in_words(each)}" for way, each in updates.items())
+    by = f"{counted(len(updates[ways.own]), 'seed')}, mean (least to most), not lost before the default is there"
+    note = Learnt(target_loss=experiment.workload.target_loss or 0.0, seeds=by, ways=said)
     ways = dataclasses.replace(ways, updates=updates, learnt=trained.kept, notes=(*ways.notes, note))
     return dataclasses.replace(ways, rated=ways.rated and _better_rated(ways, [ways.rated]))
 
@@ -327,7 +325,7 @@ def _least_s(experiment: Experiment) -> float:
     return steps * experiment.cluster.trainers * step_flops(experiment.workload) / _CORE_FLOPS_S
 
 
-def _others(experiment: Experiment, leaders: Mapping[Way, Tried], step_s: StepS, number: int) -> tuple[list[Tried], list[str]]:
+def _others(experiment: Experiment, leaders: Mapping[Way, Tried], step_s: StepS, number: int) -> tuple[list[Tried], list[Note]]:
     """An outer optimizer for each K of the search, and merged gradients, if the experiment has neither; each with its leader's knobs.
 
     And what of them cannot be simulated.
@@ -381,19 +379,20 @@ def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
         changes += [(fastest, {"localsgd_configs": {"k_steps": k, **OUTER}}) for k in both]
     others, refused = _simulated(changes, step_s, len(found.tried))
     names = "; ".join(name_of(tried.strategy) for tried in others)
-    note = f"virtual trainers train no script: beside tune.finalists real runs try (tune.diloco, tune.lr_scale) {names}"
-    return Ways(others=tuple(others), notes=(*([note] if others else []), *refused), lr_scale=experiment.strategy.lr_scale)
+    why = f"they train no script; real runs try, beside tune.finalists (tune.diloco, tune.lr_scale): {names}"
+    notes = [left_out("virtual trainers", "are not asked", why)] if others else []
+    return Ways(others=tuple(others), notes=(*notes, *refused), lr_scale=experiment.strategy.lr_scale)
 
 
-def _simulated(changes: Sequence[_Change], step_s: StepS, number: int) -> tuple[list[Tried], list[str]]:
+def _simulated(changes: Sequence[_Change], step_s: StepS, number: int) -> tuple[list[Tried], list[Note]]:
     """Changed strategies, tried from that number on, and what of them cannot be."""
-    found, refused = list[Tried](), list[str]()
+    found, refused = list[Tried](), list[Note]()
     for leader, changed in changes:
         try:
             strategy = leader.replace(**changed)
             trial = Trial(number=number + len(found), parameters=parameters_of(strategy), simulated_s=step_s(strategy))
         except ConfigError as error:
-            refused.append(f"{', '.join(changed)}: not tried: {error.where}: {error.what}")
+            refused.append(left_out(", ".join(changed), "is not tried", error))
         else:
             found.append(Tried(trial, strategy, f"way {trial.number}"))
     return found, refused
@@ -406,20 +405,19 @@ def _better_rated(ways: Ways, rated: Sequence[DistributedStrategy]) -> Distribut
     return best if is_noticed else None
 
 
-def _notes(trained: Trainings) -> list[str]:
-    """What each way takes, by learning rate, and what was not tried."""
+def _notes(trained: Trainings) -> list[Note]:
+    """Steps of each way, by learning rate, and what was not tried."""
     run, workload, strategies = trained.seeded.run, trained.seeded.workload, trained.strategies
     taken: dict[str, list[str]] = {}
     for way, one in trained.arrivals.items():
         end, scale = trained.ends[way], strategies[way].lr_scale
         steps = f"{one.steps:.0f}" if one is not None else "never" if end >= workload.steps else f"not in {end}"
         taken.setdefault(name_of(strategies[way].replace(lr_scale=1.0)), []).append(steps + (f" at {scale:g}x" if scale != 1 else ""))
-    said = "; ".join(f"{name}: {', '.join(steps)}" for name, steps in taken.items())
+    said = tuple(f"{name}: {', '.join(steps)}" for name, steps in taken.items())
     rates = " (at 2x: at twice workload.lr)" if any(one.lr_scale != 1 for one in strategies.values()) else ""
-    by = f"by virtual trainers of seed {run.seed}{rates}"
-    notes = [f"steps to loss {workload.target_loss:g}, {by}: {said}"] if said else []
+    notes: list[Note] = [Learnt(target_loss=workload.target_loss or 0.0, seeds=f"seed {run.seed}{rates}", ways=said)] if said else []
     untried = [name_of(one) for way, one in strategies.items() if way not in trained.arrivals and way not in trained.refused]
     if untried:
-        raised = f"raise tune.search_seconds = {trained.seeded.tune.search_seconds:g}"
-        notes.append(f"not trained, because there was no time ({raised}): {', '.join(untried)}")
+        raised = f"there was no time; raise tune.search_seconds = {trained.seeded.tune.search_seconds:g}"
+        notes.append(left_out(", ".join(untried), "are not trained", raised))
     return notes

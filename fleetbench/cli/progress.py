@@ -49,6 +49,41 @@ def stages(*, lines: bool = False) -> Iterator[Stages | None]:
         yield advance
 
 
+@contextmanager
+def numbered(*names: str) -> Iterator[Stages | None]:
+    """A line for each stage that has ended, ``[2/4] search 83 strategies ..... 31 s``; a terminal has a bar of the one under way.
+
+    ``names``: first words of the stages, in their order. What is told of an earlier stage, or of another, belongs to the one under way.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield None
+        return
+    under_way, title, begin_s = -1, "", 0.0
+
+    def end() -> None:
+        if under_way >= 0:
+            say(f"{title + ' ':.<{_TITLE}} {time.monotonic() - begin_s:.0f} s")
+
+    with stages() as bars:
+
+        def advance(stage: str, done: int, total: int) -> None:
+            nonlocal under_way, title, begin_s
+            word = stage.partition(" ")[0].strip(":")
+            number = names.index(word) if word in names else -1
+            if number > under_way:
+                end()
+                under_way, begin_s = number, time.monotonic()
+            if number == under_way:
+                title = f"[{number + 1}/{len(names)}] {stage}"
+            if bars is not None:
+                bars(f"[{under_way + 1}/{len(names)}] {stage}", done, total)
+
+        yield advance
+        end()
+
+
+_TITLE = 36
+"""Columns of a stage's title with its dots."""
 _OFTEN_S = 2.0
 """Between two lines of a stage, but for its first and its last."""
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import textwrap
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fleetbench import units
 from fleetbench.cli import progress, your_script
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
     from tuner.recommendation import Recommendation
     from tuner.simulated.answer import SimulatedRecommendation
     from tuner.simulated.sizes import Sizes
+
+
+_STAGES = ("profile", "search", "run", "verify")
+_ITEM: Any = {"initial_indent": "- ", "subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}
 
 
 def register(commands: Commands) -> None:
@@ -63,10 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
         return your_script.drive_script(arguments, _tune_script)
     your_script.refuse_workdir(arguments)
     experiment = load_experiment(arguments)
-    say(your_script.what_runs(experiment))
     from tuner.tune import tune
 
-    with progress.stages(lines=True) as advance:
+    with progress.numbered(*_STAGES) as advance:
         recommendation, folder = tune(experiment, out=arguments.out, progress=advance, earlier=arguments.earlier)
     return show(recommendation, folder, arguments)
 
@@ -79,9 +85,8 @@ def _tune_script(arguments: argparse.Namespace, command: tuple[str, ...], base: 
         arguments.interrupted = "the script was stopped; the same command goes on after the last leg that is complete"
 
     say(your_script.budget(base.tune))
-    say(your_script.what_runs(base))
     told = your_script.telling((arguments.workdir or Path()).resolve(), arguments.out)
-    with told, progress.stages(lines=True) as advance:
+    with told, progress.numbered(*_STAGES) as advance:
         script, known = Script(tuple(command), arguments.workdir), {"out": arguments.out, "earlier": arguments.earlier}
         recommendation, folder = tune(base, script=script, **known, progress=advance, begun=begun)
     return show(recommendation, folder, arguments)
@@ -89,7 +94,6 @@ def _tune_script(arguments: argparse.Namespace, command: tuple[str, ...], base: 
 
 def show(recommendation: Recommendation, folder: Path, arguments: argparse.Namespace) -> int:
     """Write a tuning's report, and print the answer; the strategies that ran, and all notes, where ``-v`` asks for them."""
-    from fleetbench.config import encode
     from fleetbench.report.answer import text_of
     from fleetbench.report.html import save_report
     from fleetbench.report.model import read_report
@@ -98,17 +102,18 @@ def show(recommendation: Recommendation, folder: Path, arguments: argparse.Names
     path = save_report(report, folder)
     assert report.tune is not None
     if arguments.json:
-        emit(json.dumps({"verdict": recommendation.verdict, "answer": asdict(report.tune.answer)} | encode(recommendation), indent=1))
+        emit(json.dumps({"verdict": recommendation.verdict, "answer": asdict(report.tune.answer)} | recommendation.plain(), indent=1))
         say(f"recommendation: {folder / 'recommended.toml'}\nreport: {path}")
         return 0
+    emit(text_of(report.tune.answer, columns()))
     if arguments.verbose:
+        emit("")
         emit_table(_arms_table(recommendation))
         for arm in recommendation.arms:
             if arm.rejected is not None:
                 emit(f"rejected: {arm.name}: {arm.rejected}")
-        for note in recommendation.notes:
-            emit(f"note: {note}")
-    emit(text_of(report.tune.answer, columns()))
+        for heading, notes in itertools.groupby(sorted(report.notes, key=attrgetter("kind")), attrgetter("kind")):
+            emit("\n".join([f"\n{heading}", *(textwrap.fill(f"{note}", columns(), **_ITEM) for note in notes)]))
     return 0
 
 
@@ -159,12 +164,10 @@ def _run_simulated(arguments: argparse.Namespace) -> int:
     from tuner.simulated.answer import tune_simulated
 
     experiment = load_experiment(arguments)
-    with progress.stages(lines=True) as advance:
+    with progress.numbered("search", "try", "assume") as advance:
         found, folder = tune_simulated(experiment, out=arguments.out, progress=advance)
     if arguments.json:
-        from fleetbench.config import encode
-
-        emit(json.dumps(encode(found), indent=1))
+        emit(json.dumps(found.plain(), indent=1))
         say(f"recommendation: {folder / 'recommended.toml'}")
         return 0
     emit_table(_strategies(found))

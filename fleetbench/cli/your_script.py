@@ -96,17 +96,6 @@ def refuse_workdir(arguments: argparse.Namespace) -> None:
         raise ConfigError("is the folder of a command, and there is none", "--workdir", str(arguments.workdir), hint)
 
 
-def what_runs(experiment: Experiment) -> str:
-    """Said of a tuning before anything is started."""
-    from tuner.budget import leg_steps_of
-
-    tune = experiment.tune
-    least, most = 2 * (tune.finalists + 1), 2 * (3 * tune.finalists + 2)
-    legs = f"{least} to {most} real runs of {leg_steps_of(experiment)} steps to choose, and at most {2 * tune.pairs} for the verdict"
-    target = "" if experiment.workload.target_loss is None else f", beside runs of {experiment.workload.steps} steps to the target"
-    return f"to come: a profile, unless it is known; simulated trials; {legs}{target}"
-
-
 def budget(tune: Tune) -> str:
     """Said before anything is started."""
     bounds = [] if tune.budget_minutes is None else [f"{tune.budget_minutes:g} minutes from the first launch on"]

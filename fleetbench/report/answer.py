@@ -14,7 +14,7 @@ from fleetbench import units
 from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import median_arrival
-from tuner.recommendation import Arm, Recommendation, TargetCheck, changes_of
+from tuner.recommendation import Arm, Recommendation, TargetCheck
 from tuner.space import name_of
 
 if TYPE_CHECKING:
@@ -49,11 +49,13 @@ class Answer:
     figures: tuple[Figure, ...]
     lines: tuple[tuple[str, str], ...]
     """Headings and what stands under them."""
+    seeds: tuple[tuple[str, ...], ...] = ()
+    """A row for each seed with runs of its own to the target: seed, steps today, seconds, the other's steps and seconds, ratio."""
 
 
-def answer_of(found: Recommendation, folder: Path, splits: pd.DataFrame) -> Answer:
-    """The answer of a tuning's folder. ``splits``: see ``splits_of``."""
-    used, best = found.verdict == "USE", _best(found)
+def answer_of(found: Recommendation, folder: Path, splits: pd.DataFrame, first_seed: int = 0) -> Answer:
+    """The answer of a tuning's folder. ``splits``: see ``splits_of``; ``first_seed``: of the runs to the target."""
+    used, best = found.verdict == "USE", best_of(found)
     tried = "" if best is None else in_words(best.strategy)
     verdict = found.verdict if used or not found.undecided else "UNDECIDED"
     why = [*_shares(splits), *([_meets(found.strategy)] if used and found.strategy.is_local else [])] if used else [found.reason]
@@ -63,15 +65,16 @@ def answer_of(found: Recommendation, folder: Path, splits: pd.DataFrame) -> Answ
         lines.append(("use it", f"{folder / 'recommended.md'} says how, in plain PyTorch where it can{local}"))
     if verdict == "UNDECIDED" and any(arm.void_runs for arm in found.arms):
         lines.append(("next", "tune again while the machine is quiet; --from this folder keeps what counted"))
-    lines += [("noise", noise) for noise in _noise(found)]
-    num_run = f"{len(found.arms)} strategies"
-    lines.append(("details", f"{folder / 'report.html'}: {num_run} run, {len(found.trials)} simulated, and what was not searched"))
+    lines.append(("noise", f"{found.noise or ''}"))
+    counts = f"{len(found.arms)} strategies run, {len(found.trials)} simulated"
+    lines.append(("details", f"{folder / 'report.html'}: {counts}, and what was not searched"))
     return Answer(
         verdict=verdict,
         what=f"{'keep the default; ' if verdict == 'UNDECIDED' else ''}tried: {tried}" if tried and not used else tried,
         column="recommended" if used else "tried",
         figures=() if best is None else tuple(_figures(found, best)),
         lines=tuple((heading, text) for heading, text in lines if text),
+        seeds=() if best is None else tuple(_seeds(found, best, first_seed)),
     )
 
 
@@ -81,7 +84,7 @@ def in_words(strategy: DistributedStrategy) -> str:
     kind = "DiLoCo" if local else "Local SGD" if strategy.is_local else ""
     plain = strategy.without("lr_scale", *_TRAINS, *(f"{name}_configs" for name in _TRAINS))
     trains = "" if plain == strategy else ", ".join(filter(None, (kind, name_of(strategy))))
-    changes = "" if trains and plain == DistributedStrategy() else changes_of(plain)
+    changes = "" if trains and plain == DistributedStrategy() else units.changes(plain.changes())
     return ", ".join(filter(None, (trains, changes)))
 
 
@@ -113,35 +116,60 @@ def _rows(answer: Answer, width: int) -> list[str]:
     return rows
 
 
-def _best(found: Recommendation) -> Arm | None:
+def best_of(found: Recommendation) -> Arm | None:
     """The finalist, or else the arm that was the fastest beside the default; none where none ran."""
     ran = [arm for arm in found.arms[1:] if arm.ratio is not None]
     finalist = next((arm for arm in ran if arm.name == found.finalist), None)
     return finalist or min(ran, key=lambda arm: (arm.rejected is not None, arm.ratio), default=None)
 
 
+def step_seconds(found: Recommendation, best: Arm) -> tuple[float, float]:
+    """Seconds of a step of the default and of another strategy, by their pairs, or by the legs that ranked it where it has none."""
+    if found.speedup is not None and found.pairs:
+        default_s = statistics.geometric_mean(pair.default_s for pair in found.pairs)
+        return default_s, default_s / found.speedup
+    default_s = found.arms[0].real_s or math.nan
+    return default_s, default_s * (best.ratio or math.nan)
+
+
 def _figures(found: Recommendation, best: Arm) -> Iterator[Figure]:
-    default = found.arms[0]
+    default, (default_s, own_s) = found.arms[0], step_seconds(found, best)
     if found.target_loss is not None and default.target is not None and best.target is not None:
         seeds = f"{best.target.num_reached} of {counted(len(best.target.updates), 'seed')}"
         gain = "" if found.to_target is None else _gain(found.to_target, found.to_target_low, found.to_target_high)
-        today, own = (units.seconds(check.time_s) for check in (default.target, best.target))
-        yield Figure(f"time to loss {found.target_loss:g}", today, own, gain, seeds)
-        today, own = map(_steps, (default.target, best.target))
-        yield Figure(f"steps to loss {found.target_loss:g}", today, own)
+        today, own = map(_median, (default.target, best.target))
+        yield Figure(f"time to loss {found.target_loss:g}", _time(today, default_s), _time(own, own_s), gain, seeds)
+        yield Figure(f"steps to loss {found.target_loss:g}", _count(today), _count(own))
     if found.speedup is not None and found.pairs:
-        default_s = statistics.geometric_mean(pair.default_s for pair in found.pairs)
         gain, rests_on = _gain(found.speedup, found.low, found.high), counted(len(found.pairs), "pair")
-        yield Figure("time per step", _ms(default_s), _ms(default_s / found.speedup), gain, rests_on)
-    elif default.real_s is not None and best.ratio is not None:
-        legs = counted(len(best.measured_s), "leg") + ", no interval"
-        yield Figure("time per step", _ms(default.real_s), _ms(default.real_s * best.ratio), f"{1 / best.ratio:.2f}x", legs)
+    else:
+        gain, rests_on = f"{default_s / own_s:.2f}x", counted(len(best.measured_s), "leg") + ", no interval"
+    yield Figure("time per step", _ms(default_s), _ms(own_s), gain, rests_on)
 
 
-def _steps(check: TargetCheck) -> str:
-    """A trainer's, in the median run."""
+def _seeds(found: Recommendation, best: Arm, first_seed: int) -> Iterator[tuple[str, ...]]:
+    """Each seed's runs to the target; none where both strategies train alike."""
+    default, seconds = found.arms[0].target, step_seconds(found, best)
+    if default is None or best.target is None or best.target.from_arm == found.arms[0].name:
+        return
+    for number, steps in enumerate(zip(default.updates, best.target.updates, strict=False), first_seed):
+        today, own = (None if count is None else count * step_s for count, step_s in zip(steps, seconds, strict=True))
+        ratio = None if today is None or own is None else today / own
+        yield f"{number}", _count(steps[0]), units.seconds(today), _count(steps[1]), units.seconds(own), units.ratio(ratio)
+
+
+def _median(check: TargetCheck) -> float | None:
+    """Steps of a trainer in the median run; none where fewer than half arrived."""
     median = median_arrival(check.updates, [math.inf] * len(check.updates))
-    return units.NONE if median is None or math.isinf(median) else f"{median:.0f}"
+    return None if median is None or math.isinf(median) else median
+
+
+def _count(steps: float | None) -> str:
+    return units.NONE if steps is None else f"{steps:.0f}"
+
+
+def _time(steps: float | None, step_s: float) -> str:
+    return units.seconds(None if steps is None else steps * step_s)
 
 
 def _gain(mean: float, low: float | None, high: float | None) -> str:
@@ -165,12 +193,3 @@ def _shares(splits: pd.DataFrame) -> Iterator[str]:
 def _meets(strategy: DistributedStrategy) -> str:
     """How seldom trainers meet."""
     return "K adapts" if strategy.adaptive_localsgd else f"K = {strategy.local_steps} exchanges once in {strategy.local_steps} steps"
-
-
-def _noise(found: Recommendation) -> Iterator[str]:
-    """How far equal legs of the default differ, and how many did not count."""
-    legs = [pair.default_s for pair in found.pairs] or list(found.arms[0].measured_s if found.arms else ())
-    void = sum(len(arm.void_runs) for arm in found.arms)
-    if len(legs) > 1:
-        differ = f"the default's own legs differ by {100 * statistics.stdev(map(math.log, legs)):.2g} %"
-        yield differ + (f"; {counted(void, 'leg')} beside other programs did not count" if void else "")

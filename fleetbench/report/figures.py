@@ -174,6 +174,23 @@ def loss_against_time(runs: Mapping[str, RunResult | Sequence[RunResult]] | pd.D
     return figure
 
 
+def loss_to_target(arms: Sequence[tuple[str, float, Sequence[RunResult]]], target: float | None) -> Drawing:
+    """The loss of each run to a target, a line a seed; seconds are steps times those of a step.
+
+    ``arms``: label, seconds of a step, and runs of each strategy. Raises ``ConfigError`` for a run without losses.
+    """
+    losses = [
+        part
+        for label, step_s, runs in arms
+        for run in runs
+        for own in [_losses(label, run, is_held_out=bool(run.held_out))]
+        for part in (own.assign(seconds=own["step"] * step_s), pd.DataFrame({"label": [label]}))  # no line joins two runs
+    ]
+    figure = loss_against_time(pd.concat(losses, ignore_index=True), target)
+    figure.axes[0].set_ylabel("loss")
+    return figure
+
+
 def scaling(found: Sizes | pd.DataFrame) -> Drawing:
     """Samples a second over trainers beside the ideal; below, efficiency, and money where there is a price.
 

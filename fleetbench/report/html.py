@@ -1,5 +1,6 @@
 """The report: a tuning or a run in one HTML file that needs no network."""
 
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 
@@ -8,8 +9,9 @@ from matplotlib.figure import Figure
 
 from fleetbench import units
 from fleetbench.digests import write_whole
+from fleetbench.errors import ConfigError
 from fleetbench.report import figures
-from fleetbench.report.model import Report, read_report
+from fleetbench.report.model import Report, TuneView, read_report
 
 _SPELLINGS = (units.milliseconds, units.seconds, units.percent, units.number, units.ratio, units.size, units.changes)
 
@@ -30,10 +32,25 @@ def save_report(report: Report, folder: Path) -> Path:
 
 def render(report: Report) -> str:
     """The page's text."""
+    shown = {"losses": _losses(report.tune), "pictures": _pictures(report)}
+    return page_of("report.html", report=report, tune=report.tune, **shown, dash=units.NONE)
+
+
+def page_of(template: str, **values: object) -> str:
+    """A page of this package's template."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {spell.__name__: spell for spell in _SPELLINGS}
-    template = resources.files("fleetbench.report").joinpath("report.html").read_text(encoding="utf-8")
-    return environment.from_string(template).render(report=report, tune=report.tune, pictures=_pictures(report), dash=units.NONE)
+    text = resources.files("fleetbench.report").joinpath(template).read_text(encoding="utf-8")
+    return environment.from_string(text).render(**values)
+
+
+def _losses(tune: TuneView | None) -> str | None:
+    """``data:`` URI of the losses on the way to the target; none where both strategies train alike, or no losses are stored."""
+    if tune is None or not tune.to_target or not all(runs for *_, runs in tune.to_target):
+        return None
+    with suppress(ConfigError):  # emulated trainers have no losses
+        return figures.data_uri(figures.loss_to_target(tune.to_target, tune.recommendation.target_loss))
+    return None
 
 
 def _pictures(report: Report) -> list[tuple[str, str, str]]:

@@ -1,7 +1,7 @@
 """What a report shows, as one value: built from a tuning's folder or from a single run's."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,10 @@ from fleetbench import units
 from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.report.answer import Answer, answer_of
+from fleetbench.report.answer import Answer, answer_of, best_of, step_seconds
 from fleetbench.result import STEPS_FILE, RunResult
 from fleetbench.store import load_run
+from tuner.notes import Note, left_out
 from tuner.recommendation import Arm, Recommendation, Trial
 
 SPLIT = ("compute", "wait", "exposed communication", "update", "other")
@@ -34,6 +35,8 @@ class TuneView:
     min_gain: float
     """USE needs the interval's lower end above 1 + ``min_gain``."""
     answer: Answer
+    to_target: tuple[tuple[str, float, tuple[RunResult, ...]], ...]
+    """Heading of the default and of the other strategy, seconds of a step, and the stored runs to the target."""
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -59,7 +62,7 @@ class Report:
     """Of a single run: every key of its summary, spelled."""
     skipped: tuple[tuple[str, str], ...]
     """What was not realised, and why, each once."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     environment: tuple[tuple[str, str], ...]
 
 
@@ -117,7 +120,7 @@ def _tune_report(folder: Path) -> Report:
     runs, missing = _stored_runs(folder, recommendation)
     stored = list(runs.values())
     experiment = Experiment.load(folder / "experiment.toml")
-    finalist = recommendation.finalist if recommendation.verdict == "USE" else None
+    finalist, best = recommendation.finalist if recommendation.verdict == "USE" else None, best_of(recommendation)
     is_busy = any(run.summary.busy for run in stored)
     splits = splits_of(_by_arm(runs, recommendation.arms))
     return Report(
@@ -129,24 +132,33 @@ def _tune_report(folder: Path) -> Report:
             recommendation=recommendation,
             chosen=finalist or DEFAULT,
             min_gain=experiment.tune.min_gain,
-            answer=answer_of(recommendation, folder, splits),
+            answer=(answer := answer_of(recommendation, folder, splits, experiment.run.seed)),
+            to_target=() if best is None or not answer.seeds else tuple(_to_target(runs, recommendation, best, answer.column)),
         ),
         splits=splits,
         skipped=_skipped(stored),
-        notes=(*recommendation.notes, *missing),
+        notes=(*recommendation.told, *missing),
         environment=_environment(stored) if stored else (),
     )
 
 
-def _stored_runs(folder: Path, recommendation: Recommendation) -> tuple[dict[str, RunResult], list[str]]:
+def _stored_runs(folder: Path, recommendation: Recommendation) -> tuple[dict[str, RunResult], list[Note]]:
     """The tuning's runs by their names, and a note where some cannot be read any more."""
-    runs, missing = {}, []
+    runs, missing, num = {}, list[ConfigError](), len(recommendation.runs)
     for name in recommendation.runs:
         try:
             runs[name] = read_run(folder / "runs" / name)
         except ConfigError as error:
-            missing.append(f"{name}: {error.what}")
-    return runs, [f"{len(missing)} of {len(recommendation.runs)} stored runs are not drawn, among them {missing[0]}"] if missing else []
+            missing.append(error)
+    return runs, [left_out(f"{len(missing)} of {num} stored runs", "are not drawn", missing[0])] if missing else []
+
+
+def _to_target(
+    runs: Mapping[str, RunResult], found: Recommendation, best: Arm, column: str
+) -> Iterator[tuple[str, float, tuple[RunResult, ...]]]:
+    for label, step_s, arm in zip(("today", column), step_seconds(found, best), (found.arms[0], best), strict=True):
+        names = () if arm.target is None else arm.target.runs
+        yield label, step_s, tuple(runs[name] for name in names if name in runs)
 
 
 def _by_arm(runs: Mapping[str, RunResult], arms: Sequence[Arm]) -> dict[str, list[RunResult]]:

@@ -6,16 +6,15 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
 
 from fleetbench.digests import write_whole
 from fleetbench.quantities import counted
 from fleetbench.report import figures
+from fleetbench.report.html import page_of
 from fleetbench.units import milliseconds
 from fleetbench.why.shares import Kind, Share
 from tuner.why.causes import Cause
@@ -180,9 +179,8 @@ def text_of_changes(since: Mapping[str, Any], width: int) -> str:
 def write_page(found: Explanation, folder: Path) -> Path:
     """Write ``why.html`` into a folder: the answer, and one step across ranks as a picture; its path."""
     steps = pd.DataFrame(found.step, columns=["rank", "name", "start_s", "duration_s"]).assign(stream="step", row=0)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = resources.files("fleetbench.report").joinpath("why.html").read_text(encoding="utf-8")
-    page = environment.from_string(template).render(
+    page = page_of(
+        "why.html",
         found=found,
         rows=[(milliseconds(took), label, causes) for took, label, causes in rows_of(found)],
         step=_step(found),

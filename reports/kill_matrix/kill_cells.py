@@ -70,12 +70,8 @@ PHASES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("tune -- SCRIPT", "trials", "driver", ("KILL", "INT")),
     ("profile -- SCRIPT", "saving", "driver", ("KILL", "TERM")),
 )
-_LINES = {
-    "searching": r"simulated trials: 0 of",
-    "trials": r"real runs of every arm: [1-9]\d* of",
-    "verifying": r"fresh pairs of .*: [1-9]\d* of",
-}
-"""What a tuning has printed at a moment."""
+_LINES = {"trials": r"\[2/4\]", "verifying": r"\[3/4\]"}
+"""What a tuning has printed at a moment: the stage that has ended."""
 _VERDICT = r"^(USE|KEEP DEFAULT)"
 
 
@@ -325,6 +321,8 @@ def _phase_has_come(cell: Cell, folder: Path) -> bool:
         if cell.command.startswith("tune"):
             return any(folder.glob("runs/resume-*/recommendation.json")) or any(folder.glob("runs/*-tune-*"))
         return bool(re.search(r"profile: (\d+) of \1\b", (folder / "output").read_text(encoding="utf-8", errors="replace")))
+    if cell.moment == "searching":
+        return any(folder.glob("runs/resume-*/evidence.json"))
     return bool(re.search(_LINES[cell.moment], (folder / "output").read_text(encoding="utf-8", errors="replace")))
 
 

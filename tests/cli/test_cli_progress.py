@@ -45,6 +45,31 @@ def test_a_log_gets_a_line_a_leg(capsys: pytest.CaptureFixture[str], monkeypatch
     ]
 
 
+def test_numbered_stages_are_told_when_they_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the last title and the seconds; an earlier stage that comes again, and another one, belong to the one under way."""
+    clock = iter([0.0, 12.0, 12.0, 43.0, 43.0, 101.0])
+    monkeypatch.setattr("fleetbench.cli.progress.time.monotonic", lambda: next(clock))
+    with progress.numbered("profile", "search", "run", "verify") as advance:
+        assert advance is not None
+        for stage in (
+            "profile the script",
+            "search 83 strategies",
+            "virtual trainers",
+            "verify: 1 seed",
+            "run the best 6",
+            "verify: 5 seeds, 8 pairs",
+        ):
+            advance(stage, 0, 1)
+    assert capsys.readouterr().err.splitlines() == [
+        "[1/4] profile the script ........... 12 s",
+        "[2/4] search 83 strategies ......... 31 s",
+        "[4/4] verify: 5 seeds, 8 pairs ..... 58 s",
+    ]
+    monkeypatch.setenv("RANK", "1")
+    with progress.numbered("profile") as advance:
+        assert advance is None
+
+
 def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal, rank 0 alone reports."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -19,6 +19,7 @@ from fleetbench.strategy import DistributedStrategy
 from real.job import session as real_run
 from sim.run import simulate
 from tuner import tune as tuner_tune
+from tuner.notes import left_out
 from tuner.recommendation import Arm, Recommendation, TargetCheck
 
 
@@ -127,7 +128,7 @@ RECOMMENDATION = Recommendation(
             rejected="misses the target",
         ),
     ),
-    notes=("threads were not searched",),
+    told=(left_out("tune.thread_num", "stays 1", "threads were not searched"),),
 )
 
 
@@ -166,7 +167,8 @@ def test_tune_ends_with_the_verdict_and_the_paths(command: Callable, layers: Pat
     assert default == ["9.00", "10.00", "-10.0 %", "0"]
     assert candidate[-1] == "1"
     assert "rejected: candidate 1: misses the target" in ended.out
-    assert "note: threads were not searched" in ended.out
+    assert "left out\n- tune.thread_num stays 1: threads were not searched" in ended.out
+    assert ended.out.startswith("KEEP DEFAULT")
 
 
 @pytest.mark.usefixtures("tunes")

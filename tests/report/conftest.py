@@ -13,6 +13,7 @@ from fleetbench.plan.layers import Gradient
 from fleetbench.result import RunResult, StepRecord, skip, steps_table, summarise
 from fleetbench.store import save_run
 from fleetbench.strategy import DistributedStrategy
+from tuner.notes import Noise, Remark, left_out
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck, Trial
 
 MS = 1_000_000
@@ -119,9 +120,8 @@ def recommendation() -> Recommendation:
             Trial(number=1, parameters={"fuse_grad_size_in_MB": 0.5}, simulated_s=0.0084),
             Trial(number=2, parameters={"fuse_grad_size_in_MB": 0.25}, simulated_s=0.0084, repeated=True),
         ),
-        advice_left_out=("use_hierarchical_allreduce: not executed yet",),
-        notes=("profiled at 1 and 2 threads",),
-        runs=("default-sim", "default-1", "default-2", "fused"),
+        noise=Noise(default=0.13, pairs=0.02),
+        told=(left_out("use_hierarchical_allreduce", "is not taken", "not executed yet"), Remark(text="profiled at 1 and 2 threads")),
     )
 
 

@@ -164,6 +164,18 @@ def test_runs_of_several_seeds_are_their_median_in_a_band(run: RunResult) -> Non
     assert [len(axes.collections) for axes in (left, right)] == [1, 1]
 
 
+def test_losses_to_a_target_are_a_line_a_run(run: RunResult) -> None:
+    """Two runs of one strategy are one entry of the legend, and no line joins them; seconds are steps times those of a step."""
+    of = [dataclasses.replace(run, held_out=((1, 2.0), (3, last))) for last in (0.4, 0.6)]
+    left, right = figures.loss_to_target([("today", 0.2, of), ("recommended", 0.1, of[:1])], 0.5).axes
+    today, recommended, target = (line.get_xydata() for line in right.lines)
+    assert today[[0, 1, 3, 4]].tolist() == [pytest.approx(point) for point in ([0.2, 2.0], [0.6, 0.4], [0.2, 2.0], [0.6, 0.6])]
+    assert pd.isna(today[[2, 5]]).all()
+    assert recommended[:2].tolist() == [pytest.approx(point) for point in ([0.1, 2.0], [0.3, 0.4])]
+    assert target[0][1] == 0.5
+    assert left.get_ylabel() == "loss"
+
+
 def test_scaling_says_the_efficiency_of_each_line() -> None:
     """Samples a second and trainer over the line's first row; the ideal goes through the last line's first point."""
     table = pd.DataFrame({"trainers": [1, 2, 4] * 2, "samples_per_s": [10.0, 20, 40, 10, 15, 20], "label": ["a"] * 3 + ["b"] * 3})

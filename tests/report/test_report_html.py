@@ -15,7 +15,9 @@ from fleetbench.experiment import Experiment
 from fleetbench.report.html import write_report
 from fleetbench.result import RunResult
 from fleetbench.store import save_run
-from tuner.recommendation import Recommendation
+from fleetbench.strategy import DistributedStrategy
+from tuner.notes import Remark
+from tuner.recommendation import Arm, Recommendation
 
 
 class _Page(HTMLParser):
@@ -69,10 +71,11 @@ def test_the_page_says_everything_that_the_recommendation_says(tuned: Path, reco
     for phrase in (
         "[1.200, 1.300]",
         "misses the target",
-        "use_hierarchical_allreduce: not executed yet",
+        "use_hierarchical_allreduce is not taken: not executed yet",
+        "Left out",
         "profiled at 1 and 2 threads",
         "cluster.inter: launcher local",
-        "nothing is recommended that misses target_loss in a run from the initial parameters",
+        "Without workload.target_loss nothing prices what more local steps cost",
         'strategy = DistributedStrategy.load("recommended.toml")',
         "optimizer = fleet.distributed_optimizer(optimizer)",
         "3 simulated trials",
@@ -84,7 +87,7 @@ def test_the_page_says_everything_that_the_recommendation_says(tuned: Path, reco
 def test_names_are_escaped(tuned: Path, recommendation: Recommendation) -> None:
     """A name from a file is text, whatever it contains."""
     hostile = "<script>alert(1)</script>"
-    dataclasses.replace(recommendation, notes=(hostile,)).save(tuned)
+    dataclasses.replace(recommendation, told=(Remark(text=hostile),)).save(tuned)
     path = write_report(tuned)
     assert "script" not in _read(path).tags
     assert html.escape(hostile) in path.read_text(encoding="utf-8")
@@ -101,7 +104,7 @@ def test_keep_default_makes_a_page_too(tmp_path: Path, stored: bool) -> None:
         verdict="KEEP DEFAULT",
         reason="nothing was faster",
         strategy={},
-        runs=("x",) if stored else (),
+        arms=(Arm(name="default", strategy=DistributedStrategy(), simulated_s=0.01, simulated_run="x"),) if stored else (),
     )
     recommendation.save(folder)
     (folder / "experiment.toml").write_text(Experiment().to_toml(), encoding="utf-8")

@@ -33,7 +33,7 @@ from tuner.real_runs import RealRuns
 from tuner.recommendation import Arm, Recommendation
 from tuner.state import Setting
 from tuner.tune import tune
-from tuner.verify import SPENT, verify
+from tuner.verify import verify
 
 DEFAULT, SMALL = DistributedStrategy(), DistributedStrategy(fuse_grad_size_in_MB=1.0)
 WAYS = (
@@ -410,18 +410,6 @@ def test_a_profile_is_stored_beside_anothers_draft(tmp_path: Path) -> None:
     assert draft.read_text() == "half of a"
     assert sorted((tmp_path / "profiles").iterdir()) == [draft, path]
     assert Profile.load(path) == profile
-
-
-def test_the_budget_is_shown_from_what_was_spent_before(tmp_path: Path) -> None:
-    """Seconds of all trainers beside the bound, before the first real leg and after every one."""
-    told: list[tuple[str, int, int]] = []
-    experiment = layers_experiment(budget_gpu_hours=0.5)
-    arms = [Arm(name="default", strategy=DEFAULT, simulated_s=0.01), Arm(name="small", strategy=SMALL, simulated_s=0.01)]
-    runs = RealRuns(experiment=experiment, runner=FakeRunner(experiment, formula), folder=tmp_path, evidence=Evidence(before_s=50.0))
-    verify(experiment, arms, runs, lambda *what: told.append(what))
-    shown = [(done, total) for stage, done, total in told if stage == SPENT]
-    assert shown[0] == (50, 1800)
-    assert len(shown) == 1 + 4 + 4  # a leg each, and a pair each
 
 
 @dataclass

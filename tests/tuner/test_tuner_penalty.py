@@ -36,9 +36,9 @@ def test_a_straight_line_is_found_as_it_was_planted() -> None:
     alone = Penalty.of({4: [1.36]})
     assert alone is not None
     assert alone.half is None
-    assert alone.says(LEVELS) == (
-        "steps to the target grow by 12 % a local step (one run, no interval): K = 2: 1.12x, K = 4: 1.36x, "
-        "K = 8: 1.84x (beyond what was run), K = 16: 2.80x (beyond what was run)"
+    assert str(alone.at(LEVELS)) == (
+        "steps to the target, 12 % more with each local step (one run, no interval; run up to K = 4): "
+        "K = 2 +12 %, K = 4 +36 %, K = 8 +84 %, K = 16 +180 %"
     )
     assert Penalty.of({1: [1.0, 1.1]}) is None
 
@@ -66,7 +66,7 @@ def test_a_k_that_no_finalist_had_is_run_where_it_promises_to_be_first(c: float,
     assert (found.verdict, found.strategy) == ("USE" if chosen > 1 else "KEEP DEFAULT", local(chosen))
     assert {leg.strategy.local_steps for leg in runner.legs} == ran
     assert {leg.steps for leg in runner.legs if not leg.evaluate} == {18}  # five were asked for, in which K = 16 has no whole round
-    assert any("a local step (one run, no interval)" in note for note in found.notes) == (chosen != 16)
+    assert any("local step (one run, no interval;" in note for note in found.notes) == (chosen != 16)
 
 
 def test_a_k_that_other_runs_have_named_is_run_with_all_seeds(tmp_path: Path) -> None:

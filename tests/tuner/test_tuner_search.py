@@ -18,6 +18,7 @@ from fleetbench.strategy import DistributedStrategy
 from sim.many.objective import StepTime
 from tuner.search import Search, search, shortened
 from tuner.space import Equivalence, search_space
+from tuner.study import Recorded
 
 ADVICE = DistributedStrategy(fuse_grad_size_in_MB=0.3815)
 
@@ -240,13 +241,17 @@ def test_a_trial_takes_whole_rounds_of_the_default_too() -> None:
         assert shortened(experiment.replace(strategy=DistributedStrategy().replace(**local))).workload.steps == steps + 2, own
 
 
-def test_a_space_that_is_searched_whole_stands_in_the_study(tmp_path: Path) -> None:
-    """Default, advice and the best of the others with their seconds, for optuna-dashboard, once; nothing is read back."""
-    found = [searched(layers_experiment(), tmp_path, FakeSimulate(formula)) for _ in range(2)]
-    assert found[0].tried == found[1].tried
-    (journal,) = (tmp_path / "studies").iterdir()
-    (name,) = optuna.get_all_study_names(storage := JournalStorage(JournalFileBackend(str(journal))))
-    kept = optuna.load_study(study_name=name, storage=storage).trials
-    assert [trial.user_attrs.get("arm") for trial in kept[:2]] == ["default", "advice"]
-    best = sorted(tried.trial.simulated_s for tried in found[0].tried if tried.arm is None)[:10]
-    assert [trial.value for trial in kept[2:]] == best
+def test_every_simulated_strategy_is_a_trial_of_the_record(tmp_path: Path) -> None:
+    """With the fields in which strategies differ, seconds of a step, how long simulating took, and what came of it."""
+    local = DistributedStrategy().replace(localsgd=True, lr_scale=2.0, localsgd_configs={"k_steps": 4, "outer_lr": 0.7})
+    recorded = Recorded(formula)
+    values = [recorded(strategy) for strategy in (DistributedStrategy(), ADVICE, local)]
+    recorded.save(path := tmp_path / "study.journal", "record", lambda one: {"verdict": "recommended" if one == local else "did not run"})
+    kept = optuna.load_study(study_name="record", storage=JournalStorage(JournalFileBackend(str(path)))).trials
+    assert [trial.value for trial in kept] == values
+    assert [trial.params["lr_scale"] for trial in kept] == [1.0, 1.0, 2.0]
+    assert [trial.params["localsgd_configs.k_steps"] for trial in kept] == [1, 1, 4]
+    assert [trial.params["localsgd_configs.outer_lr"] for trial in kept] == [1.0, 1.0, 0.7]
+    assert "nccl_comm_num" not in kept[0].params
+    assert [trial.user_attrs["verdict"] for trial in kept] == ["did not run", "did not run", "recommended"]
+    assert all(trial.duration is not None and trial.duration.total_seconds() >= 0 for trial in kept)

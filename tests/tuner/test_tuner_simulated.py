@@ -309,7 +309,7 @@ def test_local_steps_are_searched_only_where_a_target_prices_them(tmp_path: Path
     """As in a tuning that measures."""
     plain = ranked(_experiment(), out=tmp_path)
     assert {strategy.local_steps for strategy in plain.step_s} == {1}
-    assert any(note.startswith("tune.local_steps stays 1") for note in plain.notes)
+    assert any(str(note).startswith("tune.local_steps stays 1") for note in plain.notes)
     curve = {"target_loss": 0.5, "loss_curve": {"start": 2.0, "floor": 0.1, "half_life": "20 steps"}}
     found, _ = tune_simulated(_experiment(workload=curve, tune={"local_steps": [1, 4], "fuse_grad_size_in_MB": [1.0]}), out=tmp_path)
     assert found.strategy.local_steps == 4
@@ -341,8 +341,8 @@ def test_servers_modes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found.strategy.a_sync
     assert found.speedup > 1.5
     assert "parameter servers" in found.outside
-    assert any("staleness" in note for note in found.notes)
+    assert any("staleness" in str(note) for note in found.notes)
     assert [knob.name for knob in found.knobs] == ["parameter servers' mode"]
     assert {"bandwidth x 0.5", "latency x 2", "compute x 2"} < {case.assumption for case in found.cases}
     adam = ranked(_experiment(**servers, workload={"optimizer": "adam"}), out=tmp_path)
-    assert any(note.startswith("GeoSGD is not tried") for note in adam.notes)
+    assert any(str(note).startswith("GeoSGD is not tried") for note in adam.notes)

@@ -30,7 +30,7 @@ def test_local_steps_are_not_searched_without_a_target() -> None:
     space = search_space(layers_experiment())
     assert "local_steps" not in dict(space.choices)
     assert all(space.strategy(point).local_steps == 1 for point in space.points())
-    assert any(note.startswith("tune.local_steps stays 1") and "target_loss" in note for note in space.notes)
+    assert any(note.startswith("tune.local_steps stays 1") and "target_loss" in note for note in map(str, space.notes))
 
 
 def test_local_steps_are_searched_where_a_target_prices_them() -> None:
@@ -53,7 +53,7 @@ def test_local_steps_that_fragments_do_not_divide_are_left_out() -> None:
         with_strategy(target_experiment(local_steps=(2, 3, 4)), localsgd=True, localsgd_configs={"k_steps": 4, "fragments": 2})
     )
     assert dict(space.choices)["local_steps"] == (2, 4)
-    assert any("multiple of the 2 fragments" in note for note in space.notes)
+    assert any("multiple of the 2 fragments" in note for note in map(str, space.notes))
 
 
 def test_one_step_is_plain_synchronous_training() -> None:
@@ -82,7 +82,7 @@ def test_where_a_communicator_carries_one_it_makes_no_difference_whether_it_wait
         found[backend] = search_space(experiment)
     assert "sync_nccl_allreduce" in dict(found["gloo"].choices)
     assert "sync_nccl_allreduce" not in dict(found["nccl"].choices)
-    assert any("carries one collective at a time" in note for note in found["nccl"].notes)
+    assert any("carries one collective at a time" in note for note in map(str, found["nccl"].notes))
 
 
 def test_one_value_fixes_a_parameter() -> None:
@@ -109,14 +109,14 @@ def test_more_threads_than_cores_are_left_out(tmp_path: Path, monkeypatch: pytes
     experiment = experiment.replace(cluster=dataclasses.replace(experiment.cluster, nodes=1, trainers_per_node=2))
     space = search_space(experiment)
     assert "thread_num" not in dict(space.choices)
-    assert any("thread_num = 2 is not searched" in note and "2 cores" in note for note in space.notes)
+    assert any("thread_num = 2 is not searched" in note and "2 cores" in note for note in map(str, space.notes))
 
 
 def test_a_thread_count_without_a_table_is_left_out(tmp_path: Path) -> None:
     """The profile knows one and two threads; four are not searched, and a note says so."""
     space = search_space(profiled_experiment(tmp_path, thread_num=(1, 2, 4)))
     assert dict(space.choices)["thread_num"] == (1, 2)
-    assert any(note.startswith("tune.thread_num = 4 is not searched") for note in space.notes)
+    assert any(note.startswith("tune.thread_num = 4 is not searched") for note in map(str, space.notes))
 
 
 def test_every_rule_of_fusion_is_tried_whatever_the_own_one_is() -> None:
@@ -151,7 +151,9 @@ def test_many_gradients_are_not_sent_each_alone() -> None:
     many = layers_with({"layers": [{"name": "block", "params": 1_000, "forward": "1 ms", "backward": "2 ms", "repeat": 65}]}, fusion=RULES)
     space = search_space(many)
     assert "off" not in dict(space.choices)["fusion"]
-    assert any(note.startswith('tune.fusion = "off" is not searched: an all-reduce for each of 65 gradients') for note in space.notes)
+    assert any(
+        note.startswith('tune.fusion = "off" is not searched: an all-reduce for each of 65 gradients') for note in map(str, space.notes)
+    )
     assert "off" in dict(search_space(with_strategy(many, fuse_all_reduce_ops=False)).choices)["fusion"]
     assert "off" in dict(search_space(layers_experiment(fusion=RULES)).choices)["fusion"]
 
@@ -162,7 +164,7 @@ def test_a_hierarchy_is_tried_where_there_are_nodes_of_several_trainers() -> Non
     assert dict(space.choices)["hierarchy"] == ("off", "leader", "reduce_scatter")
     shapes = {(strategy.use_hierarchical_allreduce, strategy.hierarchical_variant) for strategy in map(space.strategy, space.points())}
     assert shapes == {(False, "leader"), (True, "leader"), (True, "reduce_scatter")}
-    assert any(note.startswith('tune.hierarchy stays "off"') for note in search_space(layers_experiment()).notes)
+    assert any(note.startswith('tune.hierarchy stays "off"') for note in map(str, search_space(layers_experiment()).notes))
 
 
 def test_rounding_needs_leave_or_a_target() -> None:
@@ -224,7 +226,7 @@ def test_keys_of_notes_can_be_typed_back() -> None:
     """What a note says of a value is an override that sets a list of it, and the file has that key."""
     experiment = layers_experiment(thread_num=(1, 4096), hierarchy=("off", "leader"), fusion=("off",), fuse_grad_size_in_MB=())
     notes = search_space(experiment.replace(run=replace(experiment.run, device="cpu"))).notes
-    found = [re.match(r"(tune\.\w+)(?: stays| =) (\S+?)(?::| is)", note) for note in notes]
+    found = [re.match(r"(tune\.\w+)(?: stays| =) (\S+?)(?::| is)", str(note)) for note in notes]
     assert len(found) > 2
     for one in found:
         assert one is not None
@@ -242,7 +244,7 @@ def test_for_one_trainer_compute_alone_is_searched() -> None:
     """It exchanges nothing: fusion would change nothing but names."""
     space = search_space(layers_with({}, {"nodes": 1}))
     assert {name for name, _ in (*space.choices, *space.fixed)} == {"update_by_bucket"}
-    assert any("one trainer exchanges nothing" in note for note in space.notes)
+    assert any("one trainer exchanges nothing" in note for note in map(str, space.notes))
     assert "fusion" in {name for name, _ in search_space(layers_experiment()).choices}
 
 

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from fleetbench.config import Config, encode
+from fleetbench import units
+from fleetbench.config import Config
 from fleetbench.cores import on_cores
 from fleetbench.digests import sealed_json, write_whole
 from fleetbench.errors import ConfigError
@@ -24,7 +25,7 @@ from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
 from tuner.budget import seeds_of
 from tuner.learning import Learn, by_virtual_trainers
-from tuner.recommendation import changes_of
+from tuner.notes import Annotated, Note, Remark
 from tuner.simulated import candidates
 from tuner.simulated.assumptions import assumptions, changed
 from tuner.simulated.uncertainty import CONFIDENCE, Spread, spread_of, ways_outside
@@ -81,7 +82,7 @@ class Case(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedRecommendation(Config):
+class SimulatedRecommendation(Annotated):
     """What to use, by simulation alone. ``speedup`` is the experiment's own strategy's step time over the recommended one's."""
 
     schema: int = SCHEMA
@@ -128,7 +129,6 @@ class SimulatedRecommendation(Config):
     """Strategies simulated under each changed assumption."""
     caveat: str | None = None
     """That no way is known to reach the target, or a learning rate with which the default itself is there sooner."""
-    notes: tuple[str, ...]
 
     @property
     def keeps(self) -> bool:
@@ -148,7 +148,7 @@ class SimulatedRecommendation(Config):
             rivals = [best for best in self.runners_up[:1] if best.interval]
             ratios = [(best.to_target or self.default_s / best.step_s, *best.interval) for best in rivals]
             return keep + "".join(f": the best other {ratio:.3f}x [{low:.2f}, {high:.2f}]" for ratio, low, high in ratios)
-        return f"SIMULATED, {self.compute}: use {changes_of(self.strategy)}: {self._gain}"
+        return f"SIMULATED, {self.compute}: use {units.changes(self.strategy.changes())}: {self._gain}"
 
     @property
     def _gain(self) -> str:
@@ -165,7 +165,7 @@ class SimulatedRecommendation(Config):
         """Write ``recommended.toml``, then ``recommendation.json``, each whole or not at all."""
         nothing_ran = "nothing was run: fleetbench tune without --simulate-only measures it"
         self.strategy.save(folder / "recommended.toml", self.line, nothing_ran, f"experiment {self.name} {self.experiment}", *self.notes)
-        write_whole(folder / "recommendation.json", sealed_json(encode(self)))
+        write_whole(folder / "recommendation.json", sealed_json(self.plain()))
 
 
 def tune_simulated(
@@ -203,20 +203,27 @@ class _Answering:
 
     def answer(self) -> SimulatedRecommendation:
         experiment, default = self.experiment, self.experiment.strategy
-        trials, learning = partial(self.progress, "simulated trials"), partial(self.progress, "virtual trainers")
-        ranking = candidates.ranked(experiment, out=self.out, progress=trials, learn=self.learn, learning=learning, known=self.served)
+        learning = partial(self.progress, "virtual trainers")
+        ranking = candidates.ranked(
+            experiment,
+            out=self.out,
+            progress=lambda done, total: self.progress(f"search {total} strategies", done, total),
+            learn=self.learn,
+            learning=learning,
+            known=self.served,
+        )
         best, measure = candidates.finalists(default, ranking.with_ways(experiment.tune.finalists)), self._over_seeds(experiment)
         seeds = seeds_of(experiment)
         limit_s = len(seeds) * experiment.tune.search_seconds
         self.ways = over_seeds(experiment, ranking.ways, best, self.learn, self.out, seeds, learning, limit_s=limit_s)
         best = [strategy for strategy in best if self.ways.arrives(strategy)]
-        times = {strategy: measure(strategy) for strategy in self._told("the best under other seeds", best)}
+        times = {strategy: measure(strategy) for strategy in self._told("try the best {} with other seeds", best)}
         step_s = {strategy: statistics.fmean(found) for strategy, found in times.items()}
         telling = ranking.telling(SERVED_RERANKED if default.mode == "ps" else RERANKED)
         retried = list(dict.fromkeys([*best, *filter(self.ways.arrives, telling)]))
         assumed, notes = assumptions(experiment, self.scratch)
         trials_s: dict[str, candidates.Times] = {}
-        for name in self._told("other assumptions", list(assumed)):  # with the first of the answer's seeds
+        for name in self._told("assume {} other conditions", list(assumed)):  # with the first of the answer's seeds
             first = assumed[name].replace(run=candidates.seeded(assumed[name])[0].run)
             trial = candidates.step_time(candidates.shortened(first), self.served)
             trials_s[name] = {strategy: self.ways.step_s(strategy, trial) * self.ways.weight(strategy) for strategy in retried}
@@ -268,7 +275,7 @@ class _Answering:
             num_trials=ranking.num_trials,
             num_reranked=len(retried),
             caveat=self.ways.said_beside(chosen),
-            notes=(
+            told=(
                 *self._caveats(chosen, interval[0] if arrives and interval else low, samples_per_s),
                 *ranking.notes,
                 *self.ways.notes,
@@ -289,9 +296,8 @@ class _Answering:
     def _told(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
         """The items, as progress is told of them."""
         for done, item in enumerate(items):
-            self.progress(what, done, len(items))
+            self.progress(what.format(len(items)), done, len(items))
             yield item
-        self.progress(what, len(items), len(items))
 
     def _parts(self, chosen: DistributedStrategy) -> dict[str, float]:
         experiments, levels = candidates.seeded(self.experiment), self.ways.levels(chosen, self.experiment.workload)
@@ -347,18 +353,16 @@ class _Answering:
             changes_answer=changes,
         )
 
-    def _caveats(self, chosen: DistributedStrategy, low: float, samples_per_s: float) -> list[str]:
-        profile, notes = profile_of(self.experiment), list[str]()
+    def _caveats(self, chosen: DistributedStrategy, low: float, samples_per_s: float) -> list[Note]:
+        profile, notes, k = profile_of(self.experiment), list[str](), chosen.local_steps
         if profile is not None:
             notes += filter(None, (profile.busy, profile.short_of(self.experiment)))
         if low < 1:
             notes.append("the interval reaches below 1: whether the strategy gains anything, only a measurement says")
-        if chosen.local_steps > 1 and not self.ways.updates:
-            notes.append(f"what {chosen.local_steps} local steps cost in loss is not simulated: train to the target before relying on them")
-        if chosen.localsgd and self.experiment.strategy.local_steps < chosen.local_steps == max(self.experiment.tune.local_steps):
-            notes.append(
-                f"K = {chosen.local_steps} is the largest of tune.local_steps: whether a larger one is better, only a larger list says"
-            )
+        if k > 1 and not self.ways.updates:
+            notes.append(f"what {k} local steps cost in loss is not simulated: train to the target before relying on them")
+        if chosen.localsgd and self.experiment.strategy.local_steps < k == max(self.experiment.tune.local_steps):
+            notes.append(f"K = {k} is the largest of tune.local_steps: whether a larger one is better, only a larger list says")
         if candidates.fits(self.experiment.replace(strategy=chosen)) is False:
             notes.append(f"a trainer needs more memory than {self.experiment.cluster.gpu} has")
         tune, trainers = self.experiment.tune, self.experiment.cluster.trainers
@@ -367,7 +371,7 @@ class _Answering:
         costs = f" and cost {hours * hourly:,.2f}; a day costs {24 * hourly:,.0f}" if price is not None else ""
         if costs or tune.samples is not None:
             notes.append(f"{samples:g} samples take {hours_or_days(hours)}{costs}")
-        return [*notes, *candidates.caveats(self.experiment)]
+        return [*(Remark(text=text) for text in notes), *candidates.caveats(self.experiment)]
 
 
 def _mean_parts(shared: Sequence[tuple[Experiment, float]], known: dict[str, RunResult]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from fleetbench.config import Config
 from fleetbench.experiment import Experiment
 from fleetbench.profile import name_profile, profile_of
 from fleetbench.stragglers import Jitter, Trace
+from tuner.notes import Note, left_out
 
 FIELDS = {
     "bandwidth": ("bandwidth", "flow_limit"),
@@ -27,13 +28,13 @@ JITTER = Jitter()
 Value = TypeVar("Value")
 
 
-def assumptions(experiment: Experiment, folder: Path) -> tuple[dict[str, Experiment], list[str]]:
+def assumptions(experiment: Experiment, folder: Path) -> tuple[dict[str, Experiment], list[Note]]:
     """The experiment with each assumption halved and doubled, by a name such as ``bandwidth x 0.5``, and what cannot be.
 
     Copies of the profile are written to ``folder``.
     """
     found: dict[str, Experiment] = {}
-    notes: list[str] = []
+    notes: list[Note] = []
     cluster = experiment.cluster
     for name in FIELDS:
         if name == "stragglers" and not (cluster.stragglers or any(override.slowdown > 1 for override in cluster.node_overrides)):
@@ -42,12 +43,12 @@ def assumptions(experiment: Experiment, folder: Path) -> tuple[dict[str, Experim
         if name in ("bandwidth", "latency") and cluster.trainers == 1 and not cluster.servers:
             continue
         if name in ("bandwidth", "latency") and cluster.collective == "measured":
-            notes.append(f'{name} is not varied: cluster.collective = "measured" takes what was measured')
+            notes.append(left_out(name, "is not varied", 'cluster.collective = "measured" takes what was measured'))
             continue
         if name == "latency" and cluster.collective.startswith("nccl-"):
-            notes.append("latency is what the file declares: those of NCCL's own model are not varied")
+            notes.append(left_out("latency of NCCL's own model", "is not varied", "the file does not declare it"))
         if name == "stragglers" and any(isinstance(entry, Trace) for entry in cluster.stragglers):
-            notes.append("recorded traces of stragglers are not scaled")
+            notes.append(left_out("stragglers of a trace", "are not scaled", "they were recorded"))
         found |= {f"{name} x {factor:g}": changed(experiment, name, factor, folder) for factor in FACTORS}
     return found, notes
 

@@ -27,6 +27,7 @@ from sim.many.objective import StepTime
 from sim.run import simulate
 from tuner.budget import seeds_of
 from tuner.learning import Learn, Progress
+from tuner.notes import Note, Remark, left_out
 from tuner.search import StepS, Tried, Window, search
 from tuner.search import shortened as of_collectives
 from tuner.served import search_modes
@@ -55,7 +56,7 @@ class Ranking:
     step_s: Times
     """Of different strategies, fastest first and of equal ones the simplest, the experiment's own among them."""
     num_trials: int
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
     ways: Ways = field(default_factory=Ways)
     """Where virtual trainers price them, "fastest" is to the target, and those that do not arrive are left out."""
 
@@ -102,17 +103,17 @@ def ranked(
             if way_of(one.strategy) == way_of(own) and (is_wire_free or parameters_of(one.strategy)["wire"] == parameters_of(own)["wire"])
         )
         what = "no other way of training" + ("" if is_wire_free else ", and no other wire,")
-        kept = f"{what} is recommended: raise workload.steps or the target, or tune.search_seconds"
+        kept = left_out(what, "is recommended", "raise workload.steps or the target, or tune.search_seconds")
         ways = dataclasses.replace(ways, notes=(*ways.notes[:-1], kept))
     step_s = {one.strategy: one.trial.simulated_s for one in tried}
     by_price = ordered({one.strategy: price for one in tried if (price := ways.seconds(one)) is not None})
     notes, num_trials = [*found.notes], len(found.tried) + len(ways.others)
     if own.mode == "ps" and ways.updates:
-        notes.append("steps to the target are those of the declared cluster, which orders pushes and pulls, under every assumption")
+        declared = "steps to the target are those of the declared cluster, which orders pushes and pulls, under every assumption"
+        notes.append(Remark(text=declared))
     elif own.mode == "ps":
-        notes.append("what staleness, or K steps between two exchanges, costs in loss is not simulated")
-    distinct = tuple(dict.fromkeys(notes))
-    return Ranking(step_s={one: step_s[one] for one in by_price}, num_trials=num_trials, notes=distinct, ways=ways)
+        notes.append(Remark(text="what staleness, or K steps between two exchanges, costs in loss is not simulated"))
+    return Ranking(step_s={one: step_s[one] for one in by_price}, num_trials=num_trials, notes=tuple(notes), ways=ways)
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Window:
@@ -222,10 +223,10 @@ def says(experiment: Experiment) -> str:
     return "declared compute" if profile is None else profile.compute
 
 
-def caveats(experiment: Experiment) -> list[str]:
+def caveats(experiment: Experiment) -> list[Note]:
     """What every answer says, and what an estimated profile says of itself."""
     profile = profile_of(experiment)
-    return [OUTSIDE, *(profile.notes if profile is not None and profile.estimated is not None else ())]
+    return [Remark(text=text) for text in (OUTSIDE, *(profile.notes if profile is not None and profile.estimated is not None else ()))]
 
 
 def fits(experiment: Experiment) -> bool | None:

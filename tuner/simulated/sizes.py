@@ -16,6 +16,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from sim.many.pool import naming
 from sim.many.sweep import Axis, Load
+from tuner.notes import Note
 from tuner.simulated import candidates
 
 CARRIED = 5
@@ -86,7 +87,7 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
     anchors = _anchors([experiment.cluster.trainers for experiment in experiments])
     best: dict[int, candidates.Times] = {}
     times: dict[int, candidates.Times] = {}
-    noted: dict[str, list[str]] = {}
+    noted: dict[Note, list[str]] = {}
     order = [*anchors, *(index for index in range(len(experiments)) if index not in anchors)]
     for done, index in enumerate(order):
         tell(done, len(order))
@@ -105,8 +106,8 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
     sizes: list[Size] = []
     for index, (value, experiment) in enumerate(zip(axis.values, experiments, strict=True)):
         sizes.append(_size(value, experiment, times[index], index in anchors, sizes[0] if sizes else None))
-    notes = [note if len(of) == len(anchors) else f"at {axis.key} = {', '.join(of)}: {note}" for note, of in noted.items()]
-    notes += candidates.caveats(first)
+    notes = [str(note) if len(of) == len(anchors) else f"at {axis.key} = {', '.join(of)}: {note}" for note, of in noted.items()]
+    notes += map(str, candidates.caveats(first))
     if first.workload.target_loss is not None:
         notes.append("a sweep trains nothing: what local steps cost in loss is not simulated; ask for one size without --sweep")
     notes.append("batch_size is a trainer's: the global batch grows with the trainers, and what that costs in loss is not simulated")

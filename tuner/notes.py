@@ -1,0 +1,145 @@
+"""Notes: what stands beside an answer, as values. ``str`` gives a note's sentence; ``kind`` is its heading in the report."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fleetbench.config import Config, encode
+from fleetbench.errors import ConfigError
+from fleetbench.quantities import counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut(Config):
+    """Something that was not searched, trained, run or varied."""
+
+    kind: ClassVar[str] = "left out"
+    what: str
+    """Setting with its value, strategy, or runs."""
+    how: str
+    """Verb, such as ``is not searched``."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.how}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt(Config):
+    """Steps to the target by virtual trainers."""
+
+    kind: ClassVar[str] = "virtual trainers"
+    target_loss: float
+    seeds: str
+    """Seeds, and how to read ``ways``."""
+    ways: tuple[str, ...]
+    """Each way of training with its steps."""
+
+    def __str__(self) -> str:
+        return f"steps to loss {self.target_loss:g}, by virtual trainers of {self.seeds}: {'; '.join(self.ways)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratios(Config):
+    """Ratios by strategy, or family of strategies."""
+
+    kind: ClassVar[str] = "ratios"
+    what: str
+    ratios: dict[str, float]
+
+    def __str__(self) -> str:
+        return f"{self.what}: {', '.join(f'{name} {100 * (ratio - 1):+.0f} %' for name, ratio in self.ratios.items())}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise(Config):
+    """Spread of equal legs, as standard deviations of logarithms."""
+
+    kind: ClassVar[str] = "noise"
+    default: float | None = None
+    """Of the default's legs in the pairs; none where there are too few."""
+    pairs: float = 0.0
+    widening: float = 1.0
+    """Factor by which pairs that resemble their neighbours widen the interval."""
+    num_void: int = 0
+    """Runs that did not count, because other programs computed beside each of their repeats."""
+
+    def __str__(self) -> str:
+        said = [f"{counted(self.num_void, 'run')} beside other programs did not count"] if self.num_void else []
+        if self.widening > 1.1:
+            said.insert(0, f"pairs resemble their neighbours, and the interval is {self.widening:.2g} times as wide")
+        if self.default is not None:
+            said.insert(0, f"the default's own legs differ by {100 * self.default:.2g} %, the pairs by {100 * self.pairs:.2g} %")
+        return "; ".join(said)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved(Config):
+    """Changes since the tuning that this one goes on from."""
+
+    kind: ClassVar[str] = "earlier tuning"
+    since: str
+    changes: tuple[str, ...]
+    taken: str
+
+    def __str__(self) -> str:
+        more = f" and {len(self.changes) - 8} more" if len(self.changes) > 8 else ""
+        return f"since {self.since} moved: {'; '.join(self.changes[:8]) or 'nothing'}{more}. Taken from it: {self.taken}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost(Config):
+    """Seconds that a tuning took, and when they are saved."""
+
+    kind: ClassVar[str] = "cost"
+    took_s: float
+    replayed: int = 0
+    """Legs that had run before an interruption."""
+    held_hours: float | None = None
+    """Trainer hours for which it held a script's trainers."""
+    pays_after: int | None = None
+    """Steps with the recommendation that save as much as the tuning took."""
+
+    def __str__(self) -> str:
+        said = [f"the tuning took {self.took_s:.3g} s"]
+        if self.replayed:
+            said.append(f"before an interruption it had run {counted(self.replayed, 'leg')}")
+        if self.held_hours is not None:
+            said.append(f"the script held its trainers for {self.held_hours:.2g} trainer hours")
+        if self.pays_after is not None:
+            said.append(f"training with the recommendation saves as much in {self.pays_after:,} steps")
+        return "; ".join(said)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remark(Config):
+    """A condition of profile, processes or simulation, in its own words."""
+
+    kind: ClassVar[str] = "conditions"
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Note = LeftOut | Learnt | Ratios | Noise | Moved | Cost | Remark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotated(Config):
+    """An answer with notes."""
+
+    told: tuple[Note, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences of the notes."""
+        return tuple(map(str, self.told))
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it: the notes as values in ``told``, and their sentences in ``notes``."""
+        return {**encode(self), "notes": [*self.notes]}
+
+
+def left_out(what: str, how: str, reason: str | ConfigError) -> LeftOut:
+    """Short for ``LeftOut``; of an error, its place and text."""
+    return LeftOut(what=what, how=how, reason=reason if isinstance(reason, str) else f"{reason.where}: {reason.what}")
