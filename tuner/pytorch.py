@@ -7,12 +7,18 @@ What DistributedDataParallel has an argument or a communication hook for needs n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fleetbench.config import encode, flat
+from fleetbench.experiment import Experiment
+from fleetbench.fields import CALLED
+from fleetbench.plan.build import build_plan
+from fleetbench.profile import table_for
+from fleetbench.quantities import MIB
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.why.observed import Library
+from sim.scenario import setting_of
 
 _ALL_IN_ONE_MB = 1 << 20
 """Cap of a bucket, in MiB, that no model reaches."""
@@ -48,12 +54,24 @@ class Settings:
     """Fields that PyTorch has no setting for."""
 
 
-def in_pytorch(strategy: DistributedStrategy, default: DistributedStrategy) -> Settings:
-    """What a strategy changes beside the default."""
+def bucket_sizes_mb(experiment: Experiment, strategy: DistributedStrategy) -> tuple[float, ...]:
+    """Sizes in MiB of the strategy's buckets, in their order; none where they are not all dense and of one type."""
+    table = table_for(experiment.replace(strategy=strategy))
+    buckets = build_plan(strategy, table.by_readiness(), setting_of(experiment, table)).buckets
+    if strategy.mode != "collective" or len({bucket.dtype for bucket in buckets}) != 1 or any(bucket.sparse for bucket in buckets):
+        return ()
+    return tuple(bucket.nbytes / MIB for bucket in buckets)
+
+
+def in_pytorch(strategy: DistributedStrategy, default: DistributedStrategy, buckets_mb: Sequence[float] = ()) -> Settings:
+    """What a strategy changes beside the default. ``buckets_mb``: sizes of its buckets, where DistributedDataParallel can have these."""
     found, (own, base) = Settings(), (dict(flat(encode(one))) for one in (strategy, default))
     capped = strategy.fuse_all_reduce_ops and (strategy.fusion == "ddp" or (strategy.fusion == "fleet" and strategy.fuse_grad_count <= 1))
+    laid_out = bool(buckets_mb) and strategy.fuses_by_cost and not strategy.is_local
     for name in [name for name in {**base, **own} if own.get(name) != base.get(name)]:
-        if name in ("fuse_grad_size_in_MB", "first_bucket_size_in_MB") and capped:
+        if name in CALLED["fusion"] and laid_out:
+            found.arguments["bucket_cap_mb_list"] = [*buckets_mb]
+        elif name in ("fuse_grad_size_in_MB", "first_bucket_size_in_MB") and capped:
             found.arguments["bucket_cap_mb"] = strategy.fuse_grad_size_in_MB or _ALL_IN_ONE_MB
         elif name in ("find_unused_parameters", "broadcast_buffers"):
             found.arguments[name] = getattr(strategy, name)
@@ -70,9 +88,9 @@ def in_pytorch(strategy: DistributedStrategy, default: DistributedStrategy) -> S
     return found
 
 
-def page_of(strategy: DistributedStrategy, default: DistributedStrategy, line: str) -> str:
-    """``recommended.md``: how to use a strategy, in PyTorch's own words where it has them."""
-    plain = in_pytorch(strategy, default)
+def page_of(strategy: DistributedStrategy, default: DistributedStrategy, line: str, buckets_mb: Sequence[float] = ()) -> str:
+    """``recommended.md``: how to use a strategy, in PyTorch's own words where it has them; ``buckets_mb``: see ``in_pytorch``."""
+    plain = in_pytorch(strategy, default, buckets_mb)
     parts = [f"# {line.partition(':')[0]}", "", line, ""]
     if plain.others:
         names = ", ".join(f"`{name} = {_toml(value)}`" for name, value in plain.others.items())
@@ -103,6 +121,8 @@ def _beside(plain: Settings) -> list[str]:
     said = []
     if plain.threads is not None:
         said.append(f"environment: `OMP_NUM_THREADS={plain.threads}`")
+    if "bucket_cap_mb_list" in plain.arguments:
+        said.append("`bucket_cap_mb_list` needs torch 2.13 or newer; its sizes are of this model's gradients, from the second step on")
     if plain.wire == "bf16":
         said.append("torch has this hook for NCCL; on gloo, `fleetbench launch` has it")
     if plain.lr_scale is not None:
@@ -136,7 +156,8 @@ def _libraries(plain: Settings) -> dict[str, str]:
     names = {"bucket_cap_mb": "ddp_bucket_cap_mb", "find_unused_parameters": "ddp_find_unused_parameters"}
     names |= {"broadcast_buffers": "ddp_broadcast_buffers"}
     merge = [] if plain.accumulate is None else [f"gradient_accumulation_steps={plain.accumulate}"]
-    trainer = [*(f"{names[name]}={value!r}" for name, value in plain.arguments.items()), *merge]
+    is_ddps_alone = bool(plain.arguments.keys() - names.keys())  # which Trainer and Accelerate have no argument for
+    trainer = [*(f"{names.get(name)}={value!r}" for name, value in plain.arguments.items()), *merge]
     handler, strategy = _spelled(plain.arguments), _spelled(plain.arguments)
     if plain.wire is not None:
         handler.append(f"comm_hook=DDPCommunicationHookType.{plain.wire.upper()}")
@@ -144,8 +165,12 @@ def _libraries(plain: Settings) -> dict[str, str]:
     accelerator = [*([f"kwargs_handlers=[DistributedDataParallelKwargs({', '.join(handler)})]"] if handler else []), *merge]
     lightning = [f"strategy=DDPStrategy({', '.join(strategy)})"] if strategy else []
     lightning += [] if plain.accumulate is None else [f"accumulate_grad_batches={plain.accumulate}"]
-    found = {} if plain.wire is not None else {"Hugging Face Trainer": f"TrainingArguments({', '.join(trainer)})"}
-    return found | {"Accelerate": f"Accelerator({', '.join(accelerator)})", "Lightning": f"Trainer({', '.join(lightning)})"}
+    found = {"Lightning": f"Trainer({', '.join(lightning)})"}
+    if not is_ddps_alone:
+        found = {"Accelerate": f"Accelerator({', '.join(accelerator)})"} | found
+    if not is_ddps_alone and plain.wire is None:
+        found = {"Hugging Face Trainer": f"TrainingArguments({', '.join(trainer)})"} | found
+    return found
 
 
 def _spelled(arguments: Mapping[str, object]) -> list[str]:

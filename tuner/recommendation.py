@@ -195,6 +195,8 @@ class Recommendation(Annotated):
     reason: str
     strategy: DistributedStrategy
     """What to train with: the finalist, or the default."""
+    buckets_mb: tuple[float, ...] = ()
+    """Sizes of its buckets in MiB, in their order; empty where DistributedDataParallel could not be given them."""
     finalist: str | None = None
     """Name of the arm that the pairs compared with the default."""
     speedup: float | None = None
@@ -263,7 +265,7 @@ class Recommendation(Annotated):
         """Write ``recommended.toml``, ``recommended.md`` where it says USE, then ``recommendation.json``, each whole or not at all."""
         self.strategy.save(folder / "recommended.toml", self.line, f"experiment {self.name} {self.experiment}")
         if self.verdict == "USE" and self.arms:
-            write_whole(folder / "recommended.md", page_of(self.strategy, self.arms[0].strategy, self.line))
+            write_whole(folder / "recommended.md", page_of(self.strategy, self.arms[0].strategy, self.line, self.buckets_mb))
         write_whole(folder / "recommendation.json", sealed_json(self.plain()))
 
     @classmethod

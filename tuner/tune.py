@@ -26,6 +26,7 @@ from tuner.folder import Earlier, Folder
 from tuner.jobs import Job, Script, own_trainers, script_of, stage
 from tuner.learning import Learn, by_virtual_trainers
 from tuner.notes import Cost, Note, Remark, left_out
+from tuner.pytorch import bucket_sizes_mb
 from tuner.real_runs import RealRuns, Runner
 from tuner.recommendation import Arm, Recommendation
 from tuner.search import Search, StepS, search
@@ -88,7 +89,8 @@ def tune(
     spent_s = runs.evidence.spent_s(experiment.cluster.trainers) / experiment.cluster.trainers
     took_s = max(time.monotonic() - began, spent_s)  # a tuning that was taken up again has spent more than it took now
     cost = cost_of(recommendation, took_s, len(evidence.outcomes), None if job.held_s is None else job.held_s())
-    recommendation = dataclasses.replace(recommendation, told=(*recommendation.told, *notes, *job.notes(), cost))
+    told, buckets_mb = (*recommendation.told, *notes, *job.notes(), cost), bucket_sizes_mb(experiment, recommendation.strategy)
+    recommendation = dataclasses.replace(recommendation, told=told, buckets_mb=buckets_mb)
     path = folder.finish(recommendation, experiment, before)
     store(experiment, recommendation, out)
     return recommendation, path

@@ -25,7 +25,10 @@ PLAIN = {
     "one bucket": CAPPED.replace(fuse_grad_size_in_MB=0.0),
     "a wire": CAPPED.replace(fp16_allreduce=True, fuse_grad_size_in_MB=4.0),
     "buffers": OWN.replace(broadcast_buffers=False, find_unused_parameters=True),
+    "a partition": DistributedStrategy(fusion="optimal", sync_nccl_allreduce=False),
 }
+SIZES_MB = (8 / MIB, 24 / MIB)
+"""Of the buckets of a partition: the bias of a layer with 3 inputs and 2 outputs, whose gradient comes first, and its weight."""
 
 
 SUMS = {"gradient_merge_configs.k_steps", "gradient_merge_configs.avg"}
@@ -40,16 +43,18 @@ for name, code in json.loads(sys.argv[2]).items():
     found = {"model": nn.Linear(3, 2)}
     exec(code, found)
     model = found["model"]
-    model(torch.ones(1, 3)).sum().backward()
+    for _ in range(3):
+        model(torch.ones(1, 3)).sum().backward()
+    laid_out = model._get_ddp_logging_data().get("rebuilt_bucket_sizes") if "list" in code else None
     hook = model._get_ddp_logging_data().get("comm_hook", "").rpartition(".")[2]
-    told[name] = [type(model).__name__, model.bucket_bytes_cap, model.find_unused_parameters, model.broadcast_buffers, hook]
+    told[name] = [type(model).__name__, model.bucket_bytes_cap, model.find_unused_parameters, model.broadcast_buffers, hook, laid_out]
 print(json.dumps(told))
 """
 
 
 def test_what_is_printed_for_pytorch_does_what_the_strategy_says(tmp_path: Path) -> None:
     """The blocks of code make a DistributedDataParallel with that cap, those arguments and that hook, and it trains."""
-    pages = {name: page_of(strategy, OWN, "USE it: 1.2x") for name, strategy in PLAIN.items()}
+    pages = {name: page_of(strategy, OWN, "USE it: 1.2x", SIZES_MB) for name, strategy in PLAIN.items()}
     blocks = {
         name: re.findall(r"## In plain PyTorch\n\nBeside .*?:\n\n```python\n(.*?)```", page, re.DOTALL) for name, page in pages.items()
     }
@@ -64,11 +69,12 @@ def test_what_is_printed_for_pytorch_does_what_the_strategy_says(tmp_path: Path)
     ]
     told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
     assert told == {
-        "caps": ["DistributedDataParallel", MIB // 2, False, True, ""],
-        "without a smaller first": ["DistributedDataParallel", 25 * MIB, False, True, ""],
-        "one bucket": ["DistributedDataParallel", MIB << 20, False, True, ""],
-        "a wire": ["DistributedDataParallel", 4 * MIB, False, True, "fp16_compress_hook"],
-        "buffers": ["DistributedDataParallel", 25 * MIB, True, False, ""],
+        "caps": ["DistributedDataParallel", MIB // 2, False, True, "", None],
+        "without a smaller first": ["DistributedDataParallel", 25 * MIB, False, True, "", None],
+        "one bucket": ["DistributedDataParallel", MIB << 20, False, True, "", None],
+        "a wire": ["DistributedDataParallel", 4 * MIB, False, True, "fp16_compress_hook", None],
+        "buffers": ["DistributedDataParallel", 25 * MIB, True, False, "", None],
+        "a partition": ["DistributedDataParallel", 24, False, True, "", "8, 24"],
     }
 
 
