@@ -115,6 +115,10 @@ class Layout:
         self.dense = {name: value for name, value in named.items() if name not in sparse}
         self.tables = {name: value for name, value in named.items() if name in sparse}
 
+    def table_of(self, weight: torch.Tensor) -> int:
+        """Number of the table that has this weight."""
+        return next(number for number, table in enumerate(self.tables.values()) if table is weight)
+
     def flat(self) -> torch.Tensor:
         """A copy of the dense parameters."""
         none = next(iter(self.named.values())).new_zeros(0)
@@ -156,18 +160,17 @@ class ParameterShard:
     """
 
     def __init__(self, shards: Shards, server: int, dtype: np.dtype[Any], told: Told, readers: int = 0) -> None:
-        begin, end = shards.dense_range(server)
         self.server = server
-        self.dense: Array = np.zeros(end - begin, dtype)
+        self.dense: Array = np.zeros(len(range(shards.dense)[shards.dense_part(server)]), dtype)
         self.tables: list[Array] = [
             np.zeros((shards.num_rows(number, server), table.width), dtype) for number, table in enumerate(shards.tables)
         ]
         self.optimizer = Updates(*told, self.arrays)
-        self._changed = self._flags(readers, changed=False)
+        self._changed = self._flags(readers)
 
-    def _flags(self, readers: int, *, changed: bool) -> list[list[Array]]:
+    def _flags(self, readers: int) -> list[list[Array]]:
         """Of each reader, which rows of each table others have changed."""
-        return [[np.full(len(table), changed) for table in self.tables] for _ in range(readers)]
+        return [[np.zeros(len(table), np.bool_) for table in self.tables] for _ in range(readers)]
 
     @property
     def arrays(self) -> list[Array]:
@@ -214,12 +217,10 @@ class ParameterShard:
         """The values of each table's rows."""
         return [table[own] for table, own in zip(self.tables, rows, strict=True)]
 
-    def everything(self, rank: int) -> list[Array]:
-        """All there is: dense numbers, then the tables. What had changed for ``rank`` is no news any more."""
-        if self._changed:
-            for flags in self._changed[rank]:
-                flags[:] = False
-        return [array.copy() for array in self.arrays]
+
+def views_of(shards: Shards, server: int, flat: torch.Tensor, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A server's parts of a model: of the dense numbers, then of each table."""
+    return [flat[shards.dense_part(server)], *(table[server :: shards.servers] for table in tables)]
 
 
 def _divided(values: torch.Tensor, divisor: int) -> Array:
@@ -245,12 +246,11 @@ def options_for(workload: Workload) -> Told:
 
 def part_of(change: Change, shards: Shards, server: int) -> Change:
     """What of a change a server holds, its rows as it numbers them."""
-    begin, end = shards.dense_range(server)
     tables = []
     for rows, values in change.tables:
         own, where = _rows_of(rows, shards.servers, server)
         tables.append((torch.from_numpy(own), values if where is None else values.index_select(0, where)))
-    dense = None if change.dense is None else change.dense[begin:end]
+    dense = None if change.dense is None else change.dense[shards.dense_part(server)]
     return Change(dense, tables, change.rate, [(version[server],) for version in change.versions])
 
 
@@ -321,9 +321,9 @@ class GeoCopy:
                 table.copy_(old)
 
     def merge(self, server: int, dense: torch.Tensor, tables: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """What a pull brought of one server, rows by their number in the table: latest += server - old; old = server."""
-        begin, end = self._shards.dense_range(server)
-        flat, old_dense = self._flat[begin:end], self._old_dense[begin:end]
+        """What a pull brought of one server, rows as it numbers them: latest += server - old; old = server."""
+        part = self._shards.dense_part(server)
+        flat, old_dense = self._flat[part], self._old_dense[part]
         for latest, before, now in zip(flat.split(_PIECE), old_dense.split(_PIECE), dense.split(_PIECE), strict=True):
             change = now - before
             with self.guard:
@@ -331,7 +331,8 @@ class GeoCopy:
             before.copy_(now)
         for table, old, (rows, values) in zip(self._tables, self._old, tables, strict=True):
             per_piece = max(1, _PIECE // table.shape[1])
-            for own, held_rows in zip(rows.split(per_piece), values.split(per_piece), strict=True):
+            ours = rows.to(torch.int64) * self._shards.servers + server
+            for own, held_rows in zip(ours.split(per_piece), values.split(per_piece), strict=True):
                 if not len(own):
                     continue
                 change = held_rows - old.index_select(0, own)

@@ -50,9 +50,14 @@ def evaluated(model: nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
 
 
+def sparse_embeddings(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
+    """Modules that were built so that their weights' gradients are sparse."""
+    return [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse]
+
+
 def sparse_weights(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters whose gradients are sparse: embeddings' that were built so."""
-    modules = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse}
+    """Names of the parameters whose gradients are sparse."""
+    modules = {id(module.weight) for module in sparse_embeddings(model)}
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in modules)
 
 

@@ -1,7 +1,7 @@
 """Launching a job with parameter servers: ``fleetbench launch --servers ... --workers ... train.py``, here or as one host of several.
 
 Every process runs the same script; variables say which of them it is (Paddle's, as its own launchers set them). The job fails with
-the first process that fails. A launcher stays until its own processes have ended, and tells the servers of all hosts how.
+the first process that fails. A launcher stays until its own processes have ended; if they fail, it tells the servers of all hosts.
 """
 
 import os
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from fleetbench.errors import FleetbenchError, WorkerFailed
 from real.job.launcher import POLL_S, Echo, follow, logs_in
-from real.processes.diagnosis import STOPPED, how_it_ended
+from real.processes.diagnosis import how_it_ended
 from real.processes.joining import GLOO
 from real.processes.place import temporary_folder
 from real.processes.roles import STARTUP
 from real.processes.started import QUIET, Started, end, start
 from real.servers.hosts import Placement, require_addresses
-from real.servers.launcher_messages import NOTE, Messenger, read_note
+from real.servers.launcher_messages import NOTE, read_note, tell_servers
 
 ENDED_THERE = "the launch was ended there"
 _OTHER_ROLES = ("RANK", "PADDLE_TRAINER_ENDPOINTS")
@@ -54,7 +54,10 @@ def launch_placed(
             job.run([sys.executable, "-u", *script], common, logs, echo)
         finally:
             end(job.processes)
-            job.messenger.close(linger=placement.is_spread)
+
+
+def _see_end(process: Started, code: int) -> None:
+    process.code = code
 
 
 class ServedJob:
@@ -63,7 +66,6 @@ class ServedJob:
     def __init__(self, placement: Placement, note: Path) -> None:
         self.processes: list[Started] = []
         """This machine's."""
-        self.messenger = Messenger(placement.endpoints)
         self._placement, self._note = placement, note
         self._trained_at: float | None = None  # since when no trainer of a job of this machine alone lives
 
@@ -78,18 +80,13 @@ class ServedJob:
             which = {"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": str(rank)}
             self.processes.append(start("trainer", rank, command, {**common, **which}, log_dir / f"workerlog.{rank}"))
         try:
-            follow(self.processes, echo, self._see_end, self._is_over)
+            follow(self.processes, echo, _see_end, self._is_over)
         except BaseException as error:
             self._part(error)
             raise
         if (failure := self._failure()) is not None:
             self._part(failure)
             raise failure
-
-    def _see_end(self, process: Started, code: int) -> None:
-        process.code = code
-        if process.kind == "trainer" and code == 0:
-            self.messenger.trainer_ended(process.rank)
 
     def _is_over(self) -> bool:
         """Whether all have ended, one has failed or named another, or servers have had their time since the last trainer's end."""
@@ -99,7 +96,7 @@ class ServedJob:
         if self._placement.is_spread or any(process.kind == "trainer" for process in living):
             return False
         self._trained_at = self._trained_at or time.monotonic()
-        return all(process.is_stopped for process in living) or time.monotonic() - self._trained_at > _SERVER_GRACE_S
+        return time.monotonic() - self._trained_at > _SERVER_GRACE_S
 
     def _failure(self) -> WorkerFailed | None:
         """Names who was killed; then whom a process named that ended because of another; then who failed; then who did not end."""
@@ -107,26 +104,25 @@ class ServedJob:
         killed = [(name, how_it_ended(code)) for name, code in codes.items() if code is not None and code < 0]
         failed = [(name, how_it_ended(code)) for name, code in codes.items() if code]
         hanging = [(name, "did not end") for name, code in codes.items() if code is None]
-        if not failed and not hanging:
-            return None
         noted = read_note(self._note)
+        if not (noted or failed or hanging):
+            return None
         name, how = [*killed, *([] if noted is None else [noted]), *failed, *hanging][0]
         process = next((process for process in self.processes if process.name == name), None)
         if process is None:
             hint = "start it again on every host" if name.startswith("host ") else "its output is in the log folder of its host"
         else:
-            how = STOPPED if process.is_stopped else how
-            hint = "look for a SIGSTOP or a debugger" if process.is_stopped else f"its output: {process.log}"
+            hint = f"its output: {process.log}"
         return WorkerFailed(how, self._placement.located(name), hint=hint)
 
     def _part(self, error: BaseException) -> None:
         """Let servers of other hosts know that this host's part has ended, and why; they tell all who train."""
         if not self._placement.is_spread:
             return
+        where, what = f"host {self._placement.own_name}", ENDED_THERE
         if isinstance(error, FleetbenchError) and error.where is not None:
-            self.messenger.job_failed(error.where.partition(" on ")[0], error.what)
-        else:
-            self.messenger.job_failed(f"host {self._placement.own_name}", ENDED_THERE)
+            where, what = error.where.partition(" on ")[0], error.what
+        tell_servers(self._placement.endpoints, where, what)
         deadline = time.monotonic() + _PARTING_S
         servers = [process.popen for process in self.processes if process.kind == "server"]
         while time.monotonic() < deadline and any(popen.poll() is None for popen in servers):  # they first tell all who train

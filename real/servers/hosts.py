@@ -53,15 +53,11 @@ class Placement:
         """What the others know this machine by."""
         return next(host for host in self.hosts if host in self.own)
 
-    @property
-    def places(self) -> dict[str, str]:
-        """The host of ``server 0``, ..., ``rank 0``, ..."""
-        servers = {f"server {number}": host_of(endpoint) for number, endpoint in enumerate(self.endpoints)}
-        return servers | {f"rank {rank}": host for rank, host in enumerate(self.workers)}
-
     def located(self, name: str) -> str:
         """``rank 1`` or ``server 0`` with its host, where there are several."""
-        return f"{name} on {self.places[name]}" if self.is_spread and name in self.places else name
+        hosts = {f"server {number}": host_of(endpoint) for number, endpoint in enumerate(self.endpoints)}
+        hosts |= {f"rank {rank}": host for rank, host in enumerate(self.workers)}
+        return f"{name} on {hosts[name]}" if self.is_spread and name in hosts else name
 
 
 def host_of(endpoint: str) -> str:
@@ -84,7 +80,7 @@ def place(servers: str, workers: str) -> Placement:
         return on_this_machine(*counts.values())
     endpoints = tuple(f"{host}:{port}" for host, port in _parts(servers, "--servers", "host:port", 65535))
     trainers = tuple(host for host, count in _parts(workers, "--workers", "host:count", _MOST) for _ in range(count))
-    hosts = tuple(dict.fromkeys((*map(host_of, endpoints), *trainers)))
+    hosts = Placement(endpoints=endpoints, workers=trainers, own=frozenset()).hosts
     for host in hosts if len(hosts) > 1 else ():
         if is_loopback(host) or host == "0.0.0.0":  # noqa: S104  # which is refused
             hint = "an address of it by which the other hosts reach it"
@@ -145,8 +141,7 @@ def resolve(endpoint: str) -> str:
         hint = "host:port; 0.0.0.0 as host, should it be meant, is every network of this machine"
         raise ConfigError("is no address to listen on", "server", repr(endpoint), hint)
     try:
-        found = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, OverflowError, UnicodeError) as error:
-        hint = "a name or an IPv4 address of this machine, and a port below 65536"
+        return f"{socket.gethostbyname(host)}:{port}"
+    except (OSError, UnicodeError) as error:
+        hint = "a name or an IPv4 address of this machine"
         raise EnvironmentLacks(f"the server's host is not known: {error}", "server", endpoint, hint) from error
-    return f"{found[0][4][0]}:{port}"

@@ -1,4 +1,4 @@
-"""Launchers' messages to servers about trainers, and the note that a process leaves for its launcher when another one ends it."""
+"""What a launcher tells servers when its part of a job fails, and the note by which a process names to its launcher who ended the job."""
 
 import json
 import os
@@ -16,33 +16,19 @@ NOTE = "FLEETBENCH_FAILURE_NOTE"
 _LINGER_MS = 3_000
 
 
-class Messenger:
-    """A launcher's connections to all servers. A message to a server that is not up yet waits for it, until ``close``."""
+def tell_servers(endpoints: Sequence[str], where: str, what: str) -> None:
+    """Tell all servers that the job ends because of ``where``, such as ``rank 1``; they tell all trainers.
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets = [self._context.socket(zmq.DEALER) for _ in endpoints]
-        for socket, endpoint in zip(self._sockets, endpoints, strict=True):
-            socket.connect(f"tcp://{endpoint}")
-
-    def trainer_ended(self, rank: int) -> None:
-        """A trainer has ended with exit code 0."""
-        self._tell(Head("ended", rank))
-
-    def job_failed(self, where: str, what: str) -> None:
-        """The job ends because of ``where``, such as ``rank 1``; servers tell all trainers."""
-        self._tell(Head("failed"), what, where)
-
-    def close(self, linger: bool) -> None:
-        """Release the connections; with ``linger`` once all messages are out, or after three seconds."""
-        for socket in self._sockets:
-            socket.close(linger=_LINGER_MS if linger else 0)
-        self._context.term()
-
-    def _tell(self, head: Head, *texts: str) -> None:
-        for socket in self._sockets:
-            with suppress(zmq.Again):
-                socket.send_multipart(encode(head, [text.encode() for text in texts]), zmq.NOBLOCK)
+    Returns once the messages are out, or after three seconds.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    for endpoint in endpoints:
+        socket = context.socket(zmq.DEALER)
+        socket.linger = _LINGER_MS
+        socket.connect(f"tcp://{endpoint}")
+        socket.send_multipart(encode(Head("failed"), [what.encode(), where.encode()]))
+        socket.close()
+    context.term()
 
 
 def note_failure(error: BaseException | None) -> None:

@@ -77,7 +77,8 @@ class Links:
     stop, and ``ConfigError`` if a server refuses this trainer.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: TrainerOptions) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: TrainerOptions, *, are_up: bool = False) -> None:
+        """``are_up``: the servers are known to be there; else each has until its first word to come."""
         self.options = options
         self.bytes_sent = 0
         self._silence = Silence(range(len(options.endpoints)), options.timeout_s, options.timeout_s)
@@ -90,7 +91,7 @@ class Links:
             dealer.connect(f"tcp://{endpoint}")
             for listened in (dealer, monitor):
                 self._poller.register(listened, zmq.POLLIN)
-            self._links.append(_Link(server, endpoint, dealer, monitor))
+            self._links.append(_Link(server, endpoint, dealer, monitor, is_up=are_up))
 
     @property
     def is_idle(self) -> bool:
@@ -122,8 +123,8 @@ class Links:
                     raise WorkerFailed("its connection has broken", *link.place, hint)
         return answers
 
-    def wait(self, *kinds: str, within_s: float = math.inf) -> list[Answer]:
-        """The answers of all servers to what was just asked of each. Raises ``WorkerFailed`` if they do not come ``within_s``."""
+    def wait(self, within_s: float) -> list[Answer]:
+        """The answers of all servers to a ``join``. Raises ``WorkerFailed`` if they do not come ``within_s`` seconds."""
         deadline = time.monotonic() + within_s
         answers: dict[int, Answer] = {}
         while len(answers) < len(self._links):
@@ -133,7 +134,7 @@ class Links:
                     hint = "is it started, and does the address lead to it?"
                     raise WorkerFailed(f"has not answered within {within_s:g} s", *late.place, hint)
                 raise WorkerFailed(f"has not brought the parameters within {within_s:g} s", "rank 0", hint="has it been started?")
-            answers |= {answer.server: answer for answer in self.poll(BEAT_S) if answer.kind in kinds}
+            answers |= {answer.server: answer for answer in self.poll(BEAT_S)}
         return [answers[server] for server in range(len(self._links))]
 
     def settle(self) -> None:

@@ -10,6 +10,7 @@ work on rows is done by torch, which lets other threads go on in the meantime.
 import dataclasses
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -21,7 +22,7 @@ from torch import nn
 from fleetbench.config import Config, decode
 from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.rules import ServerRules, Shards, Table
-from fleetbench.workloads.server_updates import DTYPES, OPTIONS, ROW, Array, Change, Layout, ParameterShard, Told, part_of
+from fleetbench.workloads.server_updates import DTYPES, OPTIONS, ROW, Array, Change, Layout, ParameterShard, Told, part_of, views_of
 from fleetbench.workloads.training import sparse_weights
 from real.engine.sparse import refuse_unknown_sparse
 from real.servers.links import Answer, Links
@@ -61,29 +62,24 @@ class Spec(Config):
         return decode(json.loads(text if isinstance(text, str) else bytes(text)), cls, "")
 
 
-_NAMED = 4
-"""Differences that are named; there may be one a parameter."""
+def described(spec: Spec, *, model_only: bool = False) -> dict[str, object]:
+    """Names and values by which trainers and servers of a job know each other.
 
-
-def differences(held: Spec, told: Spec, *, model_only: bool) -> str:
-    """How a trainer's description differs from what a server holds; empty where it does not.
-
-    ``model_only``: what is held is from a checkpoint, and rules and the optimizer's options may be other ones.
+    ``model_only``: without the rules and the optimizer's options, which another job may change.
     """
-    ours, theirs = (_described(spec, model_only=model_only) for spec in (held, told))
+    told = dataclasses.asdict(spec)
+    rules, options = told.pop("rules"), told.pop("options")
+    return told if model_only else {**told, **rules, **options}
+
+
+def differences(held: Mapping[str, object], told: Mapping[str, object]) -> str:
+    """How a trainer's description differs from what a server holds; empty where it does not."""
     found = [
-        f"{name} ({ours.get(name, 'none')} on the server, {theirs.get(name, 'none')} on the trainer)"
-        for name in {**ours, **theirs}
-        if ours.get(name) != theirs.get(name)
+        f"{name} ({reprlib.repr(value)} on the server, {reprlib.repr(told.get(name))} on the trainer)"
+        for name, value in held.items()
+        if value != told.get(name)
     ]
-    return "; ".join(found[:_NAMED]) + (f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
-
-
-def _described(spec: Spec, *, model_only: bool) -> dict[str, Any]:
-    told: dict[str, Any] = {"dtype": spec.dtype, "optimizer": spec.optimizer, "dense parameters": spec.dense}
-    told |= {f"parameter {place}": f"{own[0]} of {own[1]}" for place, own in enumerate(zip(spec.names, spec.sizes, strict=True))}
-    told |= {f"embedding {place}": f"{table.name}, {table.rows} x {table.width}" for place, table in enumerate(spec.tables)}
-    return told if model_only else told | dataclasses.asdict(spec.rules) | spec.options
+    return f"it differs in {'; '.join(found)}" if found else ""
 
 
 class Shard(ParameterShard):
@@ -96,7 +92,7 @@ class Shard(ParameterShard):
     def adopt(self, spec: Spec) -> None:
         """Go on from a checkpoint with the rules and options of ``spec``, of this model and optimizer; no trainer has seen anything yet."""
         self.spec, self.optimizer.options = spec, spec.options
-        self._changed = self._flags(_readers(spec), changed=True)
+        self._changed = self._flags(_readers(spec))
 
     def read_push(self, head: Head, tensors: Sequence[memoryview]) -> Change:
         """A push off the wire: versions, dense numbers, and rows and values of each table."""
@@ -156,7 +152,7 @@ class Parameters:
     @property
     def nbytes(self) -> int:
         """Of all of them."""
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.named.values())
+        return sum(parameter.nbytes for parameter in self.named.values())
 
     def spec(self, rules: ServerRules, optimizer: str, options: dict[str, float]) -> Spec:
         """What servers are told."""
@@ -180,10 +176,6 @@ class Parameters:
                 hint = "call model.to(...), load_state_dict(..., assign=True) and their like before fleet.distributed_model"
                 raise ConfigError(what, f"parameter {name}", hint=hint)
 
-    def table_of(self, module: nn.Embedding | nn.EmbeddingBag) -> int:
-        """Number of the table that a module reads."""
-        return next(number for number, parameter in enumerate(self.layout.tables.values()) if parameter is module.weight)
-
     def gradients(self) -> Change:
         """The step's gradients, in memory of their own; what the loss did not reach has zeros, or no rows."""
         for name, parameter in self.named.items():
@@ -199,19 +191,16 @@ def shard_change(change: Change, shards: Shards, server: int) -> list[Array]:
     return [versions, dense, *(tensor.numpy() for pair in part.tables for tensor in pair)]
 
 
-def read_values(body: memoryview, like: torch.Tensor, num: int | None = None) -> torch.Tensor:
-    """Numbers off the wire, in place: a vector, or ``num`` rows as wide as ``like``."""
-    return read_tensor(body, DTYPES[_NAMES[like.dtype]], (-1,) if num is None else (num, like.shape[1]))
+def read_values(body: memoryview, like: torch.Tensor) -> torch.Tensor:
+    """Numbers off the wire, in place: a vector, or rows as wide as ``like``."""
+    return read_tensor(body, like.numpy().dtype, (-1, *like.shape[1:]))
 
 
-def read_pull(answer: Answer, parameters: Parameters, shards: Shards) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """What a pull in GeoSGD brought: dense numbers; of each table rows, by their number there, and values."""
-    begin, end = shards.dense_range(answer.server)
-    tables = []
-    for table, rows_body, body in zip(parameters.tables, answer.tensors[1::2], answer.tensors[2::2], strict=True):
-        rows = read_tensor(rows_body, ROW, (-1,)).to(torch.int64) * shards.servers + answer.server
-        tables.append((rows, read_values(body, table, len(rows))))
-    return read_values(answer.tensors[0], parameters.flat[begin:end]), tables
+def read_pull(answer: Answer, parameters: Parameters) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """What a pull in GeoSGD brought: dense numbers; of each table rows, as the server numbers them, and values."""
+    parts = zip(parameters.tables, answer.tensors[1::2], answer.tensors[2::2], strict=True)
+    tables = [(read_tensor(rows, ROW, (-1,)), read_values(values, table)) for table, rows, values in parts]
+    return read_values(answer.tensors[0], parameters.flat), tables
 
 
 def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told:
@@ -281,29 +270,20 @@ def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
     rank 0 brings no parameters, ``ConfigError`` for a trainer that servers refuse, and, on rank 0, for servers of which only some
     have a checkpoint.
     """
-    servers = range(spec.rules.servers)
-    for server in servers:
+    for server in range(spec.rules.servers):
         links.ask(server, "join", [spec.to_json()])
-    joined = links.wait("ready", "blank", within_s=links.options.startup_timeout_s)
-    blank = {answer.server for answer in joined if answer.kind == "blank"}
-    trained = next((answer for answer in joined if answer.kind != "blank" and answer.version), None)
+    joined = links.wait(links.options.startup_timeout_s)
+    blank = [answer.server for answer in joined if answer.kind == "blank"]
+    trained = next((answer for answer in joined if answer.version), None)
     if blank and trained is not None:  # parameters of the beginning on some servers, and trained ones on others, are no model
         what = f"has no checkpoint to begin from, where server {trained.server} goes on after {trained.version} updates"
         hint = "every server needs its shard of the same checkpoint in its fleet.init_server(FOLDER), or none of them has one"
-        raise ConfigError(what, f"server {min(blank)}", links.options.endpoints[min(blank)], hint)
-    for server in blank:
-        begin, end = spec.shards.dense_range(server)
-        own = [parameters.flat[begin:end], *(table[server :: spec.rules.servers] for table in parameters.tables)]
-        links.ask(server, "initial", [part.numpy() for part in own])
+        raise ConfigError(what, f"server {blank[0]}", links.options.endpoints[blank[0]], hint)
+    for answer in joined:
+        own = views_of(spec.shards, answer.server, parameters.flat, parameters.tables)
+        if answer.kind == "blank":
+            links.ask(answer.server, "initial", [part.numpy() for part in own])
+        for part, body in zip(own, answer.tensors, strict=False):  # a blank server has none
+            part.copy_(read_values(body, part))
     links.settle()
-    if len(blank) == spec.rules.servers:
-        return (0,) * spec.rules.servers
-    for server in servers:
-        links.ask(server, "fetch")
-    fetched = links.wait("fetch")
-    for answer in fetched:
-        begin, end = spec.shards.dense_range(answer.server)
-        parameters.flat[begin:end] = read_values(answer.tensors[0], parameters.flat)
-        for number, (table, body) in enumerate(zip(parameters.tables, answer.tensors[1:], strict=True)):
-            table[answer.server :: spec.rules.servers] = read_values(body, table, spec.shards.num_rows(number, answer.server))
-    return tuple(answer.version for answer in fetched)
+    return tuple(answer.version for answer in joined)

@@ -24,7 +24,6 @@ from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.workloads.server_updates import Change, GeoCopy, add_changes
 from real.servers.links import BEAT_S, Answer, Links
 from real.servers.parameters import Parameters, Spec, read_pull, read_values, shard_change
-from real.servers.wire import text_of
 
 _WAKE = "inproc://fleetbench-sender"
 
@@ -50,8 +49,6 @@ class Sender(threading.Thread):
         """Of the dense parameters in the model, by server."""
         self.failure: FleetbenchError | None = None
         """What ended the thread."""
-        self.unsaved = ""
-        """Which servers could not write the last checkpoint that was asked for, and why; empty where all could."""
         self._links = links
         self._shards = spec.shards
         self._parameters = parameters
@@ -69,7 +66,6 @@ class Sender(threading.Thread):
         self._waker.linger = 0
         self._waker.connect(_WAKE)
         self._closing = False
-        self._answers: dict[int, str] = {}
         self._do: dict[str, Callable[[Operation], None]] = {"merge": self._merge, "send": self._send, "install": self._install}
 
     # The trainer's side
@@ -79,7 +75,7 @@ class Sender(threading.Thread):
         self._queue.append(change)
 
     def tell(self, word: str, *, urgent: bool = True) -> None:
-        """``gradient``, ``step`` or ``flush`` for the role; ``barrier``, ``counts``, ``leave``; ``save`` followed by a space and a folder.
+        """``gradient``, ``step`` or ``flush``.
 
         What is not urgent is heard with the next that is, or within the time after which a trainer counts as idle.
         """
@@ -101,9 +97,6 @@ class Sender(threading.Thread):
             with contextlib.suppress(queue.Empty):
                 return self._to_trainer.get(timeout=BEAT_S)
             self.raise_failure()
-            if not self.is_alive():
-                hint = "its own output may say why; start the job again"
-                raise WorkerFailed("its background sender has ended", f"rank {self._rank}", hint=hint)
 
     def close(self) -> None:
         """End the thread."""
@@ -145,23 +138,12 @@ class Sender(threading.Thread):
             while True:
                 self._woken.recv(zmq.NOBLOCK)
         while self._words:
-            kind, _, rest = self._words.popleft().partition(" ")
-            if kind in ("barrier", "counts", "leave", "save"):
-                for server in range(self.rules.servers):
-                    self._links.ask(server, kind, [rest.encode()] if rest else [])
-            else:
-                self._decide(Message("trainer", self._rank, kind, count=1))
+            self._decide(Message("trainer", self._rank, self._words.popleft(), count=1))
 
     def _hear_answer(self, answer: Answer) -> None:
         if answer.kind == "parameters":
             self._pulled.append(answer)
-        if answer.kind in ("barrier", "leave", "save"):
-            self._answers[answer.server] = text_of(answer.tensors[0]) if answer.tensors else ""
-            if len(self._answers) == self.rules.servers:  # the trainer waits for one of these at a time
-                self.unsaved = "; ".join(f"server {server}: {error}" for server, error in sorted(self._answers.items()) if error)
-                self._answers = {}
-                self._to_trainer.put(Message("server", 0, answer.kind))
-        elif answer.kind in ("applied", "parameters"):
+        if answer.kind in ("applied", "parameters"):
             self._decide(Message("server", answer.server, answer.kind, count=answer.count, version=answer.version))
 
     def _decide(self, event: Message | TimerFired) -> None:
@@ -195,9 +177,8 @@ class Sender(threading.Thread):
             versions[answer.server] = answer.version
             if operation.payload == "delta":
                 assert self._geo is not None
-                self._geo.merge(answer.server, *read_pull(answer, self._parameters, self._shards))
+                self._geo.merge(answer.server, *read_pull(answer, self._parameters))
             else:
-                begin, end = self._shards.dense_range(answer.server)
-                flat = self._parameters.flat[begin:end]
+                flat = self._parameters.flat[self._shards.dense_part(answer.server)]
                 flat.copy_(read_values(answer.tensors[0], flat))
         self.versions = tuple(versions)

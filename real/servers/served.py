@@ -3,13 +3,14 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from fleetbench.errors import ConfigError
+from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import refuse_unserved
 from fleetbench.strategy import DistributedStrategy
 from real.engine.refusals import refuse_untrainable
@@ -54,14 +55,14 @@ class Served:
         self.require("server", "fleet.init_server")
         if self._server is not None:
             raise ConfigError("this server has been initialised already", "fleet.init_server", hint="call it once")
-        self._server = ParameterServer(self._server_options())
-        try:
-            restored = path is not None and self._server.restore(path)
-            self._server.bind()
-        except BaseException:
-            self._server.close()
-            self._server = None
-            raise
+        number, all_servers = self.role.rank, self.role.servers
+        own = {"server": number, "servers": len(all_servers), "endpoint": all_servers[number], "round_timeout_s": self._timeout_s}
+        with ExitStack() as made:
+            server = made.enter_context(closing(ParameterServer(ServerOptions(**self._common | own))))
+            restored = path is not None and server.restore(path)
+            server.bind()
+            made.pop_all()
+        self._server = server
         return restored
 
     def run_server(self, save_to: Path | None, save_every_s: float | None) -> ServerReport:
@@ -72,21 +73,9 @@ class Served:
         if save_every_s is not None and (save_to is None or save_every_s <= 0):
             hint = 'run_server(save_to="checkpoint", save_every_s=60) writes one a minute'
             raise ConfigError("needs a folder, and a time above zero", "fleet.run_server(save_every_s=...)", repr(save_every_s), hint)
-        try:
-            return self._server.run(save_to, save_every_s)
-        finally:
-            self._server.close()
+        with closing(self._server) as server:
             self._server = None
-
-    def _server_options(self) -> ServerOptions:
-        role = self.role
-        return ServerOptions(
-            server=role.rank,
-            servers=len(role.servers),
-            endpoint=role.servers[role.rank],
-            round_timeout_s=self._timeout_s,
-            **self._common,
-        )
+            return server.run(save_to, save_every_s)
 
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Prepare the model; a server has no use for it."""
@@ -122,13 +111,12 @@ class Served:
 
     def no_sync(self) -> NoReturn:
         """Refused."""
-        hint = "it is not needed: gradients go out at optimizer.step() alone, however many backwards came before it"
-        raise ConfigError("trainers of parameter servers do not have this", "fleet.no_sync", hint=hint)
+        _refuse("fleet.no_sync", "it is not needed: gradients go out at optimizer.step() alone, however many backwards came before it")
 
     def join(self, **_: bool) -> NoReturn:
         """Refused."""
         hint = "in asynchronous training each trainer may have as many batches as it likes; in synchronous training give all as many"
-        raise ConfigError("trainers of parameter servers do not have this", "fleet.join", hint=hint)
+        _refuse("fleet.join", hint)
 
     def report(self, loss: torch.Tensor | float, _metrics: Mapping[str, torch.Tensor | float]) -> None:
         """Nothing follows it here."""
@@ -150,10 +138,10 @@ class Served:
         """Meet all trainers."""
         self.trained("fleet.barrier_worker").barrier()
 
-    def load(self, path: Path, *, predicate: Callable[[str], bool] | None, resynchronize: bool) -> NoReturn:  # noqa: ARG002  # as the other kind of job has it
+    def load(self, _path: Path, **_: object) -> NoReturn:
         """Refused."""
         hint = "give the folder to the servers: fleet.init_server(FOLDER); a part of a model load before fleet.init_worker(), on rank 0"
-        raise ConfigError("with parameter servers, trainers load nothing", "fleet.load_persistables", str(path), hint)
+        _refuse("fleet.load_persistables", hint)
 
     def save_inference_model(self, path: Path, example_inputs: Sequence[Any], dynamic_shapes: Any) -> None:
         """Every trainer calls it; rank 0 exports what the servers hold."""
@@ -191,24 +179,22 @@ class Served:
         return self.training
 
     def leave(self) -> None:
-        """At exit: a script that forgot ``stop_worker`` still leaves in order, unless it ends because of an error.
+        """At exit: in the asynchronous modes a script that forgot ``stop_worker`` still leaves in order, unless it ends by an error.
 
-        In synchronous training it does not, for it may have ended by ``sys.exit`` between two steps, and the job ends.
+        In synchronous training it does not, for it may have ended by ``sys.exit`` between two steps, and the job ends. So it does
+        where a trainer ends before ``init_worker``.
         """
         if self._server is not None:
             self._server.close()
-        has_failed = hasattr(sys, "last_value")
-        note_failure(getattr(sys, "last_value", None))
-        if self.training is None:
-            return
-        is_synchronous = not self._strategy.a_sync
-        if self.training.has_joined and is_synchronous and not has_failed:
-            what = f"rank {self.role.rank} ends without fleet.stop_worker(), and synchronous training with it"
-            print(what, file=sys.stderr)  # noqa: T201  # the worker's log
-        if has_failed or is_synchronous or not self.training.has_joined:
-            self.training.close()
-        else:
-            self.training.finish()
+        training, failure = self.training, getattr(sys, "last_value", None)
+        if training is not None and training.has_joined and self._strategy.a_sync and failure is None:
+            training.finish()
+        if failure is None and not self.is_server and (training is None or not training.has_ended):
+            failure = WorkerFailed("ends without fleet.stop_worker(), and the job with it", f"rank {self.role.rank}")
+            print(failure, file=sys.stderr)  # noqa: T201  # the worker's log
+        note_failure(failure)
+        if training is not None:
+            training.close()
 
     def require(self, kind: str, where: str) -> None:
         """Raise ``ConfigError`` on the other kind of process."""
@@ -220,10 +206,11 @@ class Served:
 def startup_timeout_of(environment: Mapping[str, str]) -> float:
     """Seconds of ``STARTUP``; five minutes without it. Raises ``ConfigError`` for what is no number of seconds."""
     text = environment.get(STARTUP, "300")
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ConfigError("is no number of seconds", STARTUP, repr(text), "fleetbench launch --startup-timeout 600 sets it")
-    return value
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise ConfigError("is no number of seconds", STARTUP, repr(text), "fleetbench launch --startup-timeout 600 sets it")
+
+
+def _refuse(where: str, hint: str) -> NoReturn:
+    raise ConfigError("trainers of parameter servers do not have this", where, hint=hint)

@@ -10,7 +10,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,17 @@ from fleetbench.plan.servers.rules import ServerRules, choice, rules_of
 from fleetbench.plan.servers.states import TrainerState
 from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.workloads.server_updates import ROW, GeoCopy, Told, shard_rows
+from fleetbench.workloads.server_updates import ROW, Array, GeoCopy, Told, shard_rows
+from fleetbench.workloads.training import sparse_embeddings
 from real.compute.compute import apply_device_settings
 from real.compute.living import living_hook
 from real.engine.optimizers import hide, scale_rates
 from real.engine.refusals import given_of, refuse_arguments, refuse_max_norm
 from real.engine.stopwatch import Stopwatch
-from real.servers.links import Answer, Links, TrainerOptions
+from real.servers.links import BEAT_S, Answer, Links, TrainerOptions
 from real.servers.parameters import Parameters, Spec, fixed_options, join, options_of, rate_of, read_values, refuse_changes
 from real.servers.sender import Sender
+from real.servers.wire import text_of
 
 _PIECE_BYTES = 8 << 20
 """Of the rows of a table in one message, where all are pulled."""
@@ -66,25 +68,24 @@ class ServedTraining:
         self._geo: GeoCopy | None = None
         self._sender: Sender | None = None
         self._sender_links: Links
-        self._links: Links | None = None
-        """For look-ups; none without tables, and in GeoSGD, where trainers have all rows."""
+        self._links: Links
+        """The trainer's thread's own."""
         self._table = 0
-        self._wanted = torch.zeros(0, dtype=torch.int64, device="cpu")
-        """Rows of table ``_table`` that a look-up is to bring; ``_asked``: those of each server."""
-        self._asked: list[torch.Tensor] = []
-        self._answers: list[Answer] = []
+        self._asked: list[tuple[Array, torch.Tensor]] = []
+        """By server, the rows of table ``_table`` that a look-up is to bring: as the server numbers them, and as they are."""
         self._is_for_step = False
-        self._read: tuple[int, ...] | None = None
+        self._read: dict[int, int] = {}
         """Updates that each server had made in what this step computes with; the oldest count."""
         self._fresh: list[torch.Tensor | None] = []
         """Of each table, the rows that this step has pulled."""
         self._rest: list[Operation] = []
         """Of a step in GeoSGD, what comes after its update."""
         self._touched: list[torch.Tensor | None] = []
-        self._restore: Callable[[], None] | None = None
-        self._guarded = False
+        self._update = ExitStack()
+        """What the end of an update undoes, also of one that raised: the sender merges again, and the optimizer is as it was."""
         self._told_bytes = 0
-        self._has_ended = False
+        self.has_ended = False
+        """This trainer has left its servers, or given up."""
         self._handles: list[RemovableHandle] = []
         self._open = ExitStack()
         """What ``close`` releases."""
@@ -124,37 +125,31 @@ class ServedTraining:
         if self._sender is not None:
             raise ConfigError("this trainer has joined already", "fleet.init_worker", hint="call it once")
         self.parameters.refuse_moved()
-        try:
-            self._begin(self._spec)
-        except BaseException:
-            self._sender = None
-            self._open.close()
-            raise
+        with ExitStack() as opened:
+            self._begin(self._spec, opened)
+            self._open = opened.pop_all()
         self._told_bytes = self.bytes_sent  # joining is no step's
         if self._options.rank == 0 and (chosen := choice(self._strategy, self.rules)) is not None:
             print(f"trainer 0: {chosen}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
 
-    def _begin(self, spec: Spec) -> None:
-        rank, record = self._options.rank, self._options.record
-        self._open.callback(apply_device_settings(self._strategy, torch.device("cpu")))
+    def _begin(self, spec: Spec, opened: ExitStack) -> None:
+        rank, record, is_geo = self._options.rank, self._options.record, self.rules.mode == "geo_sgd"
+        opened.callback(apply_device_settings(self._strategy, torch.device("cpu")))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._open.callback(context.term)
-        self._sender_links = Links(context, self._options)
-        self._open.callback(self._sender_links.close)
-        versions = join(self._sender_links, spec, self.parameters)
-        if self.parameters.tables and self.rules.mode != "geo_sgd":
-            self._links = Links(context, self._options)
-            self._open.callback(self._links.close)
-        self._geo = GeoCopy(self.parameters.flat, self.parameters.tables, spec.shards) if self.rules.mode == "geo_sgd" else None
+        opened.callback(context.term)
+        self._sender_links = links = opened.enter_context(closing(Links(context, self._options)))
+        versions = join(links, spec, self.parameters)
+        self._links = opened.enter_context(closing(Links(context, self._options, are_up=True)))
+        self._geo = GeoCopy(self.parameters.flat, self.parameters.tables, spec.shards) if is_geo else None
         self._role = RoleDecider.start(ServerTraining(self.rules), rank, record=record)
-        self._sender = Sender(context, self._sender_links, spec, self.parameters, self._geo, rank=rank, record=record)
-        self._open.callback(self._sender.close)
-        self._sender.versions = versions
         if self._strategy.a_sync_configs.launch_barrier:
             for server in range(self.rules.servers):
-                self._sender_links.ask(server, "barrier")
-            self._sender_links.settle()
-        self._sender.start()
+                links.ask(server, "barrier")
+            links.settle()
+        sender = Sender(context, links, spec, self.parameters, self._geo, rank=rank, record=record)
+        self._sender = opened.enter_context(closing(sender))
+        sender.versions = versions
+        sender.start()
         self._hook()
 
     def flush(self, *, end: bool = False) -> None:
@@ -193,17 +188,24 @@ class ServedTraining:
 
     def barrier(self) -> None:
         """Meet all trainers that have not ended."""
-        self._settled().tell("barrier")
-        self._await("barrier")
+        self._ask("barrier")
 
     def save(self, folder: Path) -> None:
         """Let every server write its shard to ``folder``, on its own host. Raises ``WorkerFailed`` where one could not."""
-        sender = self._settled()
-        sender.tell(f"save {folder}")
-        self._await("save")
-        if sender.unsaved:
+        errors = {answer.server: text_of(answer.tensors[0]) for answer in self._ask("save", str(folder).encode())}
+        if unsaved := "; ".join(f"server {server}: {error}" for server, error in sorted(errors.items()) if error):
             hint = "look for room and the right to write on the servers' own hosts; training can go on"
-            raise WorkerFailed(f"the checkpoint could not be written: {sender.unsaved}", str(folder), hint=hint)
+            raise WorkerFailed(f"the checkpoint could not be written: {unsaved}", str(folder), hint=hint)
+
+    def _ask(self, kind: str, *tensors: bytes) -> list[Answer]:
+        """The answers of all servers."""
+        sender, answers = self._settled(), list[Answer]()
+        for server in range(self.rules.servers):
+            self._links.ask(server, kind, tensors)
+        while not self._links.is_idle:
+            sender.raise_failure()
+            answers += self._links.poll(BEAT_S)
+        return answers
 
     # What a leg of an experiment asks of its executor: this or ``real.engine.engine.Engine``
 
@@ -234,27 +236,26 @@ class ServedTraining:
     @property
     def bytes_sent(self) -> int:
         """So far, heads included."""
-        return self._sender_links.bytes_sent + (self._links.bytes_sent if self._links is not None else 0)
+        return self._sender_links.bytes_sent + self._links.bytes_sent
 
     def finish(self) -> None:
         """Push what is left, tell the servers that this trainer has ended, and release everything."""
         self._joined()
         try:
             self._tell(DataEnd())
-            self._await("leave")
         finally:
             self.close()
 
     @property
     def has_joined(self) -> bool:
         """Whether this trainer counts at the servers, and is to leave them in order."""
-        return self._sender is not None and not self._has_ended
+        return self._sender is not None and not self.has_ended
 
     def close(self) -> None:
         """Release hooks, threads and sockets, in any state."""
-        self._has_ended = True
+        self.has_ended = True
         self._unhook()
-        self._release()
+        self._update.close()
         self._open.close()
 
     def _hook(self) -> None:
@@ -265,11 +266,11 @@ class ServedTraining:
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
-        if self._links is None:
+        if self._geo is not None:  # the trainer has all rows
             return
-        for module in self.model.modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-                look_up = living_hook(functools.partial(self._before_embedding, self.parameters.table_of(module)))
+        for module in sparse_embeddings(self.model):
+            if module.weight.requires_grad:
+                look_up = living_hook(functools.partial(self._before_embedding, self.parameters.layout.table_of(module.weight)))
                 self._handles.append(module.register_forward_pre_hook(look_up, with_kwargs=True))
 
     def _unhook(self) -> None:
@@ -280,7 +281,7 @@ class ServedTraining:
     def _before_forward(self, model: nn.Module, _inputs: tuple[Any, ...]) -> None:
         self._joined()
         if model.training and not self._state.in_step:
-            self._read = None  # what an evaluation looked up before is not what this step computes with
+            self._read = {}  # what an evaluation looked up before is not what this step computes with
             self._begin_step()
 
     def _begin_step(self) -> None:
@@ -289,10 +290,11 @@ class ServedTraining:
         self.parameters.refuse_moved()
         self.step += 1
         if self.parameters.dense_names:
-            self._note_read(self._joined().versions)
+            for server, version in enumerate(self._joined().versions):
+                self._note_read(server, version)
         self._fresh = self._fresh or [None] * len(self.parameters.tables)
         if self._options.keep_times and self.step == 1:
-            self._joined().tell("counts")
+            self._ask("counts")
         self.stopwatch.begin_step(self.step)
         self._tell(StepBegin(self.step))
         if self.on_step is not None:
@@ -309,7 +311,7 @@ class ServedTraining:
         if self.rules.mode != "geo_sgd":
             change = self.parameters.gradients()
             change.rate = rate_of(self._optimizer) * self._strategy.lr_scale
-            change.versions = [self._read or (0,) * self.rules.servers]
+            change.versions = [tuple(self._read.get(server, 0) for server in range(self.rules.servers))]
             self._joined().hand(change)
         self.stopwatch.update_ends()
         if self.rules.mode == "synchronous":  # in the other modes trainers do not wait for one another
@@ -318,11 +320,13 @@ class ServedTraining:
             self._tell(BackwardEnd())
         self.stopwatch.update_begins()
         by_servers = self.rules.mode != "geo_sgd"
-        self._restore = hide(list(self.parameters.named.values())) if by_servers else scale_rates(self._optimizer, self._strategy.lr_scale)
+        self._update.callback(
+            hide(list(self.parameters.named.values())) if by_servers else scale_rates(self._optimizer, self._strategy.lr_scale)
+        )
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _arguments: tuple[Any, ...], _named: dict[str, Any]) -> None:
-        self._release()
-        self._fresh, self._read = [], None
+        self._update.close()
+        self._fresh, self._read = [], {}
         self.stopwatch.update_ends()
         if self.rules.mode == "synchronous":
             self.stopwatch.closes_round(1)
@@ -351,7 +355,8 @@ class ServedTraining:
             return
         if self._fresh:
             self._fresh[number] = wanted if fresh is None else torch.cat([fresh, wanted])
-        self._table, self._wanted, self._is_for_step = number, wanted, is_for_step
+        self._table, self._is_for_step = number, is_for_step
+        self._asked = [shard_rows(wanted, self.rules.servers, server) for server in range(self.rules.servers)]
         with self.stopwatch.waits():
             self._tell(LookUp())
 
@@ -360,20 +365,10 @@ class ServedTraining:
         assert isinstance(self._role.state, TrainerState)
         return self._role.state
 
-    def _release(self) -> None:
-        """Let the optimizer be as it was, and the sender merge again; also after an update that raised."""
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
-        if self._guarded:
-            assert self._geo is not None
-            self._geo.guard.release()
-            self._guarded = False
-
     def _settled(self) -> Sender:
         """The sender, once nothing of the last step is left to do. In GeoSGD an update that raised may have changed rows, too."""
         sender = self._joined()
-        self._release()
+        self._update.close()
         rest, self._rest = self._rest, []
         for operation in rest:
             self._execute(operation)
@@ -389,11 +384,10 @@ class ServedTraining:
             if awaited != "rows":
                 self._decide(sender.await_word())
                 continue
-            assert self._links is not None
             sender.raise_failure()
-            for answer in self._links.poll(0.5):
+            for answer in self._links.poll(BEAT_S):
                 if answer.kind == "rows":
-                    self._answers.append(answer)
+                    self._install_rows(answer)
                     self._decide(Message("server", answer.server, "rows", version=answer.version))
 
     def _decide(self, event: Event) -> None:
@@ -401,8 +395,7 @@ class ServedTraining:
         for index, operation in enumerate(operations):
             if operation.kind == "update":  # the optimizer's own step, between its two hooks
                 assert self._geo is not None
-                self._geo.guard.acquire()
-                self._guarded = True
+                self._update.enter_context(self._geo.guard)
                 self._touched = self.parameters.layout.touched([parameter.grad for parameter in self.parameters.named.values()])
                 self._rest = list(operations[index + 1 :])
                 return
@@ -411,48 +404,35 @@ class ServedTraining:
     def _execute(self, operation: Operation) -> None:
         sender = self._joined()
         if operation.kind == "send" and operation.message == "look_up":
-            self._ask_rows()
+            none = np.zeros(0, ROW)
+            for server, (own, _) in enumerate(self._asked):
+                self._links.ask(server, "look_up", [own if other == self._table else none for other in range(len(self.parameters.tables))])
+        elif operation.kind == "send" and operation.message == "leave":
+            sender.close()  # servers that all have left end, and their connections with them
+            self._ask("leave")
         elif operation.kind == "send":
             assert operation.message is not None
             sender.tell(operation.message, urgent=operation.message != "step" or self._state.queued >= self.rules.k_steps)
         elif operation.kind == "mark":
             assert self._geo is not None
             self._geo.mark(self._touched)
-        elif operation.kind == "install":
-            self._install_rows()
         else:
-            assert operation.kind in ("wait", "skip"), operation
-
-    def _ask_rows(self) -> None:
-        assert self._links is not None
-        none = np.zeros(0, ROW)
-        self._asked = []
-        for server in range(self.rules.servers):
-            own, rows = shard_rows(self._wanted, self.rules.servers, server)
-            self._asked.append(rows)
-            self._links.ask(server, "look_up", [own if other == self._table else none for other in range(len(self.parameters.tables))])
+            assert operation.kind in ("wait", "skip", "install"), operation
 
     @torch.no_grad()
-    def _install_rows(self) -> None:
-        answers, self._answers = self._answers, []
+    def _install_rows(self, answer: Answer) -> None:
         table = self.parameters.tables[self._table]
-        for answer in answers:
-            rows = self._asked[answer.server]
-            table.index_copy_(0, rows, read_values(answer.tensors[self._table], table, len(rows)))
+        table.index_copy_(0, self._asked[answer.server][1], read_values(answer.tensors[self._table], table))
         if self._is_for_step:
-            self._note_read(tuple(answer.version for answer in sorted(answers, key=lambda answer: answer.server)))
+            self._note_read(answer.server, answer.version)
 
-    def _note_read(self, versions: tuple[int, ...]) -> None:
-        self._read = versions if self._read is None else tuple(map(min, self._read, versions))
-
-    def _await(self, kind: str) -> None:
-        while (word := self._joined().await_word()).kind != kind:
-            self._decide(word)
+    def _note_read(self, server: int, version: int) -> None:
+        self._read[server] = min(version, self._read.get(server, version))
 
     def _joined(self) -> Sender:
         if self._sender is None:
             raise ConfigError("this trainer has not joined its servers", "fleet.init_worker", hint="call it before the first step")
-        if self._has_ended:
+        if self.has_ended:
             hint = "call it last: after it the model is this process's own, to be evaluated or saved"
             raise ConfigError("this trainer has left its servers", "fleet.stop_worker", hint=hint)
         return self._sender

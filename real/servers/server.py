@@ -9,7 +9,7 @@ it has left.
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -23,13 +23,15 @@ from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.workloads.server_updates import ROW, Change
 from real.servers.checkpoints import load_shard, write_shard
 from real.servers.hosts import resolve
-from real.servers.parameters import Shard, Spec, differences
+from real.servers.parameters import Shard, Spec, described, differences
 from real.servers.server_options import ServerOptions, ServerReport
 from real.servers.silence import Silence
 from real.servers.wire import Head, Tensor, WireError, decode, encode, numbers, text_of
 
 _LOOK_S = 0.5
 """Seconds between two looks at which trainers are silent."""
+_ANSWERS = {"look_up": "rows", "pull": "parameters", "barrier": "barrier"}
+"""Requests that the role answers, and their answers."""
 _HINT = "its own output says why, or the network is so slow that timeout_s must be raised; start the job again"
 
 
@@ -40,8 +42,7 @@ class Request:
     identity: bytes
     """The trainer's connection."""
     head: Head
-    tensors: Sequence[memoryview] = ()
-    push: Change = field(default_factory=lambda: Change(None, []))
+    tensors: Sequence[memoryview]
 
 
 class ParameterServer:
@@ -55,12 +56,10 @@ class ParameterServer:
         self.failure: WorkerFailed | None = None
         """Why the job cannot go on."""
         self._state_before = ServerState()  # until there is a role
-        self._ended_early: set[int] = set()  # trainers that ended well before there was a role
         self._peers: dict[bytes, int] = {}  # ranks by connection
         self._joined: dict[int, bytes] = {}  # the connection by which a rank has joined
         self._waiting: dict[tuple[int, str], Request] = {}  # by the rank, and the kind of the answer
-        self._arrived: dict[int, Request] = {}
-        self._request: Request  # the last that the role was told of
+        self._arrived: dict[int, Change] = {}  # pushes that wait for their update, by rank
         self._has_ended = False
         self._looked_at = time.monotonic()
         self._silence = Silence(range(options.trainers), options.timeout_s, options.startup_timeout_s)
@@ -107,13 +106,13 @@ class ParameterServer:
             if time.monotonic() - self._looked_at > _LOOK_S:
                 self._looked_at = time.monotonic()
                 self._look()
-            if save_to is not None and save_every_s is not None and time.monotonic() >= saved_at + save_every_s and self.role is not None:
+            if save_to is not None and save_every_s is not None and time.monotonic() >= saved_at + save_every_s:
                 saved_at = time.monotonic()
                 self._save(save_to)
         self._say(str(self.report))
         if self.failure is not None:
             raise self.failure
-        if save_to is not None and self._state.initialised and (error := self._save(save_to)):
+        if save_to is not None and (error := self._save(save_to)):
             hint = "what was trained last is lost; begin again from the checkpoint before, once there is room and the right to write"
             raise EnvironmentLacks(f"{save_to} does not hold the last checkpoint: {error}", f"server {self.options.server}", hint=hint)
         return self.report
@@ -147,82 +146,47 @@ class ParameterServer:
             self._fail(WorkerFailed(text_of(tensors[0]), text_of(tensors[1]), hint="its own output says why; start the job again"))
         elif not 0 <= head.rank < self.options.trainers:
             self._say(f"a message was ignored: a trainer {head.rank} of {self.options.trainers}")
-        elif head.kind == "ended":  # a launcher says so
-            self._see_end(head.rank)
         else:
             self._peers[identity] = head.rank
             self._silence.hear(head.rank)
-            if head.kind == "beat":
-                self._send(identity, Head("alive", head.rank))
-            else:
-                self._do(Request(identity, head, tensors))
-
-    def _see_end(self, rank: int) -> None:
-        """A trainer has ended with exit code 0: in order, if it had left or had never joined."""
-        if rank in self._state.left:
-            return
-        if rank in self._peers.values():
-            self._fail_by(rank, "ended with exit code 0, without fleet.stop_worker()")
-        elif rank == 0 and not self._state.initialised:
-            self._fail_by(rank, "ended with exit code 0, and no other trainer brings the parameters")
-        elif self.role is not None:
-            self._tell(Message("executor", rank, "leave"))
-        else:
-            self._ended_early.add(rank)
-            self._has_ended = len(self._ended_early) == self.options.trainers
+            self._do(Request(identity, head, tensors))
 
     def _do(self, request: Request) -> None:
-        self._request = request
-        if request.head.kind == "join":
+        head, shard = request.head, self.shard
+        if head.kind == "beat":
+            self._answer(request, "alive")
+            return
+        if head.kind == "join":
             self._join(request)
             return
-        assert self.shard is not None, "a trainer asks for something before it has joined"
-        if request.head.kind in ("gradient", "delta"):
-            self._do_push(request, self.shard)
-        else:
-            self._serve(request, self.shard)
-
-    def _serve(self, request: Request, shard: Shard) -> None:
-        head = request.head
+        assert shard is not None, "a trainer asks for something before it has joined"
         match head.kind:
+            case "gradient" | "delta":
+                self._do_push(request, shard)
+            case "look_up" | "pull" | "barrier" as kind:
+                self._waiting[head.rank, _ANSWERS[kind]] = request
+                self._tell(Message("trainer" if kind == "look_up" else "sender", head.rank, kind))
             case "initial":
                 arrays = zip(request.tensors, shard.arrays, strict=True)
                 shard.install([numbers(body, array.dtype, array.shape) for body, array in arrays])
                 self._answer(request, "initial")
                 self._tell(Message("sender", 0, "initial"))
-            case "fetch":
-                self._answer(request, "fetch", shard.everything(head.rank))
             case "save":
-                error = self._save(Path(text_of(request.tensors[0]))) if self._state.initialised else "there are no parameters yet"
-                self._answer(request, "save", (error.encode(),))
+                self._answer(request, "save", (self._save(Path(text_of(request.tensors[0]))).encode(),))
             case "leave":
                 self._answer(request, "leave")
-                if self._joined.get(head.rank) == request.identity:
-                    del self._joined[head.rank]
+                self._joined.pop(head.rank, None)
                 self._tell(Message("trainer", head.rank, "leave"))
             case "counts":
                 self._answer(request, "counts")
                 self.report.restart()  # at the first step of the first trainer
-            case "look_up":
-                self._waiting[head.rank, "rows"] = request
-                self._tell(Message("trainer", head.rank, "look_up"))
-            case "pull":
-                self._waiting[head.rank, "parameters"] = request
-                self._tell(Message("sender", head.rank, "pull"))
-            case "barrier":
-                self._waiting[head.rank, "barrier"] = request
-                self._tell(Message("sender", head.rank, "barrier"))
             case kind:
                 raise AssertionError(f"{kind} is no request")
 
     def _do_push(self, request: Request, shard: Shard) -> None:
         head = request.head
-        in_rounds = shard.spec.rules.mode == "synchronous"
-        push = shard.read_push(head, request.tensors)
-        self._request = request = Request(request.identity, head, push=push)
-        if in_rounds:
-            self._arrived[head.rank] = request
-        self._waiting[head.rank, "parameters" if in_rounds else "applied"] = request
+        self._arrived[head.rank] = push = shard.read_push(head, request.tensors)
+        self._waiting[head.rank, "parameters" if shard.spec.rules.mode == "synchronous" else "applied"] = request
         versions = [version for (version,) in push.versions]
         for version in versions:
             self.report.gradient(self._state.version - version)
@@ -230,13 +194,10 @@ class ParameterServer:
 
     def _join(self, request: Request) -> None:
         rank, spec = request.head.rank, Spec.from_json(request.tensors[0])
-        own, told = (self.options.trainers, self.options.servers), (spec.rules.trainers, spec.rules.servers)
-        why = ""
-        if told != own:
-            why = f"trainers and servers ({own[0]} and {own[1]} on the server, {told[0]} and {told[1]} on the trainer)"
-        elif self.shard is not None:  # a checkpoint's rules may be another job's
-            why = differences(self.shard.spec, spec, model_only=self.role is None)
-        why = why and f"it differs in {why}"
+        held: dict[str, object] = {"trainers": self.options.trainers, "servers": self.options.servers}
+        if self.shard is not None:  # a checkpoint's rules may be another job's
+            held |= described(self.shard.spec, model_only=self.role is None)
+        why = differences(held, described(spec))
         if not why and self._joined.setdefault(rank, request.identity) != request.identity:
             why = f"another process has joined as rank {rank}: is the job started twice?"
         if why:
@@ -256,8 +217,6 @@ class ParameterServer:
             self.shard.adopt(spec)
         training, record = ServerTraining(spec.rules), self.options.record
         self.role = RoleDecider.start(training, self.options.server, "server", record=record, state=self._state_before)
-        for rank in sorted(self._ended_early):
-            self._tell(Message("executor", rank, "leave"))
 
     @property
     def _state(self) -> ServerState:
@@ -279,15 +238,14 @@ class ParameterServer:
             case "send":
                 self._fulfil(operation, shard)
             case "update":
-                by_one = operation.rank is not None
-                arrived = [self._request] if by_one else [self._arrived.pop(other) for other in sorted(self._arrived)]
-                shard.update([one.push for one in arrived], operation.divisor)
+                ranks = sorted(self._arrived) if operation.rank is None else [operation.rank]
+                shard.update([self._arrived.pop(rank) for rank in ranks], operation.divisor)
                 self.report.updates += 1
             case "accumulate":
-                shard.accumulate(self._request.push)
+                shard.accumulate(self._arrived[message.rank])
                 self.report.updates += 1
             case "mark":
-                shard.mark(message.rank, self._request.push)
+                shard.mark(message.rank, self._arrived.pop(message.rank))
             case "stop":
                 self._has_ended = True
             case kind:
@@ -304,6 +262,8 @@ class ParameterServer:
         tensors: Sequence[Tensor] = ()
         if kind == "parameters":
             tensors = shard.parameters(rank)
+        elif kind == "ready":
+            tensors = [array.copy() for array in shard.arrays]
         elif kind == "rows":
             tensors = shard.look_up([numbers(body, ROW, (-1,)) for body in request.tensors])
         self._answer(request, kind, tensors)
@@ -313,7 +273,7 @@ class ParameterServer:
         self._send(request.identity, Head(kind, head.rank, version=self._state.version, count=head.count), tensors)
 
     def _save(self, folder: Path) -> str:
-        """Write a checkpoint; the error, empty if it was written."""
+        """Write a checkpoint, once there are parameters; the error, empty where there is none."""
         if self.shard is None or not self._state.initialised:
             return ""
         error = write_shard(folder, self.shard, self._state.version)
@@ -340,7 +300,7 @@ class ParameterServer:
         """Find out who has fallen silent, and who keeps others waiting."""
         passed_s = self._silence.pass_time()
         for rank in self._silence.late:
-            if rank not in (*self._state.left, *self._ended_early):
+            if rank not in self._state.left:
                 self._fail_by(rank, "has fallen silent" if rank in self._peers.values() else "has never come")
         is_synchronous = self.shard is not None and self.shard.spec.rules.mode == "synchronous"
         waiting = (request for (_, answer), request in self._waiting.items() if answer in ("parameters", "barrier"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import zmq
 
-_PROTOCOL = b"FBPS 7 "
+_PROTOCOL = b"FBPS 8 "
 """Begins every head: the protocol and its version."""
 
 Tensor = np.ndarray | bytes

@@ -35,8 +35,9 @@ from fleetbench.workloads.server_updates import (
     options_for,
     part_of,
     shard_rows,
+    views_of,
 )
-from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
+from fleetbench.workloads.training import refuse_dense_optimizer, sparse_embeddings, sparse_weights
 from sim.learning.gradients import Problem, Tensors
 from sim.learning.prepared import Look, Prepared, Progress, Say, Watch, refuse_beyond
 from sim.learning.trajectory import Trajectory, key_of, learnt_from
@@ -86,10 +87,8 @@ def _look_ups(data: Prepared, learnt: Experiment, watch: Watch) -> LookUps:
     def note(number: int, _module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         under_way.append((number, np.unique(inputs[0].numpy())))  # no module of the registry's models reads another's table
 
-    for module in data.model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            number = next(number for number, table in enumerate(layout.tables.values()) if table is module.weight)
-            module.register_forward_pre_hook(partial(note, number))
+    for module in sparse_embeddings(data.model):
+        module.register_forward_pre_hook(partial(note, layout.table_of(module.weight)))
     trainers, batch_size = learnt.cluster.trainers, learnt.workload.batch_size
     found: list[list[tuple[Any, ...]]] = [[] for _ in range(trainers)]
     with contextlib.closing(data.batches):
@@ -119,8 +118,8 @@ class _Trainer:
     geo: GeoCopy | None
     pushed: list[deque[Change]]
     """By server: what is on its way there."""
-    pulled: list[deque[list[Array]]]
-    """By server: answers on their way here."""
+    pulled: dict[int, list[Array]] = dataclasses.field(default_factory=dict)
+    """By server: the last answer to a pull."""
     queue: deque[Change] = dataclasses.field(default_factory=deque)
     """Gradients that the sender has not taken."""
     index: int = 0
@@ -171,8 +170,7 @@ class ServedReplay:
     def _shard(self, server: int) -> ParameterShard:
         workload, readers = self._learnt.workload, self._job.rules.trainers if self._geo else 0
         shard = ParameterShard(self.shards, server, DTYPES[workload.dtype], options_for(workload), readers)
-        begin, end = self.shards.dense_range(server)
-        shard.install([self._flat[begin:end].numpy(), *(table[server :: self.shards.servers].numpy() for table in self._tables)])
+        shard.install([view.numpy() for view in views_of(self.shards, server, self._flat, self._tables)])
         return shard
 
     def _trainer(self) -> _Trainer:
@@ -184,7 +182,6 @@ class ServedReplay:
             buffers=[buffer.clone() for buffer in self._data.model.buffers()],
             geo=GeoCopy(flat, tables, self.shards) if self._geo else None,
             pushed=[deque() for _ in range(servers)],
-            pulled=[deque() for _ in range(servers)],
             num_answers=[0] * servers,
         )
 
@@ -220,17 +217,16 @@ class ServedReplay:
 
     def evaluated(self) -> torch.Tensor:
         """What an evaluation depends on: the parameters that servers hold, and the mean of trainers' buffers, as one vector."""
-        flat = torch.cat([torch.from_numpy(shard.dense) for shard in self.servers])
         buffers = [torch.stack(of_all).to(torch.float64).mean(0) for of_all in zip(*(one.buffers for one in self._trainers), strict=True)]
-        return self._vector(flat, self.held_tables(), buffers)
+        return self._vector(*self.held(), buffers)
 
-    def held_tables(self) -> Tensors:
-        """All rows, as servers hold them now."""
-        found = [torch.empty_like(table) for table in self._tables]
+    def held(self) -> tuple[torch.Tensor, Tensors]:
+        """Dense numbers and tables, as servers hold them now."""
+        flat, tables = torch.empty_like(self._flat), [torch.empty_like(table) for table in self._tables]
         for shard in self.servers:
-            for whole, part in zip(found, shard.tables, strict=True):
-                whole[shard.server :: self.shards.servers] = torch.from_numpy(part)
-        return found
+            for view, array in zip(views_of(self.shards, shard.server, flat, tables), shard.arrays, strict=True):
+                view.copy_(torch.from_numpy(array))
+        return flat, tables
 
     def _vector(self, flat: torch.Tensor, tables: Tensors, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
         kept = [own for own, buffer in zip(buffers, self._data.model.buffers(), strict=True) if buffer.is_floating_point()]
@@ -279,7 +275,7 @@ class ServedReplay:
         step = self._job.steps[one.index]
         one.index += 1
         if step >= 1 and step % workload.eval_every == 0:
-            vector = self._vector(one.flat, one.tables if self._geo else self.held_tables(), one.buffers)
+            vector = self._vector(one.flat, one.tables if self._geo else self.held()[1], one.buffers)
             self._sums[step] = vector if step not in self._sums else self._sums[step] + vector
             if all(other.index >= one.index for other in self._trainers):
                 with self._watch.over(is_slow=True):
@@ -294,14 +290,12 @@ class ServedReplay:
 
     def _sender_install(self, act: Act) -> None:
         one = self._trainers[act.rank]
-        for server, line in enumerate(one.pulled):
-            dense, *rest = map(torch.from_numpy, line.popleft())
+        for server, answer in one.pulled.items():
+            dense, *rest = map(torch.from_numpy, answer)
             if one.geo is None:
-                begin, end = self.shards.dense_range(server)
-                one.flat[begin:end] = dense
+                one.flat[self.shards.dense_part(server)] = dense
             else:
-                rows = [own.to(torch.int64) * self.shards.servers + server for own in rest[::2]]
-                one.geo.merge(server, dense, list(zip(rows, rest[1::2], strict=True)))
+                one.geo.merge(server, dense, list(zip(rest[::2], rest[1::2], strict=True)))
 
     def _server_update(self, act: Act) -> None:
         """By one trainer's push, or by those of all whose pushes are there."""
@@ -317,7 +311,7 @@ class ServedReplay:
 
     def _server_parameters(self, act: Act) -> None:
         assert act.of is not None
-        self._trainers[act.of].pulled[act.rank].append(self.servers[act.rank].parameters(act.of))
+        self._trainers[act.of].pulled[act.rank] = self.servers[act.rank].parameters(act.of)
 
     def _server_rows(self, act: Act) -> None:
         assert act.of is not None

@@ -191,8 +191,10 @@ class Carried:
 
 
 NOTHING = Carried()
-Post = Callable[[str, int, int, Message, Carried], None]
-"""Carries a message between a trainer or sender and a server: the former's role and rank, the latter's number, message, its content."""
+Post = Callable[[int, Message, Carried], None]
+"""Carries a message, and what comes with it, to a server of this number."""
+Answer = Callable[[str, int, Message, Carried], None]
+"""Carries a message, and what comes with it, to a trainer or sender, named by role and rank."""
 
 
 class Actor:

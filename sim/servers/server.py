@@ -1,6 +1,6 @@
 """Server: a shard of the parameters, a queue of what trainers want of it, and what was seen of both."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from fleetbench.plan.servers.states import ServerState
 from fleetbench.staleness import ServerLoad, counts_of, load_of, quantiles_of
 from fleetbench.timeline import Span
 from sim.clock import Clock
-from sim.servers.actor import Actor, Carried, Job, Post
+from sim.servers.actor import NOTHING, Actor, Answer, Carried, Job
 from sim.servers.traffic import Part
 
 SERVER = "server"
@@ -24,17 +24,15 @@ _PUSHES = ("gradient", "delta")
 class Server(Actor):
     """One server. It works on one message at a time, in the order in which they arrive."""
 
-    def __init__(self, clock: Clock, deciders: Sequence[RoleDecider], job: Job, answer: Post) -> None:
+    def __init__(self, clock: Clock, deciders: Sequence[RoleDecider], job: Job, answer: Answer) -> None:
         super().__init__(clock, deciders, job)
         self.load = Load()
         self._answer = answer
-        self._pushed: deque[Carried] = deque()
+        self._carried = NOTHING
+        """By the message that is worked on."""
         self._arrived = Counter[int]()
         """Bytes of the gradients of a round, by piece."""
         self._changed: list[list[Part]] = [[] for _ in range(job.rules.trainers)]
-        self._asked_nbytes = [0] * job.rules.trainers
-        """What answers each trainer's look-up."""
-        self._last: Part = (0, 0, 0)
         self._in_work = False
 
     @property
@@ -49,17 +47,13 @@ class Server(Actor):
 
     def _begin(self, event: Event, carried: Carried, since_ns: int) -> None:
         self._leave()
-        self._in_work = True
+        self._in_work, self._carried = True, carried
         self.load.waits_ns.append(self._clock.now - since_ns)
         if isinstance(event, Message) and event.kind in _PUSHES:
             for version in carried.versions:
                 self.load.staleness[self.state.version - version] += 1
             if self._job.rules.mode == "synchronous":
                 self._arrived[self._piece] += carried.nbytes
-            else:
-                self._pushed.append(carried)
-        elif isinstance(event, Message) and event.kind == "look_up":
-            self._asked_nbytes[event.rank] = carried.answer_nbytes
 
     def _leave(self) -> None:
         """The message that was worked on has left the queue."""
@@ -72,13 +66,12 @@ class Server(Actor):
 
     def _nbytes(self, operation: Operation) -> int:
         if operation.kind in ("update", "accumulate"):
-            return self._arrived[self._piece] if operation.rank is None else self._pushed[0].nbytes
+            return self._arrived[self._piece] if operation.rank is None else self._carried.nbytes
         if operation.kind == "send" and operation.payload == "parameters":
             assert operation.rank is not None
             return self._job.traffic_of(self._piece).pushed(self.decider.rank, self._changed[operation.rank])
         if operation.kind == "send" and operation.payload == "rows":
-            assert operation.rank is not None
-            return self._asked_nbytes[operation.rank]
+            return self._carried.answer_nbytes
         return self._job.traffic.header_bytes
 
     def _do(self, operation: Operation) -> None:
@@ -90,16 +83,13 @@ class Server(Actor):
                 self._changed[operation.rank] = []
             message = Message("server", self.decider.rank, operation.message, count=operation.count, version=self.state.version)
             role = "trainer" if operation.group == "trainer" else "sender"
-            self._answer(role, operation.rank, self.decider.rank, message, Carried(nbytes, piece=self._piece))
-        elif operation.kind in ("update", "accumulate"):
-            if operation.rank is None:
-                del self._arrived[self._piece]
-            else:
-                self._last = self._pushed.popleft().part  # steps whose rows are marked next
+            self._answer(role, operation.rank, message, Carried(nbytes, piece=self._piece))
+        elif operation.kind == "update" and operation.rank is None:
+            del self._arrived[self._piece]
         elif operation.kind == "mark":
             for rank, changed in enumerate(self._changed):
                 if rank != operation.rank:
-                    changed.append(self._last)
+                    changed.append(self._carried.part)
         if self._took_ns:
             rank = len(self._job.draws) + self.decider.rank
             name = operation.kind if operation.message is None else operation.message

@@ -235,15 +235,13 @@ class _Run:
             for rank in range(rules.trainers):  # all are known, and the parameters there, before the clock starts; answers take no time
                 decider.on(0, Message("sender", rank, "join"))
             decider.on(0, Message("sender", 0, "initial"))
-        inner = len(job.draws) // rules.trainers
+        self._inner = inner = len(job.draws) // rules.trainers
+        """Trainers of a sender. The first of them is on its host."""
         memories = [Memory(versions=(0,) * rules.servers, computed_from=(0,) * rules.servers) for _ in job.draws]
         self.senders = [Sender(clock, self._roles("sender", rank, record), job, memory) for rank, memory in enumerate(memories[::inner])]
         self.trainers = [Trainer(clock, self._roles("trainer", rank, record), job, memory) for rank, memory in enumerate(memories)]
-        self._pushing = self.trainers[::inner]
-        """One for each sender, on whose host it is."""
         for rank, trainer in enumerate(self.trainers):
-            trainer.post = self._post if rank % inner == 0 else lambda *_: None  # its node speaks with the servers through another one
-            trainer.step_begins = self._step_begins
+            trainer.post, trainer.step_begins = self._post, self._step_begins
             memories[rank].queue = deque(maxlen=None if rank % inner == 0 else 0)
         for rank, sender in enumerate(self.senders):
             sender.post = self._post
@@ -263,18 +261,21 @@ class _Run:
     def _local(self, to: Sender | Trainer) -> Local:
         return lambda message, piece: self._wires.at_once(lambda: to.hear(message, Carried(piece=piece)))
 
-    def _post(self, role: str, rank: int, server: int, message: Message, carried: Carried) -> None:
-        if role == "trainer" and self._job.node is not None:  # the servers know it as its node
-            rank //= len(self.trainers) // len(self.senders)
+    def _post(self, server: int, message: Message, carried: Carried) -> None:
+        rank = message.rank
+        if message.role == "trainer" and self._inner > 1:  # the servers know it as its node, for which the first trainer speaks
+            if rank % self._inner:
+                return
+            rank //= self._inner
             message = dataclasses.replace(message, rank=rank)
         source, target = self._job.hosts.trainers[rank], self._job.hosts.servers[server]
-        self._pushing[rank].sent(carried.nbytes)
-        self._wires.send((role, rank, server), source, target, carried.nbytes, lambda: self.servers[server].hear(message, carried))
+        self.trainers[self._inner * rank].sent(carried.nbytes)
+        self._wires.send((message.role, rank, server), source, target, carried.nbytes, lambda: self.servers[server].hear(message, carried))
 
-    def _answer(self, role: str, rank: int, server: int, message: Message, carried: Carried) -> None:
-        source, target = self._job.hosts.servers[server], self._job.hosts.trainers[rank]
+    def _answer(self, role: str, rank: int, message: Message, carried: Carried) -> None:
+        source, target = self._job.hosts.servers[message.rank], self._job.hosts.trainers[rank]
         to: Sender | Trainer = self.trainers[rank] if role == "trainer" else self.senders[rank]
-        self._wires.send(("server", server, role, rank), source, target, carried.nbytes, lambda: to.hear(message, carried))
+        self._wires.send(("server", message.rank, role, rank), source, target, carried.nbytes, lambda: to.hear(message, carried))
 
     def _step_begins(self, step: int) -> None:
         if step >= 1 and not self._counts:

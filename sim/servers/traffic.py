@@ -87,8 +87,7 @@ class KnownRows(Traffic):
 
     def pushed(self, server: int, parts: Sequence[Part]) -> int:
         """See ``Traffic``."""
-        begin, end = self.shards.dense_range(server)
-        nbytes = (end - begin) * self.itemsize
+        nbytes = len(range(self.shards.dense)[self.shards.dense_part(server)]) * self.itemsize
         steps = [step for rank, first, count in parts for step in self.look_ups[rank][first : first + count]]
         for number, table in enumerate(self.shards.tables):
             touched = [rows for step in steps for other, rows in step if other == number]

@@ -1,9 +1,11 @@
 """Worker: a trainer's steps, the sender beside it, and a node of trainers that share one."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+
+import simpy
 
 from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, Message, StepBegin, TimerFired
 from fleetbench.plan.layers import StepHead
@@ -22,6 +24,9 @@ Local = Callable[[Message, int], None]
 
 Versions = tuple[int, ...]
 """How often each server had updated some parameters."""
+Program = Iterator[Event | simpy.Event | None]
+"""A trainer's steps. It yields what it waits for: an event of the clock; an event that the strategy is told, until the strategy lets the
+trainer go on; none, until the strategy lets it go on."""
 _NEWEST = (2**62,)
 """Of a server nothing of which has been read."""
 
@@ -85,7 +90,7 @@ class Sender(Actor):
                 versions = tuple(version[server] for version in self._staged)
                 carried = Carried(traffic.pushed(server, [self._staged_steps]), versions, self._staged_steps, piece=self._piece)
             message = Message("sender", rank, operation.message, count=operation.count, version=min(carried.versions, default=0))
-            self.post("sender", rank, server, message, carried)
+            self.post(server, message, carried)
 
 
 class Trainer(Actor):
@@ -100,26 +105,16 @@ class Trainer(Actor):
         self.ended_ns: int | None = None
         self._memory = memory
         self._head = StepHead(job.table, job.fetch_every, clock.now)
-        self._steps: deque[tuple[int, int]] = deque()
-        self._next: Callable[[], None] | None = None
-        self._bytes_sent = 0
-        self._update_ns = self._idle_since_ns = self._arrival_ns = 0
-        self._start_ns = self._read_ns = self._forward_ns = self._backward_ns = 0
-        self._look_ups = 0
-        """Begun in this step."""
+        self._program: Program
+        self._is_ready = False
+        """The program goes on once the strategy lets it."""
+        self._bytes_sent = self._update_ns = self._idle_since_ns = 0
+        self._index = self._look_up = 0
+        """Of the step under way, and of its last look-up."""
         self.post: Post
         self.tell_sender: Local
         self.step_begins: Callable[[int], None] = lambda _: None
         self.step_done: Callable[[], None] = lambda: None
-
-    @property
-    def _index(self) -> int:
-        """Of the step under way."""
-        return len(self._job.steps) - len(self._steps)
-
-    @property
-    def _num_look_ups(self) -> int:
-        return self._job.traffic.num_look_ups(self.decider.rank, self._index)
 
     def sent(self, nbytes: int) -> None:
         """So many bytes more have left this trainer's host."""
@@ -127,122 +122,95 @@ class Trainer(Actor):
 
     def run(self, draws: Sequence[int]) -> None:
         """Train the job's steps, each with its X in units of 2^-24."""
-        self._steps.extend(zip(self._job.steps, draws, strict=True))
-        self._begin_step()
+        self._program = self._train(draws)
+        self._advance()
 
-    def _begin_step(self) -> None:
-        self._start_ns = self._clock.now
-        self.step_begins(self._steps[0][0])
-        self._tell(StepBegin(self._steps[0][0]), self._begin_read)
-
-    def _begin_read(self) -> None:
-        self._read_ns = self._head.forward_begins(self._clock.now) - self._clock.now
-        if not self._read_ns:
-            self._end_read()
+    def _advance(self, _ended: object = None) -> None:
+        wanted = next(self._program)
+        if isinstance(wanted, simpy.Event):
+            wanted.callbacks.append(self._advance)
             return
-        self._clock.timeout(self._read_ns).callbacks.append(lambda _: self._end_read())
+        if wanted is not None:
+            for piece in range(len(self.deciders)):
+                self.hear(wanted, Carried(piece=piece))
+        self._is_ready = True
+        if not self._busy:
+            self._idle()
 
-    def _end_read(self) -> None:
-        rules = self._job.rules
-        reads_all = rules.has_dense or rules.mode == "geo_sgd" or not self._num_look_ups
-        self._memory.computed_from = self._memory.versions if reads_all else _NEWEST * rules.servers
-        self._look_ups = 0
-        self._look_up()
+    def _idle(self) -> None:
+        if self._is_ready and all(isinstance(decider.state, TrainerState) and decider.state.waits is None for decider in self.deciders):
+            self._is_ready = False
+            self._advance()
 
-    def _look_up(self) -> None:
-        if self._job.rules.mode != "geo_sgd" and self._look_ups < self._num_look_ups:
-            self._look_ups += 1
-            self._tell(LookUp(), self._look_up)
-        else:
-            self._begin_forward()
+    def _train(self, draws: Sequence[int]) -> Program:
+        steps = zip(self._job.steps, draws, strict=True)
+        for self._index, (step, x) in enumerate(steps):
+            self.step_begins(step)
+            yield from self._step(step, x)
+            self._bytes_sent = 0
+            self.step_done()
+        self.ended_ns = self._clock.now
+        yield self._clock.event()  # nothing follows
 
-    def _begin_forward(self) -> None:
-        if self.order is not None:
-            self.order.add(Act("trainer", self.decider.rank, "forward"))
-        x = self._steps[0][1]
-        self._forward_ns = stretch(self._job.table.forward_ns, x)
-        self._backward_ns = stretch(self._job.table.forward_ns + self._job.table.backward_ns, x) - self._forward_ns
-        begin_ns = self._clock.now
-        self._span("wait", self._start_ns + self._read_ns, begin_ns)
-        self._span("forward", begin_ns, begin_ns + self._forward_ns)
-        self._span("backward", begin_ns + self._forward_ns, begin_ns + self._forward_ns + self._backward_ns)
-        for number, piece in enumerate(self._job.pieces):
-            ready = self._clock.timeout(stretch(self._job.table.forward_ns + piece.ready_ns, x))
-            ready.callbacks.append(partial(self._end_piece, number))
-        self._clock.timeout(self._forward_ns + self._backward_ns).callbacks.append(lambda _: self._end_backward())
-
-    def _end_piece(self, number: int, _ready: object) -> None:
-        self.hear(BackwardEnd(), Carried(piece=number))
-
-    def _end_backward(self) -> None:
-        self._idle_since_ns = self._arrival_ns = self._clock.now
+    def _step(self, step: int, x: int) -> Program:
+        clock, job, memory, rules = self._clock, self._job, self._memory, self._job.rules
+        start_ns, fetch_ns = clock.now, 0
+        yield StepBegin(step)
+        read_ns = self._head.forward_begins(clock.now) - clock.now
+        if read_ns:
+            yield clock.timeout(read_ns)
+        num_look_ups = job.traffic.num_look_ups(self.decider.rank, self._index)
+        reads_all = rules.has_dense or rules.mode == "geo_sgd" or not num_look_ups
+        memory.computed_from = memory.versions if reads_all else _NEWEST * rules.servers
+        for self._look_up in range(num_look_ups if rules.mode != "geo_sgd" else 0):
+            yield LookUp()
+        self._span("wait", start_ns + read_ns, clock.now)
+        forward_ns = stretch(job.table.forward_ns, x)
+        backward_ns = stretch(job.table.forward_ns + job.table.backward_ns, x) - forward_ns
+        yield self._compute(x, forward_ns, backward_ns)
+        self._idle_since_ns = arrival_ns = clock.now
         self._update_ns = 0
-        then = partial(self._tell, Flush(), self._end_step) if self._job.waits_each_step else self._end_step
-        if not self._job.pieces:
-            self._tell(BackwardEnd(), then)
-            return
-        self._next = then
-        self._idle()
-
-    def _end_step(self) -> None:
-        if len(self._steps) > 1:
-            self._record()
-            self._begin_step()
-        else:  # what is queued goes out, and belongs to the last step
-            self._tell(DataEnd(), self._finish)
-
-    def _record(self) -> None:
-        """The step is over."""
-        step, _ = self._steps.popleft()
-        now_ns = self._clock.now
-        read_ns = self._head.read_ns() if not self._steps else 0
-        known_ns = read_ns + self._read_ns + self._forward_ns + self._backward_ns + self._update_ns
-        is_synchronous = self._job.rules.mode == "synchronous"
-        self._span("wait", self._idle_since_ns, now_ns)
+        yield None if job.pieces else BackwardEnd()
+        if job.waits_each_step:
+            yield Flush()
+        if self._index == len(job.steps) - 1:  # what is queued goes out, and belongs to the last step
+            yield DataEnd()
+            if fetch_ns := self._head.read_ns():
+                yield clock.timeout(fetch_ns)
+        self._span("wait", self._idle_since_ns, clock.now)
+        is_synchronous = rules.mode == "synchronous"
         self.records.append(
             StepRecord(
                 rank=self.decider.rank,
                 step=step,
-                start_ns=self._start_ns,
-                read_ns=self._read_ns,
-                forward_ns=self._forward_ns,
-                backward_ns=self._backward_ns,
-                stall_ns=now_ns - self._start_ns - known_ns,
+                start_ns=start_ns,
+                read_ns=read_ns,
+                forward_ns=forward_ns,
+                backward_ns=backward_ns,
+                stall_ns=clock.now - start_ns - fetch_ns - read_ns - forward_ns - backward_ns - self._update_ns,
                 update_ns=self._update_ns,
-                end_ns=now_ns,
-                arrival_ns=self._arrival_ns if is_synchronous else None,  # in the other modes trainers do not wait for one another
+                end_ns=clock.now,
+                arrival_ns=arrival_ns if is_synchronous else None,  # in the other modes trainers do not wait for one another
                 local_steps=1 if is_synchronous else None,
                 loss=None,
                 bytes_sent=self._bytes_sent,
             )
         )
-        self._bytes_sent = 0
-        self.step_done()
 
-    def _finish(self) -> None:
-        if self._head.read_ns():
-            self._clock.timeout(self._head.read_ns()).callbacks.append(lambda _: self._leave())
-        else:
-            self._leave()
+    def _compute(self, x: int, forward_ns: int, backward_ns: int) -> simpy.Event:
+        """Begin a forward; the event is the backward's end."""
+        if self.order is not None:
+            self.order.add(Act("trainer", self.decider.rank, "forward"))
+        begin_ns = self._clock.now
+        self._span("forward", begin_ns, begin_ns + forward_ns)
+        self._span("backward", begin_ns + forward_ns, begin_ns + forward_ns + backward_ns)
+        for number, piece in enumerate(self._job.pieces):
+            ready = self._clock.timeout(stretch(self._job.table.forward_ns + piece.ready_ns, x))
+            ready.callbacks.append(partial(self._end_piece, number))
+        return self._clock.timeout(forward_ns + backward_ns)
 
-    def _leave(self) -> None:
-        self._record()
-        self.ended_ns = self._clock.now
-
-    def _tell(self, event: Event, then: Callable[[], None]) -> None:
-        """Tell the strategy, of every piece, and go on once it lets the trainer."""
-        last = len(self.deciders) - 1
-        for piece in range(last):
-            self.hear(event, Carried(piece=piece))
-        self._next = then
-        self.hear(event, Carried(piece=last))
-
-    def _idle(self) -> None:
-        if self._next is None:
-            return
-        if all(isinstance(decider.state, TrainerState) and decider.state.waits is None for decider in self.deciders):
-            then, self._next = self._next, None
-            then()
+    def _end_piece(self, number: int, _ready: object) -> None:
+        self.hear(BackwardEnd(), Carried(piece=number))
 
     def _begin(self, event: Event, carried: Carried, since_ns: int) -> None:  # noqa: ARG002  # what an actor is told
         if isinstance(event, Message) and event.kind == "rows":
@@ -251,28 +219,27 @@ class Trainer(Actor):
             self._memory.computed_from = tuple(read)
 
     def _do(self, operation: Operation) -> None:
+        rank = self.decider.rank
         if operation.kind == "update":
             self._update_ns = self._took_ns
             begin_ns = self._clock.now - self._update_ns
             self._span("wait", self._idle_since_ns, begin_ns)
             self._span("update", begin_ns, self._clock.now)
             self._idle_since_ns = self._clock.now
-        elif operation.kind == "send" and operation.group == "sender":
+        elif operation.kind == "send":
             assert operation.message is not None
             if operation.message in ("gradient", "step"):
                 self._memory.queue.append(self._memory.computed_from)
-            self.tell_sender(Message("trainer", self.decider.rank, operation.message, count=operation.count), self._piece)
-        elif operation.kind == "send":
-            assert operation.message is not None
+            message = Message("trainer", rank, operation.message, count=operation.count)
+            if operation.group == "sender":
+                self.tell_sender(message, self._piece)
+                return
             for server in range(self._job.rules.servers):
-                message = Message("trainer", self.decider.rank, operation.message)
-                self.post("trainer", self.decider.rank, server, message, self._carried(operation, server))
-
-    def _carried(self, operation: Operation, server: int) -> Carried:
-        if operation.message != "look_up":
-            return Carried(self._job.traffic.header_bytes, piece=self._piece)
-        asked, answered = self._job.traffic.looked_up(server, self.decider.rank, self._index, self._look_ups - 1)
-        return Carried(asked, answer_nbytes=answered)
+                carried = Carried(self._job.traffic.header_bytes, piece=self._piece)
+                if operation.message == "look_up":
+                    asked, answered = self._job.traffic.looked_up(server, rank, self._index, self._look_up)
+                    carried = Carried(asked, answer_nbytes=answered)
+                self.post(server, message, carried)
 
     def _span(self, name: str, start_ns: int, end_ns: int) -> None:
         if end_ns > start_ns:

@@ -94,7 +94,7 @@ def test_what_k_steps_have_become_is_said_where_they_do_not_say_it() -> None:
 def test_shards_part_everything_evenly(servers: int, dense: int, rows: int) -> None:
     """Ranges follow each other and differ by one number at most; every row is on the server of its number, once."""
     shards = Shards(servers=servers, dense=dense, tables=(Table(name="words", rows=rows, width=3),))
-    ranges = [shards.dense_range(server) for server in range(servers)]
+    ranges = [(part.start, part.stop) for part in map(shards.dense_part, range(servers))]
     assert [begin for begin, _ in ranges] == [0, *[end for _, end in ranges[:-1]]]
     assert ranges[-1][1] == dense
     sizes = [end - begin for begin, end in ranges]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,8 @@ from server_job import PATIENCE_S, SYNCHRONOUS, Job, ServerThread, SlowProxy, di
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from fleetbench.plan.events import DataEnd, Event
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
-from real.servers.launcher_messages import Messenger
+from real.servers.launcher_messages import tell_servers
 from real.servers.served_training import ServedTraining
 from real.servers.server_options import ServerOptions
 from real.servers.wire import Head, encode
@@ -157,16 +158,15 @@ def test_leaving_a_server_that_has_died_raises(strategy: DistributedStrategy) ->
     with job(2, 1) as running:
         model, optimizer, training = counting(running, 0, strategy)
         add(model, optimizer, 3, 1.0, 1.0)
-        tell = training._tell
+        training.flush()
+        ask = training._links.ask
 
-        def flush_and_lose_a_server(event: Event) -> None:
-            assert isinstance(event, DataEnd)
-            training._tell = tell  # type: ignore[method-assign]  # as it was
-            training.flush()
-            running.threads[1].abandon()
-            training._joined().tell("leave")
+        def lose_a_server_and_ask(server: int, kind: str, *rest: Any, **named: Any) -> None:
+            if server == 1:
+                running.threads[1].abandon()
+            ask(server, kind, *rest, **named)
 
-        training._tell = flush_and_lose_a_server  # type: ignore[method-assign]  # it dies in between
+        training._links.ask = lose_a_server_and_ask  # type: ignore[method-assign]  # it dies as the trainer leaves
         with pytest.raises(WorkerFailed, match="server 1: its connection has broken"):
             together(training.finish)
         assert running.threads[0].server.report.updates == 1
@@ -176,29 +176,26 @@ def test_what_a_launcher_tells_reaches_all() -> None:
     """Two servers: a trainer raises with the host's name, and so does each server."""
     with job(2, 1) as running:
         model, optimizer, _ = counting(running, 0, SYNCHRONOUS)
-        messenger = Messenger(running.endpoints)
-        messenger.job_failed("host b", "the launch was ended there")
+        tell_servers(running.endpoints, "host b", "the launch was ended there")
         for thread in running.threads:
             thread.join(PATIENCE_S)
             assert str(thread.error).startswith("host b: the launch was ended there")
         with pytest.raises(WorkerFailed, match="host b: the launch was ended there"):
             add(model, optimizer, 0, 1.0, 1.0)
-        messenger.close(linger=True)
 
 
 def test_a_launcher_tells_a_server_that_is_not_up_yet() -> None:
-    """A trainer that has ended before the server has its address counts as one that has left."""
+    """For three seconds the message waits for it."""
     with job(1, 2) as running:
         running.threads[0].abandon()
-        messenger = Messenger(running.endpoints)
-        messenger.trainer_ended(1)
+        teller = threading.Thread(target=tell_servers, args=(running.endpoints, "rank 1", "was killed by SIGKILL"))
+        teller.start()
         time.sleep(0.2)
         running.threads[0] = running.start(0)
-        _, _, training = counting(running, 0, ASYNCHRONOUS)  # past the launch barrier
-        training.finish()
         running.reports()
-        assert running.threads[0].error is None
-        messenger.close(linger=False)
+        assert str(running.threads[0].error).startswith("rank 1: was killed by SIGKILL")
+        teller.join(PATIENCE_S)
+        assert not teller.is_alive()
 
 
 @pytest.mark.parametrize("strategy", [ASYNCHRONOUS, SYNCHRONOUS], ids=["asynchronous", "synchronous"])

@@ -62,8 +62,9 @@ def test_a_server_knows_what_it_is(fleet: Fleet, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"call fleet\.init_server first"):
         fleet.run_server()
     assert isinstance(fleet._job, Served)
-    assert fleet._job._server_options().round_timeout_s == 77.0
     assert fleet.init_server() is False
+    assert fleet._job._server is not None
+    assert fleet._job._server.options.round_timeout_s == 77.0
     with pytest.raises(ConfigError, match="save_every_s"):
         fleet.run_server(save_every_s=3)
     with pytest.raises(ConfigError, match="call it once"):
@@ -104,13 +105,15 @@ def test_a_trainer_trains_by_the_documented_lines(
 class Ending:
     """What trains, for whoever asks only how it ends."""
 
-    def __init__(self, *, has_joined: bool = True) -> None:
-        self.has_joined = has_joined
+    has_joined, has_ended = True, False
+
+    def __init__(self) -> None:
         self.ended: list[str] = []
 
     def finish(self) -> None:
         """In order."""
         self.ended.append("finish")
+        self.has_ended = True
 
     def close(self) -> None:
         """At once."""
@@ -138,22 +141,21 @@ def test_a_script_that_forgot_stop_worker_leaves_in_order_where_others_can_go_on
     if raises:
         monkeypatch.setattr(sys, "last_value", ValueError("odd"), raising=False)
     fleet._job.leave()
-    assert training.ended == [ending]
+    assert training.ended[0] == ending
     assert ("ends without fleet.stop_worker()" in capfd.readouterr().err) == (ending == "close" and not raises)
 
 
-def test_a_script_that_ends_before_it_has_joined_has_nobody_to_leave(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its exit nothing is said to servers, and nothing raises; its launcher tells them."""
+def test_a_script_that_ends_before_it_has_joined_says_so(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing raises at its exit; its launcher reads the note."""
     be(monkeypatch, "trainer", f"127.0.0.1:{free_port()}")
     fleet.init(SERVED)
     assert isinstance(fleet._job, Served)
     model = fleet.distributed_model(torch.nn.Linear(2, 2))
     fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     fleet._job.leave()
-    training = Ending(has_joined=False)
-    fleet._job.training = training  # type: ignore[assignment]  # so much of it
-    fleet._job.leave()
-    assert training.ended == ["close"]
+    assert "rank 0: ends without fleet.stop_worker()" in capfd.readouterr().err
 
 
 def test_calls_that_need_servers_before_or_behind_them_say_so(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_what_a_trainer_of_servers_does_not_have_is_refused(fleet: Fleet, monkey
         fleet.init_worker()
     with pytest.raises(ConfigError, match=r"(?s)do not have this.*gradients go out at optimizer\.step"):
         fleet.no_sync()
-    with pytest.raises(ConfigError, match=r"(?s)load nothing.*fleet\.init_server\(FOLDER\)"):
+    with pytest.raises(ConfigError, match=r"(?s)do not have this.*fleet\.init_server\(FOLDER\)"):
         fleet.load_persistables("x")
     with pytest.raises(ConfigError, match="call it once"):
         fleet.init(SERVED)
@@ -281,8 +283,11 @@ def test_a_launch_that_makes_no_sense_is_refused(arguments: list[str], named: st
 def test_servers_and_trainers_wait_for_each_other_as_long_as_the_launch_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ``--startup-timeout``, in a variable; what is no time is refused."""
     monkeypatch.setenv("FLEETBENCH_STARTUP_TIMEOUT", "900.0")
-    server = Served(Role(launcher="Paddle", kind="server", servers=("127.0.0.1:1",)), SERVED, 80.0)
-    assert server._server_options().startup_timeout_s == 900.0
+    server = Served(Role(launcher="Paddle", kind="server", servers=(f"127.0.0.1:{free_port()}",)), SERVED, 80.0)
+    server.init_server(None)
+    assert server._server is not None
+    assert server._server.options.startup_timeout_s == 900.0
+    server.leave()
     role = Role(launcher="Paddle", rank=0, trainers=1, servers=("127.0.0.1:1",))
     trainer = Served(role, SERVED, 80.0)
     trainer.distributed_model(torch.nn.Linear(1, 1))

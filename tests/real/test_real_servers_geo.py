@@ -224,9 +224,10 @@ def test_a_barrier_behind_an_update_that_raised_is_met() -> None:
         optimizer.param_groups[0]["lr"] = None
         with pytest.raises(TypeError):
             add(model, optimizer, 0, 1.0, 1.0)
-        assert training._guarded
+        assert training._geo is not None
+        assert training._geo.guard.locked()
         together(training.barrier)
-        assert not training._guarded
+        assert not training._geo.guard.locked()
 
 
 def test_two_trainers_learn_what_the_other_learnt() -> None:

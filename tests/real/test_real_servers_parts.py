@@ -80,7 +80,7 @@ def test_a_tensor_travels_uncopied() -> None:
 @given(parts=st.lists(st.binary(max_size=120), min_size=1, max_size=4))
 def test_another_protocol_is_no_message(parts: list[bytes]) -> None:
     """Nor is another version of this one: the one error that a server passes over."""
-    for text in (parts[0], bytes(encode(Head("pull"))[0]).replace(b"FBPS 7", b"FBPS 6")):
+    for text in (parts[0], bytes(encode(Head("pull"))[0]).replace(b"FBPS 8", b"FBPS 7")):
         with pytest.raises(WireError):
             decode([zmq.Frame(text), *map(zmq.Frame, parts[1:])])
 
@@ -219,8 +219,6 @@ def test_each_trainer_pulls_what_others_changed_and_once() -> None:
     assert list(shard.parameters(1)[1]) == [2]
     assert list(shard.parameters(1)[1]) == []
     assert list(shard.parameters(2)[1]) == [1, 4]
-    shard.everything(0)
-    assert list(shard.parameters(0)[1]) == []
 
 
 @pytest.mark.parametrize("optimizer", OPTIONS)

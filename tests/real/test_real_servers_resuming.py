@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from server_desk import Desk, desk
 
@@ -75,31 +76,34 @@ def test_a_synchronous_job_closes_its_rounds_with_its_own_trainers(tmp_path: Pat
         assert server.dense() == [-4, -5]
 
 
-def test_a_trainer_that_the_file_does_not_know_hears_of_all_rows(tmp_path: Path) -> None:
-    """GeoSGD with two trainers, then with three and another K: the third one's first pull brings every row, its second none."""
+def test_a_trainer_that_the_file_does_not_know_begins_with_all_rows(tmp_path: Path) -> None:
+    """GeoSGD with two trainers, then with three and another K: the third one joins and has every row, and its first pull brings none."""
     saved(tmp_path, "geo_sgd")
     with desk("geo_sgd", trainers=3, restore=tmp_path) as server:
         spec = of(server, rules={"k_steps": 5})
         for rank in range(3):
             assert joins(server, rank, spec) == "ready"
-        rows = []
-        for _ in range(2):
-            server.say("pull", 2)
-            rows.append(len(server._sent[-1][1][1]) // 4)
-        assert rows == [4, 0]
+        ((_, tensors),) = server._sent
+        assert np.frombuffer(tensors[0], np.float32).tolist() == [1, 2]
+        assert np.frombuffer(tensors[1], np.float32).tolist() == [0] * 4
+        server.say("pull", 2)
+        assert server._sent[-1][1][1] == b""
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"dtype": "float64"}, "dtype (float32 on the server, float64 on the trainer)"),
-        ({"optimizer": "sgd", "options": OPTIONS["sgd"]}, "optimizer (momentum on the server, sgd on the trainer)"),
+        ({"dtype": "float64"}, "dtype ('float32' on the server, 'float64' on the trainer)"),
+        ({"optimizer": "sgd", "options": OPTIONS["sgd"]}, "optimizer ('momentum' on the server, 'sgd' on the trainer)"),
         (
             {"dense": 3, "names": ("d", "e"), "sizes": (2, 1)},
-            "dense parameters (2 on the server, 3 on the trainer); parameter 1 (none on the server, e of 1",
+            "dense (2 on the server, 3 on the trainer); names (('d',) on the server, ('d', 'e') on the trainer)",
         ),
-        ({"tables": (Table(name="t", rows=9, width=1),)}, "embedding 0 (t, 4 x 1 on the server, t, 9 x 1 on the trainer)"),
-        ({"rules": {"trainers": 5}}, "trainers and servers (2 and 1 on the server, 5 and 1 on the trainer)"),
+        (
+            {"tables": (Table(name="t", rows=9, width=1),)},
+            "tables (({'name': 't', 'rows': 4, 'width': 1},) on the server, ({'name': 't', 'rows': 9, 'width': 1},) on the trainer)",
+        ),
+        ({"rules": {"trainers": 5}}, "trainers (2 on the server, 5 on the trainer)"),
     ],
     ids=["dtype", "optimizer", "parameters", "embedding", "trainers"],
 )

@@ -321,7 +321,6 @@ def test_a_trainer_that_waits_for_rows_hears_that_its_sender_has_failed() -> Non
     with job() as running:
         model, _, training = counting(running, 0, served())
         links, sender = training._links, training._joined()
-        assert links is not None
         polls: list[float] = []
 
         def poll(timeout_s: float) -> list[Answer]:

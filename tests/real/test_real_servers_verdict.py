@@ -18,18 +18,11 @@ from real.servers.hosts import Placement
 
 ALONE = Placement(endpoints=("127.0.0.1:1", "127.0.0.1:2"), workers=("127.0.0.1",) * 4, own=frozenset(["127.0.0.1"]))
 SPREAD = Placement(endpoints=("a:1", "b:2"), workers=("a", "a", "b", "b"), own=frozenset(["a"]))
-STOPPED_PID = 17
 
 
-@pytest.fixture(autouse=True)
-def states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process of these is stopped; the others run, or have ended."""
-    monkeypatch.setattr("real.processes.started.process_state", lambda pid: "T" if pid == STOPPED_PID else "S")
-
-
-def process(kind: Literal["server", "trainer"], rank: int, code: int | None, *, stopped: bool = False) -> Started:
+def process(kind: Literal["server", "trainer"], rank: int, code: int | None) -> Started:
     """One that ended so, or lives."""
-    popen: Any = SimpleNamespace(pid=STOPPED_PID if stopped else 1, poll=lambda: code)
+    popen: Any = SimpleNamespace(pid=1, poll=lambda: code)
     return Started(kind, rank, [], {}, Path(f"{kind}{rank}.log"), popen, code)
 
 
@@ -51,10 +44,7 @@ def failure(
         (folder / "note").write_text(json.dumps(noted))
     job = ServedJob(placement, folder / "note")
     job.processes = list(processes)
-    try:
-        return job._failure()
-    finally:
-        job.messenger.close(linger=False)
+    return job._failure()
 
 
 def test_a_signal_without_a_name_has_its_number() -> None:
@@ -82,10 +72,10 @@ CASES: dict[str, tuple[list[Started], dict[str, Any], str]] = {
         {"noted": ("server 0", "its connection has broken")},
         "server 0 on a: was killed by SIGKILL",
     ),
-    "a stopped trainer that a process names": (
-        [*servers(1), process("trainer", 0, None, stopped=True)],
-        {"noted": ("rank 0", "this trainer has fallen silent")},
-        "rank 0 on a: was stopped and did not answer, until it was killed",
+    "a trainer that ended well here, but too early": (
+        trainers(0, 0),
+        {"noted": ("rank 0", "ends without fleet.stop_worker(), and the job with it")},
+        "rank 0 on a: ends without fleet.stop_worker()",
     ),
     "a host that was interrupted": (
         trainers(1, 1),
@@ -97,11 +87,6 @@ CASES: dict[str, tuple[list[Started], dict[str, Any], str]] = {
     "who failed here, of one machine": ([*servers(None, None), *trainers(0, 7)], {"placement": ALONE}, "rank 1: ended with exit code 7"),
     "a server that failed": ([*servers(3), *trainers(None, None)], {}, "server 0 on a: ended with exit code 3"),
     "a server that did not end": ([*servers(None), *trainers(0, 0)], {}, "server 0 on a: did not end"),
-    "a stopped server that did not end": (
-        [process("server", 0, None, stopped=True), *trainers(0, 0)],
-        {},
-        "server 0 on a: was stopped and did not answer, until it was killed",
-    ),
 }
 
 

@@ -73,9 +73,8 @@ def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
     """What ``k_steps = -1`` has become, in words, and why; none where the strategy says it itself."""
     if not strategy.a_sync or strategy.a_sync_configs.k_steps >= 0:
         return None
-    if rules.mode == "geo_sgd":
-        return f"a_sync_configs.k_steps = -1: GeoSGD with k_steps = {rules.k_steps}, for SGD whose parameters fit {COPIES} times in memory"
-    return f"a_sync_configs.k_steps = -1: asynchronous; GeoSGD is for SGD whose parameters fit {COPIES} times in memory"
+    mode = f"GeoSGD with k_steps = {rules.k_steps}" if rules.mode == "geo_sgd" else "asynchronous"
+    return f"a_sync_configs.k_steps = -1: {mode}; GeoSGD is for SGD whose parameters fit {COPIES} times in memory"
 
 
 def early_exchanges(rules: ServerRules, step_s: float, apart: float | None = None) -> tuple[str, str] | None:
@@ -160,9 +159,9 @@ class Shards:
     """Numbers in that vector."""
     tables: tuple[Table, ...] = ()
 
-    def dense_range(self, server: int) -> tuple[int, int]:
-        """Begin and end of a server's part of the dense vector; parts differ by at most one number."""
-        return server * self.dense // self.servers, (server + 1) * self.dense // self.servers
+    def dense_part(self, server: int) -> slice:
+        """A server's part of the dense vector; parts differ by at most one number."""
+        return slice(server * self.dense // self.servers, (server + 1) * self.dense // self.servers)
 
     def num_rows(self, table: int, server: int) -> int:
         """Rows of a table on a server: row r is row r // servers of server r % servers."""

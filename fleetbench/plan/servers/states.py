@@ -88,11 +88,15 @@ class Issue:
         self.next_id = next_id
         self._operations: list[Operation] = []
 
-    def add(self, **fields: Any) -> None:
+    def add(self, kind: Any, **fields: Any) -> None:
         """One more operation, after the last."""
         after = (self._operations[-1].id,) if self._operations else ()
-        self._operations.append(Operation(id=self.next_id, after=after, **fields))
+        self._operations.append(Operation(id=self.next_id, kind=kind, after=after, **fields))
         self.next_id += 1
+
+    def send(self, group: str, message: str, **fields: Any) -> None:
+        """One more ``send`` of a ``message``."""
+        self.add("send", group=group, message=message, **fields)
 
     @property
     def operations(self) -> Operations:

@@ -33,15 +33,12 @@ sender     servers   gradient    a push of ``count`` summed gradients
 sender     servers   delta       GeoSGD: a push
 sender     servers   pull        asks for dense parameters; GeoSGD: and for the rows others changed
 sender     servers   barrier *   this trainer waits for the others
-server     sender    ready *     the parameters are there
+server     sender    ready *     the parameters, once they are there
 server     sender    blank *     they are not: trainer 0 is to send them
 server     sender    applied     a push is
 server     sender    parameters  what was pulled, or what a synchronous update left
 server     sender    barrier *   all are there
 server     trainer   rows        what was looked up
-sender     servers   fetch *     all there is, after ``ready``, where another brought it
-server     sender    fetched *   that; its rows are no news to this trainer any more
-executor   server    leave *     trainer ``rank`` has ended well, and had never joined
 =========  ========  ==========  =====================================================================
 
 What has a star goes out, or is waited for, on the executor's word alone, because a script asks for it or a
@@ -110,8 +107,8 @@ def on_trainer(rules: ServerRules, state: TrainerState, event: Event) -> tuple[T
             return state._replace(step=step, in_step=True), ()
         case LookUp() if rules.mode != "geo_sgd":
             assert state.waits is None
-            issue.add(kind="send", payload="rows", group="servers", message="look_up")
-            issue.add(kind="wait")
+            issue.send("servers", "look_up", payload="rows")
+            issue.add("wait")
             state = state._replace(waits="rows", answers=0)
         case BackwardEnd():
             assert state.in_step, "StepBegin comes before BackwardEnd"
@@ -120,21 +117,19 @@ def on_trainer(rules: ServerRules, state: TrainerState, event: Event) -> tuple[T
             state = _hear(rules, state, event, issue)
         case Flush() | DataEnd():
             assert state.waits is None
-            issue.add(kind="send", group="sender", message="flush")
-            issue.add(kind="wait")
+            issue.send("sender", "flush")
+            issue.add("wait")
             state = state._replace(waits="drained", ends=isinstance(event, DataEnd))
-        case _:
-            pass
     return state._replace(next_id=issue.next_id), issue.operations
 
 
 def _end_backward(rules: ServerRules, state: TrainerState, issue: Issue) -> TrainerState:
     if rules.mode == "synchronous":
-        issue.add(kind="send", payload="gradient", group="sender", message="gradient", count=1)
-        issue.add(kind="wait")
+        issue.send("sender", "gradient", payload="gradient", count=1)
+        issue.add("wait")
         return state._replace(waits="fresh", queued=state.queued + 1)
     if state.queued == rules.room:
-        issue.add(kind="wait")
+        issue.add("wait")
         return state._replace(waits="room")
     return _hand_on(rules, state, issue)
 
@@ -142,12 +137,12 @@ def _end_backward(rules: ServerRules, state: TrainerState, issue: Issue) -> Trai
 def _hand_on(rules: ServerRules, state: TrainerState, issue: Issue) -> TrainerState:
     """End a step: its gradient goes to the sender, or in GeoSGD it is applied here, and the sender learns of it."""
     if rules.mode == "geo_sgd":
-        issue.add(kind="update")
-        issue.add(kind="mark", payload="rows")
-        issue.add(kind="send", group="sender", message="step", count=1)
+        issue.add("update")
+        issue.add("mark", payload="rows")
+        issue.send("sender", "step", count=1)
     else:
-        issue.add(kind="send", payload="gradient", group="sender", message="gradient", count=1)
-        issue.add(kind="skip")
+        issue.send("sender", "gradient", payload="gradient", count=1)
+        issue.add("skip")
     return state._replace(in_step=False, queued=state.queued + 1)
 
 
@@ -157,16 +152,16 @@ def _hear(rules: ServerRules, state: TrainerState, event: Message, issue: Issue)
         if state.waits == "room":
             return _hand_on(rules, state._replace(waits=None), issue)
     elif event.kind == "fresh" and state.waits == "fresh":
-        issue.add(kind="skip")
+        issue.add("skip")
         return state._replace(waits=None, in_step=False)
     elif event.kind == "rows" and state.waits == "rows":
         state = state._replace(answers=state.answers + 1)
         if state.answers == rules.servers:
-            issue.add(kind="install", payload="rows")
+            issue.add("install", payload="rows")
             return state._replace(waits=None)
     elif event.kind == "drained" and state.waits == "drained":
         if state.ends:
-            issue.add(kind="send", group="servers", message="leave")
+            issue.send("servers", "leave")
         return state._replace(waits=None)
     return state
 
@@ -181,23 +176,20 @@ def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[Sen
             state = state._replace(queued=state.queued + 1, idle=False)
             together = {"synchronous": 1, "asynchronous": rules.max_merge, "geo_sgd": rules.k_steps}[rules.mode]
             if together > 1:  # gradients or noted steps of a push: some may be left over, and only a timer gets them out
-                issue.add(kind="set_timer", delay_ns=rules.idle_ns)
+                issue.add("set_timer", delay_ns=rules.idle_ns)
         case Message(kind="applied"):
-            acknowledged = tuple(num + (server == event.rank) for server, num in enumerate(state.acknowledged))
-            state = state._replace(acknowledged=acknowledged)
+            state = _acknowledge(state, event.rank)
         case Message(kind="parameters"):
             state = _hear_parameters(rules, state, event, issue)
         case Message(kind="flush"):
             owes_pull = rules.mode == "geo_sgd" or (rules.mode == "asynchronous" and rules.has_dense)
             state = state._replace(flushes=True, owes_pull=owes_pull)
-        case _:
-            pass
     if rules.mode != "synchronous":
         state = (_exchange if rules.mode == "geo_sgd" else _push_and_pull)(rules, state, issue)
     elif state.queued:
         state = _push(state, issue, 1)
     if state.flushes and not (state.queued or state.in_flight or state.pulling or state.owes_pull):
-        issue.add(kind="send", group="trainer", message="drained")
+        issue.send("trainer", "drained")
         state = state._replace(flushes=False)
     return state._replace(next_id=issue.next_id), issue.operations
 
@@ -206,26 +198,29 @@ def _hear_parameters(rules: ServerRules, state: SenderState, event: Message, iss
     """Parameters of one server: after a pull, or after a synchronous update, of which they are the acknowledgement."""
     state = state._replace(answers=state.answers + 1)
     if rules.mode == "synchronous":
-        acknowledged = tuple(num + (server == event.rank) for server, num in enumerate(state.acknowledged))
-        state = state._replace(acknowledged=acknowledged)
+        state = _acknowledge(state, event.rank)
     if state.answers < rules.servers:
         return state
-    issue.add(kind="install", payload="delta" if rules.mode == "geo_sgd" else "parameters")
+    issue.add("install", payload="delta" if rules.mode == "geo_sgd" else "parameters")
     if rules.mode == "synchronous":
-        issue.add(kind="send", group="trainer", message="fresh")
+        issue.send("trainer", "fresh")
     return state._replace(answers=0, pulling=False)
 
 
+def _acknowledge(state: SenderState, by: int) -> SenderState:
+    return state._replace(acknowledged=tuple(num + (server == by) for server, num in enumerate(state.acknowledged)))
+
+
 def _push(state: SenderState, issue: Issue, count: int, what: Literal["gradient", "delta"] = "gradient", divisor: int = 1) -> SenderState:
-    issue.add(kind="merge", payload=what, divisor=divisor, count=count)
-    issue.add(kind="send", payload=what, group="servers", message=what, count=count)
-    issue.add(kind="send", group="trainer", message="taken", count=count)
+    issue.add("merge", payload=what, divisor=divisor, count=count)
+    issue.send("servers", what, payload=what, count=count)
+    issue.send("trainer", "taken", count=count)
     queued = state.queued - count
     return state._replace(queued=queued, pushed=state.pushed + 1, idle=state.idle and queued > 0)
 
 
 def _pull(state: SenderState, issue: Issue) -> SenderState:
-    issue.add(kind="send", group="servers", message="pull")
+    issue.send("servers", "pull")
     return state._replace(pulling=True, answers=0, unseen=0, owes_pull=False)
 
 
@@ -265,25 +260,22 @@ def on_server(rules: ServerRules, state: ServerState, event: Event) -> tuple[Ser
         case "join":
             state = _join(state, rank, issue)
         case "initial" if not state.initialised:
-            issue.add(kind="install", payload="parameters")
+            issue.add("install", payload="parameters")
             for joined in state.joining:
-                issue.add(kind="send", group="sender", rank=joined, message="ready")
+                issue.send("sender", "ready", rank=joined)
             state = state._replace(initialised=True, joining=())
         case "gradient" if rules.mode == "synchronous":
             state = _close_round(rules, state._replace(arrived=_with(state.arrived, rank)), issue)
-        case "gradient":
-            issue.add(kind="update", payload="gradient", rank=rank, count=event.count)
-            issue.add(kind="send", group="sender", rank=rank, message="applied", count=event.count)
-            state = state._replace(version=state.version + 1)
-        case "delta":
-            issue.add(kind="accumulate", payload="delta", rank=rank, count=event.count)
-            issue.add(kind="mark", payload="rows", rank=rank)
-            issue.add(kind="send", group="sender", rank=rank, message="applied", count=event.count)
+        case "gradient" | "delta":
+            issue.add("update" if event.kind == "gradient" else "accumulate", payload=event.kind, rank=rank, count=event.count)
+            if event.kind == "delta":
+                issue.add("mark", payload="rows", rank=rank)
+            issue.send("sender", "applied", rank=rank, count=event.count)
             state = state._replace(version=state.version + 1)
         case "pull":
-            issue.add(kind="send", payload="parameters", group="sender", rank=rank, message="parameters")
+            issue.send("sender", "parameters", payload="parameters", rank=rank)
         case "look_up":
-            issue.add(kind="send", payload="rows", group="trainer", rank=rank, message="rows")
+            issue.send("trainer", "rows", payload="rows", rank=rank)
         case "barrier":
             state = _close_round(rules, state._replace(met=_with(state.met, rank)), issue)
             state = _leave_barrier(rules, state, issue)
@@ -298,10 +290,10 @@ def _present(rules: ServerRules, state: ServerState) -> set[int]:
 
 def _join(state: ServerState, rank: int, issue: Issue) -> ServerState:
     if state.initialised:
-        issue.add(kind="send", group="sender", rank=rank, message="ready")
+        issue.send("sender", "ready", rank=rank)
         return state
     if rank == 0:
-        issue.add(kind="send", group="sender", rank=rank, message="blank")
+        issue.send("sender", "blank", rank=rank)
     return state._replace(joining=_with(state.joining, rank))
 
 
@@ -310,9 +302,9 @@ def _close_round(rules: ServerRules, state: ServerState, issue: Issue) -> Server
     if not state.arrived or not _present(rules, state) <= {*state.arrived, *state.met}:
         return state
     num = len(state.arrived)
-    issue.add(kind="update", payload="gradient", divisor=num, count=num)
+    issue.add("update", payload="gradient", divisor=num, count=num)
     for rank in state.arrived:
-        issue.add(kind="send", payload="parameters", group="sender", rank=rank, message="parameters")
+        issue.send("sender", "parameters", payload="parameters", rank=rank)
     return state._replace(arrived=(), version=state.version + 1)
 
 
@@ -320,7 +312,7 @@ def _leave_barrier(rules: ServerRules, state: ServerState, issue: Issue) -> Serv
     if not state.met or not _present(rules, state) <= set(state.met):
         return state
     for rank in state.met:
-        issue.add(kind="send", group="sender", rank=rank, message="barrier")
+        issue.send("sender", "barrier", rank=rank)
     return state._replace(met=())
 
 
@@ -328,7 +320,7 @@ def _leave(rules: ServerRules, state: ServerState, issue: Issue) -> ServerState:
     """A trainer has left: the others no longer wait for it. After the last one the server ends."""
     state = _leave_barrier(rules, _close_round(rules, state, issue), issue)
     if not _present(rules, state):
-        issue.add(kind="stop")
+        issue.add("stop")
         return state._replace(stopped=True)
     return state
 
