@@ -93,8 +93,8 @@ class Change:
     tables: list[tuple[torch.Tensor, torch.Tensor]]
     """Rows and their values; of a server's part as the server numbers them, in ascending order."""
     rate: float = 0.0
-    versions: list[tuple[int, ...]] = field(default_factory=list)
-    """Of each gradient in it, by server: updates in what it was computed from; of a server's part, its own alone."""
+    versions: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    """Updates in what each gradient in it was computed from, ``(gradients, servers)``; of a server's part ``(gradients,)``."""
 
 
 def add_changes(changes: Sequence[Change]) -> Change:
@@ -103,37 +103,36 @@ def add_changes(changes: Sequence[Change]) -> Change:
         return changes[0]
     dense = [change.dense for change in changes if change.dense is not None]
     tables = [add_rows(parts) for parts in zip(*(change.tables for change in changes), strict=True)]
-    versions = [version for change in changes for version in change.versions]
+    versions = np.concatenate([change.versions for change in changes])
     return Change(functools.reduce(torch.add, dense) if dense else None, tables, changes[-1].rate, versions)
 
 
 class Layout:
-    """Which of a model's trained parameters are dense, one vector in its order, and which are tables, whose gradients are sparse."""
+    """A model's trained parameters: dense ones, as one vector in its order, and tables, whose gradients are sparse."""
 
     def __init__(self, named: Mapping[str, torch.Tensor], sparse: Collection[str]) -> None:
         self.named = named
         self.dense = {name: value for name, value in named.items() if name not in sparse}
-        self.tables = {name: value for name, value in named.items() if name in sparse}
+        self.sparse = {name: value for name, value in named.items() if name in sparse}
+        none = next(iter(named.values())).new_zeros(0)
+        self.flat = torch.cat([none, *(value.detach().reshape(-1) for value in self.dense.values())])
+        """A copy of the dense ones."""
+        self.tables = [value.data for value in self.sparse.values()]
 
     def table_of(self, weight: torch.Tensor) -> int:
         """Number of the table that has this weight."""
-        return next(number for number, table in enumerate(self.tables.values()) if table is weight)
-
-    def flat(self) -> torch.Tensor:
-        """A copy of the dense parameters."""
-        none = next(iter(self.named.values())).new_zeros(0)
-        return torch.cat([none, *(value.detach().reshape(-1) for value in self.dense.values())])
+        return next(number for number, table in enumerate(self.sparse.values()) if table is weight)
 
     def shards(self, servers: int) -> Shards:
         """Who holds what."""
-        tables = tuple(Table(name=name, rows=len(value), width=value.shape[1]) for name, value in self.tables.items())
-        return Shards(servers=servers, dense=sum(value.numel() for value in self.dense.values()), tables=tables)
+        tables = tuple(Table(name=name, rows=len(value), width=value.shape[1]) for name, value in self.sparse.items())
+        return Shards(servers=servers, dense=len(self.flat), tables=tables)
 
     def parameters(self, flat: torch.Tensor, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All of them in the model's order, dense ones as views."""
         pieces = flat.split([value.numel() for value in self.dense.values()]) if self.dense else ()
         own = {name: piece.view_as(self.dense[name]) for name, piece in zip(self.dense, pieces, strict=True)}
-        own |= zip(self.tables, tables, strict=True)
+        own |= zip(self.sparse, tables, strict=True)
         return [own[name] for name in self.named]
 
     def change(self, gradients: Sequence[torch.Tensor | None]) -> Change:
@@ -141,7 +140,7 @@ class Layout:
         found = dict(zip(self.named, gradients, strict=True))
         dense = [torch.zeros_like(value) if (own := found[name]) is None else own for name, value in self.dense.items()]
         tables = []
-        for name, table in self.tables.items():
+        for name, table in self.sparse.items():
             whole = None if (own := found[name]) is None else own.coalesce()
             none = table.new_zeros(0, dtype=torch.int64), table.new_zeros(0, table.shape[1])
             tables.append(none if whole is None else (whole.indices()[0], whole.values()))
@@ -150,7 +149,7 @@ class Layout:
     def touched(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Rows of each table that a step's gradients hold, some perhaps twice."""
         found = dict(zip(self.named, gradients, strict=True))
-        return [None if (own := found[name]) is None else own._indices()[0] for name in self.tables]  # noqa: SLF001  # `indices` sorts them first
+        return [None if (own := found[name]) is None else own._indices()[0] for name in self.sparse]  # noqa: SLF001  # `indices` sorts them first
 
 
 class ParameterShard:
@@ -251,7 +250,7 @@ def part_of(change: Change, shards: Shards, server: int) -> Change:
         own, where = _rows_of(rows, shards.servers, server)
         tables.append((torch.from_numpy(own), values if where is None else values.index_select(0, where)))
     dense = None if change.dense is None else change.dense[shards.dense_part(server)]
-    return Change(dense, tables, change.rate, [(version[server],) for version in change.versions])
+    return Change(dense, tables, change.rate, change.versions[:, server : server + 1].reshape(-1))
 
 
 def shard_rows(rows: torch.Tensor, servers: int, server: int) -> tuple[Array, torch.Tensor]:

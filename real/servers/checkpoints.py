@@ -32,18 +32,7 @@ def shard_path(folder: Path, server: int, servers: int) -> Path:
 
 
 def write_shard(folder: Path, shard: Shard, version: int) -> str:
-    """Write a server's checkpoint, of ``version`` updates; the error, empty if it was written."""
-    try:
-        _write(shard_path(folder, shard.server, shard.spec.rules.servers), *_content(shard, version))
-    except (OSError, SafetensorError, ValueError, MemoryError) as error:  # ValueError: no folder has that name
-        return str(error) or type(error).__name__
-    return ""
-
-
-def _content(shard: Shard, version: int) -> tuple[Arrays, dict[str, str]]:
-    tensors = {f"parameters.{number}": np.ascontiguousarray(array) for number, array in enumerate(shard.arrays)}
-    for number, slots in enumerate(shard.optimizer.state):
-        tensors |= {f"state.{number}.{slot}": np.ascontiguousarray(array) for slot, array in slots.items()}
+    """Write a server's checkpoint, of ``version`` updates; the error, empty if it was written. Until then the one before stays."""
     metadata = {
         "format": _FORMAT,
         "spec": shard.spec.to_json().decode(),
@@ -51,7 +40,20 @@ def _content(shard: Shard, version: int) -> tuple[Arrays, dict[str, str]]:
         "steps": json.dumps(shard.optimizer.steps),
         "version": str(version),
     }
-    return tensors, metadata
+    path, tensors = shard_path(folder, shard.server, shard.spec.rules.servers), _arrays(shard)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path, durable=True) as partial:
+            save_file(tensors, partial, {**metadata, _DIGEST: _digest(tensors, metadata)})
+    except (OSError, SafetensorError, ValueError, MemoryError) as error:  # ValueError: no folder has that name
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _arrays(shard: Shard) -> Arrays:
+    """Parameters and the optimizer's state, by name."""
+    found = {f"parameters.{number}": array for number, array in enumerate(shard.arrays)}
+    return found | {f"state.{number}.{slot}": array for number, slots in enumerate(shard.optimizer.state) for slot, array in slots.items()}
 
 
 def _digest(tensors: Arrays, metadata: Mapping[str, str]) -> str:
@@ -60,15 +62,8 @@ def _digest(tensors: Arrays, metadata: Mapping[str, str]) -> str:
     told = sorted((key, value) for key, value in metadata.items() if key != _DIGEST)
     found = hashlib.sha256(json.dumps([told, described]).encode())
     for _, array in sorted(tensors.items()):
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        found.update(array.reshape(-1).view(np.uint8).data)
     return found.hexdigest()
-
-
-def _write(path: Path, tensors: Arrays, metadata: dict[str, str]) -> None:
-    """Write a checkpoint; the one before stays until this one is complete. Raises ``OSError`` or ``SafetensorError``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path, durable=True) as partial:
-        save_file(tensors, partial, {**metadata, _DIGEST: _digest(tensors, metadata)})
 
 
 def load_shard(folder: Path, server: int, servers: int) -> tuple[Shard, int] | None:
@@ -95,9 +90,7 @@ def _decoded(metadata: dict[str, str], tensors: Arrays, server: int) -> tuple[Sh
     shard = Shard(Spec.from_json(metadata["spec"]), server)
     if int(metadata["server"]) != server:
         raise ValueError(f"it is of server {metadata['server']}")
-    for number, array in enumerate(shard.arrays):
-        array[...] = tensors[f"parameters.{number}"]
-        for slot, held in shard.optimizer.state[number].items():
-            held[...] = tensors[f"state.{number}.{slot}"]
+    for name, array in _arrays(shard).items():
+        array[...] = tensors[name]
     shard.optimizer.steps[:] = [int(steps) for steps in json.loads(metadata["steps"])]
     return shard, int(metadata["version"])

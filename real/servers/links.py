@@ -5,6 +5,7 @@ raises, and the job ends. So does a trainer whose server is silent.
 """
 
 import math
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,8 +107,8 @@ class Links:
         link.unanswered += 1
         self._send(link, Head(kind, self.options.rank, rate=rate, count=count), tensors)
 
-    def poll(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> list[Answer]:
-        """Wait for answers, for at most ``timeout_s`` and the time to the next beat, or until there is a message on ``wake``."""
+    def poll(self, timeout_s: float, wake: socket.socket | None = None) -> list[Answer]:
+        """Wait for answers, for at most ``timeout_s`` and the time to the next beat, or until there is something to read from ``wake``."""
         self._beat()
         if wake is not None and wake not in self._poller:
             self._poller.register(wake, zmq.POLLIN)

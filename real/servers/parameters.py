@@ -101,8 +101,7 @@ class Shard(ParameterShard):
         for table, rows_body, body in zip(self.tables, tensors[2::2], tensors[3::2], strict=True):
             rows = read_tensor(rows_body, ROW, (-1,))
             tables.append((rows, read_tensor(body, table.dtype, (len(rows), table.shape[1]))))
-        versions = numbers(tensors[0], VERSION, (-1,))
-        return Change(dense if len(dense) else None, tables, head.rate, [(int(version),) for version in versions])
+        return Change(dense if len(dense) else None, tables, head.rate, numbers(tensors[0], VERSION, (-1,)))
 
 
 def _readers(spec: Spec) -> int:
@@ -114,7 +113,6 @@ def read_tensor(body: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) 
     return torch.from_numpy(np.require(numbers(body, dtype, shape), requirements="W"))  # torch warns of what is read-only
 
 
-_NAMES = {torch.float32: "float32", torch.float64: "float64"}
 _HINT = "servers have torch.optim.SGD, Adagrad, Adam and SparseAdam"
 _KINDS = {
     torch.optim.SGD: "sgd",
@@ -125,47 +123,44 @@ _KINDS = {
 _NOT_THERE = ("maximize", "amsgrad", "dampening", "decoupled_weight_decay")
 
 
-class Parameters:
-    """The trained parameters of one model. Raises ``ConfigError`` for those that servers cannot hold."""
+class Parameters(Layout):
+    """The trained parameters of one model, of which dense ones become views. Raises ``ConfigError`` for those that servers cannot hold."""
+
+    named: dict[str, nn.Parameter]
 
     def __init__(self, model: nn.Module) -> None:
         sparse = sparse_weights(model)
-        self.named = named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not named:
             raise ConfigError("has nothing to train", "fleet.distributed_model", hint="some parameter needs requires_grad")
-        self.dtype = next(iter(named.values())).dtype
+        dtype = next(iter(named.values())).dtype
         for name, parameter in named.items():
-            if parameter.device.type != "cpu" or parameter.dtype != self.dtype or self.dtype not in _NAMES:
+            if parameter.device.type != "cpu" or parameter.dtype != dtype or dtype not in (torch.float32, torch.float64):
                 value = f"{parameter.dtype} on {parameter.device}"
                 hint = "keep the model on the CPU, all of it in float32 or all in float64"
                 raise ConfigError("is no parameter that servers hold", f"parameter {name}", value, hint)
-        self.layout = Layout(named, sparse)
-        self.dense_names = list(self.layout.dense)
-        self._sparse = sparse
-        self._model = model
-        self.flat = self.layout.flat()
-        self.tables = [table.data for table in self.layout.tables.values()]
-        for parameter, home in zip(named.values(), self.layout.parameters(self.flat, self.tables), strict=True):
+        super().__init__(named, sparse)
+        for parameter, home in zip(named.values(), self.parameters(self.flat, self.tables), strict=True):
             parameter.data = home
         self._homes = [(model.get_submodule(name.rpartition(".")[0]), name, named[name], named[name].data_ptr()) for name in named]
 
     @property
     def nbytes(self) -> int:
         """Of all of them."""
-        return sum(parameter.nbytes for parameter in self.named.values())
+        return sum(value.nbytes for value in (self.flat, *self.tables))
 
     def spec(self, rules: ServerRules, optimizer: str, options: dict[str, float]) -> Spec:
         """What servers are told."""
-        shards = self.layout.shards(rules.servers)
+        shards = self.shards(rules.servers)
         return Spec(
             rules=rules,
             dense=shards.dense,
             tables=shards.tables,
-            dtype=_NAMES[self.dtype],
+            dtype=str(self.flat.dtype).removeprefix("torch."),
             optimizer=optimizer,
             options=options,
-            names=tuple(self.dense_names),
-            sizes=tuple(parameter.numel() for parameter in self.layout.dense.values()),
+            names=tuple(self.dense),
+            sizes=tuple(parameter.numel() for parameter in self.dense.values()),
         )
 
     def refuse_moved(self) -> None:
@@ -179,16 +174,15 @@ class Parameters:
     def gradients(self) -> Change:
         """The step's gradients, in memory of their own; what the loss did not reach has zeros, or no rows."""
         for name, parameter in self.named.items():
-            refuse_unknown_sparse(name, parameter.grad, self._sparse)
-        return self.layout.change([parameter.grad for parameter in self.named.values()])
+            refuse_unknown_sparse(name, parameter.grad, self.sparse)
+        return self.change([parameter.grad for parameter in self.named.values()])
 
 
 def shard_change(change: Change, shards: Shards, server: int) -> list[Array]:
     """The tensors of a push to one server."""
     part = part_of(change, shards, server)
     dense = np.zeros(0, np.float32) if part.dense is None else part.dense.numpy()
-    versions = np.array([version for (version,) in part.versions], VERSION)
-    return [versions, dense, *(tensor.numpy() for pair in part.tables for tensor in pair)]
+    return [part.versions, dense, *(tensor.numpy() for pair in part.tables for tensor in pair)]
 
 
 def read_values(body: memoryview, like: torch.Tensor) -> torch.Tensor:
@@ -221,9 +215,9 @@ def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told
     if group.get("weight_decay") and parameters.tables:
         what = "has a weight decay, and embeddings have sparse gradients"
         raise ConfigError(what, "optimizer", repr(float(group["weight_decay"])), "set weight_decay = 0")
-    if name == "sparse_adam" and parameters.dense_names:
+    if name == "sparse_adam" and parameters.dense:
         what = "has a dense gradient, and SparseAdam trains sparse ones alone"
-        raise ConfigError(what, f"parameter {parameters.dense_names[0]}", hint="servers' Adam trains both")
+        raise ConfigError(what, f"parameter {next(iter(parameters.dense))}", hint="servers' Adam trains both")
     if name == "sgd" and group["momentum"]:
         name = "momentum"
     first, second = group.get("betas", (0.0, 0.0))
@@ -240,27 +234,19 @@ def refuse_changes(optimizer: torch.optim.Optimizer, fixed: Mapping[str, object]
     """Raise ``ConfigError`` where a group has another option than ``fixed``: servers would go on with that one."""
     for group in optimizer.param_groups:
         for name, value in fixed.items():
-            if group[name] != value and optimizer.param_groups[0][name] == value:
-                raise _differing(optimizer, name)
             if group[name] != value:
-                what = f"has changed its {name}, and servers follow the learning rate alone"
-                hint = "servers were told the options when training began; with a scheduler, OneCycleLR(cycle_momentum=False) keeps them"
-                raise ConfigError(what, "optimizer", repr(group[name]), hint)
+                what = f"has {name} = {group[name]!r}, and servers were told {value!r}, of all groups and when training began"
+                hint = "give all groups one set of options; with a scheduler, OneCycleLR(cycle_momentum=False) keeps them"
+                raise ConfigError(what, "optimizer", type(optimizer).__name__, hint)
 
 
 def rate_of(optimizer: torch.optim.Optimizer) -> float:
     """The learning rate of a step. Raises ``ConfigError`` where groups have several, or it is no number."""
-    rate = float(optimizer.param_groups[0]["lr"])
-    if any(float(group["lr"]) != rate for group in optimizer.param_groups[1:]):
-        raise _differing(optimizer, "lr")
-    if not math.isfinite(rate):
-        raise ConfigError("has a learning rate that is no number", "optimizer", repr(rate), "look at what schedules it")
-    return rate
-
-
-def _differing(optimizer: torch.optim.Optimizer, name: str) -> ConfigError:
-    what = f"has groups with other options: {name}"
-    return ConfigError(what, "optimizer", type(optimizer).__name__, "servers apply one set of options to all parameters")
+    rates = {float(group["lr"]) for group in optimizer.param_groups}
+    if len(rates) > 1 or not all(map(math.isfinite, rates)):
+        hint = "servers take one for all parameters; look at what schedules it"
+        raise ConfigError("has several learning rates, or one that is no number", "optimizer", str(sorted(rates)), hint)
+    return rates.pop()
 
 
 def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:

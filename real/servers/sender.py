@@ -7,13 +7,14 @@ a queue. An error ends the thread; the trainer raises it at its next message. Wh
 
 import contextlib
 import queue
+import socket
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
-import zmq
+import numpy as np
 
 from fleetbench.errors import FleetbenchError, WorkerFailed
 from fleetbench.plan.events import Message, TimerFired
@@ -23,9 +24,7 @@ from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.workloads.server_updates import Change, GeoCopy, add_changes
 from real.servers.links import BEAT_S, Answer, Links
-from real.servers.parameters import Parameters, Spec, read_pull, read_values, shard_change
-
-_WAKE = "inproc://fleetbench-sender"
+from real.servers.parameters import VERSION, Parameters, Spec, read_pull, read_values, shard_change
 
 
 class Sender(threading.Thread):
@@ -33,7 +32,6 @@ class Sender(threading.Thread):
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         links: Links,
         spec: Spec,
         parameters: Parameters,
@@ -60,11 +58,8 @@ class Sender(threading.Thread):
         self._pulled: list[Answer] = []
         self._timer: float | None = None
         self._to_trainer: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._woken = context.socket(zmq.PULL)
-        self._woken.bind(_WAKE)
-        self._waker = context.socket(zmq.PUSH)
-        self._waker.linger = 0
-        self._waker.connect(_WAKE)
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
         self._closing = False
         self._do: dict[str, Callable[[Operation], None]] = {"merge": self._merge, "send": self._send, "install": self._install}
 
@@ -82,7 +77,7 @@ class Sender(threading.Thread):
         self.raise_failure()
         self._words.append(word)
         if urgent:
-            self._waker.send(b"")
+            self._waker.send(b"!")
 
     def hear(self) -> Message | None:
         """The next message for the trainer; none where there is none. Raises what ended the thread."""
@@ -102,10 +97,10 @@ class Sender(threading.Thread):
         """End the thread."""
         if self.is_alive():
             self._closing = True
-            self._waker.send(b"")
+            self._waker.send(b"!")
             self.join()
         self._waker.close()
-        self._woken.close(linger=0)
+        self._woken.close()
 
     def raise_failure(self) -> None:
         """Raise what ended the thread, where something has."""
@@ -134,9 +129,8 @@ class Sender(threading.Thread):
             sys.excepthook(type(error), error, error.__traceback__)
 
     def _hear_trainer(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._woken.recv(zmq.NOBLOCK)
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
         while self._words:
             self._decide(Message("trainer", self._rank, self._words.popleft(), count=1))
 
@@ -159,7 +153,7 @@ class Sender(threading.Thread):
         else:
             assert self._geo is not None
             self._staged = self._geo.take(operation.divisor)
-            self._staged.versions = [self.versions]
+            self._staged.versions = np.array([self.versions], VERSION)
 
     def _send(self, operation: Operation) -> None:
         assert operation.message is not None

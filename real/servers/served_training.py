@@ -39,7 +39,7 @@ from real.engine.optimizers import hide, scale_rates
 from real.engine.refusals import given_of, refuse_arguments, refuse_max_norm
 from real.engine.stopwatch import Stopwatch
 from real.servers.links import BEAT_S, Answer, Links, TrainerOptions
-from real.servers.parameters import Parameters, Spec, fixed_options, join, options_of, rate_of, read_values, refuse_changes
+from real.servers.parameters import VERSION, Parameters, Spec, fixed_options, join, options_of, rate_of, read_values, refuse_changes
 from real.servers.sender import Sender
 from real.servers.wire import text_of
 
@@ -109,7 +109,7 @@ class ServedTraining:
             optimizer=name,
             parameter_bytes=self.parameters.nbytes,
             memory_bytes=psutil.virtual_memory().total,
-            has_dense=bool(self.parameters.dense_names),
+            has_dense=bool(self.parameters.dense),
         )
         if rules.mode != "geo_sgd":
             hint = "leave max_norm out, or train with GeoSGD (a_sync_configs.k_steps above 0), where trainers make the updates"
@@ -146,7 +146,7 @@ class ServedTraining:
             for server in range(self.rules.servers):
                 links.ask(server, "barrier")
             links.settle()
-        sender = Sender(context, links, spec, self.parameters, self._geo, rank=rank, record=record)
+        sender = Sender(links, spec, self.parameters, self._geo, rank=rank, record=record)
         self._sender = opened.enter_context(closing(sender))
         sender.versions = versions
         sender.start()
@@ -270,7 +270,7 @@ class ServedTraining:
             return
         for module in sparse_embeddings(self.model):
             if module.weight.requires_grad:
-                look_up = living_hook(functools.partial(self._before_embedding, self.parameters.layout.table_of(module.weight)))
+                look_up = living_hook(functools.partial(self._before_embedding, self.parameters.table_of(module.weight)))
                 self._handles.append(module.register_forward_pre_hook(look_up, with_kwargs=True))
 
     def _unhook(self) -> None:
@@ -289,7 +289,7 @@ class ServedTraining:
             return
         self.parameters.refuse_moved()
         self.step += 1
-        if self.parameters.dense_names:
+        if self.parameters.dense:
             for server, version in enumerate(self._joined().versions):
                 self._note_read(server, version)
         self._fresh = self._fresh or [None] * len(self.parameters.tables)
@@ -311,7 +311,7 @@ class ServedTraining:
         if self.rules.mode != "geo_sgd":
             change = self.parameters.gradients()
             change.rate = rate_of(self._optimizer) * self._strategy.lr_scale
-            change.versions = [tuple(self._read.get(server, 0) for server in range(self.rules.servers))]
+            change.versions = np.array([[self._read.get(server, 0) for server in range(self.rules.servers)]], VERSION)
             self._joined().hand(change)
         self.stopwatch.update_ends()
         if self.rules.mode == "synchronous":  # in the other modes trainers do not wait for one another
@@ -396,7 +396,7 @@ class ServedTraining:
             if operation.kind == "update":  # the optimizer's own step, between its two hooks
                 assert self._geo is not None
                 self._update.enter_context(self._geo.guard)
-                self._touched = self.parameters.layout.touched([parameter.grad for parameter in self.parameters.named.values()])
+                self._touched = self.parameters.touched([parameter.grad for parameter in self.parameters.named.values()])
                 self._rest = list(operations[index + 1 :])
                 return
             self._execute(operation)

@@ -187,7 +187,7 @@ class ParameterServer:
         head = request.head
         self._arrived[head.rank] = push = shard.read_push(head, request.tensors)
         self._waiting[head.rank, "parameters" if shard.spec.rules.mode == "synchronous" else "applied"] = request
-        versions = [version for (version,) in push.versions]
+        versions = push.versions.tolist()
         for version in versions:
             self.report.gradient(self._state.version - version)
         self._tell(Message("sender", head.rank, head.kind, count=head.count, version=min(versions, default=2**62)))

@@ -15,6 +15,7 @@ import train
 
 from fleetbench import fleet
 from fleetbench.workloads.server_updates import Change
+from real.servers.links import Answer
 from real.servers.parameters import Shard
 from real.servers.served_training import ServedTraining
 from real.servers.wire import Head
@@ -27,9 +28,9 @@ def main(out: str, *others: str) -> None:
     read_by: dict[int, tuple[int, Change]] = {}
     install, read_push, update = ServedTraining._install_rows, Shard.read_push, Shard.update  # noqa: SLF001  # what came when is told nowhere else
 
-    def noted_install(self: ServedTraining) -> None:
-        reads.extend(answer.version for answer in self._answers)
-        install(self)
+    def noted_install(self: ServedTraining, answer: Answer) -> None:
+        reads.append(answer.version)
+        install(self, answer)
 
     def noted_push(self: Shard, head: Head, tensors: Sequence[memoryview]) -> Change:
         push = read_push(self, head, tensors)

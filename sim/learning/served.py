@@ -151,8 +151,7 @@ class ServedReplay:
         self.num_bytes = self._expected_bytes()
         refuse_beyond(cluster.trainers, self.num_bytes)
         say(f"{counted(cluster.trainers, 'virtual trainer')} take {self.num_bytes / 1e6:.3g} MB")
-        self._flat = layout.flat()
-        self._tables = [value.detach() for value in layout.tables.values()]
+        self._flat, self._tables = layout.flat, layout.tables
         self.servers = [self._shard(server) for server in range(cluster.servers)]
         self._trainers = [self._trainer() for _ in range(cluster.trainers)]
         self._losses = np.zeros((len(self._job.steps), cluster.trainers))
@@ -163,7 +162,7 @@ class ServedReplay:
     def _expected_bytes(self) -> int:
         """At most, beside what a forward leaves for its backward: copies, gradients on their way, and what servers hold."""
         layout, rules = self._layout, self._job.rules
-        dense, tables = (sum(value.nbytes for value in part.values()) for part in (layout.dense, layout.tables))
+        dense, tables = layout.flat.nbytes, sum(table.nbytes for table in layout.tables)
         own = 4 * (dense + tables) if self._geo else dense * (3 + rules.pushes_in_flight + min(rules.room, len(self._job.steps)))
         return rules.trainers * own + 5 * (dense + tables)
 
