@@ -245,7 +245,7 @@ def rate_of(optimizer: torch.optim.Optimizer) -> float:
     rates = {float(group["lr"]) for group in optimizer.param_groups}
     if len(rates) > 1 or not all(map(math.isfinite, rates)):
         hint = "servers take one for all parameters; look at what schedules it"
-        raise ConfigError("has several learning rates, or one that is no number", "optimizer", str(sorted(rates)), hint)
+        raise ConfigError("has groups with several learning rates, or a rate that is no number", "optimizer", str(sorted(rates)), hint)
     return rates.pop()
 
 
