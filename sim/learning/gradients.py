@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy, log_softmax, nll_loss
 
 from fleetbench.strategy import AmpConfigs
 from fleetbench.workloads.models.registry import Loss
-from sim.learning.prepared import Watch
+from sim.learning.prepared import Look, never
 
 Tensors = list[torch.Tensor]
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -66,7 +66,8 @@ class Problem:
     """Only the mean of the trainers' gradients is wanted; where they share parameters."""
     amp: AmpConfigs | None = None
     """The forward runs under autocast."""
-    watch: Watch = field(default_factory=Watch)
+    look: Look = never
+    """Called before each trainer of a loop, and before each part of a graph."""
 
     def forward(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: torch.Tensor) -> tuple[Any, Tensors]:
         """Of one trainer: the model's output, in full precision, and the buffers as the forward leaves them."""
@@ -111,10 +112,10 @@ class Problem:
         for trainer in range(self.trainers):
             own = [of_members[0 if self.shares else trainer].requires_grad_() for of_members in leaves]
             into = [of_trainers[0 if self.averages else trainer] for of_trainers in split]
-            with self.watch.over():
-                output, after = self.forward(own, [buffer[trainer] for buffer in buffers], inputs[trainer])
-                loss = self.compare(output, labels[trainer])
-                torch._foreach_add_(into, torch.autograd.grad(loss * scale, own))  # torch has no public name for adding lists of tensors
+            self.look()
+            output, after = self.forward(own, [buffer[trainer] for buffer in buffers], inputs[trainer])
+            loss = self.compare(output, labels[trainer])
+            torch._foreach_add_(into, torch.autograd.grad(loss * scale, own))  # torch has no public name for adding lists of tensors
             losses.append(loss.detach())
             moved.append([buffer.detach() for buffer in after])
         if self.averages:
@@ -149,8 +150,8 @@ class Problem:
             losses, moved = given[0][0].new_empty(self.trainers), [torch.empty_like(buffer) for buffer in given[1]]
             for begin in range(0, self.trainers, together):
                 part = slice(min(begin, self.trainers - together), begin + together)  # the last may compute what the one before has
-                with self.watch.over():
-                    found = of_part(*self._part(given, part))
+                self.look()
+                found = of_part(*self._part(given, part))
                 for whole, own in zip((*stacks, losses, *moved), (*found.gradients, found.losses, *found.buffers), strict=True):
                     whole[part] = own
             return Computed(stacks, losses, moved)
@@ -168,8 +169,7 @@ class Problem:
 
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # vmap warns where it goes through all trainers one by one
-            with self.watch.over(is_slow=True):
-                traced = _tidied(make_fx(partial(self._at_once))(*arguments))  # a bound method has an argument more than the tracer gives
+            traced = _tidied(make_fx(partial(self._at_once))(*arguments))  # a bound method has an argument more than the tracer gives
         traced.graph.set_codegen(torch.fx.graph.CodeGen())  # of tensors one by one
         traced.recompile()
 

@@ -2,15 +2,12 @@
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fleetbench.errors import ConfigError
@@ -26,41 +23,18 @@ Progress = Callable[[int, int], None]
 Say = Callable[[str], None]
 """Hears of the memory before a training takes it."""
 Look = Callable[[], None]
-"""Looks at the time every few seconds at most, and may raise."""
-_SLOW_S = 0.1
-"""Of what takes longer, every operation is looked at."""
+"""Looks at the time before each batch of a trainer, or of all at once, and may raise."""
 
 
-class Watch(TorchDispatchMode):
-    """Looks at the time in the middle of what is slow: before every operation of torch, also those of a backward."""
-
-    def __init__(self, look: Look | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._look, self._is_slow = look, True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert self._look is not None, "without it nothing enters"
-        self._look()
-        return func(*args, **(kwargs or {}))
-
-    @contextlib.contextmanager
-    def over(self, *, is_slow: bool = False) -> Iterator[None]:
-        """Look once, and, which costs 20 us each, at every operation of what is slow, as it is if the last was."""
-        if self._look is None:
-            yield
-            return
-        self._look()
-        begin = time.process_time()
-        with self if is_slow or self._is_slow else contextlib.nullcontext():
-            yield
-        self._is_slow = time.process_time() - begin > _SLOW_S
+def never() -> None:
+    """The ``Look`` of a training without a limit."""
 
 
 class Prepared:
     """The data of an experiment, below ``folder``, its initial model, and all trainers' batches as joint ones."""
 
-    def __init__(self, experiment: Experiment, folder: Path, watch: Watch) -> None:
-        """Raises ``ConfigError`` where memory does not suffice for the models, and what ``watch`` raises."""
+    def __init__(self, experiment: Experiment, folder: Path) -> None:
+        """Raises ``ConfigError`` where memory does not suffice for the models."""
         workload, trainers, seed = experiment.workload, experiment.cluster.trainers, experiment.run.seed
         refuse_beyond(trainers, _LEAST_COPIES * sum(value.nbytes for value in placeholder_model(workload).parameters()))
         prepare(workload, seed, folder)
@@ -68,8 +42,7 @@ class Prepared:
         self.steps_per_epoch = sampler.steps_per_epoch
         self.batches = open_batches(workload, folder, dataclasses.replace(sampler, batch_size=sampler.batch_size * trainers, trainers=1))
         self.compare = loss_of(workload.model)
-        with watch.over(is_slow=True):
-            self.model, scratch = (build_model(workload.model, workload.model_options, workload.dtype, seed) for _ in range(2))
+        self.model, scratch = (build_model(workload.model, workload.model_options, workload.dtype, seed) for _ in range(2))
         self.held_out = HeldOut(scratch, folder, self.compare)
 
 

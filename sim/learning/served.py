@@ -39,7 +39,7 @@ from fleetbench.workloads.server_updates import (
 )
 from fleetbench.workloads.training import refuse_dense_optimizer, sparse_embeddings, sparse_weights
 from sim.learning.gradients import Problem, Tensors
-from sim.learning.prepared import Look, Prepared, Progress, Say, Watch, refuse_beyond
+from sim.learning.prepared import Look, Prepared, Progress, Say, never, refuse_beyond
 from sim.learning.trajectory import Trajectory, key_of, learnt_from
 from sim.servers.actor import Act, Job, Order
 from sim.servers.simulate import execute, job_of
@@ -53,7 +53,7 @@ class Played(NamedTuple):
     order: Order
 
     @classmethod
-    def of(cls, experiment: Experiment, look: Look | None = None) -> Self:
+    def of(cls, experiment: Experiment, look: Look = never) -> Self:
         """Simulated; ``look`` is called again and again, and may raise.
 
         Raises ``ConfigError`` for what cannot be simulated or trained.
@@ -63,7 +63,7 @@ class Played(NamedTuple):
         return cls(job, order)
 
 
-def served_job(experiment: Experiment, look: Look | None = None) -> Job:
+def served_job(experiment: Experiment, look: Look = never) -> Job:
     """The job of an experiment; where its model has embeddings with sparse gradients, its messages have the sizes that the data make."""
     learnt = learnt_from(experiment)
     workload = learnt.workload
@@ -71,15 +71,14 @@ def served_job(experiment: Experiment, look: Look | None = None) -> Job:
     if not sparse_weights(model):
         return job_of(experiment)
     with tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
-        watch = Watch(look)
-        found = _look_ups(Prepared(learnt, Path(folder), watch), learnt, watch)
+        found = _look_ups(Prepared(learnt, Path(folder)), learnt, look)
     shards = _layout(model).shards(experiment.cluster.servers)
     traffic = KnownRows(servers=shards.servers, shards=shards, itemsize=DTYPES[workload.dtype].itemsize, look_ups=found)
     return job_of(experiment, traffic=traffic)
 
 
 @torch.no_grad()
-def _look_ups(data: Prepared, learnt: Experiment, watch: Watch) -> LookUps:
+def _look_ups(data: Prepared, learnt: Experiment, look: Look) -> LookUps:
     """What the forwards of all trainers' steps read: embeddings are asked, of a model that learns nothing."""
     layout = _layout(data.model)
     under_way: list[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]] = []
@@ -96,8 +95,8 @@ def _look_ups(data: Prepared, learnt: Experiment, watch: Watch) -> LookUps:
             inputs, _ = data.batches.batch(position)
             for rank, own in enumerate(inputs.split(batch_size)):
                 under_way.clear()
-                with watch.over():
-                    data.model(own)
+                look()
+                data.model(own)
                 found[rank].append(tuple(under_way))
     return tuple(map(tuple, found))
 
@@ -134,14 +133,14 @@ class _Trainer:
 class ServedReplay:
     """One training in a given order. Life cycle: made (the data are prepared, memory is checked), ``run``."""
 
-    def __init__(self, experiment: Experiment, played: Played, folder: Path, say: Say = lambda _: None, look: Look | None = None) -> None:
+    def __init__(self, experiment: Experiment, played: Played, folder: Path, say: Say = lambda _: None, look: Look = never) -> None:
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment, played.order)
         self._learnt = learnt = learnt_from(experiment)
         self._job, self._order = played
         self._geo = self._job.rules.mode == "geo_sgd"
-        self._watch = Watch(look)
-        self._data = data = Prepared(learnt, folder, self._watch)
+        self._look = look
+        self._data = data = Prepared(learnt, folder)
         workload, cluster = learnt.workload, learnt.cluster
         refuse_dense_optimizer(data.model, dataclasses.replace(workload, optimizer="sgd"))  # servers take sparse gradients with all of them
         self._layout = layout = _layout(data.model)
@@ -197,8 +196,8 @@ class ServedReplay:
                     progress(done, total)
                 if crossing(self._held_out_losses, until) is not None:
                     break
-            with self._watch.over(is_slow=True):
-                final_loss = self._data.held_out.loss(self.evaluated())
+            self._look()
+            final_loss = self._data.held_out.loss(self.evaluated())
         return Trajectory(
             key=self.key if until is None else f"{self.key} until {until:g}",
             workload=self._learnt.workload,
@@ -243,10 +242,10 @@ class ServedReplay:
         mine = slice(act.rank * batch_size, (act.rank + 1) * batch_size)
         inputs, labels = (joint[mine] for joint in self._batch(one.index))
         own = [value.detach().requires_grad_() for value in self._layout.parameters(one.flat, one.tables)]
-        with self._watch.over():
-            output, buffers = self._problem.forward(own, one.buffers, inputs)
-            loss = self._problem.compare(output, labels)
-            gradients = torch.autograd.grad(loss, own, allow_unused=True)
+        self._look()
+        output, buffers = self._problem.forward(own, one.buffers, inputs)
+        loss = self._problem.compare(output, labels)
+        gradients = torch.autograd.grad(loss, own, allow_unused=True)
         one.buffers = [buffer.detach() for buffer in buffers]
         self._losses[one.index, act.rank] = loss.item()
         if self._geo:
@@ -277,9 +276,8 @@ class ServedReplay:
             vector = self._vector(one.flat, one.tables if self._geo else self.held()[1], one.buffers)
             self._sums[step] = vector if step not in self._sums else self._sums[step] + vector
             if all(other.index >= one.index for other in self._trainers):
-                with self._watch.over(is_slow=True):
-                    loss = self._data.held_out.loss(self._sums.pop(step) / len(self._trainers))
-                self._held_out_losses.append((step, loss))
+                self._look()
+                self._held_out_losses.append((step, self._data.held_out.loss(self._sums.pop(step) / len(self._trainers))))
 
     def _sender_merge(self, act: Act) -> None:
         one = self._trainers[act.rank]

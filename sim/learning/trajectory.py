@@ -120,8 +120,9 @@ class Trajectory:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data but for ``losses``."""
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"workload": encode(self.workload)}
-        return {name: value for name, value in data.items() if name != "losses"}
+        data = dataclasses.asdict(dataclasses.replace(self, losses=np.empty(0))) | {"workload": encode(self.workload)}
+        del data["losses"]
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], losses: npt.NDArray[np.float64]) -> Self:

@@ -1,7 +1,6 @@
 """Training without a clock: ``fleetbench.plan.drive``'s protocol over all trainers' replicas at once; and the store of what was learnt."""
 
 import contextlib
-import copy
 import dataclasses
 import json
 import tempfile
@@ -29,7 +28,7 @@ from fleetbench.target import crossing
 from fleetbench.workload import OPTIMIZER_STATE
 from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
 from sim.learning.gradients import CACHE_NBYTES, Chosen, Problem, fastest
-from sim.learning.prepared import Look, Prepared, Progress, Say, Watch, densely, free_bytes, one_thread, refuse_beyond
+from sim.learning.prepared import Look, Prepared, Progress, Say, densely, free_bytes, never, one_thread, refuse_beyond
 from sim.learning.replicas import Replicas, expected_bytes, sharing
 from sim.learning.served import Played, ServedReplay
 from sim.learning.trajectory import Trajectory, key_of, learnt_from
@@ -43,15 +42,15 @@ def train(
     played: Played | None = None,
     until: float | None = None,
     at_least: int = 0,
-    look: Look | None = None,
+    look: Look = never,
 ) -> Trajectory:
     """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
 
     Computes on one thread of the CPU; without parameter servers on a GPU, where ``run.device`` names one and there is one.
     ``played``: the order in which trainers of parameter servers do so, where it is known; else it is simulated first. ``until``: a
     held-out loss; where it is reached, as ``workload.target_loss`` is, training is over, and, of collectives, was that of an experiment
-    of so many steps. ``at_least``: so many steps these train in any case. ``look`` is called again and again, at most a few seconds
-    apart however long a step takes, and may raise.
+    of so many steps. ``at_least``: so many steps these train in any case. ``look`` is called before each trainer's batch, or before that
+    of all where they compute at once, and before an evaluation; it may raise.
 
     Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory does not suffice.
     """
@@ -73,15 +72,17 @@ class VirtualTraining:
         way: str | None = None,
         say: Say = lambda _: None,
         device: str = "cpu",
-        look: Look | None = None,
+        look: Look = never,
     ) -> None:
         """``way``: ``loop`` or ``graph`` on this ``device``; where it is none, the faster one on the device that the experiment names."""
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
-        wants_gpu = experiment.run.device == "cuda"
+        if way is None and experiment.run.device == "cuda" and torch.cuda.is_available():
+            device = "cuda"
         self._experiment = experiment = learnt_from(experiment)
-        self._watch = Watch(look)
-        data = Prepared(experiment, folder, self._watch)
+        self._look = look
+        look()
+        data = Prepared(experiment, folder)
         self.steps_per_epoch, self._batches, self._held_out, model = data.steps_per_epoch, data.batches, data.held_out, data.model
         refuse_dense_optimizer(model, experiment.workload)
         self._strategy = family(experiment.strategy, _plan(experiment, model))
@@ -95,44 +96,35 @@ class VirtualTraining:
             shares=shares,
             averages=averages,
             amp=experiment.strategy.amp_configs if experiment.strategy.amp else None,
-            watch=self._watch,
+            look=look,
         )
-        self._choose(problem, way, say, device, wants_gpu=wants_gpu)
+        self._choose(problem, way, say, device)
 
-    def _choose(self, problem: Problem, wanted: str | None, say: Say, device: str, *, wants_gpu: bool) -> None:
+    def _choose(self, problem: Problem, wanted: str | None, say: Say, device: str) -> None:
         """Make the replicas, and choose how gradients are computed. Raises ``ConfigError`` where memory does not suffice."""
         workload, plan, what = self._experiment.workload, self._strategy.plan, self._strategy.combination
         inputs, labels = self._batches.batch(0)
         one = slice(workload.batch_size)  # copied: a part of the joint batch holds all of it in memory
-        with self._watch.over():
-            activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # with what the backward makes of them
+        activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # with what the backward makes of them
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
+        if wanted is None and in_loop > free_bytes(device):
+            device = "cpu"
         fitting = CACHE_NBYTES // (activations + 2 * sum(value.nbytes for value in problem.model.parameters()))
-        parts = 1 if problem.averages else problem.trainers // max(1, fitting)
-        together = {"cpu": problem.trainers if parts < 5 else problem.trainers // parts + 1, "cuda": problem.trainers}  # a few gain nothing
-        at_once = {device: in_loop + activations * (num - 1) for device, num in together.items()}
-        refuse_beyond(problem.trainers, at_once[device] if wanted == "graph" else in_loop)
-        taken, most = in_loop / 1e6, at_once[device] / 1e6
+        parts = 1 if problem.averages or device != "cpu" else problem.trainers // max(1, fitting)
+        together = problem.trainers if parts < 5 else problem.trainers // parts + 1  # a few gain nothing
+        at_once = in_loop + activations * (together - 1)
+        refuse_beyond(problem.trainers, at_once if wanted == "graph" else in_loop)
+        taken, most = in_loop / 1e6, at_once / 1e6
         say(f"{counted(problem.trainers, 'virtual trainer')} take {taken:.3g} MB, or {most:.3g} MB where many compute at once")
-
-        def on(device: str) -> tuple[Replicas, Chosen]:
-            own = problem if device == "cpu" else dataclasses.replace(problem, model=copy.deepcopy(problem.model).to(device))
-            replicas = Replicas(own.model, workload, plan, what)
-            arguments = replicas.arguments(inputs, labels, self._loss_scale)
-            if wanted is None:
-                return replicas, fastest(own, arguments, workload.steps, together[device], may_stack=at_once[device] <= free_bytes(device))
-            return replicas, Chosen(own.loop if wanted == "loop" else own.graph(*arguments, together=together[device]), wanted, 0.0)
-
-        there = None
-        try:
-            if wanted is None and wants_gpu and torch.cuda.is_available() and in_loop <= free_bytes("cuda"):
-                there = on("cuda")
-        except RuntimeError as error:
-            say(f"virtual trainers stay on the CPU, as the GPU says: {error}")
-        self.replicas, chosen = there or on(device)
-        device = device if there is None else "cuda"
+        problem = dataclasses.replace(problem, model=problem.model.to(device))
+        self.replicas = Replicas(problem.model, workload, plan, what)
+        arguments = self.replicas.arguments(inputs, labels, self._loss_scale)
+        if wanted is None:
+            chosen = fastest(problem, arguments, workload.steps, together, may_stack=at_once <= free_bytes(device))
+        else:
+            chosen = Chosen(problem.loop if wanted == "loop" else problem.graph(*arguments, together=together), wanted, 0.0)
         self._way, self.way = chosen.way, chosen.name if device == "cpu" else f"{chosen.name} on {device}"
-        self.num_bytes = at_once[device] if chosen.name == "graph" else in_loop
+        self.num_bytes = at_once if chosen.name == "graph" else in_loop
 
     @property
     def _loss_scale(self) -> float:
@@ -151,6 +143,7 @@ class VirtualTraining:
                 for event in events_of(self._strategy.plan, step, self.steps_per_epoch):
                     self._tell(event, observed)
                     if isinstance(event, StepBegin):
+                        self._look()
                         self.replicas.compute(self._way, *self._batches.batch(position), self._loss_scale)
                         losses.append(self.replicas.losses.to(torch.float64).cpu().numpy())
                 local_steps.append(closed_round(before, self._decider.state))
@@ -181,8 +174,8 @@ class VirtualTraining:
         )
 
     def _evaluated(self) -> float:
-        with self._watch.over(is_slow=True):
-            return self._held_out.loss(self.replicas.evaluated())
+        self._look()
+        return self._held_out.loss(self.replicas.evaluated())
 
     def _tell(self, event: Event, observed: dict[str, dict[int, float]]) -> None:
         if isinstance(event, StepBegin):

@@ -237,23 +237,6 @@ def test_too_many_trainers_are_refused_before_they_take_memory(monkeypatch: pyte
     assert least < VirtualTraining(experiment, tmp_path).num_bytes < 1.2 * least
 
 
-def test_a_gpu_that_cannot_be_used_leaves_the_training_to_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What it says is told, and the training is that of the CPU."""
-
-    def busy() -> None:
-        raise RuntimeError("all CUDA-capable devices are busy")
-
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.mem_get_info", busy)
-    told: list[str] = []
-    experiment = Experiment.from_dict(
-        {"workload": {"model_options": {"hidden": 8}, "steps": 2}, "run": {"device": "cuda", "backend": "nccl"}}
-    )
-    training = VirtualTraining(experiment, tmp_path, say=told.append)
-    assert training.way == "loop"
-    assert told[1:] == ["virtual trainers stay on the CPU, as the GPU says: all CUDA-capable devices are busy"]
-
-
 def test_virtual_trainers_compute_with_all_digits_whatever_the_caller_has_set() -> None:
     """On a GPU, products and convolutions of float32; the caller has its own settings again afterwards."""
     torch.set_float32_matmul_precision("high")
