@@ -57,33 +57,25 @@ class Spans:
         self.num = 0
         self._most = most
         self._several = several
-        self._of_ranks: list[Span] = []
-        self._of_collectives: list[Span] = []
+        self.kept: list[Span] = []
 
-    def add(self, span: Span) -> None:
-        """A rank has done something."""
-        self._keep(self._of_ranks, [span])
+    def add(self, *spans: Span) -> None:
+        """Ranks have done something."""
+        self.num += len(spans)
+        self.kept += spans
+        if self.num > self._most:
+            self.kept.clear()
 
     def carry(self, operation: Operation, ranks: Sequence[int], start_ns: int, end_ns: int) -> None:
         """Ranks have met: a span on each of them."""
-        stream = f"{COMMUNICATION} {operation.communicator}" if self._several else COMMUNICATION
-        self._keep(self._of_collectives, [Span(rank, stream, collective_name(operation), start_ns, end_ns - start_ns) for rank in ranks])
-
-    def all(self) -> tuple[Span, ...]:
-        """Those that are kept: the ranks' own, rank by rank, then collectives."""
-        return (*sorted(self._of_ranks, key=lambda span: span.rank), *self._of_collectives)
-
-    def _keep(self, kept: list[Span], spans: Sequence[Span]) -> None:
-        self.num += len(spans)
-        kept += spans
-        if self.num > self._most:
-            self._of_ranks.clear()
-            self._of_collectives.clear()
+        names = stream_and_name(operation, several=self._several)
+        self.add(*(Span(rank, *names, start_ns, end_ns - start_ns) for rank in ranks))
 
 
-def collective_name(operation: Operation) -> str:
-    """``all_reduce 3``: the kind, and the bucket or what else is carried."""
-    return f"{operation.kind} {operation.payload if operation.bucket is None else operation.bucket}"
+def stream_and_name(operation: Operation, *, several: bool) -> tuple[str, str]:
+    """Of a collective's spans: the stream, of its communicator where there are ``several``; and ``all_reduce 3``, of what is carried."""
+    carried = operation.payload if operation.bucket is None else operation.bucket
+    return f"{COMMUNICATION} {operation.communicator}" if several else COMMUNICATION, f"{operation.kind} {carried}"
 
 
 def too_many(events: str, most: int) -> str:

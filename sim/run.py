@@ -22,7 +22,7 @@ from fleetbench.timeline import MOST_EVENTS, TIMELINE_FILE
 from sim.execution import Execution, Wanted
 from sim.learning.trajectory import WHO, Trajectory, key_of
 from sim.limits import MOST_REMEMBERED, at_most
-from sim.scenario import Scenario, not_realised, wire_notes
+from sim.scenario import Scenario, not_realised
 from sim.servers.actor import Order
 from sim.servers.simulate import simulate_servers
 
@@ -55,7 +55,7 @@ def simulate(
 
     Raises:
         ConfigError: there are more than ten billion steps of all trainers together, a field is changed that the simulator does not
-            execute, a layer table, link or rank is not known, nothing takes time, or a run is too large for the reference engine.
+            execute, a layer table or link is not known, nothing takes time, or a run is too large for the reference engine.
     """
     begin_s = time.perf_counter()
     num_steps = experiment.workload.steps + experiment.run.warmup_steps
@@ -69,8 +69,7 @@ def simulate(
     is_served = experiment.strategy.mode == "ps"
     if is_served:
         if spared:
-            what = 'does not go with strategy.mode = "ps", whose trainers do not meet'
-            raise ConfigError(what, "spared", str(sorted(spared)), "leave it out")
+            raise ConfigError('does not go with strategy.mode = "ps"', "spared", str(sorted(spared)), "leave it out")
         execution = _execute_servers(experiment, wanted, engine, step_done, learnt)
     else:
         _check_learnt(experiment, learnt)
@@ -78,7 +77,6 @@ def simulate(
         if table:
             at_most(rows, MOST_REMEMBERED, "rows", "--table", "drop --table: the summary has means and quantiles")
         execution = _execute(scenario, wanted, engine, step_done)
-        execution = dataclasses.replace(execution, notes=(*execution.notes, *wire_notes(scenario.plan, scenario.links)))
     if execution.end_ns == 0:
         raise takes_no_time()
     skipped = [*not_realised(experiment, learnt=learnt is not None), *execution.notes]
@@ -152,9 +150,7 @@ def _execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Call
 
 
 def _with_losses(steps: pd.DataFrame, learnt: Trajectory | None) -> pd.DataFrame:
-    if learnt is None:
-        return steps
-    return steps.assign(loss=learnt.losses[steps["step"].to_numpy() - learnt.first_step, steps["rank"].to_numpy()])
+    return steps if learnt is None else steps.assign(loss=learnt.losses[steps["step"] - learnt.first_step, steps["rank"]])
 
 
 def _final_loss(experiment: Experiment, learnt: Trajectory | None) -> tuple[float | None, str | None]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +29,9 @@ from fleetbench.workload import LAYERS, OPTIMIZER_STATE
 from sim.learning.trajectory import Trajectory
 from sim.limits import refuse_large
 from sim.network.links import Links
-from sim.network.routes import Routes
 
+MOST_KEPT = 2**22
+"""Draws that are made at once, and kept: for one strategy after the other, too."""
 _CLUSTER = """
 nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth first_exchange cores_per_node gpu racks node_overrides
 stragglers
@@ -117,94 +117,59 @@ def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
 
 def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[str, str]]:
     """Lines of the experiment that a simulated run leaves out without being wrong about time."""
-    workload, cluster = experiment.workload, experiment.cluster
-    served = experiment.strategy.mode == "ps"
-    found = []
+    workload, cluster, strategy = experiment.workload, experiment.cluster, experiment.strategy
     profile = None if workload.model == LAYERS else profile_of(experiment)
-    if profile is not None and profile.estimated is not None:
-        found.append(skip("measured layer times", profile.compute))
-    if served and workload.target_loss is not None and not learnt:
-        found.append(skip("workload.target_loss", UNFOLLOWED if workload.loss_curve is not None else "no loss is simulated: --loss trains"))
-    elif workload.target_loss is not None and workload.loss_curve is None and not learnt:
-        why = "no workload.loss_curve is declared: final_loss and time_to_target_s are null; --loss trains"
-        found.append(skip("workload.target_loss", why))
-    found += skipped_by_layers(workload, experiment.strategy)
-    if cluster.cores_per_node != type(cluster)().cores_per_node and not shares_cores(experiment):
-        found.append(skip("cluster.cores_per_node", "declared layer times, and those of a device or a testbed, do not depend on it"))
-    if served:
-        found += _not_realised_of_servers(experiment)
-    found += _unlimited(cluster, served=served)
-    if not served and cluster.intra is None and max(cluster.trainers_by_node) > 1:
-        found.append(skip("cluster.intra", "not declared: as the profile measured it in the training loop"))
     measured = None if profile is None else profile.communication
-    unknown_cost = experiment.strategy.quantises and (measured is None or not measured.quantise)
+    served, curve, local = strategy.mode == "ps", workload.loss_curve, strategy.localsgd_configs
+    apart = served and not strategy.reduce_in_node
+    found = [skip("measured layer times", profile.compute)] if profile is not None and profile.estimated is not None else []
+    if workload.target_loss is not None and not learnt and (served or curve is None):
+        unknown = "no loss is simulated, so that final_loss and time_to_target_s are null: --loss trains"
+        found.append(skip("workload.target_loss", unknown if curve is None else UNFOLLOWED))
+    found += skipped_by_layers(workload, strategy)
+    is_cored = cluster.cores_per_node != type(cluster)().cores_per_node and not shares_cores(experiment)
+    is_measured = not served and cluster.intra is None and max(cluster.trainers_by_node) > 1
     is_unheard = not served and cluster.host_bandwidth is not None and cluster.collective != "gloo"
+    unknown_cost = strategy.quantises and (measured is None or not measured.quantise)
     left_out = (
-        (served and cluster.collective != "ring" and not experiment.strategy.reduce_in_node, "cluster.collective", "trainers do not meet"),
+        (is_cored, "cluster.cores_per_node", "declared layer times, and those of a device or a testbed, do not depend on it"),
+        (apart and cluster.intra, "cluster.intra", "trainers do not meet, and a message to a server on the same host arrives at once"),
+        (
+            served and cluster.server_placement == "shared",
+            "cluster.server_placement",
+            "servers share nodes' links; what their work takes from trainers' cores is left out",
+        ),
+        *_unlimited(cluster, served=served),
+        (is_measured, "cluster.intra", "not declared: as the profile measured it in the training loop"),
+        (apart and cluster.collective != "ring", "cluster.collective", "trainers do not meet"),
         (is_unheard, "cluster.host_bandwidth", 'copies and sums of collectives take time with collective = "gloo" alone'),
         (unknown_cost, "strategy.localsgd_configs.outer_wire", "quantising takes no time here: no profile has measured it"),
-        (experiment.strategy.localsgd_configs.outer_on_host, "strategy.localsgd_configs.outer_on_host", "its copies are not simulated"),
+        (local.outer_on_host, "strategy.localsgd_configs.outer_on_host", "its copies are not simulated"),
         (served and cluster.first_exchange, "cluster.first_exchange", "it is of collectives"),
         (experiment.run.environment, "run.environment", "no process is started"),
     )
     return found + [skip(name, why) for is_set, name, why in left_out if is_set]
 
 
-def wire_notes(plan: Plan, links: Links) -> list[dict[str, str]]:
-    """Says so where a round's exchange in INT8 takes longer than it would in FP32."""
-    routes, world = Routes(links), tuple(range(plan.trainers))
-    own = [operation for operation in plan.exchange if operation.wire_dtype == "int8"]
-    plain = [dataclasses.replace(operation, wire_dtype=None, nbytes=plan.buckets[operation.bucket or 0].nbytes) for operation in own]
-    costs = [[routes.of(operation, world).cost for operation in operations] for operations in (own, plain)]
-    int8_s, fp32_s = (float(sum(cost.latency_ns + cost.transfer_ns for cost in of)) * 1e-9 for of in costs)
-    why = f"INT8 gains nothing here: exchanges take {int8_s:.3g} s, and {fp32_s:.3g} s in FP32"
-    return [skip("strategy.localsgd_configs.outer_wire", why)] if int8_s > fp32_s else []
-
-
-def _unlimited(cluster: Cluster, *, served: bool) -> list[dict[str, str]]:
+def _unlimited(cluster: Cluster, *, served: bool) -> Iterator[tuple[bool, str, str]]:
     """Limits of a connection that a run does not follow."""
-    if served:
-        why = "a trainer's and a server's messages take what the interface carries"
-    elif cluster.collective.startswith("nccl-"):
-        why = "NCCL opens as many connections as it needs"
-    elif cluster.collective == "measured":
-        why = "all-reduces take what was measured"
-    else:
-        return []
-    links = {"cluster.intra": cluster.intra, "cluster.inter": cluster.inter}
-    for index, override in enumerate(cluster.node_overrides):
-        links |= {f"cluster.node_overrides[{index}].{kind}": link for kind, link in (("intra", override.intra), ("inter", override.inter))}
-    return [skip(f"{name}.flow_limit", why) for name, link in links.items() if link is not None and link.flow_limit is not None]
-
-
-def _not_realised_of_servers(experiment: Experiment) -> list[dict[str, str]]:
-    cluster = experiment.cluster
-    found = []
-    if cluster.intra is not None and not experiment.strategy.reduce_in_node:
-        found.append(skip("cluster.intra", "trainers do not meet, and a message to a server on the same host arrives at once"))
-    if cluster.server_placement == "shared":
-        found.append(skip("cluster.server_placement", "servers share nodes' links; what their work takes from trainers' cores is left out"))
-    return found
+    if not served and cluster.collective != "measured" and not cluster.collective.startswith("nccl-"):
+        return
+    why = "messages of servers, of NCCL, and measured all-reduces take what the interface carries"
+    overrides = [(f"cluster.node_overrides[{index}]", own.intra, own.inter) for index, own in enumerate(cluster.node_overrides)]
+    for place, *links in (("cluster", cluster.intra, cluster.inter), *overrides):
+        for kind, link in zip(("intra", "inter"), links, strict=True):
+            yield link is not None and link.flow_limit is not None, f"{place}.{kind}.flow_limit", why
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """What delays the trainers of one run. X is in units of 2^-24; no straggler delays the ranks ``spared``.
-
-    Raises ``ConfigError`` for a rank outside of the cluster.
-    """
+    """What delays the trainers of one run. X is in units of 2^-24; no straggler delays the ranks ``spared``."""
 
     cluster: Cluster
     seed: int
     steps: range
     spared: tuple[int, ...] = ()
-    kept: bool = False
-    """All are drawn at once, and kept."""
-
-    def __post_init__(self) -> None:
-        for rank in self.spared:
-            if not 0 <= rank < self.cluster.trainers:
-                raise ConfigError("no such rank", "spared", repr(rank), f"ranks are 0 to {self.cluster.trainers - 1}")
 
     def of_ranks(self) -> Integers:
         """X of all steps, shape ``(trainers, num_steps)``. Raises what ``fleetbench.stragglers.draws`` raises."""
@@ -212,13 +177,14 @@ class Draws:
 
     def rows(self, begin: int, end: int) -> Integers:
         """X of the steps with these indices, shape ``(end - begin, trainers)``: each step's ranks lie side by side."""
-        if self.kept or any(isinstance(straggler, Episode | Trace) for straggler in self.cluster.stragglers):
+        is_small = len(self.steps) * self.cluster.trainers <= MOST_KEPT
+        if is_small or any(isinstance(straggler, Episode | Trace) for straggler in self.cluster.stragglers):
             return self._rows[begin:end]
         return np.ascontiguousarray(self._drawn(self.steps[begin:end]).T)
 
     @functools.cached_property
     def _rows(self) -> Integers:
-        """All of them, where a step follows from those before it or a file is read."""
+        """All of them: few, or where a step follows from those before it or a file is read."""
         return np.ascontiguousarray(self.of_ranks().T)
 
     def _drawn(self, steps: range) -> Integers:

@@ -69,9 +69,9 @@ class Slowed:
                 live &= moment > before  # of several changes at once, what was until then counts
             reached = live & (time + takes <= moment)
             passed = np.where(reached, takes, np.where(live, moment - time, 0))
-            time, left, going, before = time + passed, left - passed * rate, going & ~reached, moment
+            time, left, going, before = time + passed, left - passed.astype(exact, copy=False) * rate, going & ~reached, moment
         passed = np.where(going, self._takes(left, self._full), 0)
-        self._done = mark - (left - passed * self._full)
+        self._done = mark - (left - passed.astype(exact) * self._full)
         return np.asarray(time + passed)
 
     @staticmethod

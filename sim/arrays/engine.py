@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fleetbench.plan.layers import StepHead
 from fleetbench.plan.operations import Operation
@@ -16,14 +17,15 @@ from fleetbench.timeline import MOST_EVENTS
 from sim.arrays.compute import Stretches
 from sim.arrays.interpreter import Interpreter
 from sim.arrays.layout import Layout, Times
-from sim.arrays.observers import EndTimes, Observer, StepTable, Sums, TimelineSpans
+from sim.arrays.observers import Observer, StepTable, Sums, TimelineSpans
 from sim.arrays.program import Program, Script, script_of
 from sim.arrays.shared_links import SharedTransfers, Wires
-from sim.arrays.supported import BEYOND, SHARED, Unsupported, carried_ns, overlaps, own_ns, refuse_slowed, shares, waits_for_all
+from sim.arrays.supported import BEYOND, SHARED, Unsupported, most_ns, overlaps, refuse_slowed, shares, waits_for_all
 from sim.arrays.transfers import Transfers
 from sim.clock import LATEST_NS
 from sim.execution import Execution, Wanted, too_many
 from sim.network.routes import Routes
+from sim.own_work import bucket_readiness
 from sim.scenario import Scenario
 
 CELLS = 2**17
@@ -40,26 +42,26 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
     num_spans = layout.num_ranks * sum(4 + 2 * len(script.programs[program].instructions) for program in script.sequence)
     no_spans = None if num_spans <= MOST_DRAWN or not wanted.most_spans else too_many(f"up to {num_spans:,}", wanted.most_spans)
     drawn = TimelineSpans(layout, script) if wanted.most_spans and no_spans is None else None
-    ends, first = EndTimes(len(steps)), steps.index(1)
+    first = steps.index(1)
     sent = [_bytes_sent(program, layout) for program in script.programs]
     table = StepTable(layout.num_ranks, steps) if wanted.table else None
-    sums = None if wanted.table else Sums(script, [Fraction(sum(own), len(own)) for own in sent], first, layout.num_ranks)
-    engine.run([each for each in (ends, table, sums, drawn) if each is not None], step_done, draws=drawn is not None)
+    sums = None if wanted.table else Sums(script, [Fraction(own.sum(), len(own)) for own in sent], first, layout.num_ranks)
+    engine.run([each for each in (table, sums, drawn) if each is not None], step_done, draws=drawn is not None)
     spans = () if drawn is None else tuple(sorted(drawn.spans, key=lambda span: (span.rank, span.start_ns)))
     if len(spans) > wanted.most_spans:
         spans, no_spans = (), too_many(f"{len(spans):,}", wanted.most_spans)
-    begin_ns, end_ns = ends.of_counted(first)
+    begin_ns, end_ns = engine.counted_ns()
     frame = None
     if table is not None:
         losses = [scenario.scalars.declared_loss(step) for step in steps]
-        of_programs = np.stack([np.broadcast_to(np.asarray(own), layout.num_ranks) for own in sent])
+        of_programs = np.stack([np.broadcast_to(own.astype(np.int64), layout.num_ranks) for own in sent])
         frame = table.frame(script.local_steps, losses, of_programs[np.asarray(script.sequence)])
     return Execution(
         engine="vector",
         plan=scenario.plan,
         begin_ns=begin_ns,
         end_ns=end_ns,
-        step_ends_ns=dict(zip(steps, ends.last_end.tolist(), strict=True)),
+        step_ends_ns=dict(zip(steps, engine.last_end.tolist(), strict=True)),
         table=frame,
         totals=None if sums is None else sums.totals(begin_ns, end_ns),
         spans=spans,
@@ -67,14 +69,10 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
     )
 
 
-def _bytes_sent(program: Program, layout: Layout) -> list[int]:
+def _bytes_sent(program: Program, layout: Layout) -> npt.NDArray[np.object_]:
     """Bytes that each rank sends in a step, or one number where all send the same."""
-    sent = [0]
-    for join in program.joins:
-        own = layout.bytes_sent(join.operation)
-        longer, shorter = (own, sent) if len(own) >= len(sent) else (sent, own)
-        sent = [number + shorter[index if len(shorter) > 1 else 0] for index, number in enumerate(longer)]
-    if max(sent) > LARGEST:
+    sent = sum((layout.bytes_sent(join.operation) for join in program.joins), np.zeros(1, dtype=object))
+    if sent.max() > LARGEST:
         raise uncountable()
     return sent
 
@@ -89,6 +87,9 @@ class Engine:
 
     def __init__(self, scenario: Scenario, layout: Layout) -> None:
         self.script: Script = script_of(scenario)
+        self.first_start, self.last_end = (np.zeros(len(scenario.steps), dtype=np.int64) for _ in range(2))
+        """Of each step over all ranks; ns."""
+        self._first_counted = scenario.steps.index(1)
         self._layout = layout
         self._draw = scenario.draws.rows
         self._carrier, contention = _carrier(scenario, layout, self.script.programs)
@@ -104,8 +105,8 @@ class Engine:
         """With them a head follows from steps before it."""
         self._slowest = math.ceil(1 + max(table.contention, table.collective_contention))
         head_ns = table.fetch + table.read + table.load * (2 if table.loaders else 1)
-        self._most_ns = head_ns + own_ns(programs) + carried_ns(layout, programs)
-        self._compute_ns = max((program.compute_ns for program in programs), default=0)
+        self._most_ns = head_ns + most_ns(layout, programs)
+        self._compute_ns = max([table.forward_ns + table.backward_ns, *bucket_readiness(scenario.plan, table)])
         self._reached_ns = sum(join.is_first for program in programs for join in program.joins) * scenario.first_exchange_ns
         self._begin_ns = 0
         """When the next blocks begin, or when the interpreter under way was at 0."""
@@ -118,14 +119,17 @@ class Engine:
 
         Raises ``Unsupported`` where times may leave 64 bits on the way.
         """
-        for first, pattern, count in self.script.blocks():
-            left = count
-            while left:
-                begun = first + (count - left) * len(pattern)
-                blocks = self._run(begun, pattern, left, observers, (looks, draws))
-                left -= blocks
-                for step in range(begun, begun + blocks * len(pattern)):
-                    done(step + 1)
+        first = 0
+        for pattern, count in self.script.blocks:
+            end = first + count * len(pattern)
+            while first < end:
+                blocks = self._run(first, pattern, (end - first) // len(pattern), observers, (looks, draws))
+                for _ in range(blocks * len(pattern)):
+                    done(first := first + 1)
+
+    def counted_ns(self) -> tuple[int, int]:
+        """The first start and the last end of the counted steps, when all have been run."""
+        return int(self.first_start[self._first_counted :].min()), int(self.last_end[self._first_counted :].max())
 
     def _run(self, first: int, pattern: tuple[int, ...], count: int, observers: Sequence[Observer], keeps: tuple[bool, bool]) -> int:
         """Run up to ``count`` blocks side by side from step ``first`` on; how many of them are done."""
@@ -153,6 +157,8 @@ class Engine:
         begins = self._begin_ns + np.concatenate(([0], np.cumsum(ranks.offset[: good - 1, 0]))).astype(np.int64)
         for step, found in enumerate(seen, start=first):
             steps_seen = np.arange(step, first + good * stride, stride)
+            self.first_start[steps_seen] = found.start[:good].min(axis=1) + begins
+            self.last_end[steps_seen] = found.end[:good].max(axis=1) + begins
             for observer in observers:
                 observer.see(found, steps_seen, begins[:, None])
         self._most_blocks = 1 if is_uneven or good < blocks else min(2 * self._most_blocks, CELLS)

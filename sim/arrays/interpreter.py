@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from sim.arrays.compute import Slowed, Stretches
 from sim.arrays.layout import LATER, NEVER, Group, Layout, Times
-from sim.arrays.program import Compute, Finish, Head, Join, Program, Share, Started, Wait, Work
+from sim.arrays.program import Compute, Finish, Head, Join, Program, Share, Wait, Work
 from sim.arrays.transfers import Flight, Transfers
 
 _NEVER = np.full((1, 1), NEVER)
@@ -42,11 +42,26 @@ class Seen:
     """Of the stall, until the last rank had joined what was waited for."""
     update: Times
     end: Times
-    arrival: Times | None
-    """When the rank was ready for its last collective; ``NEVER`` where it had none, and none where no rank had one."""
+    arrival: Times
+    """When the rank was ready for its last collective; ``NEVER`` where it had none."""
     spans: list[tuple[str, str, Times, Times]]
     """Of every rank: stream, name, start and end."""
     flights: list[Flight]
+
+    @property
+    def compute(self) -> Times:
+        """Forward and backward."""
+        return self.compute_end - self.head_end
+
+    @property
+    def backward(self) -> Times:
+        """The rest of its compute."""
+        return self.compute - self.forward
+
+    @property
+    def total(self) -> Times:
+        """All of the step."""
+        return self.end - self.start
 
 
 @dataclass(slots=True)
@@ -76,25 +91,24 @@ class Interpreter:
     _head_ns: Times = field(init=False)
     _slowed: Slowed | None = None
     _compute_end: Times = field(init=False)
-    _ready: Times | None = None
+    _ready: tuple[str, Times] | None = None
+    """The last bucket's start under way, by its name, and since when; where spans are kept."""
 
     def step(self, program: Program, x: Stretches, head_ns: Times) -> Seen:
         """One step of every block: ``head_ns`` from its start to its forward, shape ``(num_blocks, 1)`` or of all ranks."""
-        begun, before, until = self.offset, self.carrier, np.full((1, 1), LATER)
-        while (carrier := before.beside(np.broadcast_to(until, (len(begun), self.layout.num_ranks)))) is not None:
-            self.offset, self.carrier = begun, carrier
+        begun, before, until = self.offset, self.carrier, np.full((len(self.offset), self.layout.num_ranks), LATER)
+        while True:
+            self.offset, self.carrier = begun, before.beside(until)
             seen = self._step(program, x, head_ns)
-            if (self._compute_end == until).all():
+            if self.carrier is before or (self._compute_end == until).all():
                 break
-            until = self._compute_end
-        else:
-            seen = self._step(program, x, head_ns)
+            until = np.broadcast_to(self._compute_end, until.shape)
         self._num_ids = program.num_ids
         return seen
 
     def _step(self, program: Program, x: Stretches, head_ns: Times) -> Seen:
         none = np.zeros((1, 1), dtype=np.int64)
-        self._seen = Seen(self.offset, head_ns, none, none, none, none, none, none, none, None, [], [])
+        self._seen = Seen(self.offset, head_ns, none, none, none, none, none, none, none, _NEVER, [], [])
         self._x, self._head_ns, self._behind, self._shares, self._arrivals = x, head_ns, True, [], []
         self._slowed = None if self.contention == 1 else Slowed(self.contention)
         self.carrier.begin(self.offset, self._num_ids)
@@ -127,9 +141,6 @@ class Interpreter:
                 self._shares.append((instruction, self.offset, self._base_ns))
             case Finish():
                 self._finish()
-            case Started(bucket):
-                if self.draws and self._ready is not None:
-                    self._span("host", f"start {bucket}", self._ready, self._now())
             case Head():
                 self._behind = False
                 self.offset = self.offset + self._head_ns
@@ -146,23 +157,24 @@ class Interpreter:
         self.offset, self._base_ns = self._now(), 0
 
     def _compute(self, instruction: Compute) -> None:
+        if self._ready is not None:
+            self._span("host", *self._ready, self._now())
+            self._ready = None
         if self._slowed is None:
             self._base_ns = max(self._base_ns, instruction.base_ns)
         else:
-            flights = [(flight, self.layout.groups[flight.operation.group]) for flight in self.carrier.flights(None)]
-            known = [(group.to_ranks(flight.start), group.to_ranks(flight.end)) for flight, group in flights]
-            self.offset = self._slowed.reach(self._x.of(instruction.base_ns), self.offset, known)
-        if instruction.name == "ready":
-            self._ready = self._now() if self.draws else None
-        elif instruction.name == "backward":
+            flights = [self._on_ranks(flight)[:2] for flight in self.carrier.flights(None)]
+            self.offset = self._slowed.reach(self._x.of(instruction.base_ns), self.offset, flights)
+        if instruction.name == "backward":
             self._behind, self._compute_end = True, self._now()
-            if self.looks:
-                seen, now = self._seen, self._compute_end
-                seen.compute_end = now
-                if self.draws:
-                    begun = seen.head_end + seen.forward
-                    self._span("compute", "forward", seen.head_end, begun)
-                    self._span("compute", "backward", begun, now)
+            seen = self._seen
+            seen.compute_end = self._compute_end
+            if self.draws:
+                begun = seen.head_end + seen.forward
+                self._span("compute", "forward", seen.head_end, begun)
+                self._span("compute", "backward", begun, seen.compute_end)
+        elif instruction.name != "forward":
+            self._ready = (instruction.name, self._now()) if self.draws else None
         elif self.looks:
             self._seen.forward = self._x.of(instruction.base_ns) if self._slowed is None else self.offset - self._seen.head_end
 
@@ -180,13 +192,11 @@ class Interpreter:
         if instruction.holds:
             self._wait(self.carrier.flights((operation.id,)))
 
-    def _arrived(self) -> Times | None:
+    def _arrived(self) -> Times:
         """Every rank's last arrival at a collective."""
-        found: Times | None = None
+        found = _NEVER
         for group, offset, base_ns in reversed(self._arrivals):
-            when = self._at(offset, base_ns)
-            when = when if group.has_all else np.where(group.members, when, NEVER)
-            found = when if found is None else np.where(found == NEVER, when, found)
+            found = np.where((found == NEVER) & group.members, self._at(offset, base_ns), found)
             if group.has_all:
                 break
         return found
@@ -197,10 +207,13 @@ class Interpreter:
 
     def _of_ranks(self, flights: Sequence[Flight]) -> tuple[Times, Times]:
         """When all of them have ended, and when all of their ranks had joined them."""
-        to_ranks_of = [self.layout.groups[flight.operation.group].to_ranks for flight in flights]
-        ends = [to_ranks(flight.end) for to_ranks, flight in zip(to_ranks_of, flights, strict=True)]
-        mets = [to_ranks(flight.met) for to_ranks, flight in zip(to_ranks_of, flights, strict=True)]
+        _, ends, mets = zip(*map(self._on_ranks, flights), strict=True)
         return reduce(np.maximum, ends), reduce(np.maximum, mets)
+
+    def _on_ranks(self, flight: Flight) -> tuple[Times, Times, Times]:
+        """Its start, its end, and when all of its ranks had joined it."""
+        to_ranks = self.layout.groups[flight.operation.group].to_ranks
+        return to_ranks(flight.start), to_ranks(flight.end), to_ranks(flight.met)
 
     def _wait_until(self, end: Times, met: Times) -> None:
         if not self._behind:  # what is computed so far stays so
@@ -230,19 +243,15 @@ class Interpreter:
                 self._span("compute", "wait", now, end)
 
     def _work(self, name: str | None, takes_ns: int, group: Group | None = None) -> None:
-        begun = self._now() if self.draws and name is not None else None
         takes: Times | int = takes_ns if group is None or group.has_all else np.where(group.members, takes_ns, 0)[None, :]
         self.offset = self.offset + takes
         if self._behind and self.looks:
             self._seen.update = self._seen.update + takes
-        if begun is not None and name is not None:
-            self._span("compute", name, begun, self._now())
+        if self.draws and name is not None:
+            self._span("compute", name, self._now() - takes, self._now())
 
     def _finish(self) -> None:
-        if not self._shares:
-            return
         ended = _NEVER
-        busy = []
         for share, offset, base_ns in self._shares:
             flights = self.carrier.flights(share.after)
             start, met = self._of_ranks(flights) if flights else (_NEVER, _NEVER)
@@ -250,16 +259,14 @@ class Interpreter:
                 start = np.maximum(start, self._at(offset, base_ns))
             start = np.maximum(start, ended)
             ended = start + share.takes_ns
-            busy.append((start, ended, met))
-        self._shares = []
-        for start, end, met in busy:
             if self.draws:
-                self._span("update", "update", start, end)
+                self._span("update", "update", start, ended)
             self._wait_until(start, met)
             self._settle()
-            begun, self.offset = self.offset, np.maximum(self.offset, end)
+            begun, self.offset = self.offset, np.maximum(self.offset, ended)
             if self.looks:
                 self._seen.update = self._seen.update + (self.offset - begun)
+        self._shares = []
 
     def _span(self, stream: str, name: str, start: Times, end: Times) -> None:
         self._seen.spans.append((stream, name, start, end))

@@ -1,5 +1,7 @@
 """Layout: process groups as arrays of ranks, and what collectives take in each part of them."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import chain
 
@@ -29,7 +31,6 @@ class Group:
     def __init__(self, parts: Parts, num_ranks: int) -> None:
         self.parts = tuple(part for part in parts if len(part) > 1)
         sizes = [len(part) for part in self.parts]
-        self.num_ranks = num_ranks
         self._order = np.fromiter(chain.from_iterable(self.parts), dtype=np.int64, count=sum(sizes))
         self._begins = np.cumsum([0, *sizes], dtype=np.int64)[:-1]
         self.part_of = np.full(num_ranks, -1, dtype=np.int64)
@@ -54,29 +55,14 @@ class Group:
         of_ranks = values if values.shape[1] == 1 else values[:, self.part_of]
         return of_ranks if self.has_all else np.where(self.members, of_ranks, NEVER)
 
+    def latest_of(self, other: Group, values: Times) -> Times:
+        """For each part, the largest value over the parts of another group that have a rank of it, or ``NEVER``."""
+        return self.latest(np.broadcast_to(other.to_ranks(values), (len(values), len(self.part_of))))
 
-class Crossing:
-    """Which parts of one group have ranks of which parts of another."""
-
-    def __init__(self, of: Group, among: Group) -> None:
-        both = of.members & among.members
-        pairs = np.unique(np.stack([among.part_of[both], of.part_of[both]], axis=1), axis=0)
-        self._among, self._begins = np.unique(pairs[:, 0], return_index=True)
-        self._of = pairs[:, 1]
-        self._num_parts = len(among.parts)
-        self.is_full = len(pairs) == len(of.parts) * len(among.parts)
-        """Each part of the one has a rank of each part of the other."""
-
-    def latest(self, values: Times) -> Times:
-        """For every part of ``among``, the largest value over the parts of ``of`` that have a rank of it."""
-        if not len(self._of):
-            return np.full((len(values), self._num_parts), NEVER)
-        found = np.maximum.reduceat(values[:, self._of], self._begins, axis=1)
-        if len(self._among) == self._num_parts:
-            return np.asarray(found)
-        whole = np.full((len(values), self._num_parts), NEVER)
-        whole[:, self._among] = found
-        return whole
+    def crosses(self, other: Group) -> bool:
+        """Whether each part has a rank of each part of the other."""
+        pairs = {pair for pair in zip(self.part_of.tolist(), other.part_of.tolist(), strict=True) if min(pair) >= 0}
+        return len(pairs) == len(self.parts) * len(other.parts)
 
 
 class Layout:
@@ -87,14 +73,14 @@ class Layout:
         self.queue_depth = plan.queue_depth
         self.routes = routes
         self.groups = {name: Group(parts, plan.trainers) for name, parts in plan.parts.items()}
-        self._crossings: dict[tuple[str, str], Crossing] = {}
+        self._full: dict[tuple[str, str], bool] = {}
         self._taken: dict[tuple[str, str, bool, int], Times] = {}
 
-    def crossing(self, of: str, among: str) -> Crossing:
-        """How two groups cross."""
-        if (of, among) not in self._crossings:
-            self._crossings[of, among] = Crossing(self.groups[of], self.groups[among])
-        return self._crossings[of, among]
+    def is_full(self, first: str, second: str) -> bool:
+        """Whether each part of the one group has a rank of each part of the other."""
+        if (first, second) not in self._full:
+            self._full[first, second] = self.groups[first].crosses(self.groups[second])
+        return self._full[first, second]
 
     def ways(self, operation: Operation) -> list[Route]:
         """What a collective takes in each part of its group, and which ports."""
@@ -116,13 +102,13 @@ class Layout:
         queues = [[meeting] for meeting in range(len(routes))]
         return Meetings(routes, queues, self.routes.links).carry([0] * len(routes))[1]
 
-    def bytes_sent(self, operation: Operation) -> list[int]:
-        """Bytes that each rank sends, or of all ranks where they send the same."""
+    def bytes_sent(self, operation: Operation) -> npt.NDArray[np.object_]:
+        """Bytes that each rank sends, or of all ranks where they send the same; of any size."""
         group = self.groups[operation.group]
         sent = [wire_bytes(operation, len(part)) for part in group.parts]
         if group.has_all and len(set(sent)) == 1:
-            return sent[:1]
-        return [sent[part] if part >= 0 else 0 for part in group.part_of.tolist()]
+            return np.asarray(sent[:1], dtype=object)
+        return np.asarray([*sent, 0], dtype=object)[group.part_of]
 
 
 def share_ports(ways: Sequence[Route]) -> bool:

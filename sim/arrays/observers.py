@@ -10,15 +10,16 @@ import numpy.typing as npt
 import pandas as pd
 
 from fleetbench.result import steps_table_of
-from fleetbench.timeline import COMMUNICATION, Span
+from fleetbench.timeline import Span
 from sim.arrays.interpreter import Seen
-from sim.arrays.layout import NEVER, Layout, Times
+from sim.arrays.layout import Layout, Times
 from sim.arrays.program import Script
-from sim.execution import collective_name
+from sim.execution import stream_and_name
 
 Floats = npt.NDArray[np.float64]
 PERCENTS = (50, 95, 99)
-_FIELDS = ("start_ns", "read_ns", "forward_ns", "backward_ns", "stall_ns", "wait_ns", "update_ns", "end_ns", "arrival_ns")
+_MOMENTS = ("start", "end", "arrival")
+_DURATIONS = ("read", "forward", "backward", "stall", "wait", "update")
 
 
 class Observer(Protocol):
@@ -30,24 +31,6 @@ class Observer(Protocol):
         ``seen`` may hold more blocks, which are to be left out.
         """
         ...
-
-
-class EndTimes:
-    """When each step first starts and last ends, over all ranks; ns."""
-
-    def __init__(self, num_steps: int) -> None:
-        self.first_start = np.zeros(num_steps, dtype=np.int64)
-        self.last_end = np.zeros(num_steps, dtype=np.int64)
-
-    def see(self, seen: Seen, steps: Times, begins: Times) -> None:
-        """See ``Observer``."""
-        count = len(steps)
-        self.first_start[steps] = seen.start[:count].min(axis=1) + begins[:, 0]
-        self.last_end[steps] = seen.end[:count].max(axis=1) + begins[:, 0]
-
-    def of_counted(self, first: int) -> tuple[int, int]:
-        """The first start and the last end of the steps from index ``first`` on."""
-        return int(self.first_start[first:].min()), int(self.last_end[first:].max())
 
 
 class Sums:
@@ -68,17 +51,12 @@ class Sums:
         count, first = len(steps), int(np.searchsorted(steps, self._first_counted))
         if first == count:
             return
-        total = (seen.end - seen.start)[first:count]
-        durations = {"compute": seen.compute_end - seen.head_end, "wait": seen.wait, "stall": seen.stall, "update": seen.update}
-        for name, values in durations.items():
-            self._add(name, values[first:count] if len(values) > 1 else values, count - first)
-        self._add("total", total, count - first)
-        self._times.append((total.ravel(), self._num_ranks / total.shape[1]))
-
-    def _add(self, name: str, durations: Times, num_steps: int) -> None:
-        """``durations`` may have one row for all steps, and one column for all ranks. Their sum may not fit 64 bits."""
-        alike = num_steps / len(durations) * self._num_ranks / durations.shape[1]
-        self._sums[name] += float(durations.sum(dtype=np.float64)) * alike
+        for name in self._sums:
+            values = getattr(seen, name)
+            own = values[first:count] if len(values) > 1 else values  # one row for all steps, or one column for all ranks
+            alike = (count - first) / len(own) * self._num_ranks / own.shape[1]
+            self._sums[name] += float(own.sum(dtype=np.float64)) * alike  # which may not fit 64 bits
+        self._times.append((own.ravel(), self._num_ranks / own.shape[1]))  # the last: of whole steps
 
     def _quantiles(self) -> list[float]:
         shares = [percent / 100 for percent in PERCENTS]
@@ -93,21 +71,15 @@ class Sums:
         programs = Counter(self._script.sequence[self._first_counted :])
         rank_steps = self._num_ranks * len(counted)
         second = 1e9
-        rest = {"exposed": self._sums["stall"] - self._sums["wait"]}
+        rest = {"exposed_comm": self._sums["stall"] - self._sums["wait"]}
         rest["other"] = self._sums["total"] - self._sums["compute"] - self._sums["stall"] - self._sums["update"]
-        mean = {
-            name: total / rank_steps / second for name, total in (self._sums | rest).items()
-        }  # whole ns until here: nothing is a rest of roundings
+        mean = {name: total / rank_steps / second for name, total in (self._sums | rest).items()}  # of whole ns: no rest of roundings
         quantiles_s = {f"p{percent}": value / second for percent, value in zip(PERCENTS, self._quantiles(), strict=True)}
         return {
             "wall_s": (last_end_ns - first_start_ns) / second,
             "steps": len(counted),
             "step_s": {"mean": mean["total"]} | quantiles_s,
-            "compute_s": mean["compute"],
-            "wait_s": mean["wait"],
-            "exposed_comm_s": mean["exposed"],
-            "update_s": mean["update"],
-            "other_s": mean["other"],
+            **{f"{name}_s": mean[name] for name in ("compute", "wait", "exposed_comm", "update", "other")},
             "bytes_sent_per_trainer": round(sum(self._bytes_sent[program] * number for program, number in programs.items())),
             "rounds": [length for step in counted if (length := self._script.local_steps[step]) is not None],
         }
@@ -115,15 +87,11 @@ class Sums:
 
 def quantiles(values: Times, weights: Floats, shares: Sequence[float]) -> list[float]:
     """Quantiles of values of which each stands for so many equal ones: between two neighbours in proportion, as numpy's."""
-    order = np.argsort(values, kind="stable")
+    order = np.argsort(values)
     ends = np.cumsum(weights[order])
-    found = []
-    for share in shares:
-        position = share * (ends[-1] - 1)
-        low, high = (int(np.searchsorted(ends, index, side="right")) for index in (np.floor(position), np.ceil(position)))
-        below, above = (float(values[order[min(index, len(order) - 1)]]) for index in (low, high))
-        found.append(below + (above - below) * float(position - np.floor(position)))
-    return found
+    positions = np.asarray(shares) * (ends[-1] - 1)
+    low, high = (values[order[np.searchsorted(ends, to_whole(positions), side="right")]] for to_whole in (np.floor, np.ceil))
+    return list(low + (high - low) * (positions - np.floor(positions)))
 
 
 class TimelineSpans:
@@ -140,10 +108,9 @@ class TimelineSpans:
         for stream, name, start, end in seen.spans:
             self._draw(stream, name, start[:count] + begins, end[:count] + begins, (end > start)[:count])
         for flight in seen.flights:
-            operation, group = flight.operation, self._layout.groups[flight.operation.group]
-            stream = f"{COMMUNICATION} {operation.communicator}" if self._several else COMMUNICATION
+            group = self._layout.groups[flight.operation.group]
             start, end = (group.to_ranks(times[:count] + begins) for times in (flight.start, flight.end))
-            self._draw(stream, collective_name(operation), start, end, group.members)
+            self._draw(*stream_and_name(flight.operation, several=self._several), start, end, group.members)
 
     def _draw(self, stream: str, name: str, start: Times, end: Times, shown: npt.NDArray[np.bool_]) -> None:
         """A span of every step and rank that are ``shown``."""
@@ -157,30 +124,22 @@ class StepTable:
 
     def __init__(self, num_ranks: int, steps: range) -> None:
         self._steps = steps
-        self._kept = {name: np.zeros((len(steps), num_ranks), dtype=np.int64) for name in _FIELDS}
+        self._kept = {name: np.zeros((len(steps), num_ranks), dtype=np.int64) for name in (*_DURATIONS, *_MOMENTS)}
 
     def see(self, seen: Seen, steps: Times, begins: Times) -> None:
         """See ``Observer``."""
-        count = len(steps)
-        kept = self._kept
-        kept["start_ns"][steps] = seen.start[:count] + begins
-        kept["read_ns"][steps] = seen.read[:count] if len(seen.read) > 1 else seen.read
-        kept["forward_ns"][steps] = seen.forward[:count]
-        kept["backward_ns"][steps] = seen.compute_end[:count] - seen.head_end[:count] - seen.forward[:count]
-        kept["stall_ns"][steps] = seen.stall[:count]
-        kept["wait_ns"][steps] = seen.wait[:count]
-        kept["update_ns"][steps] = seen.update[:count]
-        kept["end_ns"][steps] = seen.end[:count] + begins
-        arrival = np.full((1, 1), NEVER) if seen.arrival is None else seen.arrival[:count]
-        kept["arrival_ns"][steps] = np.where(arrival == NEVER, NEVER, arrival + begins)
+        for name in _DURATIONS:
+            self._kept[name][steps] = getattr(seen, name)[: len(steps)]
+        for name in _MOMENTS:
+            self._kept[name][steps] = getattr(seen, name)[: len(steps)] + begins
 
     def frame(self, local_steps: Sequence[int | None], losses: Sequence[float | None], bytes_sent: Times) -> pd.DataFrame:
         """One row a rank and step; ``bytes_sent`` has shape ``(num_steps, num_ranks)``, the others one entry a step."""
-        num_steps, ranks = self._kept["start_ns"].shape
-        flat = {name: values.T.ravel() for name, values in self._kept.items()}
+        num_steps, ranks = self._kept["start"].shape
+        flat = {f"{name}_ns": values.T.ravel() for name, values in self._kept.items()}
         in_step = np.tile(np.arange(num_steps), ranks)
         frame: dict[str, Any] = {"rank": np.repeat(np.arange(ranks), num_steps), "step": np.asarray(self._steps)[in_step]} | flat
-        frame["arrival_ns"] = pd.arrays.IntegerArray(flat["arrival_ns"], flat["arrival_ns"] == NEVER)
+        frame["arrival_ns"] = pd.arrays.IntegerArray(flat["arrival_ns"], flat["arrival_ns"] < 0)
         frame["local_steps"] = pd.array(local_steps, dtype="Int64").take(in_step)
         frame["loss"] = np.asarray(losses, dtype=np.float64)[in_step]
         return steps_table_of(pd.DataFrame(frame | {"bytes_sent": bytes_sent.T.ravel()}))

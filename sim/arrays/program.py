@@ -16,11 +16,12 @@ from fleetbench.plan.operations import COLLECTIVES, Operation, Operations
 from fleetbench.plan.replay import Decider
 from fleetbench.plan.state import closed_round
 from fleetbench.plan.steps import StepOperations
+from fleetbench.timeline import start_name
 from sim.own_work import OwnWork, bucket_readiness, holds_rank
 from sim.scenario import Scenario
 
-Told = tuple[tuple[Event, Operations], ...]
-"""What a strategy was told in one step, and what it answered."""
+Told = Sequence[tuple[Event, Operations]]
+"""What a strategy was told in one step, and what it answered with ids that count from the step's first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +34,8 @@ class Compute:
     """Compute until so much of the step's is done, at X = 0."""
 
     name: str
-    """``forward``, ``backward``, or ``ready`` where a bucket is."""
+    """``forward``, ``backward``, or, where a bucket is ready, of the start of what that asks for."""
     base_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """What a bucket's readiness asked for has been started."""
-
-    bucket: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +78,7 @@ class Finish:
     """Wait for the updates beside compute."""
 
 
-Instruction = Head | Compute | Started | Join | Wait | Work | Share | Finish
+Instruction = Head | Compute | Join | Wait | Work | Share | Finish
 
 
 @dataclass(frozen=True)
@@ -97,30 +91,123 @@ class Program:
     lands: bool
     """What earlier steps left in flight has ended before a collective is joined."""
 
-    @property
-    def compute_ns(self) -> int:
-        """All of its compute, at X = 0."""
-        return max((instruction.base_ns for instruction in self.instructions if isinstance(instruction, Compute)), default=0)
-
     @cached_property
     def joins(self) -> tuple[Join, ...]:
         """Its collectives."""
         return tuple(instruction for instruction in self.instructions if isinstance(instruction, Join))
 
 
-class Compiler:
-    """Spells out what a strategy was told and answered, as the reference engine's trainers execute it."""
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The programs of a run, and which of them each step runs."""
+
+    programs: tuple[Program, ...]
+    sequence: tuple[int, ...]
+    """Index into ``programs`` for every step."""
+    local_steps: tuple[int | None, ...]
+    """Length of the round that each step closed; none where it closed none."""
+    blocks: tuple[tuple[tuple[int, ...], int], ...]
+    """Steps in order: the programs of a block, and how many blocks in a row have these.
+
+    Trainers can begin a block together, because they have met in the step before. One whose rounds are of fragments ends with that
+    of the last.
+    """
+
+
+def script_of(scenario: Scenario) -> Script:
+    """The script of a scenario's whole run. Raises ``ConfigError`` for a scalar without a declaration."""
+    return _Writer(scenario).write()
+
+
+def _communicator_of(join: Join) -> tuple[int, str]:
+    return join.operation.communicator, join.operation.group
+
+
+class _Writer:
+    """Runs the strategy once through all steps, and spells each kind of step out as the reference engine's trainers execute it."""
 
     def __init__(self, scenario: Scenario) -> None:
         plan, table = scenario.plan, scenario.table
         self._scenario = scenario
+        self._decider = Decider.start(scenario.strategy, 0, first_step=scenario.steps.start)
+        self._programs: dict[Program, int] = {}
+        self._of_step: dict[StepOperations, int] = {}
+        self._opened: set[tuple[int, str]] = set()
+        """Communicators and groups that have carried a collective."""
         self._meets = {name for name, parts in plan.groups if any(len(part) > 1 for part in parts)}
         self._ready_ns = dict(zip([bucket.id for bucket in plan.buckets], bucket_readiness(plan, table), strict=True))
         self._own = OwnWork(scenario)
         self._forward_ns = table.forward_ns
         self._compute_ns = table.forward_ns + table.backward_ns
 
-    def program(self, told: Told, num_ids: int) -> Program:
+    def write(self) -> Script:
+        """Step by step to the last."""
+        sequence, local_steps, is_open = list[int](), list[int | None](), list[bool]()
+        for step in self._scenario.steps:
+            before = self._decider.state
+            sequence.append(self._opening(self._whole(step) if self._is_quiet(step) else self._told(step)))
+            after = self._decider.state
+            local_steps.append(closed_round(before, after))
+            is_open.append(after.flight is not None or after.fragment > 0)
+        found = tuple(self._programs)
+        steps = enumerate(zip(sequence, local_steps, is_open, strict=True), start=1)
+        ends = {end for end, (program, length, opens) in steps if (found[program].joins or length is not None) and not opens}
+        patterns = (tuple(sequence[begin:end]) for begin, end in itertools.pairwise(sorted({0, *ends, len(sequence)})))
+        blocks = ((pattern, len(list(alike))) for pattern, alike in itertools.groupby(patterns))
+        return Script(found, tuple(sequence), tuple(local_steps), tuple(blocks))
+
+    def _opening(self, number: int) -> int:
+        """The program, or one in which those of its collectives are marked that are the first on their communicators."""
+        program = next(itertools.islice(self._programs, number, None))
+        if not self._scenario.first_exchange_ns or all(_communicator_of(join) in self._opened for join in program.joins):
+            return number
+        lines = list(program.instructions)
+        for place, line in enumerate(program.instructions):
+            if isinstance(line, Join) and _communicator_of(line) not in self._opened:
+                self._opened.add(_communicator_of(line))
+                lines[place] = replace(line, is_first=True)
+        return self._number(replace(program, instructions=tuple(lines)))
+
+    def _is_quiet(self, step: int) -> bool:
+        """Whether nothing is told after a step but its own events, and no learning rate that is new."""
+        scenario, rounds = self._scenario, self._decider.state.rounds
+        if step == scenario.steps[-1] or ends_epoch(step, scenario.steps_per_epoch):
+            return False
+        if rounds is None or rounds.lr is None:
+            return True
+        return not scenario.strategy.combination.lr_counts_updates and scenario.scalars.scalar("lr", 0, step) == rounds.lr
+
+    def _whole(self, step: int) -> int:
+        """The program of a step at a stroke; where a scalar is observed in it, event by event."""
+        state, whole = self._scenario.strategy.whole_step(self._decider.state)
+        if whole is None:
+            return self._told(step)
+        self._decider.state = state
+        if whole not in self._of_step:
+            ready = [(BucketReady(bucket.id), whole.on_bucket[bucket.id]) for bucket in self._scenario.plan.buckets]
+            told: Told = [(StepBegin(step), whole.on_begin), *ready, (BackwardEnd(), whole.on_backward_end)]
+            self._of_step[whole] = self._number(self._program(told, whole.num_operations))
+        return self._of_step[whole]
+
+    def _told(self, step: int) -> int:
+        """The program of a step, event by event."""
+        before, scenario = self._decider.state, self._scenario
+        events = events_of(scenario.plan, step, scenario.steps_per_epoch, scenario.steps[-1])
+        found = [decided for event in events for decided in answers(self._decider, event, self._scalar)]
+        told = [
+            (one.event, tuple(operation.shifted(-before.next_id) for operation in one.operations))
+            for one in found
+            if one.operations or not isinstance(one.event, EpochEnd | DataEnd)
+        ]
+        return self._number(self._program(told, self._decider.state.next_id - before.next_id))
+
+    def _scalar(self, name: Scalar) -> float:
+        return self._scenario.scalar(name, 0, self._decider.state)
+
+    def _number(self, program: Program) -> int:
+        return self._programs.setdefault(program, len(self._programs))
+
+    def _program(self, told: Told, num_ids: int) -> Program:
         """The program of a step of so many operations. ``Observed`` follows what it was observed for."""
         self._own.begin_step()
         found: list[Instruction] = []
@@ -128,7 +215,7 @@ class Compiler:
         for index, (event, operations) in enumerate(told):
             follower = told[index + 1][0] if index + 1 < len(told) else None
             if isinstance(event, BucketReady):
-                found.append(Compute("ready", self._ready_ns[event.bucket]))
+                found.append(Compute(start_name(event.bucket), self._ready_ns[event.bucket]))
             elif isinstance(event, BackwardEnd):
                 found.append(Compute("backward", self._compute_ns))
             elif isinstance(event, Observed) and event.name == "found_inf":
@@ -137,9 +224,7 @@ class Compiler:
             tracked = tracked or any(operation.kind == "update" and operation.bucket is not None for operation in operations)
             if isinstance(event, StepBegin):
                 found += [Head(), Compute("forward", self._forward_ns)]
-            elif isinstance(event, BucketReady):
-                found.append(Started(event.bucket))
-            elif tracked and not isinstance(follower, Observed):
+            elif tracked and not isinstance(event, BucketReady) and not isinstance(follower, Observed):
                 found.append(Finish())
                 tracked = False
         return Program(tuple(found), num_ids, lands=self._scenario.strategy.combination.fragments is not None)
@@ -161,133 +246,3 @@ class Compiler:
         name, takes_ns = self._own.local(operation)
         if takes_ns:
             yield Work(name, takes_ns)
-
-
-def counted_from(told: Sequence[tuple[Event, Operations]], base: int) -> Told:
-    """The same with ids that count from ``base`` and no step's number: equal for steps that do the same."""
-    return tuple((_timeless(event), tuple(operation.shifted(-base) for operation in operations)) for event, operations in told)
-
-
-def _timeless(event: Event) -> Event:
-    if isinstance(event, StepBegin):
-        return StepBegin(0)
-    return Observed(event.name, 0.0) if isinstance(event, Observed) else event
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """The programs of a run, and which of them each step runs."""
-
-    programs: tuple[Program, ...]
-    sequence: tuple[int, ...]
-    """Index into ``programs`` for every step."""
-    local_steps: tuple[int | None, ...]
-    """Length of the round that each step closed; none where it closed none."""
-    lengths: tuple[int, ...]
-    """Of the blocks of steps in order. Trainers can begin a block together, because they have met in the step before.
-
-    One whose rounds are of fragments ends with that of the last.
-    """
-
-    def blocks(self) -> Iterator[tuple[int, tuple[int, ...], int]]:
-        """Runs of blocks that do the same: the first step of the first, the programs of each, and how many they are."""
-        begin = 0
-        found: list[tuple[int, tuple[int, ...], int]] = []
-        for length in self.lengths:
-            pattern = self.sequence[begin : begin + length]
-            if found and found[-1][1] == pattern:
-                found[-1] = (*found[-1][:2], found[-1][2] + 1)
-            else:
-                found.append((begin, pattern, 1))
-            begin += length
-        yield from found
-
-
-def script_of(scenario: Scenario) -> Script:
-    """The script of a scenario's whole run. Raises ``ConfigError`` for a scalar without a declaration."""
-    return _Writer(scenario).write()
-
-
-def _communicator_of(join: Join) -> tuple[int, str]:
-    return join.operation.communicator, join.operation.group
-
-
-class _Writer:
-    """Runs the strategy once through all steps, and gives each kind of step its program."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self._scenario = scenario
-        self._compiler = Compiler(scenario)
-        self._decider = Decider.start(scenario.strategy, 0, first_step=scenario.steps.start)
-        self._programs: dict[Program, int] = {}
-        self._of_step: dict[StepOperations, int] = {}
-        self._of_told: dict[tuple[Told, int], int] = {}
-        self._opened: set[tuple[int, str]] = set()
-        """Communicators and groups that have carried a collective."""
-
-    def write(self) -> Script:
-        """Step by step to the last."""
-        sequence, local_steps, is_open = [], [], []
-        for step in self._scenario.steps:
-            before = self._decider.state
-            sequence.append(self._opening(self._whole(step) if self._is_quiet(step) else self._told(step)))
-            after = self._decider.state
-            local_steps.append(closed_round(before, after))
-            is_open.append(after.flight is not None or after.fragment > 0)
-        found = tuple(self._programs)
-        meets = [bool(found[program].joins) or length is not None for program, length in zip(sequence, local_steps, strict=True)]
-        ends = [index + 1 for index in range(len(sequence)) if meets[index] and not is_open[index]]
-        if not ends or ends[-1] != len(sequence):
-            ends.append(len(sequence))
-        lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-        return Script(found, tuple(sequence), tuple(local_steps), tuple(lengths))
-
-    def _opening(self, number: int) -> int:
-        """The program, or one in which those of its collectives are marked that are the first on their communicators."""
-        program = next(itertools.islice(self._programs, number, None))
-        if not self._scenario.first_exchange_ns or all(_communicator_of(join) in self._opened for join in program.joins):
-            return number
-        lines = list(program.instructions)
-        for place, line in enumerate(program.instructions):
-            if isinstance(line, Join) and _communicator_of(line) not in self._opened:
-                self._opened.add(_communicator_of(line))
-                lines[place] = replace(line, is_first=True)
-        return self._programs.setdefault(replace(program, instructions=tuple(lines)), len(self._programs))
-
-    def _is_quiet(self, step: int) -> bool:
-        """Whether nothing is told after a step but its own events, and no learning rate that is new."""
-        scenario, rounds = self._scenario, self._decider.state.rounds
-        if step == scenario.steps[-1] or ends_epoch(step, scenario.steps_per_epoch):
-            return False
-        if rounds is None or rounds.lr is None:
-            return True
-        return not scenario.strategy.combination.lr_counts_updates and scenario.scalars.scalar("lr", 0, step) == rounds.lr
-
-    def _whole(self, step: int) -> int:
-        """The program of a step at a stroke; where a scalar is observed in it, event by event."""
-        state, whole = self._scenario.strategy.whole_step(self._decider.state)
-        if whole is None:
-            return self._told(step)
-        self._decider.state = state
-        if whole not in self._of_step:
-            ready = [(BucketReady(bucket.id), whole.on_bucket[bucket.id]) for bucket in self._scenario.plan.buckets]
-            told: Told = ((StepBegin(0), whole.on_begin), *ready, (BackwardEnd(), whole.on_backward_end))
-            self._of_step[whole] = self._program_of(told, whole.num_operations)
-        return self._of_step[whole]
-
-    def _told(self, step: int) -> int:
-        """The program of a step, event by event."""
-        before, scenario = self._decider.state, self._scenario
-        events = events_of(scenario.plan, step, scenario.steps_per_epoch, scenario.steps[-1])
-        found = [decided for event in events for decided in answers(self._decider, event, self._scalar)]
-        told = [(one.event, one.operations) for one in found if one.operations or not isinstance(one.event, EpochEnd | DataEnd)]
-        return self._program_of(counted_from(told, before.next_id), self._decider.state.next_id - before.next_id)
-
-    def _scalar(self, name: Scalar) -> float:
-        return self._scenario.scalar(name, 0, self._decider.state)
-
-    def _program_of(self, told: Told, num_ids: int) -> int:
-        if (told, num_ids) not in self._of_told:
-            program = self._compiler.program(told, num_ids)
-            self._of_told[told, num_ids] = self._programs.setdefault(program, len(self._programs))
-        return self._of_told[told, num_ids]

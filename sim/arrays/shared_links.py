@@ -28,8 +28,7 @@ class SharedTransfers(Transfers):
 
     def begin(self, start: Times, num_ids: int) -> None:
         """See ``Transfers``."""
-        if self._waiting:  # what goes on into this step has nothing beside it
-            self._carry()
+        self._carry()  # what goes on into this step has nothing beside it
         earliest = start.min(axis=1)
         self._carried = [(wires, ends) for wires, ends in self._carried if (ends > earliest).any()]
         super().begin(start, num_ids)
@@ -41,21 +40,19 @@ class SharedTransfers(Transfers):
 
     def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
         """See ``Transfers``."""
-        if self._waiting:
-            self._carry()
+        self._carry()
         return super().flights(after)
 
     def finished(self) -> Times:
         """See ``Transfers``."""
-        if self._waiting:
-            self._carry()
+        self._carry()
         return self._finished
 
     def _carry(self) -> None:
-        operations, ready = (
-            tuple(operation for operation, _ in self._waiting),
-            np.concatenate([times for _, times in self._waiting], axis=1),
-        )
+        if not self._waiting:
+            return
+        operations, times = zip(*self._waiting, strict=True)
+        ready = np.concatenate(times, axis=1)
         self._waiting = []
         if operations not in self._wires:
             self._wires[operations] = Wires(self._layout, operations)

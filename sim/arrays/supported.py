@@ -5,7 +5,7 @@ that compute slows have ended before compute of the next step.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise, takewhile
 
@@ -77,37 +77,31 @@ def _starts_together(layout: Layout, lines: Sequence[Instruction], join: Join) -
             return False
         before = line.operation
         if before.id in join.operation.after:
-            is_full = before.group == group or layout.crossing(before.group, group).is_full
+            is_full = before.group == group or layout.is_full(before.group, group)
             is_later = line.holds or bool(layout.takes_ns(before).min() >= busy_ns)
             return is_full and is_later and join.operation.after == (before.id,)
         busy_ns += line.takes_ns
     return False
 
 
-def own_ns(programs: Iterable[Program]) -> int:
-    """What a rank is busy with in a step besides compute and its head, at most."""
-    busy = (Join, Work, Share)
-    return max((sum(line.takes_ns for line in program.instructions if isinstance(line, busy)) for program in programs), default=0)
-
-
-def carried_ns(layout: Layout, programs: Iterable[Program]) -> int:
-    """What the collectives of a step take one after the other, at most."""
+def most_ns(layout: Layout, programs: Iterable[Program]) -> int:
+    """What a step takes besides compute and its head, at most: its own work, and collectives one after the other."""
     links = layout.routes.links
     slower = [Fraction(1)]
     if links.measured is not None:
         slower += [Fraction(links.measured.link.bandwidth, own.bandwidth) for own in links.in_flight]
         slower += [Fraction(own.latency, links.measured.link.latency or 1) for own in links.in_flight]
-    alone = max((sum(int(layout.takes_ns(join.operation).sum()) for join in program.joins) for program in programs), default=0)
-    return math.ceil(alone * max(slower))
+    found = []
+    for program in programs:
+        own_ns = sum(line.takes_ns for line in program.instructions if isinstance(line, Join | Work | Share))
+        alone_ns = sum(int(layout.takes_ns(join.operation).sum()) for join in program.joins)
+        found.append(own_ns + math.ceil(alone_ns * max(slower)))
+    return max(found)
 
 
 def _joins_in_compute(program: Program) -> bool:
-    for instruction in program.instructions:
-        if isinstance(instruction, Join):
-            return True
-        if isinstance(instruction, Compute) and instruction.name == "backward":
-            return False
-    return False
+    lines = takewhile(lambda line: not isinstance(line, Compute) or line.name != "backward", program.instructions)
+    return any(isinstance(line, Join) for line in lines)
 
 
 def leaves_in_flight(program: Program) -> bool:
@@ -137,22 +131,19 @@ def _go_on(program: Program) -> list[bool]:
     return [*found, not set(joined) <= with_those_before(waited, joined)]
 
 
-def with_those_before(operations: Iterable[int], joined: Mapping[int, Operation]) -> set[int]:
+def with_those_before(operations: Iterable[int], joined: dict[int, Operation]) -> set[int]:
     """Operations, and all that they come after."""
-    found, waiting = set(operations), list(operations)
-    while waiting:
-        operation = joined.get(waiting.pop())
-        for other in () if operation is None else operation.after:
-            if other not in found:
-                found.add(other)
-                waiting.append(other)
+    found = set(operations)
+    for operation in reversed(joined.values()):  # none comes after a later one
+        if operation.id in found:
+            found.update(operation.after)
     return found
 
 
 def _is_behind(layout: Layout, first: Join, second: Operation, joins: Iterable[Join]) -> bool:
     """Whether every part of ``second`` starts after the ends of all parts of ``first`` that it could share a port with."""
     before = first.operation
-    if before.group != second.group and not layout.crossing(before.group, second.group).is_full:
+    if before.group != second.group and not layout.is_full(before.group, second.group):
         return False
     if first.holds or (layout.queue_depth == 1 and (before.communicator, before.group) == (second.communicator, second.group)):
         return True

@@ -80,7 +80,8 @@ class Transfers:
 
     def _seen(self, of: str, times: Times, group: str) -> Times:
         """The latest in each part of a group, of times of the parts of another."""
-        return times if of == group else self._layout.crossing(of, group).latest(times)
+        groups = self._layout.groups
+        return times if of == group else groups[group].latest_of(groups[of], times)
 
     def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
         """Those of ``after`` that were joined, as far as they may still be in flight; none named: all of these."""
@@ -92,10 +93,10 @@ class Transfers:
         ends = [ends[-1].max(axis=1, keepdims=True) for _, ends in self._queues.values()]
         return np.maximum.reduce(ends) if ends else np.zeros((self._num_blocks, 1), dtype=np.int64)
 
-    def beside(self, compute_end: Times) -> Transfers | None:
-        """A copy whose ranks compute until ``compute_end``; none where that changes nothing."""
+    def beside(self, compute_end: Times) -> Transfers:
+        """A copy whose ranks compute until ``compute_end``; itself where that changes nothing."""
         if self._pace == 1:
-            return None
+            return self
         taken = Transfers(self._layout, self._num_blocks, self._pace)
         taken._step, taken._before, taken._queues = dict(self._step), dict(self._before), dict(self._queues)
         taken._compute_end = compute_end
@@ -115,5 +116,5 @@ def _paced(start: Times, alone: list[int], until: Times, pace: Fraction) -> Time
     work = np.asarray([alone], dtype=exact) * unit
     slow_end = start + (2 * work + slow) // (2 * slow)
     changed = np.clip(until, start, slow_end)
-    left = np.maximum((2 * (work - (changed - start) * slow) + unit) // (2 * unit), 0)
+    left = np.maximum((2 * (work - (changed - start).astype(exact) * slow) + unit) // (2 * unit), 0)
     return np.asarray(np.where(slow_end <= until, slow_end, changed + left).astype(np.int64))

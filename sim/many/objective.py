@@ -11,14 +11,10 @@ from fleetbench.result import step_s_of, takes_no_time
 from fleetbench.strategy import DistributedStrategy
 from sim.arrays.engine import Engine
 from sim.arrays.layout import Layout
-from sim.arrays.observers import EndTimes
 from sim.arrays.supported import Unsupported
 from sim.network.routes import Routes
 from sim.run import simulate
 from sim.scenario import Draws, Scenario
-
-MOST_KEPT = 20_000_000
-"""Draws that are kept from one strategy to the next."""
 
 
 def table_key(strategy: DistributedStrategy) -> tuple[DistributedStrategy, bool]:
@@ -45,24 +41,17 @@ class StepTime:
         compute = table_key(strategy)
         scenario = Scenario.of(experiment, table=self.tables.get(compute))
         self.tables[compute] = scenario.table
-        scenario = dataclasses.replace(scenario, draws=self._drawn(scenario.draws))
-        ends = EndTimes(len(scenario.steps))
+        self._draws = self._draws or scenario.draws
+        scenario = dataclasses.replace(scenario, draws=self._draws)
         try:
-            Engine(scenario, Layout(scenario.plan, Routes(scenario.links))).run([ends], lambda _: None, looks=False)
+            engine = Engine(scenario, Layout(scenario.plan, Routes(scenario.links)))
+            engine.run([], lambda _: None, looks=False)
         except Unsupported:
             return step_s_of(simulate(experiment, timeline=False, table=True, engine="reference"))
-        counted = scenario.steps.index(1)
-        begin_ns, end_ns = ends.of_counted(counted)
+        begin_ns, end_ns = engine.counted_ns()
         if end_ns == 0:
             raise takes_no_time()
         first, last = Combination.of(strategy).whole_rounds(experiment.workload.steps) or (0, experiment.workload.steps)
         if first:
-            begin_ns, end_ns = (int(ends.last_end[counted + step - 1]) for step in (first, last))
+            begin_ns, end_ns = (int(engine.last_end[scenario.steps.index(step)]) for step in (first, last))
         return (end_ns - begin_ns) / 1e9 / (last - first)
-
-    def _drawn(self, draws: Draws) -> Draws:
-        """The same draws, kept where they are few."""
-        if len(draws.steps) * draws.cluster.trainers > MOST_KEPT:
-            return draws
-        self._draws = self._draws or dataclasses.replace(draws, kept=True)
-        return self._draws

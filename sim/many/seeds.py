@@ -117,10 +117,9 @@ def over_seeds(
     """
     check_number(num_seeds)
     seeds = tuple(range(experiment.run.seed, experiment.run.seed + num_seeds))
-    seeded = [experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)) for seed in seeds]
-    jobs = [
-        Job(label=f"seed {seed}", experiment=own, learnt=None if learn is None else learn(own))
-        for seed, own in zip(seeds, seeded, strict=True)
-    ]
+    jobs = list[Job]()
+    for seed in seeds:
+        own = experiment.replace(run=dataclasses.replace(experiment.run, seed=seed))
+        jobs.append(Job(label=f"seed {seed}", experiment=own, learnt=None if learn is None else learn(own)))
     found = summaries(jobs, engine=engine, processes=processes, progress=progress)
     return OverSeeds(experiment=experiment, seeds=seeds, summaries=tuple(found))

@@ -101,14 +101,12 @@ def sweep(
     points = list(product(*(axis.values for axis in read)))  # noqa: PD011  # no pandas
     if len(points) > MOST_POINTS:
         raise ConfigError(f"has more than {MOST_POINTS:,} points", "--sweep", f"{len(points):,}", "fewer values")
-    labels, experiments = list[str](), list[Experiment]()
+    loaded, jobs = dict[str, Experiment](), list[Job]()
     for point in points:
         overrides = [f"{axis.key}={value}" for axis, value in zip(read, point, strict=True)]
-        labels.append(f"the point {', '.join(overrides)}")
-        with naming(labels[-1]):
-            experiments.append(load(overrides))
-    jobs = list[Job]()
-    for label, experiment in zip(labels, experiments, strict=True):
+        with naming(label := f"the point {', '.join(overrides)}"):
+            loaded[label] = load(overrides)
+    for label, experiment in loaded.items():
         with naming(label):
             own = prepare(experiment)
             jobs.append(Job(label=label, experiment=own, learnt=None if learn is None else learn(own)))

@@ -42,7 +42,6 @@ def ring(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) ->
     if kind in ("reduce", "broadcast"):  # ends at the root, or starts there
         used = around[1:] if kind == "reduce" else around[:-1]
         return Work(links).pipeline(sum(links.hop(*pair).latency_ns for pair in used), WHOLE, used)
-    assert kind in ("all_reduce", "reduce_scatter", "all_gather"), f"no algorithm for {kind}"
     share = WHOLE if rows else Fraction(1, len(ranks))
     return Work(links).around(2 * steps if kind == "all_reduce" else steps, share, around)
 
@@ -58,7 +57,6 @@ def halving_doubling(kind: Collective, ranks: Ranks, links: Links, *, rows: bool
         meeting = [first for first, _ in pairs] + list(ranks[2 * rest :])
         there = list(_exchanges(meeting))
         return Work(links).rounds([(WHOLE, [(b, a) for a, b in pairs]), *there, *reversed(there), (WHOLE, pairs)])
-    assert kind in ("reduce_scatter", "all_gather"), f"no algorithm for {kind}"
     is_power = len(ranks) & (len(ranks) - 1) == 0
     rounds = _exchanges(ranks) if is_power else _bruck(ranks)
     scale = len(ranks) if rows else 1

@@ -13,6 +13,7 @@ that a cluster's file does not tell of. Channels are as many as NCCL finds on NV
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -49,7 +50,7 @@ WIRE = {"LL": Fraction(2), "LL128": Fraction(128, 120), "Simple": Fraction(1)}
 INTER_CHANNEL_GBPS = 48
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Generation:
     """Constants of a GPU generation; triples are of one node, two, and more. GB/s."""
 
@@ -67,12 +68,9 @@ class Generation:
 
 
 GENERATIONS = {
-    name: Generation(ll_max=ll_max, ring_ll128=ring_ll128, tree_ll128=tree_ll128, tree=tree, plateau=plateau, channel_gbps=channel_gbps)
-    for name, ll_max, ring_ll128, tree_ll128, tree, plateau, channel_gbps in (
-        ("nccl-volta", (39.0, 39.0, 20.4), (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (26.5, 18.5, 10.0), 1.9, 20),
-        ("nccl-ampere", (87.7, 22.5, 19.0), (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (24.0, 23.6, 17.8), 1.4, 20),
-        ("nccl-hopper", (141.0, 39.0, 20.4), (36.7, 36.7, 36.7), (36.7, 36.7, 29.0), (38.7, 41.4, 36.0), 1.4, 30),
-    )
+    "nccl-volta": Generation((39.0, 39.0, 20.4), (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (26.5, 18.5, 10.0), 1.9, 20),
+    "nccl-ampere": Generation((87.7, 22.5, 19.0), (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (24.0, 23.6, 17.8), 1.4, 20),
+    "nccl-hopper": Generation((141.0, 39.0, 20.4), (36.7, 36.7, 36.7), (36.7, 36.7, 29.0), (38.7, 41.4, 36.0), 1.4, 30),
 }
 
 
@@ -99,13 +97,16 @@ class Nccl:
         self._kind = kind
         self._size = len(ranks)
         self._scale = len(ranks) if rows else 1  # NCCL counts what every rank has in the end
-        nodes = {links.node(rank) for rank in ranks}
-        self._nodes = len(nodes)
-        self._work = Work(links).traffic(*_counts(ranks, links))
+        members: dict[int, list[int]] = {}
+        for rank in ranks:
+            members.setdefault(links.node(rank), []).append(rank)
+        by_node = {node: len({links.local_rank(rank) % links.nics_per_node for rank in own}) for node, own in members.items()}
+        interfaces = min(by_node.values())
+        self._nodes = len(members)
+        self._work = Work(links).traffic(*_counts(members, by_node, links))
         self._bus_gbps = self._work.bits_per_s / (8 * 10**9)
-        first = links.node(ranks[0])
-        self._added_ns = max((links.hop(rank, ranks[0]).latency_ns for rank in ranks if links.node(rank) != first), default=0)
-        interfaces = min(_count(ranks, links).values())
+        others = (rank for own in list(members.values())[1:] for rank in own)
+        self._added_ns = max((links.hop(rank, ranks[0]).latency_ns for rank in others), default=0)
         if self._nodes == 1:
             self._channels = max(1, int(self._bus_gbps / generation.channel_gbps))
         else:
@@ -180,12 +181,11 @@ class Nccl:
         return self._size if self._kind in ("reduce", "broadcast") else self._size - 1
 
 
-def _counts(ranks: Ranks, links: Links) -> tuple[dict[Port, int], Fraction]:
-    """How many times which share passes each port when all bytes pass every rank, node and rack once.
+def _counts(members: Mapping[int, list[int]], interfaces: Mapping[int, int], links: Links) -> tuple[dict[Port, int], Fraction]:
+    """How many times which share passes each port when all bytes pass every rank, node and rack once, by the ranks of each node.
 
     They go by all interfaces that a node's ranks use, each an equal part.
     """
-    members, interfaces = _members(ranks, links), _count(ranks, links)
     parts = math.lcm(*interfaces.values())
     nodes = list(members)
     found: dict[Port, int] = {}
@@ -202,18 +202,6 @@ def _counts(ranks: Ranks, links: Links) -> tuple[dict[Port, int], Fraction]:
         if len(racks) > 1:
             found |= {("rack", rack, way): parts for rack in racks for way in ("out", "in")}
     return found, Fraction(1, parts)
-
-
-def _members(ranks: Ranks, links: Links) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for rank in ranks:
-        found.setdefault(links.node(rank), []).append(rank)
-    return found
-
-
-def _count(ranks: Ranks, links: Links) -> dict[int, int]:
-    """Interfaces that each node's ranks use."""
-    return {node: len({links.local_rank(rank) % links.nics_per_node for rank in own}) for node, own in _members(ranks, links).items()}
 
 
 def _exact(value: float) -> Fraction:

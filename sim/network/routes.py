@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint
-from fleetbench.plan.operations import COLLECTIVES, Collective, Operation
+from fleetbench.plan.operations import Collective, Operation
 from sim.clock import half_up
 from sim.network.algorithms import ALGORITHMS, Ranks, ring
 from sim.network.gloo import SegmentedRing, gloo
@@ -61,8 +61,8 @@ class Routes:
 
     def __init__(self, links: Links) -> None:
         self.links = links
-        self._ways: dict[tuple[tuple[int, ...], str, bool, int], Way] = {}
-        self._known: dict[tuple[tuple[int, ...], str, bool, int, int, bool], Route] = {}
+        self._ways: dict[tuple[str, bool, tuple[int, ...], int], Way] = {}
+        self._known: dict[tuple[object, ...], Route] = {}
         used = (links.intra, links.inter, *links.intra_of.values(), *links.inter_of.values())
         self._by_communicator = any(link is not None and link.flow_limit is not None for link in used)
         self._quantise_ns = Fraction(0 if links.measured is None else links.measured.quantise, 10**6)
@@ -71,21 +71,19 @@ class Routes:
     def of(self, operation: Operation, ranks: tuple[int, ...]) -> Route:
         """The way of ``operation`` among ``ranks``, of which the first is the root."""
         kind, rows = operation.kind, operation.payload == "rows"
-        communicator = operation.communicator if self._by_communicator else 0
-        quantises = operation.wire_dtype == "int8"
-        key = (ranks, kind, rows, communicator, operation.nbytes, quantises)
-        if key not in self._known:
-            assert kind in COLLECTIVES
-            if key[:4] not in self._ways:
-                links = dataclasses.replace(self.links, communicator=communicator)
-                self._ways[key[:4]] = way(kind, ranks, links, rows=rows)  # type: ignore[arg-type]  # a collective's kind
-            found = self._ways[key[:4]].route(operation.nbytes)
-            if quantises:
+        key = (kind, rows, ranks, operation.communicator if self._by_communicator else 0)
+        sized = (*key, operation.nbytes, operation.wire_dtype)
+        if sized not in self._known:
+            if key not in self._ways:
+                links = dataclasses.replace(self.links, communicator=key[-1])
+                self._ways[key] = way(kind, ranks, links, rows=rows)  # type: ignore[arg-type]  # a collective's kind
+            found = self._ways[key].route(operation.nbytes)
+            if operation.wire_dtype == "int8":
                 more_ns = round(self._quantise_ns * operation.nbytes)
                 cost = Cost(found.cost.latency_ns + more_ns, found.cost.transfer_ns)
                 found = dataclasses.replace(found, cost=cost, first_ns=found.first_ns + more_ns)
-            self._known[key] = found
-        return self._known[key]
+            self._known[sized] = found
+        return self._known[sized]
 
 
 def way(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Way:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -90,10 +91,7 @@ class Work:
 
     def pipeline(self, latency_ns: int, share: Fraction, pairs: Sequence[Pair]) -> Work:
         """Add messages in chunks so small that all are under way at once, after so much latency."""
-        hops = [self._links.hop(sender, receiver) for sender, receiver in pairs]
-        uses = self._uses(hops)
-        self._phases.append(((Pace(latency_ns, share * max(starmap(_busy, set(uses.values())))),), 0))
-        self._add({port: count for port, (count, _) in uses.items()}, share)
+        self._phases.append(((Pace(latency_ns, max(pace.ns_per_byte for _, _, pace in self._paced(share, pairs))),), 0))
         return self
 
     def traffic(self, counts: Mapping[Port, int], share: Fraction) -> Work:
@@ -134,24 +132,13 @@ class Work:
     def _paced(self, share: Fraction, pairs: Sequence[Pair], times: int = 1) -> list[Message]:
         """Messages of a round that happens so many times, each with its pace; their bytes count as traffic."""
         hops = [self._links.hop(sender, receiver) for sender, receiver in pairs]
-        uses = self._uses(hops)
-        self._add({port: count for port, (count, _) in uses.items()}, times * share)
-        ways = [(hop.latency_ns, tuple(uses[port] for port in _passed(hop))) for hop in hops]
+        counts = Counter(port for hop in hops for port in _passed(hop))
+        self._rates |= dict(hop.connection for hop in hops if hop.connection is not None)
+        self._rates |= {port: self._links.bits_per_s(port) for port in counts if port not in self._rates}
+        self._add(counts, times * share)
+        ways = [(hop.latency_ns, tuple([(counts[port], self._rates[port]) for port in _passed(hop)])) for hop in hops]
         paces = {way: Pace(way[0], share * max(starmap(_busy, way[1]))) for way in dict.fromkeys(ways)}
         return [(sender, receiver, paces[way]) for (sender, receiver), way in zip(pairs, ways, strict=True)]
-
-    def _uses(self, hops: Iterable[Hop]) -> dict[Port, Kind]:
-        """How many of the hops pass each port, and its rate."""
-        counts: dict[Port, int] = {}
-        for hop in hops:
-            if hop.connection is not None:
-                self._rates[hop.connection[0]] = hop.connection[1]
-            for port in _passed(hop):
-                counts[port] = counts.get(port, 0) + 1
-        for port in counts:
-            if port not in self._rates:
-                self._rates[port] = self._links.bits_per_s(port)
-        return {port: (count, self._rates[port]) for port, count in counts.items()}
 
     def _add(self, counts: Mapping[Port, int], share: Fraction) -> None:
         """So many times a share of the collective's bytes on each port."""

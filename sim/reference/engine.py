@@ -1,7 +1,6 @@
 """Entrance of the reference engine: a run's trainers on SimPy's clock, decided on by the strategy's own ``on``."""
 
 from collections.abc import Callable
-from itertools import count
 
 from fleetbench.plan.replay import Decider
 from fleetbench.result import steps_table
@@ -32,10 +31,9 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
         Decider.start(scenario.strategy, rank, record=wanted.recordings, first_step=scenario.steps.start) for rank in range(plan.trainers)
     ]
     trainers = [Trainer(clock, rank, decider, collectives, computing, scenario, spans) for rank, decider in enumerate(deciders)]
-    done = count(1)
-    progress: list[Callable[[], None]] = [lambda: step_done(next(done)), *[lambda: None] * (plan.trainers - 1)]
+    trainers[0].step_done = step_done
     delays = scenario.draws.of_ranks().tolist()
-    clock.run(clock.all_of([clock.process(trainer.run(delays[rank], progress[rank])) for rank, trainer in enumerate(trainers)]))
+    clock.run(clock.all_of([clock.process(trainer.run(own)) for trainer, own in zip(trainers, delays, strict=True)]))
     records = [record for trainer in trainers for record in trainer.records]
     return Execution(
         engine="reference",
@@ -44,7 +42,7 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
         end_ns=max(record.end_ns for record in records),
         step_ends_ns={record.step: record.end_ns for record in sorted(records, key=lambda record: record.end_ns)},  # the last one stays
         table=steps_table(records),
-        spans=() if spans is None else spans.all(),
+        spans=() if spans is None else tuple(spans.kept),
         no_spans=too_many(f"{spans.num:,}", wanted.most_spans) if spans is not None and spans.num > wanted.most_spans else None,
         recordings=tuple(decider.recording() for decider in deciders if decider.log is not None),
     )

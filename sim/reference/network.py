@@ -8,8 +8,7 @@ share the nodes' interfaces, and those that cross racks their uplinks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -22,7 +21,6 @@ from sim.network.routes import Routes
 from sim.network.turns import Turn, busy_on, scaled
 from sim.network.work import Route
 
-Changed = Callable[[Fraction], None]
 Tell = Callable[[Operation, tuple[int, ...], int, int], None]
 """Told of a collective that has ended, its ranks, its start and its end."""
 
@@ -37,12 +35,8 @@ class Computing:
     def __init__(self, slowdown: float = 0.0) -> None:
         self._slow = 1 / (1 + Fraction(repr(slowdown)))  # the decimal that a file writes
         self._ranks: set[int] = set()
-        self._watched: dict[Changed, Sequence[int]] = {}
-
-    @property
-    def slows(self) -> bool:
-        """Whether computing slows anything."""
-        return self._slow != 1
+        self.carried: dict[OwnTime, Sequence[int]] = {}
+        """Collectives in flight, with their ranks."""
 
     def begins(self, rank: int) -> None:
         """A rank's forward begins."""
@@ -58,24 +52,13 @@ class Computing:
         """Of a collective among ``ranks``, as a share of full pace."""
         return Fraction(1) if self._slow == 1 or self._ranks.isdisjoint(ranks) else self._slow
 
-    @contextmanager
-    def watching(self, ranks: Sequence[int], changed: Changed) -> Iterator[None]:
-        """Tell ``changed`` the pace of a collective among ``ranks`` whenever it changes."""
-        self._watched[changed] = ranks
-        try:
-            yield
-        finally:
-            del self._watched[changed]
-
     def _change(self, rank: int, change: Callable[[int], None]) -> None:
         if self._slow == 1:
             return
-        before = {changed: self.pace(ranks) for changed, ranks in self._watched.items() if rank in ranks}
         change(rank)
-        for changed, pace in before.items():
-            now = self.pace(self._watched[changed])
-            if now != pace:
-                changed(now)
+        for own, ranks in self.carried.items():
+            if rank in ranks and (pace := self.pace(ranks)) != own.pace:
+                own.change(pace)
 
 
 class OwnTime:
@@ -131,11 +114,12 @@ class Network:
         """Carry out a collective among ``ranks``."""
         route = self._routes.of(operation, ranks)
         own = OwnTime(self._clock, self._computing.pace(ranks))
-        with self._computing.watching(ranks, own.change):
-            yield from own.reach(route.first_ns)
-            self._in_flight.update(route.ports)
-            yield from self._turns(route, own, (operation.id, ranks[0]))
-            self._in_flight.subtract(route.ports)
+        self._computing.carried[own] = ranks
+        yield from own.reach(route.first_ns)
+        self._in_flight.update(route.ports)
+        yield from self._turns(route, own, (operation.id, ranks[0]))
+        self._in_flight.subtract(route.ports)
+        del self._computing.carried[own]
 
     def _turns(self, route: Route, own: OwnTime, place: tuple[int, int]) -> Generator[Event, object, None]:
         arrives, done = Fraction(route.first_ns), Fraction(0)

@@ -54,6 +54,8 @@ class Trainer:
         self.rank = rank
         self.decider = decider
         self.records: list[StepRecord] = []
+        self.step_done: Callable[[int], None] = lambda _: None
+        """Told at the end of each step how many are done."""
         plan, table = scenario.plan, scenario.table
         self._clock = clock
         self._collectives = collectives
@@ -61,47 +63,49 @@ class Trainer:
         self._scenario = scenario
         self._buckets = list(zip([bucket.id for bucket in plan.buckets], bucket_readiness(plan, table), strict=True))
         self._parts = {name: part_of(parts, rank) for name, parts in plan.groups}
-        self._compute_ns = table.forward_ns + table.backward_ns
         self._own = OwnWork(scenario)
         self._progress = Progress(clock, table.contention)
-        self._updates = UpdateTrack(clock)
+        self._updated: Event | None = None
+        """The end of the last of the bucket updates, which run in the order of their starts."""
+        self._updates: list[tuple[int, int, int]] = []
+        """Their starts and ends, and when all had joined what each comes after."""
         self._in_flight: dict[int, Meeting] = {}
         self._spans = spans
-        self._tally = Tally(rank, spans)
         self._head = StepHead(table, scenario.fetch_every, clock.now)
 
-    def run(self, draws: Sequence[int], step_done: Callable[[], None]) -> Waits:
+    def run(self, draws: Sequence[int]) -> Waits:
         """The process: the scenario's steps one after the other, each with its X of ``draws`` in units of 2^-24."""
-        for step, x in zip(self._scenario.steps, draws, strict=True):
-            start_ns, before = self._clock.now, self.decider.state
-            events = events_of(self._scenario.plan, step, self._scenario.steps_per_epoch, self._scenario.steps[-1])
-            self._tally = Tally(self.rank, self._spans)
+        clock, scenario, progress, table = self._clock, self._scenario, self._progress, self._scenario.table
+        forward_ns, compute_ns = table.forward_ns, table.forward_ns + table.backward_ns
+        for step, x in zip(scenario.steps, draws, strict=True):
+            start_ns, before = clock.now, self.decider.state
+            events = events_of(scenario.plan, step, scenario.steps_per_epoch, scenario.steps[-1])
+            self._tally = tally = Tally(self.rank, self._spans, counted_ns=start_ns)
             self._own.begin_step()
-            self._tally.counted_ns = start_ns
             yield from self._tell(next(events))
-            self._tally.counted_ns = None
-            yield self._clock.until(self._head.forward_begins(self._clock.now))
-            read_end_ns, before_ns = self._clock.now, self._tally.stall_ns + self._tally.update_ns
+            tally.counted_ns = None
+            yield clock.until(self._head.forward_begins(clock.now))
+            read_end_ns, before_ns = clock.now, tally.stall_ns + tally.update_ns
             self._computing.begins(self.rank)
-            self._progress.begin()
-            yield from self._progress.reach(stretch(self._scenario.table.forward_ns, x))
-            forward_end_ns = self._clock.now
+            progress.begin()
+            yield from progress.reach(stretch(forward_ns, x))
+            forward_end_ns = clock.now
             for bucket, ready_ns in self._buckets:
-                yield from self._progress.reach(stretch(ready_ns, x))
-                ready_at_ns = self._clock.now
+                yield from progress.reach(stretch(ready_ns, x))
+                ready_at_ns = clock.now
                 yield from self._tell(next(events))
-                self._tally.span(start_name(bucket), ready_at_ns, self._clock.now, HOST)
-            yield from self._progress.reach(stretch(self._compute_ns, x))
-            backward_end_ns = self._clock.now
+                tally.span(start_name(bucket), ready_at_ns, clock.now, HOST)
+            yield from progress.reach(stretch(compute_ns, x))
+            backward_end_ns = clock.now
             self._computing.ends(self.rank)
-            self._tally.span("forward", read_end_ns, forward_end_ns)
-            self._tally.span("backward", forward_end_ns, backward_end_ns)
-            self._tally.counted_ns = backward_end_ns
+            tally.span("forward", read_end_ns, forward_end_ns)
+            tally.span("backward", forward_end_ns, backward_end_ns)
+            tally.counted_ns = backward_end_ns
             for event in events:
                 yield from self._tell(event)
                 yield from self._finish_updates()
-            if step == self._scenario.steps[-1] and self._head.read_ns():
-                yield self._clock.timeout(self._head.read_ns())
+            if step == scenario.steps[-1] and self._head.read_ns():
+                yield clock.timeout(self._head.read_ns())
             self.records.append(
                 StepRecord(
                     rank=self.rank,
@@ -110,19 +114,19 @@ class Trainer:
                     read_ns=read_end_ns - start_ns - before_ns,
                     forward_ns=forward_end_ns - read_end_ns,
                     backward_ns=backward_end_ns - forward_end_ns,
-                    stall_ns=self._tally.stall_ns,
-                    wait_ns=self._tally.wait_ns,
-                    update_ns=self._tally.update_ns,
-                    end_ns=self._clock.now,
-                    arrival_ns=self._tally.arrival_ns,
+                    stall_ns=tally.stall_ns,
+                    wait_ns=tally.wait_ns,
+                    update_ns=tally.update_ns,
+                    end_ns=clock.now,
+                    arrival_ns=tally.arrival_ns,
                     local_steps=closed_round(before, self.decider.state),
-                    loss=self._scenario.scalars.declared_loss(step),
-                    bytes_sent=self._tally.bytes_sent,
+                    loss=scenario.scalars.declared_loss(step),
+                    bytes_sent=tally.bytes_sent,
                 )
             )
-            if self._clock.now > LATEST_NS:
+            if clock.now > LATEST_NS:
                 raise uncountable()
-            step_done()
+            self.step_done(len(self.records))
 
     def _tell(self, event: PlanEvent) -> Waits:
         for request in tell(self.decider, event, lambda: self._clock.now):
@@ -135,12 +139,11 @@ class Trainer:
                     yield from self._run(operation)
 
     def _run(self, operation: Operation) -> Waits:
-        assert all(other < operation.id for other in operation.after), f"{operation} comes after one that was not started"
         after = [self._in_flight[other] for other in operation.after if other in self._in_flight]
         if operation.kind in COLLECTIVES:
             yield from self._start(operation, after)
         elif operation.kind == "update" and operation.bucket is not None:
-            self._updates.start(self._own.bucket_update(operation.bucket), after)
+            self._updated = self._clock.process(self._update(self._own.bucket_update(operation.bucket), after, self._updated))
         else:
             yield from self._execute(operation, after)
 
@@ -182,13 +185,21 @@ class Trainer:
             yield self._clock.all_of([meeting.end for meeting in meetings])
         self._tally.stalls(self._clock.now, _met_ns(meetings))
 
+    def _update(self, took_ns: int, after: Sequence[Meeting], before: Event | None) -> Waits:
+        """Beside compute, when what it comes after has ended and the update ``before`` it."""
+        yield self._clock.all_of([*(meeting.end for meeting in after), *([] if before is None else [before])])
+        start_ns = self._clock.now
+        yield self._clock.timeout(took_ns)
+        self._updates.append((start_ns, self._clock.now, _met_ns(after)))
+
     def _finish_updates(self) -> Waits:
-        if self._updates.ended is None:
+        if self._updated is None:
             return
-        yield self._updates.ended
-        for start_ns, end_ns, met_ns in self._updates.take():
+        yield self._updated
+        for start_ns, end_ns, met_ns in self._updates:
             self._tally.span(UPDATE, start_ns, end_ns, UPDATE)
             self._tally.works(start_ns, end_ns, met_ns)
+        self._updated, self._updates = None, []
 
 
 @dataclass(slots=True)
@@ -226,32 +237,6 @@ class Tally:
         """Remember a span that takes time."""
         if self.spans is not None and end_ns > start_ns:
             self.spans.add(Span(self.rank, stream, name, start_ns, end_ns - start_ns))
-
-
-class UpdateTrack:
-    """Runs updates in the order of their starts, each when what it comes after has ended; ``ended`` is the event after all, or none."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._busy: list[tuple[int, int, int]] = []
-        self.ended: Event | None = None
-
-    def start(self, took_ns: int, after: Sequence[Meeting]) -> None:
-        """Start an update of ``took_ns``."""
-        before = [*(meeting.end for meeting in after), *([self.ended] if self.ended is not None else [])]
-        self.ended = self._clock.process(self._run(took_ns, before, after))
-
-    def take(self) -> list[tuple[int, int, int]]:
-        """Starts and ends of the updates since the last call, once all have ended, and when all had joined what each comes after."""
-        busy, self._busy, self.ended = self._busy, [], None
-        return busy
-
-    def _run(self, took_ns: int, before: Sequence[Event], after: Sequence[Meeting]) -> Generator[Event, object, None]:
-        if before:
-            yield self._clock.all_of(before)
-        start_ns = self._clock.now
-        yield self._clock.timeout(took_ns)
-        self._busy.append((start_ns, self._clock.now, _met_ns(after)))
 
 
 def _met_ns(meetings: Sequence[Meeting]) -> int:

@@ -159,6 +159,15 @@ def test_compute_and_collectives_that_slow_each_other(table: dict[str, float], s
         assert agree(Case(experiment=with_profile(experiment, profile))) == "vector"
 
 
+@pytest.mark.parametrize("name", ["contention", "collective_contention"])
+def test_a_contention_of_many_digits(name: str) -> None:
+    """Its products with microseconds leave 64 bits, and the two engines agree all the same."""
+    layers = [([900_000], [700_000], 300_000, 300_000), ([3_000_000], [500_000], 100_000, 200_000)]
+    options: dict[str, Any] = {"nodes": 3, "inter": link(12, 70), "steps": 6, "stragglers": (Jitter(mean=0.5),)}
+    experiment, profile = profiled(layers, {name: 0.123456789012345}, **options)
+    assert agree(Case(experiment=with_profile(experiment, profile))) == "vector"
+
+
 def test_what_takes_hours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference counts the events of its clock before they begin, whoever asked for it."""
     monkeypatch.setattr("sim.reference.engine.MOST_EVENTS", 29)

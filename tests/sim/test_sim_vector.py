@@ -17,7 +17,7 @@ from fleetbench.result import step_s_of, summarise
 from fleetbench.stragglers import ONE, Jitter, stretch
 from sim.arrays.compute import Stretches, stretched
 from sim.arrays.engine import CELLS
-from sim.arrays.layout import NEVER, Crossing, Group, Layout
+from sim.arrays.layout import NEVER, Group, Layout
 from sim.arrays.observers import quantiles
 from sim.arrays.program import script_of
 from sim.arrays.shared_links import Wires
@@ -57,11 +57,12 @@ def test_groups_lay_parts_over_ranks() -> None:
 def test_groups_cross() -> None:
     """Nodes of two ranks, and their leaders: a leader's collective waits for all nodes, and every node for the leaders."""
     inner, leaders, outer = (Group(parts, 6) for parts in (((0, 1), (2, 3), (4, 5)), ((0, 2, 4),), ((0, 2, 4), (1, 3, 5))))
-    assert Crossing(inner, leaders).latest(np.asarray([[3, 9, 5]])).tolist() == [[9]]
-    assert Crossing(leaders, inner).latest(np.asarray([[7]])).tolist() == [[7, 7, 7]]
-    assert Crossing(outer, inner).is_full
-    assert Crossing(outer, inner).latest(np.asarray([[4, 6]])).tolist() == [[6, 6, 6]]
-    assert Crossing(Group(((0, 1),), 4), Group(((2, 3),), 4)).latest(np.asarray([[5]])).tolist() == [[NEVER]]
+    assert leaders.latest_of(inner, np.asarray([[3, 9, 5]])).tolist() == [[9]]
+    assert inner.latest_of(leaders, np.asarray([[7]])).tolist() == [[7, 7, 7]]
+    assert inner.crosses(outer)
+    assert not inner.crosses(inner)
+    assert inner.latest_of(outer, np.asarray([[4, 6]])).tolist() == [[6, 6, 6]]
+    assert Group(((2, 3),), 4).latest_of(Group(((0, 1),), 4), np.asarray([[5]])).tolist() == [[NEVER]]
 
 
 @given(st.data())

@@ -11,12 +11,11 @@ import pytest
 from sim_cases import layered, link, profiled, with_profile
 
 from fleetbench.cluster import NodeOverride
-from fleetbench.errors import ConfigError
 from fleetbench.profile import Communication
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.stragglers import Jitter, SlowNode, SlowRank, Trace, draws
 from sim.many.what_if import slowest_rank_and_node, what_if, with_infinite_bandwidth
-from sim.run import Engine, simulate
+from sim.run import simulate
 
 # 100 + 200 ns, then 1000 bytes among two trainers: 20 + 1000 ns after the backward.
 LAYER = [(250, 100, 200)]
@@ -62,14 +61,6 @@ def test_of_two_slow_nodes_the_slower_one_is_named() -> None:
     slow = (NodeOverride(nodes=(3,), slowdown=1.2), NodeOverride(nodes=(5,), slowdown=1.4))
     options = {"nodes": 8, "trainers_per_node": 4, "inter": link(8), "intra": link(8)}
     assert "without node 5" in gains(layered(LAYER, **options, steps=9, stragglers=(Jitter(mean=0.1),), node_overrides=slow))
-
-
-@pytest.mark.parametrize("engine", ["reference", "vector"])
-@pytest.mark.parametrize("rank", [2, -1])
-def test_a_rank_that_there_is_not_is_not_spared(rank: int, engine: Engine) -> None:
-    """Neither one after the last, nor Python's last but none."""
-    with pytest.raises(ConfigError, match=rf"spared: no such rank \(got {rank}\)(.|\n)*ranks are 0 to 1"):
-        simulate(layered(LAYER, inter=link(8), stragglers=(Jitter(mean=0.5),)), spared=[rank], engine=engine)
 
 
 def test_without_a_rank_all_others_keep_their_draws() -> None:
