@@ -11,9 +11,7 @@ import glob
 import hashlib
 import json
 import os
-import re
 import secrets
-import stat
 import time
 import tomllib
 import zlib
@@ -41,8 +39,6 @@ _MALFORMED: tuple[type[Exception], ...] = (
     EOFError,
     zlib.error,
 )
-_COPIES = 4
-"""Of a table, in memory at once while it is read."""
 _NO_MANIFEST: tuple[type[Exception], ...] = (OSError, *_MALFORMED)
 """What reading a manifest raises where there is none, or where another program wrote it."""
 
@@ -105,31 +101,13 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
         yield
     except refused as error:
         said = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0] or type(error).__name__
-        where = re.sub(rf"\.[0-9a-f]{{8}}{re.escape(_PARTIAL)}$", "", str(getattr(error, "filename", None) or path))
-        raise EnvironmentLacks(f"cannot be written: {said}", where, hint="make room there, or name another folder") from None
+        raise EnvironmentLacks(f"cannot be written: {said}", str(path), hint="make room there, or name another folder") from None
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file whole or not at all. Raises ``EnvironmentLacks`` where the disk refuses."""
     with writing(path), atomic_write(path) as partial:
         partial.write_bytes(data if isinstance(data, bytes) else data.encode())
-
-
-def refuse_large_table(file: Any, where: str) -> None:
-    """Raise ``EnvironmentLacks`` for a Parquet file whose table fits no free memory: few bytes may stand for billions of numbers.
-
-    ``file``: its path, or the file itself.
-    """
-    import psutil
-    from pyarrow import parquet
-
-    metadata = parquet.read_metadata(file)
-    groups = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
-    needed, free = _COPIES * max(8 * metadata.num_rows * metadata.num_columns, sum(groups)), psutil.virtual_memory().available
-    if needed > free:
-        size = f"{metadata.num_rows:,} rows of {metadata.num_columns} columns"
-        what = f"its {size} take {needed / 2**30:.3g} GiB of memory to be read"
-        raise EnvironmentLacks(what, where, f"{free / 2**30:.3g} GiB free", "read it on a machine with more memory")
 
 
 def read_text(path: str | Path, hint: str) -> str:
@@ -201,18 +179,14 @@ def read_manifest(folder: Path, hint: str) -> dict[str, Any]:
 def check_file(path: Path) -> None:
     """Raise ``ConfigError`` for a device, and for a file that is not what the manifest in its folder says; most folders have none."""
     try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError):  # the function that reads it says why it cannot
-        return
-    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise ConfigError("is a device, and no file", str(path), hint="name a file")
-    try:
+        if path.is_char_device() or path.is_block_device():
+            raise ConfigError("is a device, and no file", str(path), hint="name a file")
         manifest, is_ours = _opened((path.parent / MANIFEST).read_text(encoding="utf-8"))
         files = manifest["files"]
-        is_known = path.name in files
+        is_known = is_ours and path.name in files
     except _NO_MANIFEST:
         return
-    if is_ours and is_known:
+    if is_known:
         _check(path.parent, files, [path.name], "it was changed after its run: change a copy in another folder")
 
 

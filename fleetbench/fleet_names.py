@@ -34,24 +34,18 @@ class FieldHasNoEffect(UserWarning):
 
 def translate(data: Mapping[str, Any]) -> dict[str, Any]:
     """A strategy's table in today's names. Raises ``ConfigError`` for a field that stands there twice."""
-    flat: dict[str, Any] = {}
+    translated: dict[str, Any] = {}
     for key, value in data.items():
         inside = key in ("execution_strategy", "exec_strategy") and isinstance(value, Mapping)
-        for name, item in _of_execution_strategy(value, key) if inside else ((key, value),):
-            if name in flat:
-                raise ConfigError("is set twice, here and in another table", name, repr(item), f"keep {name}")
-            flat[name] = item
-    build = flat.get("build_strategy")
+        for old, item in _of_execution_strategy(value, key) if inside else ((key, value),):
+            name = ALIASES.get(old, old)
+            if name in translated:
+                raise ConfigError(f"is set twice, as {name} and by an older name or in another table", old, repr(item), f"keep {name}")
+            if not _without_effect(name):
+                translated[name] = item
+    build = translated.get("build_strategy")
     if isinstance(build, Mapping):
-        flat["build_strategy"] = {key: item for key, item in build.items() if not _without_effect(key)}
-    translated: dict[str, Any] = {}
-    for key, value in flat.items():
-        if _without_effect(key):
-            continue
-        name = ALIASES.get(key, key)
-        if name in translated or (name != key and name in flat):
-            raise ConfigError(f"is set twice, as {name} and by an older name", key, repr(value), f"keep {name}")
-        translated[name] = value
+        translated["build_strategy"] = {key: item for key, item in build.items() if not _without_effect(key)}
     _read_old_local_sgd(translated)
     _read_old_modes(translated)
     if "recompute_checkpoints" in translated:

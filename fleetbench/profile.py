@@ -17,7 +17,7 @@ from typing import Literal
 import tomli_w
 
 from fleetbench.cluster import Link
-from fleetbench.config import Config, decode, encode, flat
+from fleetbench.config import Config, decode, encode
 from fleetbench.digests import json_digest, read_text, read_toml, sealed, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -26,7 +26,7 @@ from fleetbench.measurements import CollectivePoint, GradientNoise, Memory, Stra
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable, declared_table, scaled
 from fleetbench.plan.longest_chain import Pace, around_ring, envelope
-from fleetbench.quantities import Nanoseconds, counted
+from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 
@@ -140,18 +140,14 @@ class Profile(Config):
 
 def profile_of(experiment: Experiment) -> Profile | None:
     """The profile that the experiment names; none where it names none. A file is read once as long as it stays as it is."""
-    path = experiment.workload.profile
-    if path is None:
+    if experiment.workload.profile is None:
         return None
-    try:
-        found = Path(path).stat()
-    except (OSError, ValueError):  # what is wrong with it is said by the function that reads it
-        return Profile.load(path)
-    return _read(path, str(Path.cwd()), found.st_ino, found.st_mtime_ns, found.st_size)
+    path = Path(experiment.workload.profile).absolute()
+    return _read(path, path.is_file() and (path.stat().st_ino, path.stat().st_mtime_ns))
 
 
 @functools.lru_cache(maxsize=8)
-def _read(path: str, *_state: object) -> Profile:
+def _read(path: Path, _state: object) -> Profile:
     return Profile.load(path)
 
 
@@ -203,16 +199,9 @@ def table_for(experiment: Experiment) -> LayerTable:
         for table in profile.tables:
             if table.key == key:
                 return _emulated(table) if experiment.run.device == EMULATED else as_used(table, experiment.strategy)
-    what = f"the profile holds no layer table of {_computed(experiment)}"
-    raise ConfigError(what, "workload.profile", str(experiment.workload.profile), "drop workload.profile, so that a short profile is taken")
-
-
-def _computed(experiment: Experiment) -> str:
-    """The settings that a layer table is for, in words; of the strategy, those that are not Fleet's defaults."""
-    workload, fields = experiment.workload, compute_part(experiment.strategy).changes()
-    words = [f"{workload.model} in {workload.dtype}", f"batch {workload.batch_size}", workload.optimizer]
-    words += [f"{counted(experiment.cluster.trainers_per_node, 'trainer')} a node on {experiment.run.device}"]
-    return ", ".join([*words, *(f"{name} = {str(value).lower() if isinstance(value, bool) else value}" for name, value in flat(fields))])
+    hint = "drop workload.profile, so that a short profile is taken"
+    what = "the profile holds no layer table of this workload with this strategy's settings, device and number of trainers a node"
+    raise ConfigError(what, "workload.profile", str(experiment.workload.profile), hint)
 
 
 def _measured_on(experiment: Experiment) -> tuple[str, ...]:

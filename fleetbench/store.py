@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from fleetbench.digests import MANIFEST, digests_of, read_manifest, reading, refuse_large_table, sealed_json, write_whole
+from fleetbench.digests import MANIFEST, digests_of, read_manifest, reading, sealed_json, write_whole
 from fleetbench.environment import RECORDED
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
@@ -95,36 +95,22 @@ def save_run(result: RunResult, root: str | Path) -> RunResult:
     return dataclasses.replace(result, path=path)
 
 
-def _runs_below(path: Path) -> str:
-    """Where the newest run below a folder is, or where runs are."""
-    found = sorted(
-        (file.parent for file in path.glob(f"*/{MANIFEST}") if file.with_name("summary.json").exists()),
-        key=lambda folder: folder.stat().st_mtime,
-    )
-    return f"the newest run below it: {found[-1]}" if found else "runs are below ./runs, or where --out said"
-
-
 def load_run(path: str | Path) -> RunResult:
     """Read a complete run. Raises ``ConfigError`` for a folder that is none, that was never finished, or that has changed since."""
     path = Path(path)
-    if not path.is_dir():
-        raise ConfigError("no such run folder", str(path), hint="runs are below ./runs, or where --out said")
-    if not (path / MANIFEST).is_file() and not (path / "experiment.toml").is_file():
-        raise ConfigError("no run folder", str(path), hint=_runs_below(path))
+    if (path / "profile.toml").is_file():
+        hint = "`fleetbench sim` simulates with its measured.toml or estimated.toml"
+        raise ConfigError("a profile, and no run", str(path), hint=hint)
+    if not (path / "experiment.toml").is_file():
+        raise ConfigError("no run folder", str(path), hint="runs are below ./runs, or where --out said")
     if not (path / MANIFEST).is_file():
         raise ConfigError("not a complete run: it has no manifest.json", str(path), hint="the run was interrupted; start it again")
-    if (path / "profile.toml").is_file():
-        simulated = next((file for file in path.glob("estimated.toml")), path / "measured.toml")
-        hint = f"fleetbench sim {simulated} simulates with it"
-        raise ConfigError("a profile, and no run", str(path), hint=hint)
     manifest = read_manifest(path, _AGAIN)
     with reading(path, _AGAIN):
         if manifest["schema"] != SCHEMA:
             raise ConfigError("not a schema of this version", str(path), repr(manifest["schema"]), f"this version reads schema {SCHEMA}")
         summary = Summary.load(path / "summary.json")
         has_steps = STEPS_FILE not in {entry["what"] for entry in summary.skipped}
-        if has_steps:
-            refuse_large_table(path / STEPS_FILE, str(path / STEPS_FILE))
         return RunResult(
             experiment=Experiment.load(path / "experiment.toml"),
             summary=summary,

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fleetbench.digests import MANIFEST, check_file, read_manifest, reading, refuse_large_table
+from fleetbench.digests import MANIFEST, check_file, read_manifest, reading
 from fleetbench.errors import ConfigError
 
 Values = npt.NDArray[np.float32]
@@ -84,7 +84,6 @@ def read_vectors(path: Path) -> Vectors:
         path /= FILE
     check_file(path)
     with reading(path, "Parquet with the columns id and vector (lists of float32), or the folder of an evaluation", pa.ArrowException):
-        refuse_large_table(path, str(path))
         table = pq.read_table(path)
     types = dict(zip(table.schema.names, table.schema.types, strict=True))
     ids, vectors = (types.get(name, pa.null()) for name in (ID, VECTOR))

@@ -3,27 +3,21 @@
 import argparse
 import contextlib
 import errno
-import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from fleetbench import __version__
 from fleetbench.cli import calibrate, compare, doctor, estimate, evaluate, launch, profile, real, report, sim, testbed, tune, why
-from fleetbench.cli.output import flush, hold_standard_files, say
+from fleetbench.cli.output import flush, replace_unprintable, say
 from fleetbench.cli.your_script import split_command
 from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, Interrupted
 from fleetbench.name_clashes import refuse_strangers
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG)
-_OF_THE_MACHINE = (*_FULL, errno.EACCES, errno.EPERM)
-"""What the system may answer to any program that writes files."""
-
-_OF_THE_SCRIPT = ("script", "arguments", "command_line")
-"""What is handed on as it is."""
+_REFUSALS = "ENOSPC EDQUOT EFBIG EIO EROFS EMFILE ENFILE ENAMETOOLONG EACCES EPERM ENOENT"
+"""Names of the errors that the system may answer to any program that writes files."""
 
 COMMANDS = (why, sim, real, tune, profile, report, compare, launch, evaluate, testbed, doctor, calibrate, estimate)
 
@@ -62,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     What is no ``FleetbenchError`` is a bug of ours and keeps its traceback.
     """
     try:
-        hold_standard_files()
+        replace_unprintable()
         own, command = split_command(sys.argv[1:] if argv is None else argv)
         arguments = build_parser().parse_args(own)
         arguments.command_line = command
@@ -72,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FleetbenchError as refused:
         return _failed(refused)
     try:
-        _refuse_what_no_file_holds(arguments)
         refuse_strangers()
         with _signals_interrupt():
             code: int = arguments.run(arguments)
@@ -82,42 +75,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Interrupted.exit_code
     except FleetbenchError as error:
         return _failed(error)
-    except MemoryError as error:
-        said = f": {error}" if str(error) else ""
-        return _failed(EnvironmentLacks(f"too little memory{said}", "this machine", hint="fewer trainers, steps or layers need less"))
-    except OSError as error:
+    except (MemoryError, UnicodeEncodeError, OSError) as error:
         return _failed(_of_the_machine(error))
     return code
 
 
-def _refuse_what_no_file_holds(arguments: argparse.Namespace) -> None:
-    """Raise ``EnvironmentLacks`` for a removed working directory or a umask without its user, ``ConfigError`` for no text in UTF-8."""
-    try:
-        os.getcwd()  # noqa: PTH109  # as Path.cwd, of which only the error counts
-    except FileNotFoundError:
-        hint = "cd to a folder that is there"
-        raise EnvironmentLacks("the working directory has been removed", "this machine", hint=hint) from None
-    os.umask(mask := os.umask(0o077))  # there is no other way to read it
-    if mask & 0o700:
-        raise EnvironmentLacks("shuts this user out of the files that it makes", "umask", f"{mask:03o}", "umask 022")
-    for name, value in vars(arguments).items():
-        words = value if isinstance(value, list) else [value]
-        for word in () if name in _OF_THE_SCRIPT else words:
-            if isinstance(word, str | Path) and str(word) != str(word).encode(errors="replace").decode():
-                hint = "use ASCII, or a locale of UTF-8: LC_ALL=C.UTF-8 fleetbench ..."
-                raise ConfigError("is no text in UTF-8", f"fleetbench {arguments.command}", ascii(str(word)), hint)
-
-
-def _of_the_machine(error: OSError) -> FleetbenchError:
-    """What is to be said where the system refuses a file; raises what is a bug of ours."""
-    if str(error.strerror).startswith("No usable temporary directory"):  # tempfile's own words
-        return EnvironmentLacks("no folder for temporary files can be written", "TMPDIR", hint="name one: TMPDIR=/some/folder")
-    if error.errno not in _OF_THE_MACHINE or (error.errno not in _FULL and error.filename is None):
+def _of_the_machine(error: MemoryError | UnicodeEncodeError | OSError) -> FleetbenchError:
+    """What is to be said where the machine refuses something; raises what is a bug of ours."""
+    if isinstance(error, MemoryError):
+        return EnvironmentLacks(f"too little memory: {error}", "this machine", hint="fewer trainers, steps or layers need less")
+    if isinstance(error, UnicodeEncodeError):
+        hint = "use ASCII, or a locale of UTF-8: LC_ALL=C.UTF-8 fleetbench ..."
+        return ConfigError("is no text in UTF-8", "fleetbench", ascii(error.object), hint)
+    if errno.errorcode.get(error.errno or 0) not in _REFUSALS.split():
         raise error
-    kind = ConfigError if error.errno == errno.ENAMETOOLONG else EnvironmentLacks
-    remedy = "make room there" if error.errno in _FULL else "see its permissions and `umask`"
-    hint = f"{remedy}, or name another folder: --out DIR, or TMPDIR for what is temporary"
-    return kind(str(error.strerror), str(error.filename or "this machine"), hint=hint)
+    hint = "make room there, see its permissions and `umask`, or name another folder: --out DIR, or TMPDIR for what is temporary"
+    return EnvironmentLacks(str(error.strerror), str(error.filename or "this machine"), hint=hint)
 
 
 def _failed(error: FleetbenchError) -> int:

@@ -80,18 +80,8 @@ def say(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)  # noqa: T201  # this is the one place that prints messages
 
 
-def hold_standard_files() -> None:
-    """Put the null device where the caller has closed stdin, stdout or stderr: the next file that is opened would get its number.
-
-    What stdout's encoding lacks is printed as a question mark. Raises ``EnvironmentLacks`` where stdout was closed.
-    """
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(number, True)  # positional only
-    os.close(number)
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
-    if sys.stdout is None:
-        raise EnvironmentLacks("is closed, and results go there", "stdout", hint="send it to a file, or to /dev/null")
+def replace_unprintable() -> None:
+    """From now on print a question mark for each character that stdout's encoding lacks."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
         sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "replace")
@@ -104,18 +94,11 @@ def _print(text: str) -> None:
 
 @contextlib.contextmanager
 def _to_stdout() -> Iterator[None]:
-    """Raise ``EnvironmentLacks`` where stdout takes nothing more, such as a file on a full disk."""
+    """Send what is still printed to nowhere where the reader has left; raise ``EnvironmentLacks`` where stdout takes nothing more."""
     try:
         yield
-    except BrokenPipeError:
-        _reader_left()
     except OSError as error:
-        _reader_left()
-        raise EnvironmentLacks(f"cannot be written: {error.strerror}", "stdout", hint="what was stored is in the run's folder") from None
-
-
-def _reader_left() -> None:
-    """Send what is still printed to nowhere, so that the interpreter's own flush at exit succeeds."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's own flush at exit succeeds
+        if not isinstance(error, BrokenPipeError):
+            hint = "what was stored is in the run's folder"
+            raise EnvironmentLacks(f"cannot be written: {error.strerror}", "stdout", hint=hint) from None

@@ -81,9 +81,6 @@ SURROUNDINGS = (
     *(Surroundings(f"own {name}", f"mkdir -p real; echo 'raise SystemExit(77)' > {name}", commands=("sim",)) for name in SHADOWS),
     *(Surroundings(f"own {name}", f"echo 'raise SystemExit(77)' > {name}", commands=("real",)) for name in ("simpy.py", "sim.py")),
     Surroundings("own sim.py", "echo 'raise SystemExit(77)' > sim.py", codes=(4,), commands=("launch",)),  # the script cannot have ours
-    Surroundings("stdin is closed", after="<&-"),
-    Surroundings("stdout is closed", after=">&-", codes=(3,), commands=("sim", "launch")),
-    Surroundings("stderr is closed", after="2>&-"),
     Surroundings("nobody reads", "set -o pipefail", "| head -0", commands=("sim", "tune", "launch")),
     Surroundings("one column", after="", commands=("sim", "tune")),
     Surroundings("NO_COLOR", "export NO_COLOR=1 FORCE_COLOR=1", commands=("sim",)),

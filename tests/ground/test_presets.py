@@ -195,7 +195,7 @@ def test_a_rate_of_nobody_is_refused_with_both_spellings() -> None:
         ("", "no cluster, node or GPU"),
         ("8 x 0 H100, 70G per node", "at least one GPU"),
         ("8 x 8 H100, 0 x 400G", "one interface"),
-        ("8 x 1 H100, 0G", "not a bandwidth"),
+        ("8 x 1 H100, 0G", "must be above 0 bit/s"),
         ("0 x p5.48xlarge", "must be at least 1"),
     ],
 )

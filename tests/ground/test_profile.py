@@ -93,7 +93,7 @@ def test_what_changes_compute_needs_another_table(override: str) -> None:
     before, after = Experiment.load(), Experiment.load(overrides=[override])
     assert compute_key(after) != compute_key(before)
     assert table_for(with_profile(before, profile_of(after, before))).key == compute_key(before)
-    with pytest.raises(ConfigError, match=r"holds no layer table of .*batch .* trainers? a node on c"):
+    with pytest.raises(ConfigError, match="holds no layer table of this workload"):
         table_for(with_profile(after, profile_of(before)))
 
 

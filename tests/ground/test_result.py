@@ -283,7 +283,7 @@ def test_a_folder_without_a_manifest_is_no_run(tmp_path: Path) -> None:
     (path / "manifest.json").unlink()
     with pytest.raises(ConfigError, match="not a complete run"):
         load_run(path)
-    with pytest.raises(ConfigError, match="no such run folder"):
+    with pytest.raises(ConfigError, match="no run folder"):
         load_run(tmp_path / "none")
 
 
