@@ -114,10 +114,7 @@ def read_text(path: str | Path, hint: str) -> str:
     """A text file, without a byte-order mark. Raises ``ConfigError`` where it cannot be read, or is not what its folder's manifest says."""
     check_file(Path(path))
     with reading(path, hint):
-        try:
-            return Path(path).read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"not a text file: {error}", str(path), hint=hint) from None
+        return Path(path).read_text(encoding="utf-8-sig")
 
 
 def sealed(text: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -169,8 +170,7 @@ class Experiment(Config):
     run: Run = field(default_factory=Run)
 
     def _validate(self) -> None:
-        letters = self.name.replace("-", "").replace("_", "").replace(".", "")
-        if not letters.isalnum() or self.name.startswith((".", "-")) or len(self.name.encode()) > LONGEST_NAME:
+        if not re.fullmatch(r"\w[\w.-]*", self.name) or len(self.name.encode()) > LONGEST_NAME:
             what = f"names a folder: letters, digits, '-', '_' and '.', not '-' or '.' first, at most {LONGEST_NAME} bytes"
             raise ConfigError(what, "name", repr(self.name), 'for example name = "quickstart"')
         inner, trainers = self.strategy.hierarchical_inner_ranks, self.cluster.trainers

@@ -63,13 +63,11 @@ def _of_execution_strategy(table: Mapping[str, Any], where: str) -> list[tuple[s
 
 def _move_into(data: dict[str, Any], table: str, names: Mapping[str, str]) -> None:
     """Move older top-level keys into a ``*_configs`` table, under their names of today."""
-    configs = data.get(table, {})
-    if not isinstance(configs, Mapping):
-        raise ConfigError("expected a table", table, repr(configs), "give its keys as a table, or drop the older names")
+    configs = dict(data.get(table, {}))
     for old, new in names.items():
         if old in data and new in configs:
             raise ConfigError(f"is set twice, as {table}.{new} and by an older name", old, repr(data[old]), f"keep {table}.{new}")
-    data[table] = {new: data.pop(old) for old, new in names.items() if old in data} | dict(configs)
+    data[table] = {new: data.pop(old) for old, new in names.items() if old in data} | configs
 
 
 def _without_effect(key: str) -> bool:

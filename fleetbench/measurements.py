@@ -91,8 +91,6 @@ class StragglerFit(Config):
     """As ``cluster.stragglers`` takes them."""
     rank_factors: tuple[float, ...] = ()
     """How much longer each rank takes than those that are not slow."""
-    correlation: float | None = None
-    """Between ranks, of their compute in the same step, by its order; none for one trainer."""
     quantiles: tuple[Nanoseconds, ...] = ()
     """Compute in a rank's step, at 50, 95 and 99 %."""
     slowest_quantiles: tuple[Nanoseconds, ...] = ()
@@ -100,5 +98,5 @@ class StragglerFit(Config):
 
     @classmethod
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Older files hold fitted laws beside the entries, which nothing reads."""
-        return {name: value for name, value in data.items() if name not in ("shared", "jitter")}
+        """Older files hold fitted laws and a correlation beside the entries, which nothing reads."""
+        return {name: value for name, value in data.items() if name not in ("shared", "jitter", "correlation")}

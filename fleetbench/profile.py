@@ -65,11 +65,6 @@ class Communication(Config):
     quantise: Nanoseconds = Nanoseconds(0)
     """What a rank computes to send 10^6 bytes of an exchange in INT8."""
 
-    def _validate(self) -> None:
-        if any(link.latency < self.link.latency or link.bandwidth > self.link.bandwidth for link in self.in_flight):
-            hint = "take the profile again, or mend its file"
-            raise ConfigError("none of several collectives in flight is faster than one alone", "in_flight", repr(self.in_flight), hint)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(Config):

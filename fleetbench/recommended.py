@@ -49,8 +49,7 @@ def text_of(folder: Path, key: str) -> str:
     """The file of a stored recommendation, as text. Raises ``ConfigError`` where there is none for this workload and cluster."""
     path = folder / f"{key}.toml"
     if not path.is_file():
-        others = len(list(folder.glob("*.toml"))) if folder.is_dir() else 0
         what = "there is no recommendation for this model on these trainers"
         hint = f"fleetbench tune -- COMMAND stores one; {VARIABLE} names its folder; or fleet.init(DistributedStrategy.load(FILE))"
-        raise ConfigError(what, "strategy.auto", f"{path}; {others} for others", hint)
+        raise ConfigError(what, "strategy.auto", str(path), hint)
     return read_text(path, "tune again, or remove the file")

@@ -19,9 +19,9 @@ from typing import Any
 
 import pandas as pd
 
-from fleetbench.digests import MANIFEST, digests_of, read_manifest, reading, sealed_json, write_whole
+from fleetbench.digests import MANIFEST, digests_of, read_manifest, reading, sealed_json, write_whole, writing
 from fleetbench.environment import RECORDED
-from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.result import SCHEMA, STEPS_FILE, RunResult, Summary, no_steps, runs_table
@@ -30,7 +30,6 @@ from fleetbench.timeline import TIMELINE_FILE, write_timeline
 _PACKAGES = ("fleetbench", "numpy", "optuna", "pandas", "pyarrow", "scikit-learn", "scipy", "simpy", "torch")
 _TESTBED = "testbed.json"
 _AGAIN = "run the experiment again"
-_ELSEWHERE = "choose another folder by --out"
 
 
 def new_run_id() -> str:
@@ -46,10 +45,8 @@ def new_folder(experiment: Experiment, kind: str, root: Path, run_id: str | None
     """
     run_id, existed = run_id or new_run_id(), root.exists()
     folder = root / f"{experiment.name}-{kind}-{experiment.digest()}-{run_id}"
-    try:
+    with writing(folder):
         folder.mkdir(parents=True)
-    except OSError as error:
-        raise EnvironmentLacks(f"cannot be made: {error.strerror}", str(folder), hint=_ELSEWHERE) from None
     here = {name: value for name, value in os.environ.items() if name.startswith(RECORDED)}
     manifest = {
         "schema": SCHEMA,
@@ -74,24 +71,21 @@ def new_folder(experiment: Experiment, kind: str, root: Path, run_id: str | None
 def save_run(result: RunResult, root: str | Path) -> RunResult:
     """Write a run below ``root`` and return it with its path. Raises ``EnvironmentLacks`` where the disk refuses."""
     summary = result.summary
-    try:
-        with new_folder(result.experiment, summary.executor, Path(root), summary.run_id) as (path, manifest):
-            result.experiment.save(path / "experiment.toml")
-            (path / "plan.json").write_text(json.dumps(result.plan.to_dict(), indent=1), encoding="utf-8")
-            if len(result.steps):
-                result.steps.to_parquet(path / STEPS_FILE, index=False)
-            write_timeline(path / TIMELINE_FILE, result.spans)
-            (path / "summary.json").write_text(summary.to_json(), encoding="utf-8")
-            if result.testbed is not None:
-                (path / _TESTBED).write_text(json.dumps(result.testbed, indent=1), encoding="utf-8")
-            manifest |= {
-                "plan": result.plan.digest,
-                "host_s": result.host_s,
-                "peak_bytes": list(result.peak_bytes),
-                "held_out": result.held_out,
-            }
-    except OSError as error:
-        raise EnvironmentLacks(f"cannot be written: {error.strerror or error}", str(root), hint=_ELSEWHERE) from None
+    with writing(Path(root)), new_folder(result.experiment, summary.executor, Path(root), summary.run_id) as (path, manifest):
+        result.experiment.save(path / "experiment.toml")
+        (path / "plan.json").write_text(json.dumps(result.plan.to_dict(), indent=1), encoding="utf-8")
+        if len(result.steps):
+            result.steps.to_parquet(path / STEPS_FILE, index=False)
+        write_timeline(path / TIMELINE_FILE, result.spans)
+        (path / "summary.json").write_text(summary.to_json(), encoding="utf-8")
+        if result.testbed is not None:
+            (path / _TESTBED).write_text(json.dumps(result.testbed, indent=1), encoding="utf-8")
+        manifest |= {
+            "plan": result.plan.digest,
+            "host_s": result.host_s,
+            "peak_bytes": list(result.peak_bytes),
+            "held_out": result.held_out,
+        }
     return dataclasses.replace(result, path=path)
 
 
@@ -103,8 +97,6 @@ def load_run(path: str | Path) -> RunResult:
         raise ConfigError("a profile, and no run", str(path), hint=hint)
     if not (path / "experiment.toml").is_file():
         raise ConfigError("no run folder", str(path), hint="runs are below ./runs, or where --out said")
-    if not (path / MANIFEST).is_file():
-        raise ConfigError("not a complete run: it has no manifest.json", str(path), hint="the run was interrupted; start it again")
     manifest = read_manifest(path, _AGAIN)
     with reading(path, _AGAIN):
         if manifest["schema"] != SCHEMA:

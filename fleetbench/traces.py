@@ -82,9 +82,8 @@ def by_rank_and_step(frame: pd.DataFrame, values: list[str], where: str, path: s
     Raises ``ConfigError`` where ranks are not numbered from 0, or a rank lacks a step, has one twice, or a value is no number.
     """
     frame = frame.assign(rank=_numbers(frame["rank"]), step=_numbers(frame["step"]))
-    for name in ("rank", "step"):
-        if frame[name].isna().any():
-            raise ConfigError(f"holds a {name} that is no number", where, path, "number ranks from 0, and steps from 1")
+    if frame[["rank", "step"]].isna().any(axis=None):
+        raise ConfigError("holds a rank or step that is no number", where, path, "number ranks from 0, and steps from 1")
     kept = frame[frame["step"] >= 1]
     if kept.empty:
         raise ConfigError("has no step numbered 1 or higher", where, path, "steps below 1 are warm-up, which is not replayed")
@@ -126,12 +125,10 @@ def _recorded(path: str, base_ns: int | None, where: str) -> Floats:
         lacks = f"column {lacking[0]}" if lacking else "x and no seconds of compute"
         raise ConfigError(f"has no {lacks}", where, path, f"a trace is {FORMAT}")
     values = by_rank_and_step(frame, columns, where, path)
+    if values.min() < 0 or (values.min() == 0 and not is_x):
+        raise ConfigError("holds an X below 0, or a compute time that is not above 0", where, path, "stragglers add time")
     if is_x:
-        if values.min() < 0:
-            raise ConfigError("holds an X below 0", where, path, "stragglers add time: X is at least 0")
         return values
-    if values.min() <= 0:
-        raise ConfigError("holds a compute time that is not above 0", where, path, f"a trace is {FORMAT}")
     base_s = values.min() if base_ns is None else base_ns * 1e-9
     if values.min() < base_s * (1 - 1e-9):
         shortest = f"{values.min() * 1e3:.6g} ms"

@@ -94,13 +94,9 @@ def read_vectors(path: Path) -> Vectors:
         raise ConfigError(f"needs {ID}, text or whole numbers, and {VECTOR}, lists of float32", str(path), found, hint)
     numbers = pc.list_flatten(table[VECTOR])
     lengths = pc.unique(pc.list_value_length(table[VECTOR])).to_pylist()
-    if table[ID].null_count or numbers.null_count or None in lengths:
-        raise ConfigError("an id, a vector or a number is missing", str(path), "null", "a whole vector for every sample")
-    if not any(lengths):
-        raise ConfigError("holds no vectors", str(path), hint="a vector for every sample that was sent to the service")
-    if len(lengths) > 1:
-        hint = "a vector of the same number of numbers for every sample"
-        raise ConfigError("vectors have several lengths", str(path), ", ".join(map(str, sorted(lengths)[:4])), hint)
+    if table[ID].null_count or numbers.null_count or len(lengths) != 1 or not lengths[0]:
+        hint = "an id and a vector, of one length above 0 and with no number missing, for every sample"
+        raise ConfigError("holds missing numbers, no vectors, or vectors of several lengths", str(path), f"lengths {lengths[:4]}", hint)
     return Vectors(tuple(map(str, table[ID].to_pylist())), numbers.to_numpy().reshape(len(table), lengths[0]), str(path))
 
 
@@ -145,12 +141,10 @@ def _rows(offline: Vectors, online: Vectors) -> npt.NDArray[np.intp]:
     evaluated, returned = pd.Index(offline.ids), pd.Index(online.ids)
     rows = returned.get_indexer(evaluated)
     missing, unknown = evaluated[rows < 0].tolist(), returned[~returned.isin(evaluated)].tolist()
-    if missing:
-        hint = "ask the service for every sample, or evaluate only the first N by --samples N"
-        raise ConfigError(f"{len(missing)} of {len(rows)} samples have no vector", online.source, name_some(missing), hint)
-    if unknown:
-        hint = f"{offline.source} has ids such as {offline.ids[0]!r}; evaluate all that the service was sent, or drop these"
-        raise ConfigError(f"{len(unknown)} samples were not evaluated", online.source, name_some(unknown), hint)
+    if missing or unknown:
+        what = f"{len(missing)} of {len(rows)} samples have no vector, and {len(unknown)} were not evaluated"
+        hint = f"{offline.source} has ids such as {offline.ids[0]!r}; evaluate only the first N by --samples N"
+        raise ConfigError(what, online.source, name_some(missing or unknown), hint)
     return rows
 
 

@@ -90,11 +90,8 @@ def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
     named = dict(zip(_labels([own[0] for own in several]), several, strict=True))
     targets = {run.experiment.workload.target_loss for run in runs}
     picture = figures.loss_against_time(named, targets.pop() if len(targets) == 1 else None)
-    try:
-        figures.save_png(picture, path)
-        say(f"picture: {path}")
-    except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", "--losses", str(path), "a file in a folder that is there") from None
+    figures.save_png(picture, path)
+    say(f"picture: {path}")
 
 
 def _table(runs: Sequence[RunResult]) -> Table:

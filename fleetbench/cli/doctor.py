@@ -13,7 +13,6 @@ from pathlib import Path
 from fleetbench.cli.doctor_network import run_network
 from fleetbench.cli.options import Commands, add_command, add_json, show_command, whole
 from fleetbench.cli.output import emit, emit_table, new_table
-from fleetbench.errors import ConfigError
 
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _GIB = 2**30
@@ -33,11 +32,8 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found; a warning is no failure."""
-    if arguments.network:
+    if arguments.network or arguments.nproc is not None or arguments.command_line:
         return run_network(arguments.command_line, arguments.nproc, as_json=arguments.json)
-    if arguments.nproc is not None or arguments.command_line:
-        given = "-- COMMAND" if arguments.command_line else "--nproc"
-        raise ConfigError("goes with --network", given, hint="fleetbench doctor --network -- torchrun --nproc-per-node 2")
     findings = examine()
     if arguments.json:
         emit(json.dumps(dataclasses.asdict(findings), indent=1))

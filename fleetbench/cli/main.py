@@ -5,7 +5,6 @@ import contextlib
 import errno
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -108,9 +107,6 @@ def _signals_interrupt() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # Python lets only the main thread set handlers
-        yield
-        return
     heard = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
     before = {each: signal.signal(each, interrupt) for each in heard}
     try:

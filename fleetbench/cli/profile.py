@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from real.profile.measuring import Taken
 
 _SECONDS = 10.0
-_MOST_SOURCES = 3
-"""Files named in a comment."""
 _MOST_LAYERS = 12
 """Layers in the printed table; the file holds them all."""
 _NO_SERVERS = (
@@ -117,14 +115,9 @@ def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
 
 def _fit_stragglers(arguments: argparse.Namespace) -> int:
     """Of ``--from``: fit, and print what an experiment file takes."""
-    for given, name in (
-        (arguments.experiment, "EXPERIMENT.toml"),
-        (arguments.overrides, "--set"),
-        (arguments.seed is not None, "--seed"),
-        (arguments.command_line, "--"),
-    ):
-        if given:
-            raise ConfigError("nothing runs and nothing is measured beside --from", name, hint=f"drop {name}, or --from")
+    if arguments.experiment or arguments.overrides or arguments.seed is not None or arguments.command_line:
+        hint = "drop the experiment's file, --set, --seed and the command, or --from"
+        raise ConfigError("nothing runs and nothing is measured beside it", "--from", hint=hint)
     from fleetbench.config import encode
     from fleetbench.fitting.stragglers import fit_source
 
@@ -137,8 +130,8 @@ def _as_toml(fit: StragglerFit, sources: Sequence[Path]) -> str:
     """The entries as TOML, after comments that say what was found."""
     from fleetbench.config import encode
 
-    more = f" and {len(sources) - _MOST_SOURCES} more" if len(sources) > _MOST_SOURCES else ""
-    said = [f"from {', '.join(map(str, sources[:_MOST_SOURCES]))}{more}", *fit.statements]
+    more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+    said = [f"from {sources[0]}{more}", *fit.statements]
     lines = [f"# {printable(text, lines=False)}" for text in said]
     lines.append(f"# compute at X = 0: {units.seconds(fit.base * 1e-9)} a step (median of all ranks: {units.seconds(fit.median * 1e-9)})")
     if not fit.entries:
@@ -233,4 +226,4 @@ def costs_table(table: LayerTable, profile: Profile) -> Table:
 
 
 def _link(link: Link) -> str:
-    return f"{units.seconds(link.latency * 1e-9)} a message, {link.bandwidth * 1e-9:.3g} Gbit/s"
+    return f"{units.seconds(link.latency * 1e-9)} a message, {units.rate(link.bandwidth)}"

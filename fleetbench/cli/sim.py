@@ -51,8 +51,8 @@ def register(commands: Commands) -> None:
     )
     loss = "train virtual trainers first: final loss, time to workload.target_loss, and the K of adaptive steps"
     parser.add_argument("--loss", action="store_true", help=loss)
-    parser.add_argument("--table", action="store_true", help="write steps.parquet also above five million rows")
-    several = parser.add_mutually_exclusive_group()
+    several = parser.add_mutually_exclusive_group()  # of these, only one run is stored, and has a table
+    several.add_argument("--table", action="store_true", help="write steps.parquet also above five million rows")
     seeds = "simulate under N seeds, and print means with 95 %% intervals"
     several.add_argument("--seeds", type=int, metavar="N", help=seeds)
     several.add_argument(
@@ -117,9 +117,6 @@ def _with_times(experiment: Experiment, arguments: argparse.Namespace) -> Experi
 
 
 def _run_several(arguments: argparse.Namespace) -> int:
-    if arguments.table:
-        asked = "--sweep" if arguments.sweep else "--what-if" if arguments.what_if else "--seeds"
-        raise ConfigError(f"no run of {asked} is stored, so none has a steps.parquet", "--table", hint="drop it, or simulate one run")
     if arguments.sweep:
         return _sweep(arguments)
     if arguments.what_if and arguments.loss:

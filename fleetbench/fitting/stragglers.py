@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 
 from fleetbench.digests import MANIFEST
@@ -21,7 +20,7 @@ from fleetbench.profiler_traces import read_profiler
 from fleetbench.quantities import Nanoseconds
 from fleetbench.store import load_run
 from fleetbench.stragglers import Blocks, Floats, SlowRank, Straggler
-from fleetbench.traces import FORMAT, UNITS, by_rank_and_step, compute_columns, read_table
+from fleetbench.traces import FORMAT, by_rank_and_step, compute_columns, read_table
 from fleetbench.units import seconds
 
 SHARES = (0.5, 0.95, 0.99)
@@ -37,12 +36,8 @@ _LEAST_FACTOR = 1.02
 _CONFIDENCE = 0.95
 _FALSE = 0.05
 """The share of runs of equal ranks in which one may be called slow."""
-_LONG_S, _LONGEST_S = 2.0, 120.0
-"""Seconds of compute a step that may be milliseconds, and that are hardly seconds."""
 _STEADY = 1e-3
 """A spread below this share of the median is none."""
-_TOGETHER = 0.3
-"""Ranks whose steps correlate more than this are slow together."""
 _MOST_VALUES = 20_000
 """Measured steps of ranks that an entry holds: of more steps, blocks that are evenly spaced."""
 
@@ -73,12 +68,6 @@ def fit_stragglers(times_s: Floats) -> StragglerFit:
         entries.append(Blocks(values=tuple(map(tuple, x.tolist())), block_steps=block))
         held = "" if len(kept) == steps else f" from {len(kept)} of {steps} steps"
         statements.append(f"steps are drawn in blocks of {block}{held}, as they were measured")
-    correlation = None
-    if ranks > 1 and steps >= LEAST_FOR_RANKS and np.ptp(level, axis=1).min() > 0:
-        order = stats.zscore(stats.rankdata(level, axis=1), axis=1)  # by order, so that single slow steps do not decide
-        correlation = round(float(((order.sum(axis=0) ** 2).mean() - ranks) / (ranks * (ranks - 1))), 3)
-        if correlation > _TOGETHER:
-            statements.append(f"ranks are slow in the same steps (correlation {correlation:.2f})")
     quantiles = [tuple(Nanoseconds(round(1e9 * time)) for time in np.quantile(of, SHARES)) for of in (times, times.max(axis=0))]
     for what, found in zip(("a rank", "the slowest rank"), quantiles, strict=True):
         at = ", ".join(f"{seconds(1e-9 * time)} ({100 * share:.0f} %)" for time, share in zip(found, SHARES, strict=True))
@@ -89,7 +78,6 @@ def fit_stragglers(times_s: Floats) -> StragglerFit:
         median=Nanoseconds(round(float(np.median(times)) * 1e9)),
         entries=tuple(entries),
         rank_factors=tuple(round(factor, 4) for factor in factors),
-        correlation=correlation,
         quantiles=quantiles[0],
         slowest_quantiles=quantiles[1],
     )
@@ -125,7 +113,6 @@ def compute_times(source: Source) -> tuple[Floats, tuple[str, ...]]:
         raise ConfigError("are several sources, and not all of them traces of torch.profiler", where, ", ".join(map(str, paths[:4])), hint)
     else:
         frame = read_table(path, where)
-        notes = _seconds(frame, path, where)
     columns, hint = compute_columns(frame), f"a source is a run's folder, traces of torch.profiler, or {FORMAT}"
     if columns is None or not {"rank", "step"} <= set(frame.columns):
         raise ConfigError(f"has the columns {', '.join(map(str, frame.columns[:12]))}", where, str(path), hint)
@@ -138,18 +125,6 @@ def compute_times(source: Source) -> tuple[Floats, tuple[str, ...]]:
 def _is_json(path: Path, where: str) -> bool:
     begin = begin_of(path, f"a source is a run's folder, traces of torch.profiler, or {FORMAT}", f"{where}: {path}", 100)
     return begin.lstrip(b"\xef\xbb\xbf \r\n\t")[:1] in (b"{", b"[")
-
-
-def _seconds(frame: pd.DataFrame, path: Path, where: str) -> tuple[str, ...]:
-    """What is to be said of a table whose seconds may be milliseconds. Raises ``ConfigError`` where they hardly are seconds."""
-    if "compute_s" not in frame or UNITS.keys() & set(frame.columns):
-        return ()
-    typical_s = float(pd.to_numeric(frame["compute_s"], errors="coerce").median())
-    unit = "milliseconds stand in a column compute_ms"
-    if typical_s > _LONGEST_S:
-        hint = f"{unit}; there are compute_us and compute_ns, too, whatever their size"
-        raise ConfigError(f"has a compute_s of {typical_s:.4g}: seconds of compute in a step", where, str(path), hint)
-    return (f"a step computes for {typical_s:.4g} s by compute_s: {unit}",) if typical_s > _LONG_S else ()
 
 
 def rank_factors(times_s: Floats) -> tuple[list[float], str]:

@@ -295,19 +295,6 @@ def test_a_grouped_frame_is_read(tmp_path: Path) -> None:
     assert compute_times(tmp_path / "t.parquet")[0].tolist() == [[1, 2], [3, 4]]
 
 
-def test_milliseconds_are_not_taken_for_seconds(tmp_path: Path) -> None:
-    """A step of two minutes is refused, and one of ten seconds said: both with the column that holds milliseconds."""
-    for value, refused in ((150.0, True), (10.0, False)):
-        (tmp_path / "t.csv").write_text(f"rank,step,compute_s\n0,1,{value}\n0,2,{value}\n", encoding="utf-8")
-        if refused:
-            with pytest.raises(ConfigError, match=r"compute_s of 150: seconds.*(?s:.)*compute_ms"):
-                compute_times(tmp_path / "t.csv")
-        else:
-            assert compute_times(tmp_path / "t.csv")[1] == (
-                "a step computes for 10 s by compute_s: milliseconds stand in a column compute_ms",
-            )
-
-
 def test_sources_that_are_nothing_are_refused(tmp_path: Path) -> None:
     """A folder without a trace says what it holds; two tables are not one; a trace is not replayed, and the command is named."""
     (tmp_path / "notes.txt").write_text("x")

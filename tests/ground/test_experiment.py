@@ -165,7 +165,7 @@ def test_a_file_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> 
     for path, message in (
         (tmp_path / "none.toml", "No such file"),
         (tmp_path, "directory"),
-        (binary, "not a text file"),
+        (binary, "of another kind"),
         (write(tmp_path / "broken.toml", "[workload\n"), "not TOML"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -52,14 +52,6 @@ def test_a_profile_of_another_schema_is_refused_before_its_keys(tmp_path: Path) 
         assert "take the profile again" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("change", [{"bandwidth": BitsPerSecond(10**10 + 1)}, {"latency": Nanoseconds(49_999)}])
-def test_none_of_several_in_flight_is_faster_than_one_alone(change: dict[str, int]) -> None:
-    """Neither in bandwidth nor in latency."""
-    with pytest.raises(ConfigError, match="in_flight"):
-        Communication(backend="gloo", trainers=2, link=LINK, in_flight=(dataclasses.replace(LINK, **change),))  # type: ignore[arg-type]  # its fields
-    assert Communication(backend="gloo", trainers=2, link=LINK, in_flight=(LINK,)).in_flight == (LINK,)
-
-
 def test_a_link_between_nodes_is_used_between_nodes() -> None:
     """What was measured there serves there, and says nothing of links inside a node."""
     experiment = Experiment.load(overrides=["cluster.nodes=2", "cluster.trainers_per_node=1"])

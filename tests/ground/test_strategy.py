@@ -194,7 +194,6 @@ def test_a_field_without_an_equivalent_is_read_and_reported(table: dict[str, Any
         ({"thread_num": 1, "exec_strategy": {"num_threads": 2}}, "thread_num"),
         ({"localsgd": True, "local_sgd_steps": 4, "localsgd_configs": {"k_steps": 2}}, "local_sgd_steps"),
         ({"recompute_checkpoints": ["a"], "recompute_configs": {"checkpoints": ["b"]}}, "recompute_checkpoints"),
-        ({"local_sgd_steps": 4, "localsgd_configs": 3}, "localsgd_configs"),
         ({"collective_mode": "local_sgd", "localsgd": False}, "collective_mode"),
         ({"collective_mode": "ring"}, "collective_mode"),
         ({"exec_strategy": {"localsgd": True}}, "exec_strategy.localsgd"),

@@ -140,7 +140,7 @@ def test_samples_of_one_side_are_named() -> None:
         compare_vectors(many, few, 1.0)
     assert (caught.value.where, caught.value.value) == ("few", "'2', '3', '4' and 4 more")
     assert "--samples" in str(caught.value.hint)
-    with pytest.raises(ConfigError, match="7 samples were not evaluated") as caught:
+    with pytest.raises(ConfigError, match="7 were not evaluated") as caught:
         compare_vectors(few, many, 1.0)
     assert (caught.value.where, caught.value.value) == ("many", "'2', '3', '4' and 4 more")
     assert caught.value.hint
