@@ -26,7 +26,6 @@ HIERARCHY = "hierarchical all-reduce"
 LOCAL_SGD = "Local SGD after the first decay of the learning rate"
 OP_FUSION = "op fusion"
 MIXED_PRECISION = "mixed precision"
-_OTHER_SCHEDULES = ("schedule", "warmup_epochs", "warmup")
 
 
 Rule = dict[str, Any] | str
@@ -80,7 +79,7 @@ def advice(
         consider(HIERARCHY, {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": inner})
     elif several:
         consider(HIERARCHY, "one trainer a node leaves nothing to reduce inside it")
-    consider(LOCAL_SGD, _local_sgd(workload, strategy.localsgd_configs))
+    consider(LOCAL_SGD, _local_sgd(workload))
     # of the optimizer's operators only: the others are fused by a compiler, whose time no document counts
     consider(OP_FUSION, {"build_strategy": {"fuse_all_optimizer_ops": True}})
     consider(MIXED_PRECISION, _mixed_precision(workload, device))
@@ -104,7 +103,7 @@ def _fusion(workload: Workload, gradient_bytes: int | None) -> Rule:
     }
 
 
-def _local_sgd(workload: Workload, base: LocalSGDConfigs) -> Rule:
+def _local_sgd(workload: Workload) -> Rule:
     if workload.optimizer not in LINEAR_OPTIMIZERS:
         return "Fleet averages parameters under sgd and momentum alone"
     first = min((decay.step for decay in workload.lr_decay), default=None)
@@ -112,9 +111,8 @@ def _local_sgd(workload: Workload, base: LocalSGDConfigs) -> Rule:
         return "workload.lr_decay names none"
     if first >= workload.steps:
         return f"step {first} lies after the {workload.steps} steps of the workload"
-    plain = LocalSGDConfigs()
-    reset = {name: getattr(plain, name) for name in _OTHER_SCHEDULES if getattr(base, name) != getattr(plain, name)}
-    return {"localsgd": True, "localsgd_configs": {"k_steps": LOCAL_STEPS, "begin_step": first, **reset}}
+    plain = {name: getattr(LocalSGDConfigs(), name) for name in ("schedule", "warmup_epochs", "warmup")}
+    return {"localsgd": True, "localsgd_configs": {"k_steps": LOCAL_STEPS, "begin_step": first, **plain}}
 
 
 def _mixed_precision(workload: Workload, device: str) -> Rule:

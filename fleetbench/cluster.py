@@ -53,15 +53,9 @@ class Link(Config):
         )
 
     def _validate(self) -> None:
-        if self.bandwidth <= 0:
-            raise ConfigError("a bandwidth must be above zero", "bandwidth", f"{self.bandwidth} bit/s", 'for example "25 Gbit/s"')
-        if self.latency < 0:
-            raise ConfigError("a latency cannot be negative", "latency", f"{self.latency} ns", 'for example "20 us"')
-        if self.flow_limit is not None and self.flow_limit <= 0:
-            raise ConfigError("must be above zero", "flow_limit", f"{self.flow_limit} bit/s", 'for example "10 Gbit/s"')
-        if self.mtu is not None and not LEAST_MTU <= self.mtu <= LARGEST_MTU:
-            hint = "1500 on Ethernet, 9000 with jumbo frames, 4096 on InfiniBand"
-            raise ConfigError(f"must be {LEAST_MTU} to {LARGEST_MTU} bytes", "mtu", repr(self.mtu), hint)
+        at_least(self, 0, "bandwidth", "flow_limit", above=True)
+        at_least(self, 0, "latency")
+        at_least(self, LEAST_MTU, "mtu", most=LARGEST_MTU)
         if self.payload and (self.framing is not None or self.mtu is not None):
             raise ConfigError("payload = true excludes framing and mtu", "payload", "true", "drop framing and mtu, or payload")
         if self.mtu is not None and self.framing is not None:
@@ -69,11 +63,11 @@ class Link(Config):
 
 
 def _check_mtu(framing: Framing, mtu: int) -> None:
-    if framing not in DEFAULT_MTU:
-        raise ConfigError(f"mtu applies to tcp, roce and infiniband, and the framing is {framing}", "mtu", repr(mtu), "drop it")
-    if framing != "tcp" and mtu > LARGEST_VERBS_MTU:
-        hint = "of InfiniBand and RoCE it is the payload of a packet; Ethernet's own MTU of 9000 carries 4096"
-        raise ConfigError(f"must be at most {LARGEST_VERBS_MTU} bytes with framing {framing}", "mtu", repr(mtu), hint)
+    if framing != "tcp" and (framing not in DEFAULT_MTU or mtu > LARGEST_VERBS_MTU):
+        hint = (
+            f"roce and infiniband carry up to {LARGEST_VERBS_MTU} bytes, also where Ethernet's own MTU is 9000; nvlink and none have no mtu"
+        )
+        raise ConfigError(f"is no payload of a packet of framing {framing}", "mtu", repr(mtu), hint)
 
 
 CollectiveAlgorithm = Literal[
@@ -91,10 +85,7 @@ class Racks(Config):
     oversubscription: float
 
     def _validate(self) -> None:
-        if self.nodes < 1 or self.oversubscription < 1:
-            what = "needs at least 1 node a rack and an oversubscription of at least 1"
-            hint = "racks = { nodes = 8, oversubscription = 1 } shares nothing"
-            raise ConfigError(what, "nodes, oversubscription", f"{self.nodes}, {self.oversubscription}", hint)
+        at_least(self, 1, "nodes", "oversubscription")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +119,8 @@ class NodeOverride(Config):
     def _validate(self) -> None:
         if not self.nodes:
             raise ConfigError("names no node", "nodes", "[]", "for example nodes = [3], or drop the override")
-        if self.trainers is not None and self.trainers < 1:
-            raise ConfigError("must be at least 1", "trainers", repr(self.trainers), "leave the node out of the cluster instead")
-        if not 0 < self.slowdown <= LARGEST:
-            hint = "2 takes twice as long, 0.5 half as long"
-            raise ConfigError("must be above zero, and a million at most", "slowdown", repr(self.slowdown), hint)
+        at_least(self, 1, "trainers")
+        at_least(self, 0, "slowdown", most=LARGEST, above=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,15 +200,12 @@ class Cluster(Config):
 
     def _validate(self) -> None:
         at_least(self, 1, "nodes", "trainers_per_node", "nics_per_node", "cores_per_node")
-        at_least(self, 0, "first_exchange")
-        if self.host_bandwidth is not None and self.host_bandwidth <= 0:
-            raise ConfigError("must be above zero", "host_bandwidth", f"{self.host_bandwidth} bit/s", 'for example "1 GB/s"')
+        at_least(self, 0, "first_exchange", "servers")
+        at_least(self, 0, "host_bandwidth", above=True)
         if self.measured is not None and self.collective != "measured":
             raise ConfigError('points are for collective = "measured"', "measured", f"collective = {self.collective!r}", "choose one")
         if self.gpu is not None:
             object.__setattr__(self, "gpu", gpu_name(self.gpu, "gpu"))
-        if self.servers < 0:
-            raise ConfigError("cannot be negative", "servers", repr(self.servers), "set servers = 0, or 1 and more for parameter servers")
         if self.server_placement == "shared" and self.servers > self.nodes:
             raise ConfigError(
                 "server i shares node i, and there are more servers than nodes", "servers", repr(self.servers), f"at most {self.nodes}"

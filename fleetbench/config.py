@@ -46,7 +46,7 @@ class Config:
         known = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
         if not fields.keys() <= known.keys():
             name = next(name for name in fields if name not in known)
-            raise unknown_key(name, name, known, _shown(fields[name]))
+            raise unknown_key(name, name, known, repr(fields[name]))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -74,11 +74,14 @@ def _refuse_assignment(self: Config, name: str, value: object) -> NoReturn:
     raise dataclasses.FrozenInstanceError(f"{type(self).__name__} has no field {name!r}{nearest(name, known)}")
 
 
-def at_least(config: Config, minimum: float, *names: str) -> None:
-    """Raise ``ConfigError`` for the first of these fields that is below ``minimum``."""
+def at_least(config: Config, least: float, *names: str, most: float = math.inf, above: bool = False) -> None:
+    """Raise ``ConfigError`` for the first of these fields that is out of bounds; ``above``: ``least`` is, too. None never is."""
     for name in names:
-        if getattr(config, name) < minimum:
-            raise ConfigError(f"must be at least {minimum:g}", name, repr(getattr(config, name)), f"set {name} = {minimum:g} or more")
+        value, kind = getattr(config, name), field_types(type(config))[name]  # type: ignore[arg-type]  # classes are hashable
+        if value is not None and not (least < value <= most or (value == least and not above)):
+            low, high, shown = (_plain(number, kind) for number in (least, most, value))
+            bounds = f"{'above' if above else 'at least'} {low}" + (f", at most {high}" if most < math.inf else "")
+            raise ConfigError(f"must be {bounds}", name, repr(shown), f"set {name} to a value {bounds}, or drop it if it has a default")
 
 
 @functools.cache
@@ -124,6 +127,8 @@ def _read(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
     ``of_file``: plain TOML data, with quantities as text and configs as tables; else values made in Python.
     Raises ``ConfigError`` naming the key's path below ``where``.
     """
+    if isinstance(value, int) and abs(value) > q.LARGEST:
+        raise ConfigError("cannot be counted in 64 bits", where, f"a number of {value.bit_length()} bits", "for example 2")
     if of_file and hint in _QUANTITIES:
         return _below(where, lambda: _QUANTITIES[hint][0](value))
     if _origin(hint) in (typing.Union, types.UnionType):
@@ -134,12 +139,14 @@ def _read(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
     if _is_config(base) and of_file and isinstance(value, Mapping):
         return _read_table(value, base, where)
     if base is float and type(value) in (int, float):
-        if not math.isfinite(_countable(value, where)):
-            raise ConfigError("expected a finite number", where, _shown(value), _described(float)[1])
+        if not math.isfinite(value):
+            raise ConfigError("expected a finite number", where, repr(value), "for example 0.5, or 1e7 for ten million")
         return float(value)
     exact = of_file or base in (bool, int, str)  # True is an int to Python, and not to a user
     if type(value) is base or (not exact and isinstance(value, base)):
-        return _countable(value, where)
+        if base is str and "\0" in value:
+            raise ConfigError("holds a NUL character", where, repr(value), "leave it out")
+        return value
     raise _expected(hint, where, value)
 
 
@@ -150,7 +157,7 @@ def _read_generic(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
         if any(value == choice and type(value) is type(choice) for choice in arguments):
             return value
         listed = ", ".join(map(str, arguments))
-        raise ConfigError("not one of the choices", where, _shown(value), f"choose from: {listed}{nearest(value, arguments)}")
+        raise ConfigError("not one of the choices", where, repr(value), f"choose from: {listed}{nearest(value, arguments)}")
     if origin is tuple and isinstance(value, (tuple, list)):
         return tuple(_read(item, arguments[0], f"{where}[{index}]", of_file=of_file) for index, item in enumerate(value))
     if origin is dict and isinstance(value, Mapping):
@@ -158,20 +165,14 @@ def _read_generic(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
         return {key: _read(item, arguments[1], _path(where, key), of_file=of_file) for key, item in items}
     if of_file and isinstance(value, Mapping) and all(map(_is_config, _options(arguments[0]))):
         example = "a table of a list has two brackets: [[...]]; or write a list: [{ key = value }]"
-        raise ConfigError("is a list of tables, and one table is given", where, _shown(value), example)
+        raise ConfigError("is a list of tables, and one table is given", where, repr(value), example)
     raise _expected(hint, where, value)
 
 
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)
-    except ValueError:  # Python refuses to write out more than 4300 digits
-        return "a number of thousands of digits"
-
-
 def _expected(hint: Any, where: str, value: Any) -> ConfigError:
-    name, example = _described(hint)
-    return ConfigError(f"expected {name}", where, _shown(value), example)
+    """The error of a value of another type."""
+    example = 'write 1e7 for ten million; text and quantities stand in quotes: "20 us"; lists are [...], tables { key = value }'
+    return ConfigError(f"expected {_described(hint)}", where, repr(value), example)
 
 
 def _read_union(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
@@ -229,43 +230,26 @@ def _below(where: str, make: Callable[[], T]) -> T:
         raise ConfigError(str(error), where, hint="check what the file says there") from None
 
 
-def _countable(value: Any, where: str) -> Any:
-    """The value, unless no counter, no array or no path could hold it."""
-    if isinstance(value, int) and abs(value) > q.LARGEST:
-        shown = f"a number of {value.bit_length()} bits"  # Python refuses to write out more than 4300 digits
-        raise ConfigError("cannot be counted in 64 bits", where, shown, _described(int)[1])
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError("holds a NUL character", where, _shown(value), _described(str)[1])
-    return value
+_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def _described(hint: Any) -> tuple[str, str]:
-    """What a value of a type is, and how it is written."""
+def _described(hint: Any) -> str:
+    """What a value of a type is."""
     if _origin(hint) in (typing.Union, types.UnionType):
-        names, examples = zip(*map(_described, _options(hint)), strict=True)
-        return " or ".join(names), "; or ".join(examples)
+        return " or ".join(map(_described, _options(hint)))
     if _origin(hint) is tuple:
-        return f"a list of {_described(typing.get_args(hint)[0])[0]}", "write a list: [...]"
+        return f"a list of {_described(typing.get_args(hint)[0])}"
     if _origin(hint) is typing.Literal:
-        return " or ".join(f'"{value}"' for value in typing.get_args(hint)), f'for example "{typing.get_args(hint)[0]}"'
+        return " or ".join(f'"{value}"' for value in typing.get_args(hint))
     if _origin(hint) is dict or _is_config(hint):
-        return "a table", "write a table: { key = value }"
-    name = getattr(hint, "__name__", str(hint))
-    if hint in _QUANTITIES:
-        return name, f"fleetbench.quantities.{_QUANTITIES[hint][0].__name__} reads text with a unit"
-    known = {
-        bool: ("true or false", "write true or false"),
-        int: ("a whole number", "for example 2"),
-        float: ("a number", "for example 0.5, or 1e7 for ten million"),
-        str: ("text", 'write it in quotes: "text"'),
-    }
-    return known.get(hint, (name, f"give a value of type {name}"))
+        return "a table"
+    return _TYPES.get(hint) or str(getattr(hint, "__name__", hint))
 
 
 def nearest(name: Any, known: typing.Iterable[Any]) -> str:
     """``. Did you mean 'x'?`` with the known name closest to ``name``, or nothing."""
     lower = {str(option).lower(): str(option) for option in known}
-    close = difflib.get_close_matches(_shown(name).strip("'").lower(), lower, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(repr(name).strip("'").lower(), lower, n=1, cutoff=0.6)
     return f". Did you mean {lower[close[0]]!r}?" if close else ""
 
 

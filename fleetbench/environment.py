@@ -28,9 +28,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
     for name, value in environment.items():
         allowed = _allowed()
         pattern = allowed.get(name)
-        if pattern is None:
-            hint = f"set it in the shell that starts the command; allowed: {' '.join(sorted(allowed))}{nearest(name, allowed)}"
-            raise ConfigError("may not be set by an experiment", f"environment.{name}", repr(value), hint)
-        if not re.fullmatch(pattern, value, re.ASCII):
-            hint = f"a value is one of {pattern}, and names no file; or set it in the shell that starts the command"
+        if pattern is None or not re.fullmatch(pattern, value, re.ASCII):
+            fits = f"{' '.join(sorted(allowed))}{nearest(name, allowed)}" if pattern is None else f"values {pattern}, which name no file"
+            hint = f"set it in the shell that starts the command; allowed: {fits}"
             raise ConfigError("may not be set to this by an experiment", f"environment.{name}", repr(value), hint)

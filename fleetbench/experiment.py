@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,6 @@ SCHEMA = 1
 
 LONGEST_NAME = 128
 """Bytes of an experiment's name. Names of folders add to it, and file systems take 255."""
-
-OLD_GDR = "NCCL_IB_CUDA_SUPPORT"
 
 _FILE_DATA = ("text:", "imagenet:")
 
@@ -108,14 +107,10 @@ class Tune(Config):
     but those that stand here, with the default and the fastest K: each costs runs to the target."""
 
     def _validate(self) -> None:
-        at_least(self, 1, "trials", "simulated_steps", "finalists", "leg_steps")
-        if self.target_seeds is not None:
-            at_least(self, 1, "target_seeds")
+        at_least(self, 1, "trials", "simulated_steps", "finalists", "leg_steps", "target_seeds")
         at_least(self, 2, "pairs")
         at_least(self, 0, "min_gain", "metric_drop", "search_seconds")
-        for name in ("budget_gpu_hours", "budget_minutes", "samples", "price_per_trainer_hour"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ConfigError("must be above zero", name, repr(value), f"for example {name} = 2.5, or drop it")
+        at_least(self, 0, "budget_gpu_hours", "budget_minutes", "samples", "price_per_trainer_hour", above=True)
         self._check_values()
         DistributedStrategy(nccl_comm_num=max(self.values("nccl_comm_num")))
 
@@ -155,28 +150,10 @@ class Run(Config):
     environment: dict[str, str] = field(default_factory=dict)
     """Set before the workers start; recorded in the manifest. ``fleetbench.environment`` lists the names and what they may hold."""
 
-    @classmethod
-    def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Read ``NCCL_IB_CUDA_SUPPORT`` (0 or 1) as what NCCL calls it today, ``NCCL_NET_GDR_LEVEL``."""
-        environment = data.get("environment")
-        if not isinstance(environment, Mapping) or OLD_GDR not in environment:
-            return dict(data)
-        if "NCCL_NET_GDR_LEVEL" in environment:
-            what, hint = "is set twice, as NCCL_NET_GDR_LEVEL and by an older name", "keep NCCL_NET_GDR_LEVEL"
-            raise ConfigError(what, f"environment.{OLD_GDR}", repr(environment[OLD_GDR]), hint)
-        level = {"0": "LOC", "1": "SYS"}.get(str(environment[OLD_GDR]))
-        if level is None:
-            raise ConfigError("is 0 or 1", f"environment.{OLD_GDR}", repr(environment[OLD_GDR]), "or set NCCL_NET_GDR_LEVEL")
-        rest = {name: value for name, value in environment.items() if name != OLD_GDR}
-        return {**data, "environment": {**rest, "NCCL_NET_GDR_LEVEL": level}}
-
     def _validate(self) -> None:
         at_least(self, 0, "seed", "warmup_steps")
-        if not 1 <= self.port <= 65535:
-            raise ConfigError("not a port", "port", repr(self.port), "1 to 65535")
-        for name in ("timeout", "startup_timeout"):
-            if getattr(self, name) < 10**9:
-                raise ConfigError("must be at least 1 s", name, f"{getattr(self, name)} ns", f'for example {name} = "120 s"')
+        at_least(self, 1, "port", most=65535)
+        at_least(self, 10**9, "timeout", "startup_timeout")
         check_environment(self.environment)
 
 
@@ -193,8 +170,7 @@ class Experiment(Config):
     run: Run = field(default_factory=Run)
 
     def _validate(self) -> None:
-        letters = self.name.replace("-", "").replace("_", "").replace(".", "")
-        if not letters.isalnum() or self.name.startswith((".", "-")) or len(self.name.encode()) > LONGEST_NAME:
+        if not re.fullmatch(r"\w[\w.-]*", self.name) or len(self.name.encode()) > LONGEST_NAME:
             what = f"names a folder: letters, digits, '-', '_' and '.', not '-' or '.' first, at most {LONGEST_NAME} bytes"
             raise ConfigError(what, "name", repr(self.name), 'for example name = "quickstart"')
         inner, trainers = self.strategy.hierarchical_inner_ranks, self.cluster.trainers
@@ -297,7 +273,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
         raise ConfigError("not an override", "--set", repr(override), "--set workload.batch_size=64")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # also a number of five thousand digits
         value = text
     table = data
     for part in parts[:-1]:
@@ -313,16 +289,12 @@ def _make_paths_absolute(data: dict[str, Any], base: Path) -> None:
 
 def _replace_files(data: dict[str, Any], change: Callable[[str], str], *, folders: bool = False) -> None:
     """Replace the names of files (and of folders) in undecoded data by ``change`` of them."""
-    workload = data.get("workload")
-    if isinstance(workload, dict):
-        if isinstance(workload.get("profile"), str):
-            workload["profile"] = change(workload["profile"])
-        named = workload.get("data")
-        prefix, colon, path = named.partition(":") if isinstance(named, str) else ("", "", "")
-        if f"{prefix}:" in _FILE_DATA and (folders or prefix != "imagenet"):
-            workload["data"] = prefix + colon + change(path)
-    cluster = data.get("cluster")
-    entries = cluster.get("stragglers") if isinstance(cluster, dict) else None
-    for entry in entries if isinstance(entries, list) else ():
-        if isinstance(entry, dict) and isinstance(entry.get("path"), str):
-            entry["path"] = change(entry["path"])
+    workload, cluster = (table if isinstance(table := data.get(name), dict) else {} for name in ("workload", "cluster"))
+    entries = cluster.get("stragglers")
+    named = [(entry, "path") for entry in (entries if isinstance(entries, list) else ()) if isinstance(entry, dict)]
+    for table, key in ((workload, "profile"), *named):
+        if isinstance(table.get(key), str):
+            table[key] = change(table[key])
+    prefix, colon, path = str(workload.get("data")).partition(":")
+    if prefix + colon in _FILE_DATA and (folders or prefix != "imagenet"):
+        workload["data"] = prefix + colon + change(path)

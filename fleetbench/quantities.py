@@ -6,9 +6,10 @@ MB is 10^6 and MiB is 2^20.
 """
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
-from typing import NewType
+from typing import Any, NewType
 
 from fleetbench.errors import ConfigError
 
@@ -40,7 +41,7 @@ _STEPS = {"steps": 1, "step": 1}
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d[\d_]*)(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)\s*(\S+)\s*", re.ASCII)
 
 
-def _parse(text: object, units: dict[str, int], kind: str, example: str) -> Fraction:
+def _parse(text: object, units: dict[str, int], kind: str, example: str, number: Callable[[Fraction], float] = round) -> Any:
     if not isinstance(text, str):
         raise ConfigError(f"a {kind} needs a unit", value=repr(text), hint=f'write it as text, for example "{example}"')
     match = _QUANTITY.fullmatch(text)
@@ -49,11 +50,9 @@ def _parse(text: object, units: dict[str, int], kind: str, example: str) -> Frac
         known = " ".join(units)
         raise ConfigError(f"not a {kind}", value=repr(text), hint=f'for example "{example}"; units: {known}')
     value = Fraction(match[1].replace("_", "")) * units[unit]
-    if value < 0:
-        raise ConfigError(f"a {kind} cannot be negative", value=repr(text), hint=f'for example "{example}"')
-    if value > LARGEST:
-        raise ConfigError(f"a {kind} this large cannot be counted in 64 bits", value=repr(text), hint=f'for example "{example}"')
-    return value
+    if not 0 <= value <= LARGEST:
+        raise ConfigError(f"a {kind} cannot be negative, or more than 64 bits count", value=repr(text), hint=f'for example "{example}"')
+    return number(value)
 
 
 def _usual(unit: str) -> str:
@@ -82,37 +81,21 @@ format_bandwidth = partial(_format, units=_BANDWIDTHS, preferred=("Gbit/s", "Mbi
 """The same of bits per second."""
 
 
-def parse_duration(text: object) -> Nanoseconds:
-    """``"2.5 ms"`` to integer nanoseconds."""
-    return Nanoseconds(round(_parse(text, _DURATIONS, "duration", "2.5 ms")))
-
-
-def parse_size(text: object) -> Bytes:
-    """``"32 MB"`` to bytes."""
-    return Bytes(round(_parse(text, _SIZES, "size", "32 MB")))
-
-
-def parse_bandwidth(text: object) -> BitsPerSecond:
-    """``"25 Gbit/s"`` or ``"300 GB/s"`` to bits per second."""
-    value = round(_parse(text, _BANDWIDTHS, "bandwidth", "25 Gbit/s"))
-    if value <= 0:
-        raise ConfigError("a bandwidth must be above zero", value=repr(text), hint='for example "25 Gbit/s"')
-    return BitsPerSecond(value)
-
-
-def parse_per_step(text: object) -> PerStep:
-    """``"0.01 /step"`` to a probability per step."""
-    return PerStep(float(_parse(text, _PER_STEP, "rate", "0.01 /step")))
+parse_duration = partial(_parse, units=_DURATIONS, kind="duration", example="2.5 ms")
+"""``"2.5 ms"`` to integer nanoseconds."""
+parse_size = partial(_parse, units=_SIZES, kind="size", example="32 MB")
+"""``"32 MB"`` to bytes."""
+parse_bandwidth = partial(_parse, units=_BANDWIDTHS, kind="bandwidth", example="25 Gbit/s")
+"""``"25 Gbit/s"`` or ``"300 GB/s"`` to bits per second."""
+parse_per_step = partial(_parse, units=_PER_STEP, kind="rate", example="0.01 /step", number=float)
+"""``"0.01 /step"`` to a probability per step."""
+parse_steps = partial(_parse, units=_STEPS, kind="number of steps", example="20 steps", number=float)
+"""``"20 steps"`` to a (mean) number of steps."""
 
 
 def format_per_step(value: float) -> str:
     """A probability per step to text."""
     return f"{value!r} /step"
-
-
-def parse_steps(text: object) -> Steps:
-    """``"20 steps"`` to a (mean) number of steps."""
-    return Steps(float(_parse(text, _STEPS, "number of steps", "20 steps")))
 
 
 def format_steps(value: float) -> str:

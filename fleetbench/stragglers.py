@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from fleetbench.config import Config
+from fleetbench.config import Config, at_least
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import Nanoseconds, PerStep, Steps
 
@@ -38,19 +38,12 @@ class _Law(Config):
     """Coefficient of variation of X."""
 
     def _validate(self) -> None:
-        law, mean, cv = self.distribution, self.mean, self.cv
-        if mean < 0 or cv < 0:
-            raise ConfigError("cannot be negative", "mean, cv", f"mean {mean}, cv {cv}", "for example mean = 0.2, cv = 1.0")
-        if mean > LARGEST or cv > LARGEST:
-            raise ConfigError("is more than a million", "mean, cv", f"mean {mean}, cv {cv}", "mean = 1 doubles the compute")
-        if law == "exponential" and cv != 1.0:
-            raise ConfigError("an exponential has a coefficient of variation of 1", "cv", repr(cv), "drop cv, or use gamma")
-        if law == "constant" and cv not in (0.0, 1.0):
-            raise ConfigError("a constant does not vary", "cv", repr(cv), "drop cv")
-        if law == "pareto" and cv <= 1.0:
-            raise ConfigError("a Pareto (Lomax) law has a coefficient of variation above 1", "cv", repr(cv), "use gamma below 1")
-        if law in ("gamma", "lognormal") and cv < 1 / LARGEST:
-            raise ConfigError("varies by less than a millionth of its mean", "cv", repr(cv), 'use distribution = "constant"')
+        at_least(self, 0, "mean", "cv", most=LARGEST)
+        law, cv = self.distribution, self.cv
+        has = {"exponential": cv == 1, "constant": cv in (0, 1), "pareto": cv > 1}.get(law, cv >= 1 / LARGEST)
+        if not has:
+            hint = "drop cv for exponential and constant; pareto (Lomax) needs more than 1, gamma and lognormal a millionth at least"
+            raise ConfigError(f"{law} has no such coefficient of variation", "cv", repr(cv), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +63,7 @@ class NodeShock(_Law):
 
     def _validate(self) -> None:
         _Law._validate(self)  # noqa: SLF001  # a slotted dataclass has no ``super()``
-        if not 0 <= self.rate <= 1:
-            raise ConfigError("a rate per step lies between 0 and 1", "rate", repr(self.rate), 'for example rate = "0.01 /step"')
+        at_least(self, 0, "rate", most=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +71,7 @@ class _Slow(Config):
     factor: float
 
     def _validate(self) -> None:
-        hint = "factor = 1.5 takes half as long again"
-        if self.factor < 1.0:
-            raise ConfigError("stragglers add time: a factor is at least 1", "factor", repr(self.factor), hint)
-        if self.factor > LARGEST:
-            raise ConfigError("is more than a million", "factor", repr(self.factor), hint)
+        at_least(self, 1, "factor", most=LARGEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +103,8 @@ class Episode(_Slow):
 
     def _validate(self) -> None:
         _Slow._validate(self)  # noqa: SLF001  # a slotted dataclass has no ``super()``
-        if not 0 <= self.rate <= 1 or self.length < 1:
-            what = "needs a rate between 0 and 1 and a length of at least 1 step"
-            hint = 'for example rate = "0.01 /step", length = "20 steps"'
-            raise ConfigError(what, "rate, length", f"{self.rate}, {self.length}", hint)
+        at_least(self, 0, "rate", most=1)
+        at_least(self, 1, "length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +154,7 @@ class Trace(Config):
     """Of a trace of compute times: what takes no longer than it should; none: its shortest time."""
 
     def _validate(self) -> None:
-        if self.base is not None and self.base <= 0:
-            raise ConfigError("must be above zero", "base", f"{self.base} ns", 'for example base = "20 ms", or drop it')
+        at_least(self, 0, "base", above=True)
 
 
 Straggler = Jitter | NodeShock | SlowRank | SlowNode | Episode | Empirical | Blocks | Trace

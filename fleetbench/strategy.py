@@ -9,7 +9,6 @@ executed is the executor's to say: see ``fleetbench.support``.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -105,9 +104,8 @@ class Averaging(Config):
     """Nesterov's momentum, as in ``torch.optim.SGD(nesterov=True)``."""
 
     def _validate(self) -> None:
-        if not (0 < self.outer_lr < math.inf and 0 <= self.outer_momentum < 1):
-            what, hint = "outer_lr must be above 0 and outer_momentum in [0, 1)", "DiLoCo's are 0.7 and 0.9"
-            raise ConfigError(what, "outer_lr, outer_momentum", f"{self.outer_lr}, {self.outer_momentum}", hint)
+        at_least(self, 0, "outer_lr", above=True)
+        at_least(self, 0, "outer_momentum", most=0.9999)
 
     def shared(self) -> dict[str, Any]:
         """Values of the fields that both kinds of local steps have, by name."""
@@ -151,6 +149,7 @@ class LocalSGDConfigs(Averaging):
         Averaging._validate(self)  # noqa: SLF001  # slotted dataclasses are made anew, which super() without arguments does not survive
         at_least(self, 1, "k_steps", "begin_step", "fragments")
         at_least(self, 0, "warmup_epochs", "overlap_steps")
+        at_least(self, 0, "mixing", most=1)
         self._refuse_fragments()
         unread = {"begin_step": 1} if self.schedule == "document" else {"warmup_epochs": 0, "warmup": "exp"}
         for name, default in unread.items():
@@ -173,9 +172,6 @@ class LocalSGDConfigs(Averaging):
             hint = f"at most {k // parts - 1}, or raise k_steps"
             what = f"must be less than the {k // parts} updates between two merges (k_steps / fragments)"
             raise ConfigError(what, "overlap_steps", repr(self.overlap_steps), hint)
-        if not 0 <= self.mixing <= 1:
-            hint = "0 takes what was agreed, 1 keeps a trainer's own values"
-            raise ConfigError("a share lies in [0, 1]", "mixing", repr(self.mixing), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +190,7 @@ class AdaptiveLocalSGDConfigs(Averaging):
     def _validate(self) -> None:
         Averaging._validate(self)  # noqa: SLF001  # as in LocalSGDConfigs
         at_least(self, 1, "init_k_steps", "begin_step")
-        if self.alpha <= 0:
-            raise ConfigError("must be above zero", "alpha", repr(self.alpha), "the default is 0.01")
+        at_least(self, 0, "alpha", above=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,9 +227,8 @@ class AmpConfigs(Config):
 
     def _validate(self) -> None:
         at_least(self, 1, "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio")
-        if self.init_loss_scaling <= 0 or not 0 < self.decr_ratio <= 1:
-            what, hint = "scaling must be above 0 and decr_ratio in (0, 1]", "Fleet's are 32768 and 0.8"
-            raise ConfigError(what, "init_loss_scaling, decr_ratio", f"{self.init_loss_scaling}, {self.decr_ratio}", hint)
+        at_least(self, 0, "init_loss_scaling", above=True)
+        at_least(self, 0, "decr_ratio", most=1, above=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,15 +356,10 @@ class DistributedStrategy(Config):
             "last_comm_group_size_MB",
             "conv_workspace_size_limit",
         )
-        at_least(self, 1, "fuse_grad_size_in_num", "nccl_comm_num", "thread_num", "fetch_every_n_steps")
-        if self.nccl_comm_num > MOST_COMMUNICATORS:
-            hint = "1 or 2 is what Fleet advises: beyond as many as there are buckets, none has anything to carry"
-            raise ConfigError(f"is at most {MOST_COMMUNICATORS}", "nccl_comm_num", repr(self.nccl_comm_num), hint)
-        if self.fraction_of_gpu_memory_to_use is not None and not 0 < self.fraction_of_gpu_memory_to_use <= 1:
-            hint = "0.9 takes nine tenths of the device's memory"
-            raise ConfigError("a share lies in (0, 1]", "fraction_of_gpu_memory_to_use", repr(self.fraction_of_gpu_memory_to_use), hint)
-        if not 0 < self.lr_scale < math.inf:
-            raise ConfigError("must be above 0", "lr_scale", repr(self.lr_scale), "1 keeps the optimizer's learning rate, 2 doubles it")
+        at_least(self, 1, "fuse_grad_size_in_num", "thread_num", "fetch_every_n_steps")
+        at_least(self, 1, "nccl_comm_num", most=MOST_COMMUNICATORS)
+        at_least(self, 0, "fraction_of_gpu_memory_to_use", most=1, above=True)
+        at_least(self, 0, "lr_scale", above=True)
         self._refuse_settings_of_what_is_off()
         self._refuse_contradictions()
 
@@ -465,10 +454,9 @@ class DistributedStrategy(Config):
         schema = data.pop("schema", SCHEMA)
         if schema != SCHEMA:
             raise ConfigError("not a schema of this version", f"{path}: schema", repr(schema), f"this version reads schema {SCHEMA}")
-        try:
-            return _of_file(data)
-        except ConfigError as error:
-            raise ConfigError(error.what, f"{path}: {error.where}", error.value, error.hint) from None
+        if _EXPERIMENT & data.keys() and ("strategy" not in data or data.keys() - _EXPERIMENT):
+            raise ConfigError("needs [strategy], and no keys outside of tables", path, ", ".join(data), _NO_STRATEGY)
+        return decode(data.get("strategy", data), cls, f"{path}: strategy")
 
     def save(self, path: str | Path, *comments: str) -> None:
         """Write a ``[strategy]`` table of what differs from the defaults, below its digest and ``comments``, each a line."""
@@ -555,17 +543,6 @@ class DistributedStrategy(Config):
 
 _EXPERIMENT = frozenset({"name", "strategy", "workload", "cluster", "tune", "run"})
 """What an experiment file may hold at its top."""
-
-
-def _of_file(data: Mapping[str, Any]) -> DistributedStrategy:
-    if not _EXPERIMENT & data.keys():
-        return decode(data, DistributedStrategy, "")
-    for key, value in data.items():
-        if key not in _EXPERIMENT:
-            raise ConfigError("stands outside of [strategy]", key, repr(value), "move it below the line [strategy]")
-    if "strategy" not in data:
-        raise ConfigError("is an experiment that names no strategy", next(iter(data)), hint=_NO_STRATEGY)
-    return decode(data["strategy"], DistributedStrategy, "strategy")
 
 
 def difference(data: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,15 +30,7 @@ def crossing(evaluated: Sequence[tuple[int, float]], target: float | None) -> Cr
     return Crossing(step, before + share * (step - before))
 
 
-def median_arrival(times: Sequence[float | None], ends: Sequence[float]) -> float | None:
-    """The time by which half of the runs have arrived, by Kaplan and Meier (1958, JASA 53); none where too few have.
-
-    ``times``: of arrivals, none of a run that was over before, at its time in ``ends``; it is censored then, and not dropped.
-    """
-    left, survival = len(times), 1.0
-    for time, is_censored in sorted((end if time is None else time, time is None) for time, end in zip(times, ends, strict=True)):
-        survival *= 1.0 if is_censored else 1.0 - 1.0 / left
-        left -= 1
-        if survival <= 0.5 + 1e-12:  # products of fractions
-            return time
-    return None
+def median_arrival(times: Sequence[float | None]) -> float | None:
+    """The time by which half of the runs have arrived; none where too few have. None: a run that has not, by the end that all share."""
+    half = (len(times) + 1) // 2
+    return next(iter(sorted(time for time in times if time is not None)[max(half - 1, 0) : half]), None)

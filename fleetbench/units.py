@@ -7,6 +7,7 @@ from fleetbench.config import flat
 
 NONE = "–"  # noqa: RUF001  # an en dash stands for a missing number in a table
 _PREFIXES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_RATES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
 
 
 def milliseconds(value_s: float | None, *, sign: bool = False) -> str:
@@ -35,6 +36,14 @@ def size(nbytes: float | None) -> str:
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.{_decimals(nbytes / scale)}f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def rate(bits_per_s: float | None) -> str:
+    """Bits per second, with the decimal prefix that suits their size."""
+    if bits_per_s is None:
+        return NONE
+    scale, unit = next((each for each in _RATES if bits_per_s >= each[0]), _RATES[-1])
+    return f"{bits_per_s / scale:.4g} {unit}"
 
 
 def ratio(value: float | None) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fleetbench.config import Config, at_least
+from fleetbench.config import Config, at_least, field_types
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import LARGEST, Bytes, Nanoseconds, Steps
 
@@ -49,15 +49,8 @@ class LayerSpec(Config):
         if (self.params is None) != bool(self.tensors) or min((self.params or 0, *self.tensors)) < 0:
             value = f"params {self.params}, tensors {list(self.tensors)}"
             raise ConfigError("needs either params or tensors, of no negative size", self.name, value, EXAMPLE_LAYERS)
-        if self.buffers < 0 or self.repeat < 1:
-            value = f"buffers {self.buffers}, repeat {self.repeat}"
-            raise ConfigError("needs buffers >= 0 and repeat >= 1", self.name, value, EXAMPLE_LAYERS)
-        if self.repeat > MOST_REPEATS:
-            raise ConfigError("is more than a million", f"{self.name}.repeat", repr(self.repeat), "merge layers into larger ones")
-        if self.forward < 0 or self.backward < 0:
-            raise ConfigError(
-                "a duration cannot be negative", self.name, f"forward {self.forward} ns, backward {self.backward} ns", EXAMPLE_LAYERS
-            )
+        at_least(self, 0, "buffers", "forward", "backward")
+        at_least(self, 1, "repeat", most=MOST_REPEATS)
 
     @property
     def gradients(self) -> dict[str, int]:
@@ -94,12 +87,8 @@ class HostWork(Config):
     """Copying all gradients into their buckets."""
 
     def _validate(self) -> None:
-        for name in ("read", "load", "fetch", "update", "merge", "per_collective", "pack"):
-            if getattr(self, name) < 0:
-                raise ConfigError("a duration cannot be negative", name, f"{getattr(self, name)} ns", 'for example "5 ms"')
-        if self.loaders < 0 or self.prefetch < 1:
-            hint = 'host = { load = "40 ms", loaders = 2 } makes a batch each 20 ms beside compute'
-            raise ConfigError("needs loaders >= 0 and prefetch >= 1", "loaders, prefetch", f"{self.loaders}, {self.prefetch}", hint)
+        at_least(self, 0, *(name for name in field_types(HostWork) if name != "prefetch"))
+        at_least(self, 1, "prefetch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +99,8 @@ class LrDecay(Config):
     factor: float
 
     def _validate(self) -> None:
-        if self.step < 1 or self.factor <= 0:
-            hint = "lr_decay = [{ step = 400, factor = 0.1 }]"
-            raise ConfigError("needs step >= 1 and factor > 0", "step, factor", f"step {self.step}, factor {self.factor}", hint)
+        at_least(self, 1, "step")
+        at_least(self, 0, "factor", above=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +112,7 @@ class LossCurve(Config):
     half_life: Steps
 
     def _validate(self) -> None:
-        if self.half_life <= 0:
-            raise ConfigError("must be above zero", "half_life", repr(self.half_life), 'for example "150 steps"')
+        at_least(self, 0, "half_life", above=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,14 +155,11 @@ class Workload(Config):
     loss_curve: LossCurve | None = None
 
     def _validate(self) -> None:
-        at_least(self, 1, "batch_size", "steps", "eval_every")
-        if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
-            raise ConfigError("must be at least 1", "steps_per_epoch", repr(self.steps_per_epoch), "drop it to take what the data give")
-        if self.lr <= 0 or self.weight_decay < 0 or not 0 <= self.momentum < 1:
-            what, hint = "needs lr > 0, weight_decay >= 0 and 0 <= momentum < 1", "the defaults are 0.1, 0 and 0.9"
-            raise ConfigError(what, "lr, weight_decay, momentum", f"{self.lr}, {self.weight_decay}, {self.momentum}", hint)
-        if not 0 <= self.unlike_data <= 1:
-            raise ConfigError("must be a share", "unlike_data", repr(self.unlike_data), "0 deals samples at random, 1 by their label")
+        at_least(self, 1, "batch_size", "steps", "eval_every", "steps_per_epoch")
+        at_least(self, 0, "lr", above=True)
+        at_least(self, 0, "weight_decay")
+        at_least(self, 0, "momentum", most=0.9999)
+        at_least(self, 0, "unlike_data", most=1)
         self._check_loss_and_layers()
 
     def _check_loss_and_layers(self) -> None:

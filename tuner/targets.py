@@ -148,7 +148,7 @@ def _show(state: State, name: str) -> None:
     """Let the arm have what is known of its way, in seconds of its own steps."""
     check = state.ways[state.way(name)]
     assert check.steps is not None
-    median, step_s = median_arrival(check.updates, [float(check.steps)] * len(check.updates)), state.arms[name].real_s
+    median, step_s = median_arrival(check.updates), state.arms[name].real_s
     time_s = None if median is None or step_s is None else median * step_s
     state.update(name, target=dataclasses.replace(check, time_s=time_s, from_arm=None if check.from_arm == name else check.from_arm))
 

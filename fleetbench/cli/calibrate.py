@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from fleetbench import units
 from fleetbench.cli import progress
 from fleetbench.cli.options import Commands, add_command, add_experiment, add_json, load_experiment, with_profile
 from fleetbench.cli.output import emit, emit_table, new_table, say
 
 if TYPE_CHECKING:
     from tuner.calibrate.fit import Calibration, Fitted
-
-_PREFIXES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1.0, "bit/s"))
 
 
 def register(commands: Commands) -> None:
@@ -49,8 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     found.save(path)
     if arguments.json:
-        import json
-
         emit(json.dumps(_data(found, str(path)), indent=1))
     else:
         _print(found)
@@ -87,13 +86,10 @@ def _print(found: Calibration) -> None:
 
 
 def _shown(parameter: Fitted, value: float) -> str:
-    from fleetbench import units
-
     if parameter.unit == "ns":
         return units.seconds(value * 1e-9)
     if parameter.unit == "bit/s":
-        scale, unit = next((prefix for prefix in _PREFIXES if value >= prefix[0]), _PREFIXES[-1])
-        return f"{value / scale:.4g} {unit}"
+        return units.rate(value)
     return f"{value:.4g}"
 
 
@@ -104,13 +100,8 @@ def _data(found: Calibration, path: str) -> dict[str, Any]:
         "cells": [
             {"where": cell.where, "settings": dict(cell.settings), "all_reduce_bytes": cell.all_reduce_bytes, "measured_s": measured_s}
             | {"error_declared": declared, "error": error, "error_left_out": left_out}
-            for cell, measured_s, declared, error, left_out in zip(
-                found.cells,
-                found.measured_s,
-                found.errors_declared,
-                found.errors,
-                found.errors_left_out or [None] * len(found.cells),
-                strict=True,
+            for cell, measured_s, declared, error, left_out in itertools.zip_longest(
+                found.cells, found.measured_s, found.errors_declared, found.errors, found.errors_left_out
             )
         ],
     }

@@ -9,7 +9,6 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from fleetbench import units
-from fleetbench.cli import progress
 from fleetbench.cli.options import Commands, add_command, add_command_line, add_experiment, add_json, check_writable, load_experiment
 from fleetbench.cli.profile import show
 from fleetbench.cli.your_script import require_script
@@ -68,11 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
     if gpu is None:
         raise ConfigError("nothing names a GPU", "--gpu", hint='add --gpu H100, or cluster.preset = "8 x 8 H100, 400G per NIC" to the file')
     tf32 = arguments.precision == "tf32"
-    with progress.steps("estimate", lines=True):
-        if arguments.command_line:
-            experiment, profile = estimate_script(experiment, arguments.command_line, gpu, tf32=tf32, workdir=arguments.workdir)
-        else:
-            profile = estimate(experiment, gpu, tf32=tf32)
+    if arguments.command_line:
+        experiment, profile = estimate_script(experiment, arguments.command_line, gpu, tf32=tf32, workdir=arguments.workdir)
+    else:
+        profile = estimate(experiment, gpu, tf32=tf32)
     return show(Taken(experiment=experiment, profile=profile, runs={}), arguments, said(experiment, profile, gpu))
 
 

@@ -30,7 +30,7 @@ def register(commands: Commands) -> None:
     service = "compare with what a service returned for the same samples, in Parquet; exit 1 past the tolerance"
     parser.add_argument("--against", type=Path, metavar="ONLINE", help=service)
     gate = f"largest difference that passes, as a share of the offline vector's largest magnitude; default: {TOLERANCE:g}"
-    parser.add_argument("--tolerance", type=number("a share of at least 0", 0), metavar="X", help=gate)
+    parser.add_argument("--tolerance", type=number("a share of at least 0", 0), default=TOLERANCE, metavar="X", help=gate)
     add_json(parser, "the evaluation's summary.json, or the comparison's figures under `comparison`,")
 
 
@@ -136,12 +136,9 @@ def _print_comparison(found: dict[str, Any]) -> None:
 
 
 def _refuse_contradictions(arguments: argparse.Namespace) -> None:
-    if arguments.against is None:
-        for option, value in (("--tolerance", arguments.tolerance), ("--vectors", arguments.vectors)):
-            if value is not None:
-                raise ConfigError("there is nothing to compare with", option, str(value), "--against ONLINE names what a service returned")
-    arguments.tolerance = TOLERANCE if arguments.tolerance is None else arguments.tolerance
-    for option in ("experiment", "overrides", "checkpoint", "samples") if arguments.vectors is not None else ():
-        if value := getattr(arguments, option):
-            name = {"experiment": "EXPERIMENT.toml", "overrides": "--set"}.get(option, f"--{option}")
-            raise ConfigError("nothing is evaluated where vectors are given", name, str(value), "drop it, or --vectors")
+    if arguments.against is None and arguments.vectors is not None:
+        hint = "--against ONLINE names what a service returned"
+        raise ConfigError("there is nothing to compare with", "--vectors", str(arguments.vectors), hint)
+    if arguments.vectors is not None and (arguments.experiment or arguments.overrides or arguments.checkpoint or arguments.samples):
+        hint = "drop the experiment, --set, --checkpoint and --samples, or --vectors"
+        raise ConfigError("nothing is evaluated where vectors are given", "--vectors", str(arguments.vectors), hint)

@@ -72,14 +72,9 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 def _launch_served(arguments: argparse.Namespace) -> int:
     usage = "fleetbench launch --servers 1 --workers 2 train.py [its arguments]"
-    if arguments.servers is None or arguments.workers is None:
-        raise ConfigError("how many servers, and how many trainers?", "--servers, --workers", hint=usage)
-    if arguments.strategy is not None:
-        hint = "the script takes it: fleet.init(DistributedStrategy.load(FILE))"
-        raise ConfigError("does not reach a script of parameter servers", "--strategy", str(arguments.strategy), hint)
-    if arguments.nproc is not None:
-        hint = "leave it out; on several hosts --servers 10.0.0.1:7164 --workers 10.0.0.2:4,10.0.0.3:4 says it all"
-        raise ConfigError("is of trainers that meet in collectives", "--nproc", str(arguments.nproc), hint)
+    if None in (arguments.servers, arguments.workers) or arguments.strategy is not None or arguments.nproc is not None:
+        hint = f"{usage}; a script of servers takes its strategy itself: fleet.init(DistributedStrategy.load(FILE))"
+        raise ConfigError("go together, and with neither --nproc nor --strategy", "--servers, --workers", hint=hint)
     _require_script(arguments.script, usage)
     from real.job.served_launcher import launch_placed
     from real.servers.hosts import place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 import tempfile
@@ -118,7 +119,8 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
         data = Experiment.read(arguments.experiment, [*arguments.overrides, *seed, *more], arguments.strategy)
         nodes = Experiment.read(arguments.experiment, [*arguments.overrides, *seed])["cluster"].get("nodes", 1) if more else 1
         for override in more:
-            _leave_out_nodes(data, override, nodes)
+            with contextlib.suppress(TypeError, KeyError, AttributeError):  # of wrong data, which decoding refuses
+                _leave_out_nodes(data, override, nodes)
         experiment = Experiment.from_dict(data)
     notes = (described(data), *(str(entry.message) for entry in caught))
     return experiment, list(dict.fromkeys(note for note in notes if note is not None))
@@ -127,14 +129,12 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
 def _leave_out_nodes(data: dict[str, Any], override: str, nodes: int) -> None:
     """Leave out of undecoded data what they say of nodes that the file has, ``nodes`` of them, and ``cluster.nodes=N`` has not; say so."""
     key, _, value = override.partition("=")
-    given = data["cluster"].get("node_overrides") if key == "cluster.nodes" and value.isdecimal() else None
-    for entry in list(given) if isinstance(given, list) else ():
-        named = entry.get("nodes") if isinstance(entry, dict) else None
-        missing = [node for node in named if isinstance(node, int) and int(value) <= node < nodes] if isinstance(named, list) else []
+    for entry in data["cluster"].get("node_overrides", ()) if key == "cluster.nodes" and value.isdecimal() else ():
+        missing = set(entry["nodes"]) & set(range(int(value), nodes))
         if missing:
             entry["nodes"] = [node for node in entry["nodes"] if node not in missing]
-            data["cluster"]["node_overrides"] = [each for each in data["cluster"]["node_overrides"] if each is not entry or entry["nodes"]]
-            say(f"note: at {override} cluster.node_overrides of node {', '.join(map(str, missing))} is left out")
+            data["cluster"]["node_overrides"] = [each for each in data["cluster"]["node_overrides"] if each["nodes"]]
+            say(f"note: at {override} cluster.node_overrides of node {', '.join(map(str, sorted(missing)))} is left out")
 
 
 def with_profile(experiment: Experiment, root: Path, *, simulates: bool = True) -> Experiment:

@@ -31,12 +31,12 @@ TIMES = (
     ("time_to_target_s", "time to target"),
 )
 """A summary's figures in seconds, and what tables call them."""
-_COUNTS: tuple[tuple[str, Callable[[Summary], Any], Callable[[Any], str]], ...] = (
-    ("samples per second", lambda s: s.samples_per_s, lambda value: f"{value:,.0f}"),
-    ("sent per trainer", lambda s: s.bytes_sent_per_trainer, units.size),
-    ("synchronisations", lambda s: s.num_syncs, units.number),
-    ("local steps, mean", lambda s: s.local_steps and s.local_steps["mean"], units.number),
-    ("final loss", lambda s: s.final_loss, units.number),
+_COUNTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("samples_per_s", "samples per second", "{:,.0f}".format),
+    ("bytes_sent_per_trainer", "sent per trainer", units.size),
+    ("num_syncs", "synchronisations", units.number),
+    ("local_steps.mean", "local steps, mean", units.number),
+    ("final_loss", "final loss", units.number),
 )
 
 
@@ -66,7 +66,7 @@ def emit_node_bandwidth(cluster: Cluster) -> None:
     total, each = cluster.node_bandwidth, cluster.trainers_per_node
     if total is None or cluster.inter is None or not cluster.is_even or cluster.nodes == 1 or each == cluster.nics_per_node == 1:
         return
-    declared, whole, share = (f"{rate / 1e9:.4g} Gbit/s" for rate in (cluster.inter.bandwidth, total, total / each))
+    declared, whole, share = map(units.rate, (cluster.inter.bandwidth, total, total / each))
     nics = counted(cluster.nics_per_node, "network interface")
     emit(f"between nodes: {whole} a node, {share} for each of its {counted(each, 'trainer')} (declared: {nics} of {declared} a node)")
 
@@ -110,7 +110,6 @@ def runs_table(runs: Mapping[str, Summary], target: str = "") -> Table:
             simulated, real = (figures[label].get(key) for label in ("simulated", "real"))
             cells.append(units.percent(simulated / real - 1.0, sign=True) if simulated and real else "")
         table.add_row(name, *cells)
-    for name, read, spell in _COUNTS:
-        cells = [units.NONE if (value := read(summary)) is None else spell(value) for summary in runs.values()]
-        table.add_row(name, *cells)
+    for key, name, spell in _COUNTS:
+        table.add_row(name, *(spell(values.get(key)) for values in figures.values()))
     return table

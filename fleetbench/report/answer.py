@@ -14,7 +14,7 @@ from fleetbench import units
 from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import median_arrival
-from tuner.recommendation import Arm, Recommendation, TargetCheck
+from tuner.recommendation import Arm, Recommendation
 from tuner.space import name_of
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _figures(found: Recommendation, best: Arm) -> Iterator[Figure]:
     if found.target_loss is not None and default.target is not None and best.target is not None:
         seeds = f"{best.target.num_reached} of {counted(len(best.target.updates), 'seed')}"
         gain = "" if found.to_target is None else _gain(found.to_target, found.to_target_low, found.to_target_high)
-        today, own = map(_median, (default.target, best.target))
+        today, own = (median_arrival(check.updates) for check in (default.target, best.target))
         yield Figure(f"time to loss {found.target_loss:g}", _time(today, default_s), _time(own, own_s), gain, seeds)
         yield Figure(f"steps to loss {found.target_loss:g}", _count(today), _count(own))
     if found.speedup is not None and found.pairs:
@@ -156,12 +156,6 @@ def _seeds(found: Recommendation, best: Arm, first_seed: int) -> Iterator[tuple[
         today, own = (None if count is None else count * step_s for count, step_s in zip(steps, seconds, strict=True))
         ratio = None if today is None or own is None else today / own
         yield f"{number}", _count(steps[0]), units.seconds(today), _count(steps[1]), units.seconds(own), units.ratio(ratio)
-
-
-def _median(check: TargetCheck) -> float | None:
-    """Steps of a trainer in the median run; none where fewer than half arrived."""
-    median = median_arrival(check.updates, [math.inf] * len(check.updates))
-    return None if median is None or math.isinf(median) else median
 
 
 def _count(steps: float | None) -> str:

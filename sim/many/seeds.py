@@ -74,7 +74,7 @@ class OverSeeds:
     @property
     def median_to_target_s(self) -> float | None:
         """The time after which half of the runs have reached the target, none where fewer have; those that end before it are censored."""
-        return median_arrival([summary.time_to_target_s for summary in self.summaries], [math.inf] * len(self.summaries))
+        return median_arrival([summary.time_to_target_s for summary in self.summaries])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: the intervals, and every run's summary."""

@@ -159,7 +159,6 @@ def test_samples_that_are_missing_are_bad_usage(command: Callable, place: Path) 
         (("served.toml", "--checkpoint", "m.pt", "--samples", "31"), "is more than the data have"),
         (("served.toml", "--checkpoint", "m.pt", "--set", "workload.model_options.hidden=5"), "has another shape"),
         (("served.toml", "--checkpoint", "m.pt", "--against", "absent.parquet"), "cannot be read"),
-        (("served.toml", "--checkpoint", "m.pt", "--tolerance", "1"), "nothing to compare with"),
         (("--vectors", "a.parquet"), "nothing to compare with"),
         (("served.toml", "--vectors", "a.parquet", "--against", "b.parquet"), "nothing is evaluated"),
         (("--checkpoint", "m.pt", "--vectors", "a.parquet", "--against", "b.parquet"), "nothing is evaluated"),

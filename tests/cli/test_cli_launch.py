@@ -185,7 +185,7 @@ def test_servers_and_trainers_are_counted_or_placed(
         (("--servers", "1", "--workers", "0"), "--workers"),
         (("--servers", "192.0.2.1:1", "--workers", "192.0.2.2:1"), "--servers, --workers"),
         (("--servers", "127.0.0.1:1", "--workers", "192.0.2.2:1"), "--servers"),
-        (("--servers", "1", "--workers", "1", "--nproc", "1"), "--nproc"),
+        (("--servers", "1", "--workers", "1", "--nproc", "1"), "--servers, --workers"),
     ],
 )
 def test_servers_that_are_half_described_are_refused(

@@ -134,9 +134,9 @@ def test_values_made_in_python_are_checked_like_those_of_a_file() -> None:
     """No route around the checks: neither wrong types nor impossible quantities."""
     with pytest.raises(ConfigError, match="expected a whole number"):
         Cluster(nodes="2")  # type: ignore[arg-type]  # the mistake under test
-    with pytest.raises(ConfigError, match="above zero"):
+    with pytest.raises(ConfigError, match="above 0 bit/s"):
         Link(bandwidth=BitsPerSecond(-1))
-    with pytest.raises(ConfigError, match="negative"):
+    with pytest.raises(ConfigError, match="at least 0 ns"):
         Link(bandwidth=BitsPerSecond(1), latency=Nanoseconds(-1))
 
 

@@ -210,7 +210,7 @@ def test_one_table_where_a_list_of_them_belongs(text: str, key: str, tmp_path: P
         ({"params": 10**17}, "bytes of 600 steps"),
         ({"params": 2**63 // (2 * 4 * 600) + 1}, "bytes of 600 steps"),
         ({"backward": "9000000000 s"}, "nanoseconds of 600 steps"),
-        ({"repeat": 10**12}, "more than a million"),
+        ({"repeat": 10**12}, "at most 1000000"),
     ],
     ids=str,
 )
@@ -230,19 +230,19 @@ def test_layers_beyond_what_64_bits_count_are_refused(entry: dict[str, Any], mes
         ({"workload": {**LAYERS, "target_loss": 0.3}}, "drop target_loss"),
         ({"workload": {**LAYERS, "layers": LAYERS["layers"] * 2}}, "one name"),
         ({"workload": {**LAYERS, "layers": [{**LAYERS["layers"][0], "repeat": 3}, {**LAYERS["layers"][0], "name": "b2"}]}}, "one name"),
-        ({"workload": {"lr_decay": [{"step": 0, "factor": 0.1}]}}, "step >= 1"),
-        ({"workload": {"lr": 0}}, "lr > 0"),
+        ({"workload": {"lr_decay": [{"step": 0, "factor": 0.1}]}}, "step: must be at least 1"),
+        ({"workload": {"lr": 0}}, "lr: must be above 0"),
         ({"cluster": {"nodes": 0}}, "at least 1"),
-        ({"cluster": {"servers": -1}}, "negative"),
+        ({"cluster": {"servers": -1}}, "at least 0"),
         ({"cluster": {"servers": 3, "server_placement": "shared", "nodes": 2}}, "more servers than nodes"),
         ({"cluster": {"racks": {"nodes": 0, "oversubscription": 1}}}, "rack"),
-        ({"cluster": {"nodes": 2, "node_overrides": [{"nodes": [0], "slowdown": 0}]}}, "above zero"),
-        ({"cluster": {"nodes": 2, "node_overrides": [{"nodes": [0], "slowdown": 1e7}]}}, "a million at most"),
+        ({"cluster": {"nodes": 2, "node_overrides": [{"nodes": [0], "slowdown": 0}]}}, "above 0"),
+        ({"cluster": {"nodes": 2, "node_overrides": [{"nodes": [0], "slowdown": 1e7}]}}, "at most 1000000"),
         ({"cluster": {"nodes": 2, "node_overrides": [{"nodes": [], "slowdown": 2}]}}, "names no node"),
-        ({"cluster": {"stragglers": [{"kind": "node_shock", "rate": "2 /step"}]}}, "between 0 and 1"),
+        ({"cluster": {"stragglers": [{"kind": "node_shock", "rate": "2 /step"}]}}, "at most 1 /step"),
         ({"cluster": {"stragglers": [{"kind": "empirical", "values": []}]}}, "at least one value"),
         ({"run": {"backend": "nccl"}}, "CUDA"),
-        ({"run": {"port": 0}}, "not a port"),
+        ({"run": {"port": 0}}, "at most 65535"),
         ({"run": {"timeout": "1 ms"}}, "at least 1 s"),
         ({"run": {"seed": -1}}, "at least 0"),
         ({"tune": {"pairs": 1}}, "at least 2"),
@@ -277,13 +277,6 @@ def test_the_search_space_defaults_contain_fleets_defaults() -> None:
     assert default.nccl_comm_num in tune.nccl_comm_num
     assert default.thread_num in tune.thread_num
     assert default.local_steps in tune.local_steps
-
-
-@pytest.mark.parametrize(("old", "level"), [("0", "LOC"), ("1", "SYS")])
-def test_the_old_name_of_gpu_direct_is_read_as_todays(old: str, level: str) -> None:
-    """``NCCL_IB_CUDA_SUPPORT`` forbade (0) or forced (1) what ``NCCL_NET_GDR_LEVEL`` grades."""
-    experiment = Experiment.from_dict({"run": {"environment": {"NCCL_IB_CUDA_SUPPORT": old, "NCCL_DEBUG": "INFO"}}})
-    assert experiment.run.environment == {"NCCL_NET_GDR_LEVEL": level, "NCCL_DEBUG": "INFO"}
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,9 @@ def test_a_file_declares_framing() -> None:
     [
         ({"payload": True, "mtu": 9000}, "payload = true excludes framing and mtu"),
         ({"payload": True, "framing": "tcp"}, "payload = true excludes framing and mtu"),
-        ({"mtu": 100}, "must be 256 to 65535 bytes"),
-        ({"mtu": 4096, "framing": "nvlink"}, "the framing is nvlink"),
-        ({"mtu": 9000, "framing": "roce"}, "at most 4096 bytes with framing roce"),
+        ({"mtu": 100}, "must be at least 256, at most 65535"),
+        ({"mtu": 4096, "framing": "nvlink"}, "packet of framing nvlink"),
+        ({"mtu": 9000, "framing": "roce"}, "packet of framing roce"),
     ],
 )
 def test_what_contradicts_itself_is_refused(fields: dict[str, object], says: str) -> None:

@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetbench import quantities as q
+from fleetbench.cluster import Link
+from fleetbench.config import decode
 from fleetbench.errors import ConfigError
 
 COUNTS = st.integers(min_value=0, max_value=2**63 - 1)
@@ -139,7 +141,7 @@ def test_a_wrong_unit_names_the_right_ones(text: str) -> None:
 def test_a_bandwidth_is_above_zero(text: str) -> None:
     """A link without bandwidth cannot carry anything."""
     with pytest.raises(ConfigError):
-        q.parse_bandwidth(text)
+        decode({"bandwidth": text}, Link, "link")
 
 
 @pytest.mark.parametrize("value", [25, 2.5, True, None, ["25 Gbit/s"]])

@@ -194,7 +194,6 @@ def test_a_field_without_an_equivalent_is_read_and_reported(table: dict[str, Any
         ({"thread_num": 1, "exec_strategy": {"num_threads": 2}}, "thread_num"),
         ({"localsgd": True, "local_sgd_steps": 4, "localsgd_configs": {"k_steps": 2}}, "local_sgd_steps"),
         ({"recompute_checkpoints": ["a"], "recompute_configs": {"checkpoints": ["b"]}}, "recompute_checkpoints"),
-        ({"local_sgd_steps": 4, "localsgd_configs": 3}, "localsgd_configs"),
         ({"collective_mode": "local_sgd", "localsgd": False}, "collective_mode"),
         ({"collective_mode": "ring"}, "collective_mode"),
         ({"exec_strategy": {"localsgd": True}}, "exec_strategy.localsgd"),
@@ -366,8 +365,8 @@ def test_what_is_averaged_besides_parameters_is_the_active_configs() -> None:
         ({"k_steps": 7, "fragments": 3}, "k_steps", "multiple of the 3 fragments"),
         ({"k_steps": 6, "fragments": 2, "overlap_steps": 3}, "overlap_steps", "less than the 3 updates"),
         ({"k_steps": 1, "overlap_steps": 1}, "overlap_steps", "less than the 1 updates"),
-        ({"k_steps": 6, "mixing": 1.1}, "mixing", r"\[0, 1\]"),
-        ({"k_steps": 6, "mixing": -0.1}, "mixing", r"\[0, 1\]"),
+        ({"k_steps": 6, "mixing": 1.1}, "mixing", "at least 0, at most 1"),
+        ({"k_steps": 6, "mixing": -0.1}, "mixing", "at least 0, at most 1"),
     ],
 )
 def test_rounds_of_fragments_come_out_even(configs: dict[str, Any], where: str, what: str) -> None:
@@ -439,7 +438,7 @@ def test_more_communicators_than_anybody_opens_are_refused() -> None:
     """Every one is a process group with connections to all others; a search's values are bounded alike."""
     assert DistributedStrategy(nccl_comm_num=64).nccl_comm_num == 64
     for make in (lambda: DistributedStrategy(nccl_comm_num=100_000), lambda: Tune(nccl_comm_num=(1, 100_000))):
-        with pytest.raises(ConfigError, match=r"nccl_comm_num: is at most 64 \(got 100000\)\nHINT: 1 or 2"):
+        with pytest.raises(ConfigError, match=r"nccl_comm_num: must be at least 1, at most 64 \(got 100000\)"):
             make()
 
 

@@ -96,7 +96,7 @@ def test_a_strategy_is_read_from_bare_keys_and_from_an_experiment(tmp_path: Path
         assert DistributedStrategy.load(path) == expected
     for text in ('schema = 1\nname = "e"\n[workload]\nsteps = 3\n[run]\nseed = 1\n', "[cluster]\nnodes = 2\n"):
         path.write_text(text)
-        with pytest.raises(ConfigError, match="names no strategy"):
+        with pytest.raises(ConfigError, match=r"needs \[strategy\]"):
             DistributedStrategy.load(path)
 
 
@@ -109,9 +109,9 @@ def test_a_strategy_is_read_from_bare_keys_and_from_an_experiment(tmp_path: Path
         ("[strategy\n", "not TOML"),
         ("# nothing\n", "holds no strategy"),
         ("[strategy]\nnccl_com_num = 2\n", "strategy.nccl_com_num: unknown key\nHINT: Did you mean 'nccl_comm_num'"),
-        ("nccl_com_num = 2\n", ": nccl_com_num: unknown key\nHINT: Did you mean 'nccl_comm_num'"),
-        ("[workload]\nsteps = 3\n[localsgd_configs]\nk_steps = 2\n", "localsgd_configs: stands outside of"),
-        ("nccl_comm_num = 2\n[workload]\nsteps = 3\n", "nccl_comm_num: stands outside of"),
+        ("nccl_com_num = 2\n", ": strategy.nccl_com_num: unknown key\nHINT: Did you mean 'nccl_comm_num'"),
+        ("[workload]\nsteps = 3\n[localsgd_configs]\nk_steps = 2\n", "no keys outside of tables"),
+        ("nccl_comm_num = 2\n[workload]\nsteps = 3\n", "no keys outside of tables"),
     ],
 )
 def test_a_wrong_strategy_file_is_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_strategy_that_was_not_applied_is_an_error(
         (["--strategy", "{}", "--", sys.executable, "-c", "raise SystemExit(7)"], 4, "the command: ended with exit code 7"),
         (["--strategy", "{}"], 2, "no command follows it, and no --nproc"),
         (["--strategy", "{}", "--", "no-such-program"], 3, "cannot be started"),
-        (["--strategy", "{}", "--servers", "1", "--workers", "1", "x.py"], 2, "does not reach a script of parameter servers"),
+        (["--strategy", "{}", "--servers", "1", "--workers", "1", "x.py"], 2, "with neither --nproc nor --strategy"),
         (["--strategy", "{}", "--", "torchrun", "missing.py"], 2, "no such script"),
     ],
 )

@@ -45,7 +45,7 @@ def test_the_model_and_its_trainers_are_the_key(tmp_path: Path) -> None:
         patch.setenv(VARIABLE, str(tmp_path))
         assert recommended(problem.model("float32", "normed"), AloneMeeting(), CPU, 1) == DistributedStrategy(nccl_comm_num=2)
         next(model.parameters()).requires_grad_(False)  # torch's signature
-        with pytest.raises(ConfigError, match="1 for others"):
+        with pytest.raises(ConfigError, match="no recommendation for this model"):
             recommended(model, AloneMeeting(), CPU, 1)
 
 
