@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -19,11 +19,10 @@ from typing import IO
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.job.folder import RankSide
 from real.processes.attached import attached_environment, check_ordered, refuse_unattached
-from real.processes.diagnosis import STOPPED, Failure, first_to_blame, how_it_ended, read_note
+from real.processes.diagnosis import STOPPED, how_it_ended, read_note
 from real.processes.place import temporary_folder
 from real.processes.roles import JOINED, TUNING
 from real.processes.started import QUIET, Started, end, meeting_variables, start, torchrun_variables, uninterrupted
-from real.servers.hosts import Placement
 
 Echo = Callable[[bytes], object]
 GRACE_S = 120.0
@@ -111,21 +110,25 @@ def _note_end(rank: Started, code: int) -> None:
         RankSide(Path(os.environ[TUNING])).ended(rank.rank, code)
 
 
-def judge(codes: Mapping[int, int], stopped: Collection[int], log_dir: Path, noted: Failure | None = None) -> WorkerFailed | None:
-    """The error of a launch that did not end well. ``noted``: what a rank has said of its failure.
+def verdict(processes: Sequence[Started], noted: tuple[str, str] | None, located: Callable[[str], str] = str) -> WorkerFailed | None:
+    """The error of a launch that did not end well. ``noted``: whom a process has named, and why.
 
-    Named is who was ``stopped`` (SIGSTOP) when the launcher ended it, then who was killed, then who failed.
+    Named is who is stopped (SIGSTOP), then who was killed, then whom a process has named, then who failed, then who did not end.
+    ``located``: the name with its host.
     """
-    for rank in sorted(stopped):
-        return WorkerFailed(STOPPED, f"rank {rank}", hint="look for a SIGSTOP or a debugger")
-    failed = {rank: code for rank, code in codes.items() if code}
-    if not failed:
+    failed = sorted(((process.name, process.code) for process in processes if process.code), key=lambda item: item[1] == -signal.SIGTERM)
+    living = [process for process in processes if process.code is None]
+    found = [(process.name, STOPPED) for process in living if process.is_stopped]
+    found += [(name, how_it_ended(code)) for name, code in failed if code < 0 and code != -signal.SIGTERM]
+    found += [] if noted is None else [noted]
+    found += [(name, how_it_ended(code)) for name, code in failed]
+    found += [(process.name, "did not end") for process in living]
+    if not failed and not living:
         return None
-    rank = first_to_blame(failed)
-    how = how_it_ended(failed[rank])
-    if noted is not None and (failed[rank] >= 0 or failed[rank] == -signal.SIGTERM):  # not where it was killed
-        rank, how = noted.rank, noted.what.partition("\n")[0]
-    return WorkerFailed(how, f"rank {rank}", hint=f"its output: {log_dir / f'workerlog.{rank}'}")
+    name, how = found[0]
+    log = next((process.log for process in processes if process.name == name), "in the log folder of its host")
+    hint = "look for a SIGSTOP or a debugger" if how == STOPPED else f"its output: {log}"
+    return WorkerFailed(how, located(name), hint="start it again on every host" if name.startswith("host ") else hint)
 
 
 def launch_script(
@@ -139,8 +142,7 @@ def launch_script(
     naming the rank that failed first.
     """
     ranks: list[Started] = []
-    here = Placement(endpoints=(), workers=("",) * nproc, own=frozenset([""]))
-    with logs_in(log_dir, here) as logs, temporary_folder() as folder:
+    with logs_in(log_dir, [f"workerlog.{rank}" for rank in range(nproc)]) as logs, temporary_folder() as folder:
         common = {**os.environ, **_own(QUIET), **meeting_variables(folder), JOINED: str(folder / "joined")}
         if strategy is not None:
             check_ordered(strategy)
@@ -150,12 +152,12 @@ def launch_script(
                 variables, log = {**common, **torchrun_variables(rank, nproc)}, logs / f"workerlog.{rank}"
                 ranks.append(start("trainer", rank, [sys.executable, "-u", *script], variables, log))
             follow(ranks, echo, _note_end, lambda: any(rank.code for rank in ranks) or all(rank.code == 0 for rank in ranks))
+            noted = read_note(folder)
+            error = verdict(ranks, None if noted is None else (f"rank {noted.rank}", noted.what.partition("\n")[0]))
         finally:
             with uninterrupted():
-                stopped = {rank.rank for rank in ranks if rank.is_stopped}
                 end(ranks)
-        codes = {rank.rank: rank.code for rank in ranks if rank.code is not None}
-        if (error := judge(codes, stopped, logs, read_note(folder))) is not None:
+        if error is not None:
             raise _shown(error, logs, echo)
         if strategy is not None:
             refuse_unattached(folder, strategy)
@@ -168,14 +170,12 @@ def _own(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def logs_in(log_dir: Path, placement: Placement) -> Iterator[Path]:
-    """The folder for a launch's logs: ``log_dir``, or, while another launch writes there, ``log_dir/2`` and so on.
+def logs_in(log_dir: Path, own: Sequence[str], *, is_spread: bool = False) -> Iterator[Path]:
+    """The folder for a launch's logs, of these names: ``log_dir``, or, while another launch writes there, ``log_dir/2`` and so on.
 
-    Logs of an earlier launch are removed; where other hosts may see the same disk, those of this host's processes alone.
+    Logs of an earlier launch are removed; where other hosts may see the same disk (``is_spread``), those of these names alone.
     Raises ``EnvironmentLacks`` where there can be no folder.
     """
-    own = [f"workerlog.{rank}" for rank in placement.own_trainers]
-    own += [f"serverlog.{number}" for number in placement.own_servers]
     with ExitStack() as stack:
         for number in itertools.count(1):
             folder = log_dir / str(number) if number > 1 else log_dir
@@ -188,7 +188,7 @@ def logs_in(log_dir: Path, placement: Placement) -> Iterator[Path]:
             if _lock(first):
                 break
         for old in (*folder.glob("serverlog.*"), *folder.glob("workerlog.*")):
-            if old.name != own[0] and (old.name in own or not placement.is_spread):
+            if old.name != own[0] and (old.name in own or not is_spread):
                 old.unlink(missing_ok=True)
         first.truncate(0)
         if folder != log_dir:

@@ -10,9 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fleetbench.errors import FleetbenchError, WorkerFailed
-from real.job.launcher import POLL_S, Echo, follow, logs_in
-from real.processes.diagnosis import STOPPED, how_it_ended
+from fleetbench.errors import FleetbenchError
+from real.job.launcher import POLL_S, Echo, follow, logs_in, verdict
 from real.processes.joining import GLOO
 from real.processes.place import temporary_folder
 from real.processes.roles import STARTUP
@@ -48,7 +47,8 @@ def launch_placed(
     inherited = {name: value for name, value in os.environ.items() if name not in _OTHER_ROLES}
     common = {**inherited, **quiet, STARTUP: str(startup_timeout_s)}
     common |= {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(placement.endpoints), "PADDLE_TRAINERS_NUM": str(len(placement.workers))}
-    with logs_in(log_dir, placement) as logs, temporary_folder() as folder:
+    own = [f"workerlog.{rank}" for rank in placement.own_trainers] + [f"serverlog.{number}" for number in placement.own_servers]
+    with logs_in(log_dir, own, is_spread=placement.is_spread) as logs, temporary_folder() as folder:
         job = ServedJob(placement, folder / "failure")
         try:
             job.run([sys.executable, "-u", *script], common, logs, echo)
@@ -82,7 +82,7 @@ class ServedJob:
         except BaseException as error:
             self._part(error)
             raise
-        if (failure := self._failure()) is not None:
+        if (failure := verdict(self.processes, read_note(self._note), self._placement.located)) is not None:
             self._part(failure)
             raise failure
 
@@ -100,24 +100,6 @@ class ServedJob:
             return False
         self._trained_at = self._trained_at or time.monotonic()
         return all(process.is_stopped for process in living) or time.monotonic() - self._trained_at > _SERVER_GRACE_S
-
-    def _failure(self) -> WorkerFailed | None:
-        """Names who was killed; then whom a process named that ended because of another; then who failed; then who did not end."""
-        codes = {process.name: process.popen.poll() for process in self.processes}
-        killed = [(name, how_it_ended(code)) for name, code in codes.items() if code is not None and code < 0]
-        failed = [(name, how_it_ended(code)) for name, code in codes.items() if code]
-        hanging = [(name, "did not end") for name, code in codes.items() if code is None]
-        if not failed and not hanging:
-            return None
-        noted = read_note(self._note)
-        name, how = [*killed, *([] if noted is None else [noted]), *failed, *hanging][0]
-        process = next((process for process in self.processes if process.name == name), None)
-        if process is None:
-            hint = "start it again on every host" if name.startswith("host ") else "its output is in the log folder of its host"
-        else:
-            how = STOPPED if process.is_stopped else how
-            hint = "look for a SIGSTOP or a debugger" if process.is_stopped else f"its output: {process.log}"
-        return WorkerFailed(how, self._placement.located(name), hint=hint)
 
     def _part(self, error: BaseException) -> None:
         """Let servers of other hosts know that this host's part has ended, and why; they tell all who train."""

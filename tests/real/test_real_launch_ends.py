@@ -15,7 +15,6 @@ from processes import fork_command
 
 from real.job.launcher import logs_in
 from real.processes.fork_server import Forked
-from real.servers.hosts import Placement
 
 BEGIN = """
 import os, pathlib, signal, sys, time
@@ -159,14 +158,14 @@ def test_a_launch_beside_another_writes_its_logs_to_a_numbered_folder(tmp_path: 
 
 def test_folders_of_logs_are_numbered_while_launches_write_there(tmp_path: Path) -> None:
     """The first that is free, whatever it holds; logs of a launch that has ended go."""
-    placement = Placement(endpoints=(), workers=("",) * 2, own=frozenset([""]))
+    names = ["workerlog.0", "workerlog.1"]
     with ExitStack() as stack:
-        folders = [stack.enter_context(logs_in(tmp_path, placement)) for _ in range(3)]
+        folders = [stack.enter_context(logs_in(tmp_path, names)) for _ in range(3)]
         assert folders == [tmp_path, tmp_path / "2", tmp_path / "3"]
         for folder in folders:
             (folder / "workerlog.0").write_text("one")
             (folder / "workerlog.7").write_text("one")
-    with logs_in(tmp_path, placement) as folder:
+    with logs_in(tmp_path, names) as folder:
         assert folder == tmp_path
         assert (tmp_path / "workerlog.0").read_text() == ""
         assert not (tmp_path / "workerlog.7").exists()
