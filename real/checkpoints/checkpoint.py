@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from fleetbench.digests import MANIFEST, atomic_write, file_digest, read_json, reading, sealed_json, sync, writing
+from fleetbench.digests import MANIFEST, atomic_write, check_files, file_digest, read_json, reading, sealed_json, sync, writing
 from fleetbench.errors import ConfigError, EnvironmentLacks
 
 SCHEMA = 2
@@ -48,14 +48,8 @@ class Save:
 
     def file(self, name: str) -> Path:
         """A part's file, looked through. Raises ``ConfigError`` where it is missing, or not what was written."""
-        path = self.folder / name
-        with reading(path, "a checkpoint moves as a whole folder"):
-            expected = self.manifest["parts"][name]["sha256"]
-            found = file_digest(path)
-        if found != expected:
-            what = "is not what was saved: its SHA-256 is another"
-            raise ConfigError(what, str(path), f"{found[:16]}..., saved {expected[:16]}...", _ANOTHER)
-        return path
+        check_files(self.folder, self.manifest["files"], [name], _ANOTHER)
+        return self.folder / name
 
 
 class Draft:
@@ -92,12 +86,11 @@ class Draft:
             self.discard()
             hint = "name a folder on a file system that all trainers share"
             raise EnvironmentLacks("another trainer wrote this part, and it is not here", str(missing[0]), hint=hint)
-        described = {name: {"sha256": digest} for name, digest in parts.items()}
         path = self.folder / MANIFEST
         with writing(path):
             sync(self._root)  # the folder is there for good before it counts
             with atomic_write(path, durable=True) as partial:
-                partial.write_text(sealed_json({"schema": SCHEMA, "kind": _KIND, **manifest, "parts": described}), encoding="utf-8")
+                partial.write_text(sealed_json({"schema": SCHEMA, "kind": _KIND, **manifest, "files": dict(parts)}), encoding="utf-8")
 
     def sweep(self) -> None:
         """Remove every other save of this folder; once all trainers know that this one is in force."""

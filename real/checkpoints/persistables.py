@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -120,22 +121,6 @@ def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[s
     return [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def refuse_other(optimizer: torch.optim.Optimizer, model: nn.Module, data: Mapping[str, Any], where: str) -> None:
-    """Raise ``ConfigError`` unless ``data`` was packed from an optimizer of the same class, with the same groups."""
-    own = type(optimizer).__qualname__
-    if data["class"] != own:
-        raise ConfigError("is another optimizer's", where, f"saved {data['class']}, here {own}", "use the optimizer that was saved")
-    groups = groups_of(optimizer, model)
-    if len(data["groups"]) != len(groups):
-        counts = f"saved {len(data['groups'])}, here {len(groups)}"
-        raise ConfigError("has another number of parameter groups", where, counts, "build the optimizer as it was built when it was saved")
-    for number, (saved, here) in enumerate(zip(data["groups"], groups, strict=True)):
-        if saved != here:
-            differs = next((f"{a!r}, here {b!r}" for a, b in zip(saved, here, strict=False) if a != b), f"{len(saved)}, here {len(here)}")
-            hint = "build the groups as they were saved"
-            raise ConfigError(f"group {number} holds other parameters, or in another order", where, f"saved {differs}", hint)
-
-
 def unpack_optimizer(optimizer: torch.optim.Optimizer, data: Mapping[str, Any]) -> None:
     """Load what ``pack_optimizer`` made. State keeps the type it was saved in.
 
@@ -218,18 +203,22 @@ def read(engine: Engine, save: Save, rank: int) -> Restored:
 
 
 def refuse_other_optimizers(engine: Engine, saved: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise ``ConfigError`` where the engine's optimizers are not those that were saved."""
-    if engine.optimizers and not saved:
-        raise ConfigError("was saved without an optimizer", where, hint="load the model alone: predicate=lambda name: True")
-    if saved and not engine.optimizers:
-        hint = "call fleet.distributed_optimizer before, or load the model alone: predicate=lambda name: True"
-        raise ConfigError("there is no optimizer yet", "fleet.load_persistables", hint=hint)
-    if len(saved) != len(engine.optimizers):
-        kinds = ", ".join(data["class"] for data in saved), ", ".join(type(one).__qualname__ for one in engine.optimizers)
-        hint = "give fleet.distributed_optimizer those that were saved, in their order, before the load"
-        raise ConfigError("has another number of optimizers", where, f"saved {kinds[0]}, here {kinds[1]}", hint)
+    """Raise ``ConfigError`` unless the engine has optimizers of the saved classes, with the saved groups of parameters."""
+    kinds = [data["class"] for data in saved], [type(one).__qualname__ for one in engine.optimizers]
+    if kinds[0] != kinds[1]:
+        told, here = (", ".join(names) or "none" for names in kinds)
+        hint = "give fleet.distributed_optimizer those that were saved, before the load; predicate=lambda name: True loads the model alone"
+        raise ConfigError("was saved with other optimizers", where, f"saved {told}, here {here}", hint)
+    hint = "build the optimizer's groups as they were built when it was saved"
     for optimizer, data in zip(engine.optimizers, saved, strict=True):
-        refuse_other(optimizer, engine.model, data, where)
+        groups, own = data["groups"], groups_of(optimizer, engine.model)
+        if len(groups) != len(own):
+            raise ConfigError("has another number of parameter groups", where, f"saved {len(groups)}, here {len(own)}", hint)
+        for number, (names, others) in enumerate(zip(groups, own, strict=True)):
+            if names != others:
+                pairs = zip_longest(names, others, fillvalue="no more")
+                differs = next(f"saved {a!r}, here {b!r}" for a, b in pairs if a != b)
+                raise ConfigError(f"group {number} holds other parameters, or in another order", where, differs, hint)
 
 
 @torch.no_grad()
@@ -242,11 +231,7 @@ def restore(engine: Engine, found: Restored, where: str) -> None:
     engine.resume(found.progress, dataclasses.replace(found.carried, origin=origin, sums=sums, loss=loss), where)
     for optimizer, data in zip(engine.optimizers, found.optimizers, strict=True):
         unpack_optimizer(optimizer, data)
-    own = model_tensors(engine.model)
-    for name, value in (*found.model.items(), *found.parameters.items()):
-        own[name].copy_(value)
-    engine.communicators.order_lanes()
-    engine.note_parameters()
+    _replace(engine, {**found.model, **found.parameters})
     if "cpu" in found.random:
         torch.set_rng_state(found.random["cpu"])
     if "cuda" in found.random and device.type == "cuda":
@@ -256,10 +241,15 @@ def restore(engine: Engine, found: Restored, where: str) -> None:
 @torch.no_grad()
 def put(engine: Engine, chosen: Mapping[str, torch.Tensor]) -> None:
     """Replace some of the model's tensors, the same on every trainer; training goes on from them."""
-    own = model_tensors(engine.model)
-    for name, value in chosen.items():
-        own[name].copy_(value)
     engine.executor.storage.rebase(chosen)
+    _replace(engine, chosen)
+
+
+@torch.no_grad()
+def _replace(engine: Engine, values: Tensors) -> None:
+    own = model_tensors(engine.model)
+    for name, value in values.items():
+        own[name].copy_(value)
     engine.communicators.order_lanes()
     engine.note_parameters()
 

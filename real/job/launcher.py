@@ -19,7 +19,7 @@ from typing import IO
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.job.folder import RankSide
 from real.processes.attached import attached_environment, check_ordered, refuse_unattached
-from real.processes.diagnosis import STOPPED, how_it_ended, read_note
+from real.processes.diagnosis import NOTE, STOPPED, how_it_ended, read_note
 from real.processes.place import temporary_folder
 from real.processes.roles import JOINED, TUNING
 from real.processes.started import QUIET, Started, end, meeting_variables, start, torchrun_variables, uninterrupted
@@ -152,8 +152,7 @@ def launch_script(
                 variables, log = {**common, **torchrun_variables(rank, nproc)}, logs / f"workerlog.{rank}"
                 ranks.append(start("trainer", rank, [sys.executable, "-u", *script], variables, log))
             follow(ranks, echo, _note_end, lambda: any(rank.code for rank in ranks) or all(rank.code == 0 for rank in ranks))
-            noted = read_note(folder)
-            error = verdict(ranks, None if noted is None else (f"rank {noted.rank}", noted.what.partition("\n")[0]))
+            error = verdict(ranks, read_note(folder / NOTE))
         finally:
             with uninterrupted():
                 end(ranks)

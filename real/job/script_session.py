@@ -31,7 +31,6 @@ from real.processes.attached import WAY_OUT
 from real.processes.diagnosis import LegFailed, LegLost, require_finite
 from real.processes.roles import TUNING
 from real.processes.started import uninterrupted
-from real.testbed.noise import watching
 
 Part = dict[str, Any]
 RECORD = Leg(steps=10, warmup_steps=3, start="as_is")
@@ -103,11 +102,9 @@ class ScriptSession(LegSession):
         if sum(later_s) > _USED * (launch.startup_s + first_s) or self._remaining(launch) < wanted:
             self._end()
 
-    def _parts(self, leg: Leg, progress: Progress | None) -> list[Part]:
-        with watching(f"{TUNING}={self._folder}") as load:
-            parts = self._run(leg, progress)
-        self.foreign_cores = load.cores
-        return parts
+    @property
+    def _mark(self) -> str:
+        return f"{TUNING}={self._folder}"
 
     def _start(self) -> None:
         if self._known is not None:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from fleetbench.errors import FleetbenchError
 from real.job.launcher import POLL_S, Echo, follow, logs_in, verdict
+from real.processes.diagnosis import read_note
 from real.processes.joining import GLOO
 from real.processes.place import temporary_folder
 from real.processes.roles import STARTUP
 from real.processes.started import QUIET, Started, end, start
 from real.servers.hosts import Placement, require_addresses
-from real.servers.launcher_messages import NOTE, Messenger, read_note
+from real.servers.launcher_messages import NOTE, Messenger
 
 ENDED_THERE = "the launch was ended there"
 _OTHER_ROLES = ("RANK", "PADDLE_TRAINER_ENDPOINTS")

@@ -71,16 +71,28 @@ class LegSession(ABC):
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """Run one leg to its end. The result's experiment carries the leg's strategy and steps."""
 
-    def run_profile(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
+    def run_profile(self, leg: Leg) -> list[dict[str, Any]]:
         """Run a leg with ``profile`` set; every rank's layer times as plain data."""
-        return [part["layer_times"] for part in self._parts(leg, progress)]
+        return [part["layer_times"] for part in self._parts(leg)]
 
     def together(self, legs: Sequence[Leg]) -> None:  # noqa: B027  # where all legs are of one launch, there is nothing to do
         """The next legs are these, and are compared with each other: one launch is to carry them all, where it can."""
 
-    @abstractmethod
-    def _parts(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
+    def _parts(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
         """Every rank's part of a leg, by rank. Notes in ``foreign_cores`` what else the machine did."""
+        with watching(self._mark) as load:
+            parts = self._run(leg, progress)
+        self.foreign_cores = load.cores
+        return parts
+
+    @property
+    def _mark(self) -> str | None:
+        """Variable of the session's processes that are not this one's children."""
+        return None
+
+    @abstractmethod
+    def _run(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
+        """Run a leg; every rank's part, by rank."""
 
     @abstractmethod
     def _start(self) -> None:
@@ -165,15 +177,13 @@ class Session(LegSession):
         forks = run.launcher == "local" and run.device != "cuda" and can_fork()
         self._launch.start(command, environment, forks=forks)
 
-    def _parts(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
+    def _parts(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
         """A testbed looks at the machine by itself, and repeats a leg whose times count where it was not quiet."""
         if self._launch is None:
             self._begin()
-        testbed = None if leg.profile else self._testbed
-        with watching() as load:
-            parts = self._run(leg, progress) if testbed is None else testbed.run(lambda: self._run(leg, progress))
-        self.foreign_cores = load.cores if self._testbed is None else None
-        return parts
+        if self._testbed is None:
+            return super()._parts(leg, progress)
+        return self._run(leg, progress) if leg.profile else self._testbed.run(lambda: self._run(leg, progress))
 
     def _run(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
         refuse_unsupported(self._experiment, leg.strategy)

@@ -65,12 +65,12 @@ class Failure:
         return f"rank {self.rank} {self.what}"
 
 
-def read_note(folder: Path) -> Failure | None:
-    """What the ranks of a user's script have noted for their launcher, whose folder this is; none where no rank failed by itself."""
-    try:
-        return Failure(**json.loads((folder / NOTE).read_text(encoding="utf-8")))
-    except FileNotFoundError:
+def read_note(path: Path) -> tuple[str, str] | None:
+    """The process that another one has named for their launcher, such as ``rank 1``, and why; none where there is no such file."""
+    if not path.exists():
         return None
+    where, what = json.loads(path.read_text(encoding="utf-8"))
+    return where, what
 
 
 def diagnose(
