@@ -111,6 +111,9 @@ def last_save(root: Path) -> int:
 
 def open_save(root: Path, number: int) -> Save:
     """A complete save. Raises ``ConfigError`` for one that is missing, damaged or of another version."""
+    if number == 0:
+        hint = "fleet.save_persistables writes one; predicate=lambda name: True loads a .safetensors file as well"
+        raise ConfigError("there is no checkpoint", str(root), hint=hint)
     folder = root / f"save-{number:08d}"
     path = folder / MANIFEST
     with reading(path, _ANOTHER):

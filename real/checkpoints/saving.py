@@ -113,12 +113,10 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
     engine.progress(LOAD)
     meeting.meet(LOAD)
     meeting.same(str(path), "loads from elsewhere", LOAD, _SEVERAL_FOLDERS)
-    if predicate is not None:
-        return _load_some(engine, meeting, path, predicate)
     number = _in_force(meeting, path)
+    if predicate is not None:
+        return _load_some(engine, meeting, path, number, predicate)
     with meeting.together(LOAD):
-        if number == 0:
-            raise ConfigError("there is no checkpoint", str(path), hint="fleet.save_persistables writes one")
         save = open_save(path, number)
         with reading(save.folder, _ANOTHER):
             found = _read_anew(engine, meeting, save) if resynchronize else _read(engine, meeting, save)
@@ -173,17 +171,12 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
     )
 
 
-def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable[[str], bool]) -> Loaded:
+def _load_some(engine: Engine, meeting: Meeting, path: Path, number: int, predicate: Callable[[str], bool]) -> Loaded:
     """Replace the model's tensors that the checkpoint has and ``predicate`` wants."""
     engine.take_over()
-    number = _in_force(meeting, path)
     with meeting.together(LOAD):
-        is_file = path.is_file()
-        if not is_file and number == 0:
-            hint = "fleet.save_persistables writes one; a .safetensors file will do as well"
-            raise ConfigError("there is no checkpoint", str(path), hint=hint)
-        file = path if is_file else open_save(path, number).file(MODEL)
-        saved, digest, where = read_part(file), file_digest(file), str(path if is_file else file.parent)
+        file = path if path.is_file() else open_save(path, number).file(MODEL)
+        saved, digest, where = read_part(file), file_digest(file), str(file)
         own = model_tensors(engine.model)
         chosen = {name: saved[name] for name in own if name in saved and predicate(name)}
         if not chosen:

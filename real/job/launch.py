@@ -205,13 +205,12 @@ class WorkerLaunch(Launch):
         self._server = fork_server(base) if forks else None
         meeting = meeting_variables(self._folder.path)
         for rank in range(self._num_expected):
-            own = torchrun_variables(rank, self._num_expected)
-            variables, log = {**own, **meeting, **QUIET, **environment, TUNING: str(self._folder.path)}, self.log / f"workerlog.{rank}"
+            own, log = torchrun_variables(rank, self._num_expected), self.log / f"workerlog.{rank}"
+            variables = {**own, **meeting, **environment, TUNING: str(self._folder.path)}
             if self._server is None:
                 self._processes.append(start("trainer", rank, command, {**base, **variables}, log))
             else:
-                forked = self._server.fork(command[command.index("-m") :], log, variables)
-                self._processes.append(Started("trainer", rank, command, variables, log, forked))
+                self._processes.append(Started("trainer", rank, log, self._server.fork(command[command.index("-m") :], log, variables)))
         while not self.ranks:
             if self.code is not None:
                 raise self._failure()
@@ -269,7 +268,7 @@ class CommandLaunch(Launch):
         except OSError as error:
             what = f"cannot be started: {error.strerror}"
             raise EnvironmentLacks(what, "the command", self._command[0], "what follows -- is a program with its arguments") from None
-        self._processes = [Started("trainer", 0, self._command, own, self.log, popen)]
+        self._processes = [Started("trainer", 0, self.log, popen)]
         self._folder.show_life()
 
     def _failure(self) -> FleetbenchError:

@@ -5,7 +5,6 @@ several nodes are started by torchrun, srun or an operator.
 """
 
 import fcntl
-import itertools
 import os
 import re
 import signal
@@ -14,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.job.folder import RankSide
@@ -142,14 +140,14 @@ def launch_script(
     naming the rank that failed first.
     """
     ranks: list[Started] = []
-    with logs_in(log_dir, [f"workerlog.{rank}" for rank in range(nproc)]) as logs, temporary_folder() as folder:
+    with logs_in(log_dir, [f"workerlog.{rank}" for rank in range(nproc)]), temporary_folder() as folder:
         common = {**os.environ, **_own(QUIET), **meeting_variables(folder), JOINED: str(folder / "joined")}
         if strategy is not None:
             check_ordered(strategy)
             common |= attached_environment(folder, strategy)
         try:
             for rank in range(nproc):
-                variables, log = {**common, **torchrun_variables(rank, nproc)}, logs / f"workerlog.{rank}"
+                variables, log = {**common, **torchrun_variables(rank, nproc)}, log_dir / f"workerlog.{rank}"
                 ranks.append(start("trainer", rank, [sys.executable, "-u", *script], variables, log))
             follow(ranks, echo, _note_end, lambda: any(rank.code for rank in ranks) or all(rank.code == 0 for rank in ranks))
             error = verdict(ranks, read_note(folder / NOTE))
@@ -157,7 +155,7 @@ def launch_script(
             with uninterrupted():
                 end(ranks)
         if error is not None:
-            raise _shown(error, logs, echo)
+            raise _shown(error, log_dir, echo)
         if strategy is not None:
             refuse_unattached(folder, strategy)
         return (folder / "joined").exists()
@@ -169,42 +167,30 @@ def _own(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def logs_in(log_dir: Path, own: Sequence[str], *, is_spread: bool = False) -> Iterator[Path]:
-    """The folder for a launch's logs, of these names: ``log_dir``, or, while another launch writes there, ``log_dir/2`` and so on.
+def logs_in(log_dir: Path, own: Sequence[str], *, is_spread: bool = False) -> Iterator[None]:
+    """Have ``log_dir`` for a launch's logs, of these names.
 
     Logs of an earlier launch are removed; where other hosts may see the same disk (``is_spread``), those of these names alone.
-    Raises ``EnvironmentLacks`` where there can be no folder.
+    Raises ``EnvironmentLacks`` where there can be no folder, and while another launch writes there.
     """
-    with ExitStack() as stack:
-        for number in itertools.count(1):
-            folder = log_dir / str(number) if number > 1 else log_dir
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                first = stack.enter_context((folder / own[0]).open("ab"))
-            except OSError as error:
-                what = f"logs cannot be written: {error.strerror}"
-                raise EnvironmentLacks(what, "--log-dir", str(folder), "name another folder") from error
-            if _lock(first):
-                break
-        for old in (*folder.glob("serverlog.*"), *folder.glob("workerlog.*")):
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        first = (log_dir / own[0]).open("ab")
+    except OSError as error:
+        what = f"logs cannot be written: {error.strerror}"
+        raise EnvironmentLacks(what, "--log-dir", str(log_dir), "name another folder") from error
+    with first:
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise EnvironmentLacks("another launch writes its logs there", "--log-dir", str(log_dir), "name another folder") from None
+        except OSError:  # a file system without locks
+            pass
+        for old in (*log_dir.glob("serverlog.*"), *log_dir.glob("workerlog.*")):
             if old.name != own[0] and (old.name in own or not is_spread):
                 old.unlink(missing_ok=True)
         first.truncate(0)
-        if folder != log_dir:
-            note = f"note: another launch writes its logs to {log_dir}: those of this one are in {folder}"
-            print(note, file=sys.stderr, flush=True)  # noqa: T201  # the launcher's word
-        yield folder
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Whether no other launch holds the file; this one does until it closes it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
+        yield
 
 
 def _shown(error: WorkerFailed, log_dir: Path, echo: Echo) -> WorkerFailed:

@@ -49,10 +49,10 @@ def launch_placed(
     common = {**inherited, **quiet, STARTUP: str(startup_timeout_s)}
     common |= {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(placement.endpoints), "PADDLE_TRAINERS_NUM": str(len(placement.workers))}
     own = [f"workerlog.{rank}" for rank in placement.own_trainers] + [f"serverlog.{number}" for number in placement.own_servers]
-    with logs_in(log_dir, own, is_spread=placement.is_spread) as logs, temporary_folder() as folder:
+    with logs_in(log_dir, own, is_spread=placement.is_spread), temporary_folder() as folder:
         job = ServedJob(placement, folder / "failure")
         try:
-            job.run([sys.executable, "-u", *script], common, logs, echo)
+            job.run([sys.executable, "-u", *script], common, log_dir, echo)
         finally:
             end(job.processes)
             job.messenger.close(linger=placement.is_spread)

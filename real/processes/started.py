@@ -41,8 +41,6 @@ class Started:
 
     kind: Literal["server", "trainer"]
     rank: int
-    command: list[str]
-    environment: dict[str, str]
     log: Path
     popen: subprocess.Popen[bytes] | Forked
     code: int | None = None
@@ -60,7 +58,7 @@ class Started:
 
 def start(kind: Literal["server", "trainer"], rank: int, command: list[str], environment: dict[str, str], log: Path) -> Started:
     """Start one, with its output appended to ``log``."""
-    return Started(kind, rank, command, environment, log, start_process(command, log, environment))
+    return Started(kind, rank, log, start_process(command, log, environment))
 
 
 def start_process(

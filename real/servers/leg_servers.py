@@ -60,7 +60,7 @@ class LegServers:
             program = ["-m", "real.servers.leg_servers", str(self._folder), str(server)]
             if self._enter is None and can_fork():
                 forked = fork_server(self._environment).fork(program, log)  # which has imported torch
-                self._processes.append(Started("server", server, program, self._environment, log, forked))
+                self._processes.append(Started("server", server, log, forked))
             else:
                 command = [sys.executable, "-P", *program]
                 command = command if self._enter is None else list(self._enter(server, command))

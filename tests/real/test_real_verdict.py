@@ -30,7 +30,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
 def process(kind: Literal["server", "trainer"], rank: int, code: int | None, *, stopped: bool = False) -> Started:
     """One that ended so, or lives."""
     popen: Any = SimpleNamespace(pid=STOPPED_PID if stopped else 1, poll=lambda: code)
-    return Started(kind, rank, [], {}, Path(f"{kind}{rank}.log"), popen, code)
+    return Started(kind, rank, Path(f"{kind}{rank}.log"), popen, code)
 
 
 def servers(*codes: int | None) -> list[Started]:
