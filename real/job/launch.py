@@ -23,7 +23,7 @@ from real.job.folder import NEVER, BeatReader, DriverSide
 from real.job.inside import SHARED, trainer_environment
 from real.processes.attached import why_unattached
 from real.processes.diagnosis import STOPPED, LegFailed, LegLost, diagnose, how_it_ended
-from real.processes.fork_server import ForkServer, fork_server
+from real.processes.fork_server import fork_server
 from real.processes.place import processes_with
 from real.processes.roles import TUNING
 from real.processes.started import QUIET, Started, end, meeting_variables, start, start_process, torchrun_variables
@@ -35,8 +35,6 @@ _LAST_PARTS_S = 5.0
 """For the parts of ranks that other hosts started, after the command's own end."""
 _MARGIN_S = 15.0  # a collective's own timeout comes first and says more
 _KILL_S = 5.0
-_REAPED_S = 0.2
-"""Until a fork server has told how all ranks ended that have: one that fails for want of another may be seen first."""
 
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE)
 """As Python writes them, also where torch says before each line which rank it is of."""
@@ -192,7 +190,6 @@ class WorkerLaunch(Launch):
         super().__init__(folder, startup_timeout_s=startup_timeout_s, timeout_s=timeout_s, num_ranks=trainers)
         self.log = folder / "log"
         """Folder of the ranks' output."""
-        self._server: ForkServer | None = None
 
     def start(self, command: list[str], environment: Mapping[str, str], *, forks: bool = False) -> None:
         """Start the workers, and wait until they have joined; rank N's output goes to ``workerlog.N``.
@@ -202,15 +199,15 @@ class WorkerLaunch(Launch):
         self._folder.make()
         self.log.mkdir(parents=True, exist_ok=True)
         base = {**os.environ, **QUIET, **environment}
-        self._server = fork_server(base) if forks else None
+        server = fork_server(base) if forks else None
         meeting = meeting_variables(self._folder.path)
         for rank in range(self._num_expected):
             own, log = torchrun_variables(rank, self._num_expected), self.log / f"workerlog.{rank}"
             variables = {**own, **meeting, **environment, TUNING: str(self._folder.path)}
-            if self._server is None:
+            if server is None:
                 self._processes.append(start("trainer", rank, command, {**base, **variables}, log))
             else:
-                self._processes.append(Started("trainer", rank, log, self._server.fork(command[command.index("-m") :], log, variables)))
+                self._processes.append(Started("trainer", rank, log, server.fork(command[command.index("-m") :], log, variables)))
         while not self.ranks:
             if self.code is not None:
                 raise self._failure()
@@ -219,12 +216,8 @@ class WorkerLaunch(Launch):
             self._join()
 
     def _failure(self) -> FleetbenchError:
-        time.sleep(_REAPED_S)
         beats, now_ns = self._beats.read(self._num_expected), time.monotonic_ns()
         codes = {process.rank: code for process in self._processes if (code := process.popen.poll())}
-        if codes and self._server is not None and self._server.code is not None:  # they ended with it
-            how = how_it_ended(self._server.code)  # by SIGKILL, too, if it was stopped
-            return WorkerFailed(f"the launcher of its workers {how}", "this node", hint=f"the workers' output: {self.log}")
         stopped = [process.name for process in self._processes if process.is_stopped]
         self.kill()
         if stopped:  # the others wait for it
