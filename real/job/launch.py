@@ -23,7 +23,6 @@ from real.job.folder import NEVER, BeatReader, DriverSide
 from real.job.inside import SHARED, trainer_environment
 from real.processes.attached import why_unattached
 from real.processes.diagnosis import STOPPED, LegFailed, LegLost, diagnose, how_it_ended
-from real.processes.fork_server import fork_server
 from real.processes.place import processes_with
 from real.processes.roles import TUNING
 from real.processes.started import QUIET, Started, end, meeting_variables, start, start_process, torchrun_variables
@@ -198,16 +197,11 @@ class WorkerLaunch(Launch):
         """
         self._folder.make()
         self.log.mkdir(parents=True, exist_ok=True)
-        base = {**os.environ, **QUIET, **environment}
-        server = fork_server(base) if forks else None
-        meeting = meeting_variables(self._folder.path)
+        base, meeting = {**os.environ, **QUIET, **environment}, meeting_variables(self._folder.path)
         for rank in range(self._num_expected):
-            own, log = torchrun_variables(rank, self._num_expected), self.log / f"workerlog.{rank}"
-            variables = {**own, **meeting, **environment, TUNING: str(self._folder.path)}
-            if server is None:
-                self._processes.append(start("trainer", rank, command, {**base, **variables}, log))
-            else:
-                self._processes.append(Started("trainer", rank, log, server.fork(command[command.index("-m") :], log, variables)))
+            own = {**torchrun_variables(rank, self._num_expected), **meeting, **environment, TUNING: str(self._folder.path)}
+            log = self.log / f"workerlog.{rank}"
+            self._processes.append(start("trainer", rank, command, base, log, own=own, forks=forks))
         while not self.ranks:
             if self.code is not None:
                 raise self._failure()
