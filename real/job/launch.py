@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
+from fleetbench.experiment import Run
 from real.job.driver_watch import GRACE_S
 from real.job.folder import NEVER, BeatReader, DriverSide
 from real.job.inside import SHARED, trainer_environment
@@ -65,12 +66,11 @@ class Launch(ABC):
 
     _beats_count_process = False  # their steps are a leg's
 
-    def __init__(self, folder: Path, *, startup_timeout_s: float, timeout_s: float, num_ranks: int = 0) -> None:
-        """``num_ranks``: as many will join, where that is known before."""
+    def __init__(self, folder: Path, run: Run, num_ranks: int = 0) -> None:
+        """``run`` has its timeouts. ``num_ranks``: as many will join, where that is known before."""
         self._folder = DriverSide(folder)
         self._num_expected = num_ranks
-        self._startup_timeout_s = startup_timeout_s
-        self._timeout_s = timeout_s
+        self._startup_timeout_s, self._timeout_s = run.startup_timeout * 1e-9, run.timeout * 1e-9
         self._beats = BeatReader(self._folder.beats)
         self._begin_s = self._ordered_s = time.monotonic()
         self._end_s: float | None = None
@@ -185,8 +185,8 @@ class Launch(ABC):
 class WorkerLaunch(Launch):
     """Ranks that are processes of this machine and programs of this project. ``start``; ``run``; ``end`` or ``kill``."""
 
-    def __init__(self, folder: Path, trainers: int, *, startup_timeout_s: float, timeout_s: float) -> None:
-        super().__init__(folder, startup_timeout_s=startup_timeout_s, timeout_s=timeout_s, num_ranks=trainers)
+    def __init__(self, folder: Path, run: Run, num_ranks: int) -> None:
+        super().__init__(folder, run, num_ranks)
         self.log = folder / "log"
         """Folder of the ranks' output."""
 
@@ -225,8 +225,8 @@ class CommandLaunch(Launch):
 
     _beats_count_process = True
 
-    def __init__(self, command: Sequence[str], folder: Path, *, startup_timeout_s: float, timeout_s: float) -> None:
-        super().__init__(folder, startup_timeout_s=startup_timeout_s, timeout_s=timeout_s)
+    def __init__(self, command: Sequence[str], folder: Path, run: Run) -> None:
+        super().__init__(folder, run)
         self.log = folder / "command.log"
         """The command's output."""
         self._command = list(command)

@@ -148,7 +148,7 @@ class ScriptSession(LegSession):
         raise LegLost("ends by itself, each time after another number of steps", "the command", f"{self.capacity} at last", hint)
 
     def _in_order(self, parts: dict[int, Part], launch: CommandLaunch) -> list[Part]:
-        known = self._known or getattr(self, "experiment", None)
+        known = getattr(self, "experiment", None)
         if known is not None and known.cluster.trainers != len(launch.ranks):
             what = "the command starts another number of trainers than before"
             told, hint = f"{len(launch.ranks)}, before {known.cluster.trainers}", "tune again, without --from or with another --out"
@@ -190,8 +190,7 @@ class ScriptSession(LegSession):
                 self._end()
         if self._launch is None:
             run, self._num_launches = self._base.run, self._num_launches + 1
-            timeouts = {"startup_timeout_s": run.startup_timeout * 1e-9, "timeout_s": run.timeout * 1e-9}
-            launch = CommandLaunch(self._command, self._folder / str(self._num_launches), **timeouts)
+            launch = CommandLaunch(self._command, self._folder / str(self._num_launches), run)
             launch.start(run.environment, self._workdir, leg.seed)
             self._launch, self._restart_part = launch, None
         self._restart_part = self._restart_part or part

@@ -167,8 +167,7 @@ class Session(LegSession):
             prepare(experiment.workload, experiment.run.seed, self._folder / "data")
         run = experiment.run
         experiment.save(self._folder / EXPERIMENT)
-        timeouts = {"startup_timeout_s": run.startup_timeout * 1e-9, "timeout_s": run.timeout * 1e-9}
-        self._launch = WorkerLaunch(self._folder, experiment.cluster.trainers, **timeouts)
+        self._launch = WorkerLaunch(self._folder, run, experiment.cluster.trainers)
         command, environment = [sys.executable, "-P", "-m", "real.workloads.train", str(self._folder / EXPERIMENT)], run.environment
         if self._testbed is not None:
             self._testbed.open()
