@@ -32,23 +32,24 @@ _OF_THE_USER = ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")
 def follow(
     processes: Sequence[Started],
     echo: Echo,
-    see_end: Callable[[Started, int], None],
+    see_end: Callable[[Started], object],
     is_over: Callable[[], bool],
 ) -> None:
     """Until the job is over here, as ``is_over`` says. ``echo`` gets the output of rank 0, where it runs here.
 
-    ``see_end`` hears the exit code of each process of this machine, once, and notes it there.
+    ``see_end`` hears of each process of this machine that has ended, once; its code is there.
     Interrupted, it lets the trainers end first.
     """
     with ExitStack() as stack:
         logs = [stack.enter_context(process.log.open("rb")) for process in processes if process.name == "rank 0"]
 
-        def look(see_end: Callable[[Started, int], None], is_over: Callable[[], bool]) -> None:
+        def look(see_end: Callable[[Started], object], is_over: Callable[[], bool]) -> None:
             has_ended = False
             while not has_ended:
                 for process in processes:
                     if process.code is None and (code := process.popen.poll()) is not None:
-                        see_end(process, code)
+                        process.code = code
+                        see_end(process)
                 has_ended = is_over()
                 for log in logs:
                     if text := log.read():
@@ -74,7 +75,7 @@ def _unheard(echo: Echo) -> Echo:
     return hear
 
 
-def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started, int], None], Callable[[], bool]], None]) -> None:
+def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started], object], Callable[[], bool]], None]) -> None:
     """Tell the trainers to end, and ``look`` until they have, and servers after them, or until their time is over.
 
     A trainer is told alone, and what it has started once it has ended: workers that load its data must not go before it.
@@ -82,9 +83,6 @@ def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started, in
     trainers = [process for process in processes if process.kind == "trainer"]
     told = [process for process in trainers if process.code is None]
     deadline = time.monotonic() + GRACE_S
-
-    def note(process: Started, code: int) -> None:
-        process.code = code
 
     def is_over() -> bool:
         living = [process for process in processes if process.code is None and not process.is_stopped]
@@ -95,17 +93,16 @@ def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started, in
         with suppress(ProcessLookupError):
             os.kill(process.popen.pid, signal.SIGTERM)
     if trainers:  # servers of a host without trainers wait for nobody
-        look(note, is_over)
+        look(lambda _: None, is_over)
     for process in told:
         with suppress(ProcessLookupError):
             os.killpg(process.popen.pid, signal.SIGTERM)
 
 
-def _note_end(rank: Started, code: int) -> None:
+def _note_end(rank: Started) -> None:
     """A rank has ended; a driver that has started this launcher is told of one that has failed."""
-    rank.code = code
-    if code and TUNING in os.environ:
-        RankSide(Path(os.environ[TUNING])).ended(rank.rank, code)
+    if rank.code and TUNING in os.environ:
+        RankSide(Path(os.environ[TUNING])).ended(rank.rank, rank.code)
 
 
 def verdict(processes: Sequence[Started], noted: tuple[str, str] | None, located: Callable[[str], str] = str) -> WorkerFailed | None:

@@ -87,9 +87,8 @@ class ServedJob:
             self._part(failure)
             raise failure
 
-    def _see_end(self, process: Started, code: int) -> None:
-        process.code = code
-        if process.kind == "trainer" and code == 0:
+    def _see_end(self, process: Started) -> None:
+        if process.kind == "trainer" and process.code == 0:
             self.messenger.trainer_ended(process.rank)
 
     def _is_over(self) -> bool:
