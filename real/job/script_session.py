@@ -102,11 +102,8 @@ class ScriptSession(LegSession):
         if sum(later_s) > _USED * (launch.startup_s + first_s) or self._remaining(launch) < wanted:
             self._end()
 
-    @property
-    def _mark(self) -> str:
-        return f"{TUNING}={self._folder}"
-
     def _start(self) -> None:
+        self._mark = f"{TUNING}={self._folder}"
         if self._known is not None:
             self.experiment = self._known
             return

@@ -46,6 +46,8 @@ class LegSession(ABC):
         self._folder = Path()
         self._within: Path | None = None
         """Where the folder is made; among temporary files, if none."""
+        self._mark: str | None = None
+        """Variable of the session's processes that are not this one's children."""
         self.startup_s = 0.0
         """Seconds that the next leg may take beside its steps, because it needs another launch; as far as that is known."""
         self.foreign_cores: float | None = None
@@ -84,11 +86,6 @@ class LegSession(ABC):
             parts = self._run(leg, progress)
         self.foreign_cores = load.cores
         return parts
-
-    @property
-    def _mark(self) -> str | None:
-        """Variable of the session's processes that are not this one's children."""
-        return None
 
     @abstractmethod
     def _run(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
