@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
 _GENTLY = "--gently"
 
 
@@ -38,6 +38,11 @@ def end_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(how), 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), how)
+
+
+def adopt(*, on: bool) -> None:
+    """Whether processes of this one's children become its own children where their parents end. Only Linux has it."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
 def name_process(name: str) -> None:

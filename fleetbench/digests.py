@@ -194,7 +194,7 @@ def read_manifest(folder: Path, hint: str) -> dict[str, Any]:
         files = manifest.get("files")
         if "schema" not in manifest or not is_sealed or not isinstance(files, dict):
             raise ValueError("its schema or digests are missing")
-    _check(folder, files, files, hint)
+    check_files(folder, files, files, hint)
     return manifest
 
 
@@ -213,10 +213,11 @@ def check_file(path: Path) -> None:
     except _NO_MANIFEST:
         return
     if is_ours and is_known:
-        _check(path.parent, files, [path.name], "it was changed after its run: change a copy in another folder")
+        check_files(path.parent, files, [path.name], "it was changed after its run: change a copy in another folder")
 
 
-def _check(folder: Path, files: Mapping[str, str], names: Iterable[str], hint: str) -> None:
+def check_files(folder: Path, files: Mapping[str, str], names: Iterable[str], hint: str) -> None:
+    """Raise ``ConfigError`` where a file of these names does not have its digest in ``files``."""
     for name in names:
         path = folder / name
         with reading(path, hint):

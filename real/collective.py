@@ -116,10 +116,9 @@ class Collective:
     def environment(self) -> dict[str, object]:
         """What the box says of the job."""
         role = self.role
-        node = {"trainers per node": role.trainers_per_node} if role.trainers_per_node is not None else {}
         return {
             "trainers": self.trainers,
-            **node,
+            **({} if role.trainers_per_node is None else {"trainers per node": role.trainers_per_node}),
             "launcher": launcher_of(role, os.environ),
             "rendezvous": role.rendezvous or role.store or "none",
             "backend": self._backend,

@@ -121,20 +121,14 @@ def load_weights(model: nn.Module, file: Path) -> None:
     hint = "torch.save(model.state_dict(), FILE) writes such a file, and so does fleet.save_persistables"
     if not file.is_file():
         raise ConfigError("no such file", _CHECKPOINT, str(file), "a file of weights, or a folder that fleet.save_persistables wrote")
-    try:
-        found = read_part(file).tensors if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
-    except ConfigError:
-        raise
-    except Exception as error:  # torch refuses what is more than tensors, and meets damage, with errors of many kinds
-        what = f"cannot be read as weights: {(str(error) or type(error).__name__).splitlines()[0]}"
-        raise ConfigError(what, _CHECKPOINT, str(file), hint) from error
+    found = read_part(file, hint)
     if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         keys = f"keys {name_some([str(key) for key in found])}" if isinstance(found, Mapping) else type(found).__name__
         raise ConfigError("is no table of tensors by their names", f"{_CHECKPOINT} {file}", keys, hint)
     own = model_tensors(model)
     first_names = {id(tensor): name for name, tensor in own.items()}
     names = {name: first_names[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}
-    stored = {names.get(name, name): value for name, value in found.items()}
+    stored: dict[str, torch.Tensor] = {str(names.get(name, name)): value for name, value in found.items()}
     hint = "the model, with the options, that was saved: workload.model, model_options and dtype"
     refuse_another_model(model, stored, None, f"{_CHECKPOINT} {file}", hint)
     for name, value in stored.items():

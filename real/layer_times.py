@@ -331,8 +331,8 @@ class ProfileLeg:
         times = [] if self._reads_ahead is None else list(self._reads_ahead.times)
         batches = times[-len(steps) :][1:] if len(times) >= len(steps) else []
         measured.loaders = self._reads_ahead.loaders if self._reads_ahead is not None and batches else 0
-        nothing = BatchTime(0, 0)
-        for timed, batch in zip(steps, [*batches, *[nothing] * (len(steps) - len(batches))], strict=True):
+        batches += [BatchTime(0, 0)] * (len(steps) - len(batches))
+        for timed, batch in zip(steps, batches, strict=True):
             record = timed.record
             if record.step in self._counted:
                 forward = next(forwards)  # the last one's: what a loop accumulates before it is the loop's own work
@@ -373,8 +373,7 @@ def table_of(key: str, parts: list[dict[str, Any]]) -> LayerTable:
                         touched=touched.get(gradient, 0),
                         ready=Nanoseconds(ready[gradient]),
                     )
-                    for gradient, numel, dtype in times["gradients"]
-                    if gradient.rpartition(".")[0] == name
+                    for gradient, numel, dtype in (times["gradients"][index] for index in of_layer[name])
                 ),
                 forward=Nanoseconds(round(float(np.median(forward[:, index])))),
                 backward=Nanoseconds(ends[name] - before),

@@ -1,42 +1,38 @@
 """Checkpoint: parts of a training's state on disk, replaced as one.
 
-    PATH/save-00000007/manifest.json  what was saved, by whom, and the digest of every part and of itself
-    PATH/save-00000007/*.safetensors  the parts: tensors, and beside them plain data as JSON in the file's header
+    PATH/save-00000007/manifest.json      what was saved, by whom, and the digest of every part and of itself
+    PATH/save-00000007/model.safetensors  parameters and buffers by name
+    PATH/save-00000007/*.pt               the other parts: plain data with tensors, by torch.save
 
 A save fills a folder of its own; its manifest, which is written last and at a stroke, puts it in force, and
 only then the one before goes. Whatever is killed, and whenever, leaves the old save or the new one, and
-at most a folder that the next save removes. Nothing on disk is ever executed.
+at most a folder that the next save removes. Nothing on disk is ever executed (``weights_only``).
 """
 
-import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from pickle import PickleError
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
-from fleetbench.digests import MANIFEST, atomic_write, file_digest, read_json, reading, sealed_json, sync, writing
+from fleetbench.digests import MANIFEST, atomic_write, check_files, file_digest, read_json, reading, sealed_json, sync, writing
 from fleetbench.errors import ConfigError, EnvironmentLacks
 
-SCHEMA = 1
+SCHEMA = 2
 MODEL = "model.safetensors"
 """Name of the part with parameters and buffers, under their own names."""
 
 _KIND = "fleetbench checkpoint"
-_PLAIN = "fleetbench"
 _FOLDER = re.compile(r"save-(?!0{8})(\d{8})")
 _ANOTHER = "it was damaged since it was saved, or another version wrote it: take another checkpoint"
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Tensors by name, on any device, and plain data."""
-
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    plain: Any = None
+_NUMPY_TYPES = (type(np.dtype(code)) for code in np.typecodes["All"] if code != "O")
+_OF_NUMPY = [np.ndarray, np.dtype, np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0], *_NUMPY_TYPES]
+"""What arrays and scalars are made of again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +42,14 @@ class Save:
     folder: Path
     manifest: Mapping[str, Any]
 
-    def read(self, name: str) -> Part:
+    def read(self, name: str) -> Any:
         """A part of this save. Raises ``ConfigError`` as ``file`` does."""
         return read_part(self.file(name))
 
     def file(self, name: str) -> Path:
         """A part's file, looked through. Raises ``ConfigError`` where it is missing, or not what was written."""
-        path = self.folder / name
-        with reading(path, "a checkpoint moves as a whole folder"):
-            expected = self.manifest["parts"][name]["sha256"]
-            found = file_digest(path)
-        if found != expected:
-            what = "is not what was saved: its SHA-256 is another"
-            raise ConfigError(what, str(path), f"{found[:16]}..., saved {expected[:16]}...", _ANOTHER)
-        return path
+        check_files(self.folder, self.manifest["files"], [name], _ANOTHER)
+        return self.folder / name
 
 
 class Draft:
@@ -82,8 +72,8 @@ class Draft:
                 shutil.rmtree(self.folder)
             self.folder.mkdir()
 
-    def write(self, name: str, part: Part) -> str:
-        """Write a part; its digest. Raises ``EnvironmentLacks`` where the disk does not take it, ``ConfigError`` for what fits no file."""
+    def write(self, name: str, part: Any) -> str:
+        """Write a part; its digest. Raises as ``write_part`` does."""
         path = self.folder / name
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)  # made by another trainer, and perhaps not seen here yet
@@ -96,12 +86,11 @@ class Draft:
             self.discard()
             hint = "name a folder on a file system that all trainers share"
             raise EnvironmentLacks("another trainer wrote this part, and it is not here", str(missing[0]), hint=hint)
-        described = {name: {"sha256": digest} for name, digest in parts.items()}
         path = self.folder / MANIFEST
         with writing(path):
             sync(self._root)  # the folder is there for good before it counts
             with atomic_write(path, durable=True) as partial:
-                partial.write_text(sealed_json({"schema": SCHEMA, "kind": _KIND, **manifest, "parts": described}), encoding="utf-8")
+                partial.write_text(sealed_json({"schema": SCHEMA, "kind": _KIND, **manifest, "files": dict(parts)}), encoding="utf-8")
 
     def sweep(self) -> None:
         """Remove every other save of this folder; once all trainers know that this one is in force."""
@@ -122,13 +111,17 @@ def last_save(root: Path) -> int:
 
 def open_save(root: Path, number: int) -> Save:
     """A complete save. Raises ``ConfigError`` for one that is missing, damaged or of another version."""
+    if number == 0:
+        hint = "fleet.save_persistables writes one; predicate=lambda name: True loads a .safetensors file as well"
+        raise ConfigError("there is no checkpoint", str(root), hint=hint)
     folder = root / f"save-{number:08d}"
     path = folder / MANIFEST
     with reading(path, _ANOTHER):
         manifest = read_json(path.read_text(encoding="utf-8"))
     if manifest.get("kind") != _KIND or manifest.get("schema") != SCHEMA:
         told = f"{manifest.get('kind')!r}, schema {manifest.get('schema')!r}"
-        raise ConfigError("is no manifest of this version", str(path), told, f"this version reads schema {SCHEMA} of a {_KIND}")
+        hint = f"this version reads schema {SCHEMA} of a {_KIND}; predicate=lambda name: True loads the {MODEL} beside it"
+        raise ConfigError("is no manifest of this version", str(path), told, hint)
     return Save(folder, manifest)
 
 
@@ -138,37 +131,63 @@ def model_file(root: Path) -> Path:
     return open_save(root, number).file(MODEL) if number else root / MODEL
 
 
-def write_part(path: Path, part: Part) -> None:
-    """Write a part to ``path``, to the disk itself. Raises ``ConfigError`` for tensors of which a file can hold none."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+def write_part(path: Path, part: Any) -> None:
+    """Write a part to ``path``, to the disk itself: a table of tensors as safetensors, or plain data with tensors, as the suffix says.
 
-    for name, tensor in part.tensors.items():
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise ConfigError("has no plain memory to save", f"tensor {name}", f"{tensor.layout} of {tensor.dtype}", "convert it before")
-    metadata = {"format": "pt"} | ({} if part.plain is None else {_PLAIN: json.dumps(part.plain)})
-    try:
-        with writing(path, SafetensorError):  # whose text holds the operating system's
-            save_file(_apart(part.tensors), path, metadata=metadata)
-    except (KeyError, ValueError) as error:
-        types = ", ".join(sorted({str(tensor.dtype) for tensor in part.tensors.values()}))
-        raise ConfigError(
-            f"cannot be written as safetensors: {error}", str(path), types, "keep such tensors out of the model's state"
-        ) from error
+    Raises ``EnvironmentLacks`` where the disk does not take it, ``ConfigError`` for what could not be read again.
+    """
+    if path.suffix == ".safetensors":
+        _write_tensors(path, part)
+    else:
+        try:
+            with writing(path, RuntimeError), path.open("wb") as file:
+                _save(part, file)
+            _load(path, mmap=True)
+        except (AttributeError, TypeError, PickleError) as error:
+            hint = "give numbers, text, lists, dictionaries, arrays and tensors, such as scheduler.state_dict()"
+            raise ConfigError("can be saved as no plain data", path.name, str(error), hint) from error
     sync(path)
 
 
-def read_part(path: Path) -> Part:
-    """A safetensors file's tensors, on the CPU, and its plain data. Raises ``ConfigError`` for a file that is none."""
-    from safetensors import SafetensorError, safe_open
-
+def _save(part: Any, file: BinaryIO) -> None:
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary
-        return Part(tensors, json.loads(metadata[_PLAIN]) if _PLAIN in metadata else None)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ConfigError(f"is no safetensors file: {error}", str(path), hint="fleet.save_persistables writes such files") from None
+        torch.save(part, file)
+    except RuntimeError as error:  # torch's writer goes on after what the disk refused
+        raise error.__context__ or error from None
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise ConfigError("has no plain memory to save", f"tensor {name}", f"{tensor.layout} of {tensor.dtype}", "convert it before")
+    try:
+        with writing(path, SafetensorError):  # whose text holds the operating system's
+            save_file(_apart(tensors), path, metadata={"format": "pt"})
+    except (KeyError, ValueError) as error:
+        types = ", ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
+        what, hint = f"cannot be written as safetensors: {error}", "keep such tensors out of the model's state"
+        raise ConfigError(what, str(path), types, hint) from error
+
+
+def read_part(path: Path, hint: str = "fleet.save_persistables writes such files") -> Any:
+    """What a part holds, tensors on the CPU. Raises ``ConfigError`` for a file that is none, and for one that would execute code."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    with reading(path, hint, SafetensorError, PickleError, RuntimeError):
+        return load_file(path) if path.suffix == ".safetensors" else _load(path)
+
+
+def _load(path: Path, *, mmap: bool = False) -> Any:
+    with torch.serialization.safe_globals(_OF_NUMPY):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        except PickleError as error:  # whose text says how to execute what it holds
+            found = re.search(r"(?:GLOBAL |<class ')([^ ']+)", str(error))
+            raise PickleError(f"it holds a {found[1]}" if found else "it is no file of torch.save") from error
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

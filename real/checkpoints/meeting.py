@@ -4,7 +4,6 @@ On a gloo group of its own, so that a trainer that does something else in the me
 that agrees, and its gradients are not taken for an answer.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -92,8 +91,8 @@ class Meeting:
 
     def same(self, text: str, what: str, where: str, hint: str) -> None:
         """Raise ``ConfigError`` on every trainer unless all have rank 0's ``text``; ``what`` says of a rank how it differs."""
-        digests = self.texts(hashlib.sha256(text.encode()).hexdigest())
-        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        first, *others_told = self.texts(text)
+        others = [rank for rank, told in enumerate(others_told, 1) if told != first]
         if others:
             raise ConfigError(f"rank {others[0]} {what}", where, f"differs from rank 0: {others}", hint)
 

@@ -18,23 +18,19 @@ from fleetbench.strategy import DistributedStrategy
 from real.checkpoints.checkpoint import MODEL, Draft, Save, last_save, open_save, read_part
 from real.checkpoints.meeting import Meeting
 from real.checkpoints.persistables import (
+    SHARED,
     Restored,
-    Tensors,
     capture,
     decode_progress,
     model_tensors,
     own_part,
-    pack,
     put,
     read,
-    read_optimizers,
-    read_outer,
     refuse_another_model,
     refuse_another_strategy,
     refuse_misfits,
+    refuse_other_optimizers,
     restore,
-    under,
-    unpack,
 )
 from real.communication.communicators import strategy_digest
 from real.engine.engine import Engine
@@ -79,8 +75,6 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
     """
     progress = engine.progress(SAVE)
     engine.take_over()
-    tensors: Tensors = {}
-    packed = pack(extra, tensors, "extra", "fleet.save_persistables(extra=...)"), tensors
     meeting.meet(SAVE)
     meeting.same(str(path), "saves elsewhere", SAVE, _SEVERAL_FOLDERS)
     meeting.same(
@@ -88,7 +82,7 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
     )
     keeps = meeting.rank == 0
     has_parted = any(parted for (parted,) in meeting.gather([int(engine.executor.has_parted)]))
-    shared, own_tensors, told = capture(engine, progress, packed, has_parted=has_parted)
+    shared, own_data, told = capture(engine, progress, extra, has_parted=has_parted)
     draft = Draft(path, 1 + _in_force(meeting, path, SAVE))
     try:
         with meeting.together(SAVE):
@@ -96,7 +90,7 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
                 draft.begin()
         with meeting.together(SAVE):
             written = {name: draft.write(name, part) for name, part in shared.items()} if keeps else {}
-            own = draft.write(own_part(meeting.rank), own_tensors)
+            own = draft.write(own_part(meeting.rank), own_data)
         owns = meeting.texts(own)
     except Exception:
         if keeps:
@@ -119,12 +113,10 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
     engine.progress(LOAD)
     meeting.meet(LOAD)
     meeting.same(str(path), "loads from elsewhere", LOAD, _SEVERAL_FOLDERS)
-    if predicate is not None:
-        return _load_some(engine, meeting, path, predicate)
     number = _in_force(meeting, path)
+    if predicate is not None:
+        return _load_some(engine, meeting, path, number, predicate)
     with meeting.together(LOAD):
-        if number == 0:
-            raise ConfigError("there is no checkpoint", str(path), hint="fleet.save_persistables writes one")
         save = open_save(path, number)
         with reading(save.folder, _ANOTHER):
             found = _read_anew(engine, meeting, save) if resynchronize else _read(engine, meeting, save)
@@ -159,10 +151,10 @@ def _read(engine: Engine, meeting: Meeting, save: Save) -> Restored:
 def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
     """What all trainers go on with where their number, or the strategy, has changed: rank 0's, and the averaged model."""
     manifest, where = save.manifest, str(save.folder)
-    model, own = save.read(MODEL), save.read(own_part(0))
-    refuse_another_model(engine.model, model.tensors, None, where)
-    optimizers = read_optimizers(engine, save)
-    saved = decode_progress(manifest["progress"]).state
+    model, shared = save.read(MODEL), save.read(SHARED)
+    refuse_another_model(engine.model, model, None, where)
+    refuse_other_optimizers(engine, shared["optimizers"], where)
+    saved = decode_progress(shared["progress"]).state
     same = manifest["strategy_digest"] == strategy_digest(engine.strategy)
     begun = begin_anew(saved, family(engine.strategy, engine.plan), meeting.rank, same_strategy=same)
     if saved.merged:
@@ -171,25 +163,20 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
         what = "updates since the last merge are each trainer's own, and are dropped; save where a round ends"
         warnings.warn(what, SumsDropped, stacklevel=4)
     return Restored(
-        carried=Carried(velocity=under("velocity/", read_outer(save)) if same else {}),
+        carried=Carried(velocity=shared["velocity"] if same else {}),
         progress=Progress(state=begun, order={}),
-        model=model.tensors,
-        optimizers=optimizers,
-        extra=unpack(own.plain["extra"], own.tensors),
+        model=model,
+        optimizers=shared["optimizers"],
+        extra=save.read(own_part(0))["extra"],
     )
 
 
-def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable[[str], bool]) -> Loaded:
+def _load_some(engine: Engine, meeting: Meeting, path: Path, number: int, predicate: Callable[[str], bool]) -> Loaded:
     """Replace the model's tensors that the checkpoint has and ``predicate`` wants."""
     engine.take_over()
-    number = _in_force(meeting, path)
     with meeting.together(LOAD):
-        is_file = path.is_file()
-        if not is_file and number == 0:
-            hint = "fleet.save_persistables writes one; a .safetensors file will do as well"
-            raise ConfigError("there is no checkpoint", str(path), hint=hint)
-        file = path if is_file else open_save(path, number).file(MODEL)
-        saved, digest, where = read_part(file).tensors, file_digest(file), str(path if is_file else file.parent)
+        file = path if path.is_file() else open_save(path, number).file(MODEL)
+        saved, digest, where = read_part(file), file_digest(file), str(file)
         own = model_tensors(engine.model)
         chosen = {name: saved[name] for name in own if name in saved and predicate(name)}
         if not chosen:

@@ -28,7 +28,7 @@ from real.compute.mixed_precision import apply_mixed_precision
 from real.compute.recompute import SavedForBackward, apply_recompute
 from real.engine.buckets import ModelBuffers
 from real.estimate.operations import Operation, Recorder, nothing_computed
-from real.layer_times import LayerClock, memory_bytes, table_of
+from real.layer_times import LayerClock, Measured, memory_bytes, table_of
 
 _PRECISIONS: Mapping[torch.dtype, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _BALANCE = 312e12 / 2039e9
@@ -150,26 +150,23 @@ class StepEstimate:
 
     def profile(self, key: str) -> Profile:
         """The table under ``key``, and the memory."""
-        times = self._clock.times()
         last, end = self.recorder.resolve([self._clock.forward_end, self._end])
         buffers = ModelBuffers(self._model)
-        part = {
-            "layers": dataclasses.asdict(times),
-            "backward": [end - last],
-            "update": [self._update_ns],
-            "read": [0],
-            "loaders": 0,
-            "touched": {},
-            "activation_bytes": dict(self.forward.by_name),
-            "buffers_nbytes": buffers.nbytes,
-            "averaged_nbytes": buffers.averaged_nbytes,
-        }
+        part = Measured(
+            layers=self._clock.times(),
+            backward=[end - last],
+            update=[self._update_ns],
+            read=[0],
+            activation_bytes=dict(self.forward.by_name),
+            buffers_nbytes=buffers.nbytes,
+            averaged_nbytes=buffers.averaged_nbytes,
+        )
         held = {name: Bytes(size) for name, size in self._memory.items() if name != "peak"}
         precision = self._strategy.amp_configs.dtype if self._strategy.amp else "TF32" if self._tf32 else "float32"
         return Profile(
             machine=f"{self._name}, not measured: a roofline of {self._gpu.source}",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            tables=(table_of(key, [part]),),
+            tables=(table_of(key, [dataclasses.asdict(part)]),),
             memory=Memory(**held, peak=Bytes(sum(held.values()))),
             estimated=half_width(self._name),
             notes=(f"matrix products in {precision}; reading data and starting collectives take nothing", *self._uneven_vocabularies()),
@@ -185,10 +182,9 @@ def estimate(experiment: Experiment, gpu: str, *, tf32: bool = False) -> Profile
     """The profile of ``experiment``, a registry model, on ``gpu``, under its key. Raises ``ConfigError`` for what cannot be estimated."""
     workload = experiment.workload
     check_model(workload)
-    dtype = getattr(torch, workload.dtype)
     default, compare = torch.get_default_dtype(), loss_of(workload.model)
     with nothing_computed():
-        torch.set_default_dtype(dtype)
+        torch.set_default_dtype(getattr(torch, workload.dtype))
         try:
             model = MODELS[workload.model](**workload.model_options)
         finally:

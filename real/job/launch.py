@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
+from fleetbench.experiment import Run
 from real.job.driver_watch import GRACE_S
 from real.job.folder import NEVER, BeatReader, DriverSide
 from real.job.inside import SHARED, trainer_environment
 from real.processes.attached import why_unattached
 from real.processes.diagnosis import STOPPED, LegFailed, LegLost, diagnose, how_it_ended
-from real.processes.fork_server import ForkServer, fork_server
 from real.processes.place import processes_with
 from real.processes.roles import TUNING
 from real.processes.started import QUIET, Started, end, meeting_variables, start, start_process, torchrun_variables
@@ -35,8 +35,6 @@ _LAST_PARTS_S = 5.0
 """For the parts of ranks that other hosts started, after the command's own end."""
 _MARGIN_S = 15.0  # a collective's own timeout comes first and says more
 _KILL_S = 5.0
-_REAPED_S = 0.2
-"""Until a fork server has told how all ranks ended that have: one that fails for want of another may be seen first."""
 
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE)
 """As Python writes them, also where torch says before each line which rank it is of."""
@@ -68,12 +66,11 @@ class Launch(ABC):
 
     _beats_count_process = False  # their steps are a leg's
 
-    def __init__(self, folder: Path, *, startup_timeout_s: float, timeout_s: float, num_ranks: int = 0) -> None:
-        """``num_ranks``: as many will join, where that is known before."""
+    def __init__(self, folder: Path, run: Run, num_ranks: int = 0) -> None:
+        """``run`` has its timeouts. ``num_ranks``: as many will join, where that is known before."""
         self._folder = DriverSide(folder)
         self._num_expected = num_ranks
-        self._startup_timeout_s = startup_timeout_s
-        self._timeout_s = timeout_s
+        self._startup_timeout_s, self._timeout_s = run.startup_timeout * 1e-9, run.timeout * 1e-9
         self._beats = BeatReader(self._folder.beats)
         self._begin_s = self._ordered_s = time.monotonic()
         self._end_s: float | None = None
@@ -188,11 +185,10 @@ class Launch(ABC):
 class WorkerLaunch(Launch):
     """Ranks that are processes of this machine and programs of this project. ``start``; ``run``; ``end`` or ``kill``."""
 
-    def __init__(self, folder: Path, trainers: int, *, startup_timeout_s: float, timeout_s: float) -> None:
-        super().__init__(folder, startup_timeout_s=startup_timeout_s, timeout_s=timeout_s, num_ranks=trainers)
+    def __init__(self, folder: Path, run: Run, num_ranks: int) -> None:
+        super().__init__(folder, run, num_ranks)
         self.log = folder / "log"
         """Folder of the ranks' output."""
-        self._server: ForkServer | None = None
 
     def start(self, command: list[str], environment: Mapping[str, str], *, forks: bool = False) -> None:
         """Start the workers, and wait until they have joined; rank N's output goes to ``workerlog.N``.
@@ -201,17 +197,11 @@ class WorkerLaunch(Launch):
         """
         self._folder.make()
         self.log.mkdir(parents=True, exist_ok=True)
-        base = {**os.environ, **QUIET, **environment}
-        self._server = fork_server(base) if forks else None
-        meeting = meeting_variables(self._folder.path)
+        base, meeting = {**os.environ, **QUIET, **environment}, meeting_variables(self._folder.path)
         for rank in range(self._num_expected):
-            own = torchrun_variables(rank, self._num_expected)
-            variables, log = {**own, **meeting, **QUIET, **environment, TUNING: str(self._folder.path)}, self.log / f"workerlog.{rank}"
-            if self._server is None:
-                self._processes.append(start("trainer", rank, command, {**base, **variables}, log))
-            else:
-                forked = self._server.fork(command[command.index("-m") :], log, variables)
-                self._processes.append(Started("trainer", rank, command, variables, log, forked))
+            own = {**torchrun_variables(rank, self._num_expected), **meeting, **environment, TUNING: str(self._folder.path)}
+            log = self.log / f"workerlog.{rank}"
+            self._processes.append(start("trainer", rank, command, base, log, own=own, forks=forks))
         while not self.ranks:
             if self.code is not None:
                 raise self._failure()
@@ -220,12 +210,8 @@ class WorkerLaunch(Launch):
             self._join()
 
     def _failure(self) -> FleetbenchError:
-        time.sleep(_REAPED_S)
         beats, now_ns = self._beats.read(self._num_expected), time.monotonic_ns()
         codes = {process.rank: code for process in self._processes if (code := process.popen.poll())}
-        if codes and self._server is not None and self._server.code is not None:  # they ended with it
-            how = how_it_ended(self._server.code)  # by SIGKILL, too, if it was stopped
-            return WorkerFailed(f"the launcher of its workers {how}", "this node", hint=f"the workers' output: {self.log}")
         stopped = [process.name for process in self._processes if process.is_stopped]
         self.kill()
         if stopped:  # the others wait for it
@@ -239,8 +225,8 @@ class CommandLaunch(Launch):
 
     _beats_count_process = True
 
-    def __init__(self, command: Sequence[str], folder: Path, *, startup_timeout_s: float, timeout_s: float) -> None:
-        super().__init__(folder, startup_timeout_s=startup_timeout_s, timeout_s=timeout_s)
+    def __init__(self, command: Sequence[str], folder: Path, run: Run) -> None:
+        super().__init__(folder, run)
         self.log = folder / "command.log"
         """The command's output."""
         self._command = list(command)
@@ -269,7 +255,7 @@ class CommandLaunch(Launch):
         except OSError as error:
             what = f"cannot be started: {error.strerror}"
             raise EnvironmentLacks(what, "the command", self._command[0], "what follows -- is a program with its arguments") from None
-        self._processes = [Started("trainer", 0, self._command, own, self.log, popen)]
+        self._processes = [Started("trainer", 0, self.log, popen)]
         self._folder.show_life()
 
     def _failure(self) -> FleetbenchError:

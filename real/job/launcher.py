@@ -5,25 +5,22 @@ several nodes are started by torchrun, srun or an operator.
 """
 
 import fcntl
-import itertools
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.job.folder import RankSide
 from real.processes.attached import attached_environment, check_ordered, refuse_unattached
-from real.processes.diagnosis import STOPPED, Failure, first_to_blame, how_it_ended, read_note
+from real.processes.diagnosis import NOTE, STOPPED, how_it_ended, read_note
 from real.processes.place import temporary_folder
 from real.processes.roles import JOINED, TUNING
 from real.processes.started import QUIET, Started, end, meeting_variables, start, torchrun_variables, uninterrupted
-from real.servers.hosts import Placement
 
 Echo = Callable[[bytes], object]
 GRACE_S = 120.0
@@ -35,23 +32,24 @@ _OF_THE_USER = ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")
 def follow(
     processes: Sequence[Started],
     echo: Echo,
-    see_end: Callable[[Started, int], None],
+    see_end: Callable[[Started], object],
     is_over: Callable[[], bool],
 ) -> None:
     """Until the job is over here, as ``is_over`` says. ``echo`` gets the output of rank 0, where it runs here.
 
-    ``see_end`` hears the exit code of each process of this machine, once, and notes it there.
+    ``see_end`` hears of each process of this machine that has ended, once; its code is there.
     Interrupted, it lets the trainers end first.
     """
     with ExitStack() as stack:
         logs = [stack.enter_context(process.log.open("rb")) for process in processes if process.name == "rank 0"]
 
-        def look(see_end: Callable[[Started, int], None], is_over: Callable[[], bool]) -> None:
+        def look(see_end: Callable[[Started], object], is_over: Callable[[], bool]) -> None:
             has_ended = False
             while not has_ended:
                 for process in processes:
                     if process.code is None and (code := process.popen.poll()) is not None:
-                        see_end(process, code)
+                        process.code = code
+                        see_end(process)
                 has_ended = is_over()
                 for log in logs:
                     if text := log.read():
@@ -77,7 +75,7 @@ def _unheard(echo: Echo) -> Echo:
     return hear
 
 
-def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started, int], None], Callable[[], bool]], None]) -> None:
+def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started], object], Callable[[], bool]], None]) -> None:
     """Tell the trainers to end, and ``look`` until they have, and servers after them, or until their time is over.
 
     A trainer is told alone, and what it has started once it has ended: workers that load its data must not go before it.
@@ -85,9 +83,6 @@ def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started, in
     trainers = [process for process in processes if process.kind == "trainer"]
     told = [process for process in trainers if process.code is None]
     deadline = time.monotonic() + GRACE_S
-
-    def note(process: Started, code: int) -> None:
-        process.code = code
 
     def is_over() -> bool:
         living = [process for process in processes if process.code is None and not process.is_stopped]
@@ -98,34 +93,37 @@ def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started, in
         with suppress(ProcessLookupError):
             os.kill(process.popen.pid, signal.SIGTERM)
     if trainers:  # servers of a host without trainers wait for nobody
-        look(note, is_over)
+        look(lambda _: None, is_over)
     for process in told:
         with suppress(ProcessLookupError):
             os.killpg(process.popen.pid, signal.SIGTERM)
 
 
-def _note_end(rank: Started, code: int) -> None:
+def _note_end(rank: Started) -> None:
     """A rank has ended; a driver that has started this launcher is told of one that has failed."""
-    rank.code = code
-    if code and TUNING in os.environ:
-        RankSide(Path(os.environ[TUNING])).ended(rank.rank, code)
+    if rank.code and TUNING in os.environ:
+        RankSide(Path(os.environ[TUNING])).ended(rank.rank, rank.code)
 
 
-def judge(codes: Mapping[int, int], stopped: Collection[int], log_dir: Path, noted: Failure | None = None) -> WorkerFailed | None:
-    """The error of a launch that did not end well. ``noted``: what a rank has said of its failure.
+def verdict(processes: Sequence[Started], noted: tuple[str, str] | None, located: Callable[[str], str] = str) -> WorkerFailed | None:
+    """The error of a launch that did not end well. ``noted``: whom a process has named, and why.
 
-    Named is who was ``stopped`` (SIGSTOP) when the launcher ended it, then who was killed, then who failed.
+    Named is who is stopped (SIGSTOP), then who was killed, then whom a process has named, then who failed, then who did not end.
+    ``located``: the name with its host.
     """
-    for rank in sorted(stopped):
-        return WorkerFailed(STOPPED, f"rank {rank}", hint="look for a SIGSTOP or a debugger")
-    failed = {rank: code for rank, code in codes.items() if code}
-    if not failed:
+    failed = sorted(((process.name, process.code) for process in processes if process.code), key=lambda item: item[1] == -signal.SIGTERM)
+    living = [process for process in processes if process.code is None]
+    found = [(process.name, STOPPED) for process in living if process.is_stopped]
+    found += [(name, how_it_ended(code)) for name, code in failed if code < 0 and code != -signal.SIGTERM]
+    found += [] if noted is None else [noted]
+    found += [(name, how_it_ended(code)) for name, code in failed]
+    found += [(process.name, "did not end") for process in living]
+    if not failed and not living:
         return None
-    rank = first_to_blame(failed)
-    how = how_it_ended(failed[rank])
-    if noted is not None and (failed[rank] >= 0 or failed[rank] == -signal.SIGTERM):  # not where it was killed
-        rank, how = noted.rank, noted.what.partition("\n")[0]
-    return WorkerFailed(how, f"rank {rank}", hint=f"its output: {log_dir / f'workerlog.{rank}'}")
+    name, how = found[0]
+    log = next((process.log for process in processes if process.name == name), "in the log folder of its host")
+    hint = "look for a SIGSTOP or a debugger" if how == STOPPED else f"its output: {log}"
+    return WorkerFailed(how, located(name), hint="start it again on every host" if name.startswith("host ") else hint)
 
 
 def launch_script(
@@ -139,24 +137,22 @@ def launch_script(
     naming the rank that failed first.
     """
     ranks: list[Started] = []
-    here = Placement(endpoints=(), workers=("",) * nproc, own=frozenset([""]))
-    with logs_in(log_dir, here) as logs, temporary_folder() as folder:
+    with logs_in(log_dir, [f"workerlog.{rank}" for rank in range(nproc)]), temporary_folder() as folder:
         common = {**os.environ, **_own(QUIET), **meeting_variables(folder), JOINED: str(folder / "joined")}
         if strategy is not None:
             check_ordered(strategy)
             common |= attached_environment(folder, strategy)
         try:
             for rank in range(nproc):
-                variables, log = {**common, **torchrun_variables(rank, nproc)}, logs / f"workerlog.{rank}"
+                variables, log = {**common, **torchrun_variables(rank, nproc)}, log_dir / f"workerlog.{rank}"
                 ranks.append(start("trainer", rank, [sys.executable, "-u", *script], variables, log))
             follow(ranks, echo, _note_end, lambda: any(rank.code for rank in ranks) or all(rank.code == 0 for rank in ranks))
+            error = verdict(ranks, read_note(folder / NOTE))
         finally:
             with uninterrupted():
-                stopped = {rank.rank for rank in ranks if rank.is_stopped}
                 end(ranks)
-        codes = {rank.rank: rank.code for rank in ranks if rank.code is not None}
-        if (error := judge(codes, stopped, logs, read_note(folder))) is not None:
-            raise _shown(error, logs, echo)
+        if error is not None:
+            raise _shown(error, log_dir, echo)
         if strategy is not None:
             refuse_unattached(folder, strategy)
         return (folder / "joined").exists()
@@ -168,44 +164,30 @@ def _own(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def logs_in(log_dir: Path, placement: Placement) -> Iterator[Path]:
-    """The folder for a launch's logs: ``log_dir``, or, while another launch writes there, ``log_dir/2`` and so on.
+def logs_in(log_dir: Path, own: Sequence[str], *, is_spread: bool = False) -> Iterator[None]:
+    """Have ``log_dir`` for a launch's logs, of these names.
 
-    Logs of an earlier launch are removed; where other hosts may see the same disk, those of this host's processes alone.
-    Raises ``EnvironmentLacks`` where there can be no folder.
+    Logs of an earlier launch are removed; where other hosts may see the same disk (``is_spread``), those of these names alone.
+    Raises ``EnvironmentLacks`` where there can be no folder, and while another launch writes there.
     """
-    own = [f"workerlog.{rank}" for rank in placement.own_trainers]
-    own += [f"serverlog.{number}" for number in placement.own_servers]
-    with ExitStack() as stack:
-        for number in itertools.count(1):
-            folder = log_dir / str(number) if number > 1 else log_dir
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                first = stack.enter_context((folder / own[0]).open("ab"))
-            except OSError as error:
-                what = f"logs cannot be written: {error.strerror}"
-                raise EnvironmentLacks(what, "--log-dir", str(folder), "name another folder") from error
-            if _lock(first):
-                break
-        for old in (*folder.glob("serverlog.*"), *folder.glob("workerlog.*")):
-            if old.name != own[0] and (old.name in own or not placement.is_spread):
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        first = (log_dir / own[0]).open("ab")
+    except OSError as error:
+        what = f"logs cannot be written: {error.strerror}"
+        raise EnvironmentLacks(what, "--log-dir", str(log_dir), "name another folder") from error
+    with first:
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise EnvironmentLacks("another launch writes its logs there", "--log-dir", str(log_dir), "name another folder") from None
+        except OSError:  # a file system without locks
+            pass
+        for old in (*log_dir.glob("serverlog.*"), *log_dir.glob("workerlog.*")):
+            if old.name != own[0] and (old.name in own or not is_spread):
                 old.unlink(missing_ok=True)
         first.truncate(0)
-        if folder != log_dir:
-            note = f"note: another launch writes its logs to {log_dir}: those of this one are in {folder}"
-            print(note, file=sys.stderr, flush=True)  # noqa: T201  # the launcher's word
-        yield folder
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Whether no other launch holds the file; this one does until it closes it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
+        yield
 
 
 def _shown(error: WorkerFailed, log_dir: Path, echo: Echo) -> WorkerFailed:

@@ -53,10 +53,8 @@ def collect(parts: Sequence[Part]) -> tuple[list[StepRecord], tuple[Span, ...], 
         for part in parts  # a pause is the last that a rank does in a step
     ]
     steps = [step for part in parts for step in part["steps"]]
-    latest: dict[int, int] = {}
-    for step in steps:
-        if step.get("started_ns") is not None:
-            latest[step["record"]["step"]] = max(latest.get(step["record"]["step"], 0), step["started_ns"])
+    started = sorted((step["started_ns"], step["record"]["step"]) for step in steps if step.get("started_ns") is not None)
+    latest = {number: started_ns for started_ns, number in started}
     records = [_record(step, latest) for step in steps]
     several = any(span.get("communicator") for part in parts for span in part["spans"])
     spans = [_span(rank, TimedSpan(**span), several=several) for rank, part in enumerate(parts) for span in part["spans"]]
@@ -165,7 +163,7 @@ def experiment_of_leg(experiment: Experiment, leg: Leg, steps: int) -> Experimen
 def _on_first_clock(part: Part) -> Part:
     offsets = part.get("clock_offsets_ns", [[0, 0]])
     (begin, first), (end, last) = offsets[0], offsets[-1]
-    return _shifted(part, lambda entry, _: first + (last - first) * (entry["start_ns"] - begin) // max(1, end - begin))
+    return _shifted(part, lambda moment: first + (last - first) * (moment - begin) // max(1, end - begin))
 
 
 def _without(part: Part, gaps: Sequence[tuple[int, int]], origin: int = 0) -> Part:
@@ -173,25 +171,22 @@ def _without(part: Part, gaps: Sequence[tuple[int, int]], origin: int = 0) -> Pa
     begins = [begin for begin, _ in gaps]
     before = [0, *itertools.accumulate(length for _, length in gaps)]
 
-    def earlier(entry: Part, name: str) -> int:
-        place = bisect.bisect_right(begins, entry[name]) - 1
-        return origin if place < 0 else origin + before[place] + min(entry[name] - begins[place], gaps[place][1])
+    def earlier(moment: int) -> int:
+        place = bisect.bisect_right(begins, moment) - 1
+        return origin if place < 0 else origin + before[place] + min(moment - begins[place], gaps[place][1])
 
     return _shifted(part, earlier)
 
 
-def _shifted(part: Part, by_ns: Callable[[Part, str], int]) -> Part:
-    """The part with each moment of a step's record and of a span, which has a name, so many nanoseconds earlier."""
+def _shifted(part: Part, by_ns: Callable[[int], int]) -> Part:
+    """The part with each moment of a step and of a span so many nanoseconds earlier."""
 
     def earlier(entry: Part) -> dict[str, Any]:
         moments = [name for name in ("start_ns", "end_ns", "arrival_ns", "started_ns") if entry.get(name) is not None]
-        return {**entry, **{name: entry[name] - by_ns(entry, name) for name in moments}}
+        return {**entry, **{name: entry[name] - by_ns(entry[name]) for name in moments}}
 
-    def moved(step: Part) -> Part:
-        record = earlier({**step["record"], "started_ns": step.get("started_ns")})
-        return {**step, "started_ns": record.pop("started_ns"), "record": record}
-
-    return {**part, "steps": list(map(moved, part["steps"])), "spans": list(map(earlier, part["spans"]))}
+    steps = [{**earlier(step), "record": earlier(step["record"])} for step in part["steps"]]
+    return {**part, "steps": steps, "spans": [*map(earlier, part["spans"])]}
 
 
 def _undisturbed(ranks: Sequence[Part], evaluated: set[int]) -> Sequence[Part]:

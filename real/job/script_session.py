@@ -31,7 +31,6 @@ from real.processes.attached import WAY_OUT
 from real.processes.diagnosis import LegFailed, LegLost, require_finite
 from real.processes.roles import TUNING
 from real.processes.started import uninterrupted
-from real.testbed.noise import watching
 
 Part = dict[str, Any]
 RECORD = Leg(steps=10, warmup_steps=3, start="as_is")
@@ -103,13 +102,8 @@ class ScriptSession(LegSession):
         if sum(later_s) > _USED * (launch.startup_s + first_s) or self._remaining(launch) < wanted:
             self._end()
 
-    def _parts(self, leg: Leg, progress: Progress | None) -> list[Part]:
-        with watching(f"{TUNING}={self._folder}") as load:
-            parts = self._run(leg, progress)
-        self.foreign_cores = load.cores
-        return parts
-
     def _start(self) -> None:
+        self._mark = f"{TUNING}={self._folder}"
         if self._known is not None:
             self.experiment = self._known
             return
@@ -151,7 +145,7 @@ class ScriptSession(LegSession):
         raise LegLost("ends by itself, each time after another number of steps", "the command", f"{self.capacity} at last", hint)
 
     def _in_order(self, parts: dict[int, Part], launch: CommandLaunch) -> list[Part]:
-        known = self._known or getattr(self, "experiment", None)
+        known = getattr(self, "experiment", None)
         if known is not None and known.cluster.trainers != len(launch.ranks):
             what = "the command starts another number of trainers than before"
             told, hint = f"{len(launch.ranks)}, before {known.cluster.trainers}", "tune again, without --from or with another --out"
@@ -193,8 +187,7 @@ class ScriptSession(LegSession):
                 self._end()
         if self._launch is None:
             run, self._num_launches = self._base.run, self._num_launches + 1
-            timeouts = {"startup_timeout_s": run.startup_timeout * 1e-9, "timeout_s": run.timeout * 1e-9}
-            launch = CommandLaunch(self._command, self._folder / str(self._num_launches), **timeouts)
+            launch = CommandLaunch(self._command, self._folder / str(self._num_launches), run)
             launch.start(run.environment, self._workdir, leg.seed)
             self._launch, self._restart_part = launch, None
         self._restart_part = self._restart_part or part

@@ -10,15 +10,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fleetbench.errors import FleetbenchError, WorkerFailed
-from real.job.launcher import POLL_S, Echo, follow, logs_in
-from real.processes.diagnosis import how_it_ended
+from fleetbench.errors import FleetbenchError
+from real.job.launcher import POLL_S, Echo, follow, logs_in, verdict
+from real.processes.diagnosis import read_note
 from real.processes.joining import GLOO
 from real.processes.place import temporary_folder
 from real.processes.roles import STARTUP
 from real.processes.started import QUIET, Started, end, start
 from real.servers.hosts import Placement, require_addresses
-from real.servers.launcher_messages import NOTE, read_note, tell_servers
+from real.servers.launcher_messages import NOTE, tell_servers
 
 ENDED_THERE = "the launch was ended there"
 _OTHER_ROLES = ("RANK", "PADDLE_TRAINER_ENDPOINTS")
@@ -48,16 +48,13 @@ def launch_placed(
     inherited = {name: value for name, value in os.environ.items() if name not in _OTHER_ROLES}
     common = {**inherited, **quiet, STARTUP: str(startup_timeout_s)}
     common |= {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(placement.endpoints), "PADDLE_TRAINERS_NUM": str(len(placement.workers))}
-    with logs_in(log_dir, placement) as logs, temporary_folder() as folder:
+    own = [f"workerlog.{rank}" for rank in placement.own_trainers] + [f"serverlog.{number}" for number in placement.own_servers]
+    with logs_in(log_dir, own, is_spread=placement.is_spread), temporary_folder() as folder:
         job = ServedJob(placement, folder / "failure")
         try:
-            job.run([sys.executable, "-u", *script], common, logs, echo)
+            job.run([sys.executable, "-u", *script], common, log_dir, echo)
         finally:
             end(job.processes)
-
-
-def _see_end(process: Started, code: int) -> None:
-    process.code = code
 
 
 class ServedJob:
@@ -80,11 +77,11 @@ class ServedJob:
             which = {"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": str(rank)}
             self.processes.append(start("trainer", rank, command, {**common, **which}, log_dir / f"workerlog.{rank}"))
         try:
-            follow(self.processes, echo, _see_end, self._is_over)
+            follow(self.processes, echo, lambda _: None, self._is_over)
         except BaseException as error:
             self._part(error)
             raise
-        if (failure := self._failure()) is not None:
+        if (failure := verdict(self.processes, read_note(self._note), self._placement.located)) is not None:
             self._part(failure)
             raise failure
 
@@ -96,24 +93,7 @@ class ServedJob:
         if self._placement.is_spread or any(process.kind == "trainer" for process in living):
             return False
         self._trained_at = self._trained_at or time.monotonic()
-        return time.monotonic() - self._trained_at > _SERVER_GRACE_S
-
-    def _failure(self) -> WorkerFailed | None:
-        """Names who was killed; then whom a process named that ended because of another; then who failed; then who did not end."""
-        codes = {process.name: process.popen.poll() for process in self.processes}
-        killed = [(name, how_it_ended(code)) for name, code in codes.items() if code is not None and code < 0]
-        failed = [(name, how_it_ended(code)) for name, code in codes.items() if code]
-        hanging = [(name, "did not end") for name, code in codes.items() if code is None]
-        noted = read_note(self._note)
-        if not (noted or failed or hanging):
-            return None
-        name, how = [*killed, *([] if noted is None else [noted]), *failed, *hanging][0]
-        process = next((process for process in self.processes if process.name == name), None)
-        if process is None:
-            hint = "start it again on every host" if name.startswith("host ") else "its output is in the log folder of its host"
-        else:
-            hint = f"its output: {process.log}"
-        return WorkerFailed(how, self._placement.located(name), hint=hint)
+        return all(process.is_stopped for process in living) or time.monotonic() - self._trained_at > _SERVER_GRACE_S
 
     def _part(self, error: BaseException) -> None:
         """Let servers of other hosts know that this host's part has ended, and why; they tell all who train."""

@@ -46,6 +46,8 @@ class LegSession(ABC):
         self._folder = Path()
         self._within: Path | None = None
         """Where the folder is made; among temporary files, if none."""
+        self._mark: str | None = None
+        """Variable of the session's processes that are not this one's children."""
         self.startup_s = 0.0
         """Seconds that the next leg may take beside its steps, because it needs another launch; as far as that is known."""
         self.foreign_cores: float | None = None
@@ -71,16 +73,23 @@ class LegSession(ABC):
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """Run one leg to its end. The result's experiment carries the leg's strategy and steps."""
 
-    def run_profile(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
+    def run_profile(self, leg: Leg) -> list[dict[str, Any]]:
         """Run a leg with ``profile`` set; every rank's layer times as plain data."""
-        return [part["layer_times"] for part in self._parts(leg, progress)]
+        return [part["layer_times"] for part in self._parts(leg)]
 
     def together(self, legs: Sequence[Leg]) -> None:  # noqa: B027  # where all legs are of one launch, there is nothing to do
         """The next legs are these, and are compared with each other: one launch is to carry them all, where it can."""
 
-    @abstractmethod
-    def _parts(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
+    def _parts(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
         """Every rank's part of a leg, by rank. Notes in ``foreign_cores`` what else the machine did."""
+        with watching(self._mark) as load:
+            parts = self._run(leg, progress)
+        self.foreign_cores = load.cores
+        return parts
+
+    @abstractmethod
+    def _run(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
+        """Run a leg; every rank's part, by rank."""
 
     @abstractmethod
     def _start(self) -> None:
@@ -155,8 +164,7 @@ class Session(LegSession):
             prepare(experiment.workload, experiment.run.seed, self._folder / "data")
         run = experiment.run
         experiment.save(self._folder / EXPERIMENT)
-        timeouts = {"startup_timeout_s": run.startup_timeout * 1e-9, "timeout_s": run.timeout * 1e-9}
-        self._launch = WorkerLaunch(self._folder, experiment.cluster.trainers, **timeouts)
+        self._launch = WorkerLaunch(self._folder, run, experiment.cluster.trainers)
         command, environment = [sys.executable, "-P", "-m", "real.workloads.train", str(self._folder / EXPERIMENT)], run.environment
         if self._testbed is not None:
             self._testbed.open()
@@ -165,15 +173,13 @@ class Session(LegSession):
         forks = run.launcher == "local" and run.device != "cuda" and can_fork()
         self._launch.start(command, environment, forks=forks)
 
-    def _parts(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
+    def _parts(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
         """A testbed looks at the machine by itself, and repeats a leg whose times count where it was not quiet."""
         if self._launch is None:
             self._begin()
-        testbed = None if leg.profile else self._testbed
-        with watching() as load:
-            parts = self._run(leg, progress) if testbed is None else testbed.run(lambda: self._run(leg, progress))
-        self.foreign_cores = load.cores if self._testbed is None else None
-        return parts
+        if self._testbed is None:
+            return super()._parts(leg, progress)
+        return self._run(leg, progress) if leg.profile else self._testbed.run(lambda: self._run(leg, progress))
 
     def _run(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
         refuse_unsupported(self._experiment, leg.strategy)

@@ -9,5 +9,5 @@ Each is asked by another party, and sees what the others cannot:
 - servers see which trainers they have not heard of, and go on without them or end the job (``real.servers.server``).
 
 Drivers and launchers of trainers that meet in collectives name who was killed before who failed, and a rank's own error before that of
-a collective. What servers and launchers of a job with servers say has its order in ``ServedJob.judge``.
+a collective. What launchers say has its order in ``real.job.launcher.verdict``.
 """

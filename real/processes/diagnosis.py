@@ -65,12 +65,12 @@ class Failure:
         return f"rank {self.rank} {self.what}"
 
 
-def read_note(folder: Path) -> Failure | None:
-    """What the ranks of a user's script have noted for their launcher, whose folder this is; none where no rank failed by itself."""
-    try:
-        return Failure(**json.loads((folder / NOTE).read_text(encoding="utf-8")))
-    except FileNotFoundError:
+def read_note(path: Path) -> tuple[str, str] | None:
+    """The process that another one has named for their launcher, such as ``rank 1``, and why; none where there is no such file."""
+    if not path.exists():
         return None
+    where, what = json.loads(path.read_text(encoding="utf-8"))
+    return where, what
 
 
 def diagnose(
@@ -130,11 +130,8 @@ def _blame(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats
         rank = min(silent, key=lambda rank: (beats[rank].pid != 0, beats[rank].leg, beats[rank].step, beats[rank].time_ns))
         age = (now_ns - beats[rank].time_ns) * 1e-9
         return rank, "never joined" if beats[rank].pid == 0 else f"stopped answering at step {beats[rank].step}, {age:.1f} s ago"
-    if errors:
-        rank = min(errors, key=lambda rank: errors[rank].time_ns)
-        return rank, f"failed in a collective at step {beats[rank].step}: {errors[rank].message}"
-    rank = first_to_blame(exit_codes) if exit_codes else 0
-    return rank, how_it_ended(exit_codes.get(rank, 0))
+    rank = min(errors, key=lambda rank: errors[rank].time_ns)
+    return rank, f"failed in a collective at step {beats[rank].step}: {errors[rank].message}"
 
 
 def first_to_blame(exit_codes: Mapping[int, int]) -> int:

@@ -241,7 +241,8 @@ class Failures:
                     self.failure = failure
                     if self._note is not None and failure.own:  # this host's launcher would otherwise blame whoever ended first
                         with suppress(OSError), atomic_write(self._note) as partial:
-                            partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+                            named = [f"rank {failure.rank}", failure.what.partition("\n")[0]]
+                            partial.write_text(json.dumps(named), encoding="utf-8")
 
     def _append(self, what: str = "", *, own: bool = False) -> int:
         """Write the next entry of the log, a failure or, without words, a roll call; its number."""

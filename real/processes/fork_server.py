@@ -4,9 +4,8 @@ Importing torch costs every rank seconds of a core, and a machine that starts ma
 its time. A fork has it all at once. It is for programs of this project alone, on CPUs and Linux: a user's script may
 set variables before it imports torch, and a process that has spoken to a GPU must not fork.
 
-A server ends with the process that uses it, and its forks with the server. What to fork is a JSON message on its standard input, with
-which come the file of its output and a socket of that fork's own: on this the server writes the number of the process and, later, its
-exit code.
+A server ends with the process that uses it. What to fork is a JSON message on its standard input, with which comes the file of its
+output. A fork becomes a child of the user's process, with which it ends, and answers with its number.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import importlib
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -30,37 +29,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fleetbench.children import bound, end_with_parent, name_process
+from fleetbench.children import adopt, bound, end_with_parent, name_process
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.processes.exits import at_exit, end_now
-from real.processes.place import process_state
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "real.fleet", "real.emulated.emulated_training")
 """What ranks of an experiment import; torch's optimizers import its compiler."""
 _OF_TESTS = "PYTEST_CURRENT_TEST"  # changes with every test, and says nothing to a rank
 _POLL_S = 0.01
+_ADOPTING = threading.Lock()
 _PATIENCE_S = 120.0
 """For the imports, and for one fork."""
 _LONGEST = 1 << 20
 """Bytes of a message that says what to fork."""
 _NUMBER = 32
-"""Bytes of a process number or an exit code."""
+"""Bytes of a process number."""
 
 
 class Forked:
-    """A process that a server has forked: what ``subprocess.Popen`` offers for one."""
+    """A child that a server has forked: what ``subprocess.Popen`` offers for one."""
 
-    def __init__(self, server: ForkServer, pid: int, connection: socket.socket) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._server, self._connection = server, connection
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; none while it runs. It ends with its server, by SIGKILL."""
-        self._server.look()  # one that is stopped tells of no end
-        if self._code is None and select.select([self._connection], [], [], 0)[0]:
-            self._code = int(self._connection.recv(_NUMBER) or -signal.SIGKILL)
-            self._connection.close()
+        """Its exit code, negative for a signal; none while it runs."""
+        if self._code is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self._code = os.waitstatus_to_exitcode(ended[1])
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
@@ -84,8 +80,8 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = _relevant(environment)
-        self._forks: list[Forked] = []
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(_PATIENCE_S)
         with other:
             self._process = subprocess.Popen(
                 bound([sys.executable, "-P", "-m", "real.processes.fork_server", *IMPORTED]),
@@ -105,16 +101,6 @@ class ForkServer:
         """Its exit code; none while it runs, and can fork."""
         return self._process.poll()
 
-    @property
-    def is_used(self) -> bool:
-        """Whether any of its forks lives."""
-        return any(fork.poll() is None for fork in self._forks)
-
-    def look(self) -> None:
-        """End a server that is stopped, which would never say that its forks have ended: they end with it."""
-        if process_state(self.pid) == "T":
-            self.close()
-
     def fork(self, arguments: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> Forked:
         """Start ``python ARGUMENTS`` (``-m MODULE ...`` or ``SCRIPT ...``) here, in a session of its own; its output goes to ``log``.
 
@@ -126,21 +112,24 @@ class ForkServer:
         except OSError as error:
             raise EnvironmentLacks(f"it cannot be written: {error.strerror}", "a process's log", str(log), "is its disk full?") from None
         wanted = {"arguments": list(arguments), "folder": str(Path.cwd()), "variables": dict(variables or {})}
-        connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(_PATIENCE_S)
-        with contextlib.suppress(OSError):  # it has ended, or does not answer
-            with output, other:
-                socket.send_fds(self._socket, [json.dumps(wanted).encode()], [other.fileno(), output.fileno()])
-            if pid := connection.recv(_NUMBER):
-                self._forks = [fork for fork in self._forks if fork.poll() is None]
-                self._forks.append(Forked(self, int(pid), connection))
-                return self._forks[-1]
-        connection.close()
-        self.close()  # the next fork server is another one
+        pid = b""
+        with _ADOPTING, output:
+            adopt(on=True)
+            try:
+                socket.send_fds(self._socket, [json.dumps(wanted).encode()], [output.fileno()])
+                pid = self._socket.recv(_NUMBER)
+            except OSError:  # it has ended, or does not answer
+                pass
+            finally:
+                adopt(on=False)
+                if not pid:
+                    self.close()  # the next fork server is another one
+        if pid:
+            return Forked(int(pid))
         raise WorkerFailed("the process that forks ranks has ended, or does not answer", "this node", hint="its errors are above")
 
     def close(self) -> None:
-        """End the server, and with it what it has forked."""
+        """End the server; what it has forked goes on."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
@@ -151,23 +140,14 @@ shared: list[ForkServer] = []
 
 
 def can_fork() -> bool:
-    """Whether this system can tell a fork server of the end of a fork: Linux 5.3 or later."""
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):
-        return False
-    return True
+    """Whether this system leaves a fork to the process that asked for it."""
+    return sys.platform == "linux"
 
 
 def fork_server(environment: Mapping[str, str]) -> ForkServer:
-    """This process's server, a new one where the last has ended or was started with other variables: libraries read them as they load.
-
-    One that is still used, by another launch of this process, ends with this process.
-    """
+    """This process's server, a new one where the last has ended or was started with other variables: libraries read them as they load."""
     if shared and (shared[0].code is not None or shared[0].environment != _relevant(environment)):
-        last = shared.pop()
-        if not last.is_used:
-            last.close()
+        shared.pop().close()
     if not shared:
         shared.append(ForkServer(environment))
         at_exit(shared[0].close)
@@ -188,56 +168,39 @@ def _serve(modules: Sequence[str]) -> None:
     gc.freeze()  # a fork's garbage collection leaves what was imported alone, and its pages shared
     for imported in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001  # no list of them is public
         imported.atexit = False  # torch takes its operators apart one by one, for longer than a fork takes to start
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it at once, and forks with it, as SIGTERM does
-    asked = socket.socket(fileno=0)
-    forks: dict[int, tuple[int, socket.socket]] = {}  # process and connection of each, by the file that is readable once it has ended
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it at once, as SIGTERM does
+    user, asked = os.getppid(), socket.socket(fileno=0)
     while True:
-        for ready in select.select([0, *forks], [], [])[0]:
-            if ready in forks:
-                pid, connection = forks.pop(ready)
-                os.close(ready)
-                _say(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                connection.close()
-                continue
-            text, files, _, _ = socket.recv_fds(asked, _LONGEST, 2)
-            if not text:
-                return
-            connection = socket.socket(fileno=files[0])
-            pid = _fork(json.loads(text), files[1], [connection, *(other for _, other in forks.values())])
-            forks[os.pidfd_open(pid)] = pid, connection
-            _say(connection, pid)
+        text, files, _, _ = socket.recv_fds(asked, _LONGEST, 1)
+        if not text:
+            return
+        _fork(json.loads(text), files[0], asked, user)
 
 
-def _say(connection: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # the one that asked for this fork has ended
-        connection.send(str(number).encode())
-
-
-def _fork(wanted: Mapping[str, Any], output: int, connections: Sequence[socket.socket]) -> int:
-    """Fork what is wanted, in a session of its own, without input; it ends with this process. Returns its number.
-
-    ``connections``: this process's alone, so that their other ends hear of its end.
-    """
-    parent = os.getpid()
+def _fork(wanted: Mapping[str, Any], output: int, asked: socket.socket, user: int) -> None:
+    """Fork what is wanted, in a session of its own, without input. ``user`` adopts it, and hears its number, once its parent ends."""
     with warnings.catch_warnings():  # Python 3.12 and later warn of the threads that libraries start as they load, which wait for work
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        end_with_parent(parent)
-        for connection in connections:
-            connection.close()
-        os.chdir(wanted["folder"])
-        os.environ.update(wanted["variables"])
-        if "RANK" in wanted["variables"]:
-            name_process(f"rank {wanted['variables']['RANK']}")
-        _become(wanted["arguments"])
-    os.close(output)
-    return pid
+        if child := os.fork():
+            os.close(output)
+            os.waitpid(child, 0)
+            return
+        parent = os.getpid()
+        if os.fork():
+            os._exit(0)
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    end_with_parent(user)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setsid()
+    asked.send(str(os.getpid()).encode())
+    for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
+        os.dup2(file, number)
+    os.chdir(wanted["folder"])
+    os.environ.update(wanted["variables"])
+    if "RANK" in wanted["variables"]:
+        name_process(f"rank {wanted['variables']['RANK']}")
+    _become(wanted["arguments"])
 
 
 def _become(arguments: Sequence[str]) -> NoReturn:

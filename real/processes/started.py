@@ -15,7 +15,7 @@ from typing import Literal
 
 from fleetbench.children import bound
 from fleetbench.errors import EnvironmentLacks
-from real.processes.fork_server import Forked
+from real.processes.fork_server import Forked, fork_server
 from real.processes.place import process_state
 from real.processes.roles import STORE
 
@@ -41,8 +41,6 @@ class Started:
 
     kind: Literal["server", "trainer"]
     rank: int
-    command: list[str]
-    environment: dict[str, str]
     log: Path
     popen: subprocess.Popen[bytes] | Forked
     code: int | None = None
@@ -58,9 +56,23 @@ class Started:
         return self.code is None and process_state(self.popen.pid) == "T"
 
 
-def start(kind: Literal["server", "trainer"], rank: int, command: list[str], environment: dict[str, str], log: Path) -> Started:
-    """Start one, with its output appended to ``log``."""
-    return Started(kind, rank, command, environment, log, start_process(command, log, environment))
+def start(
+    kind: Literal["server", "trainer"],
+    rank: int,
+    command: list[str],
+    environment: Mapping[str, str],
+    log: Path,
+    *,
+    own: Mapping[str, str] | None = None,
+    forks: bool = False,
+) -> Started:
+    """Start one, with its output in ``log``; variables of its ``own`` go before the others.
+
+    ``forks``: by this process's fork server, which a ``command`` with ``-m MODULE`` needs.
+    """
+    if forks:
+        return Started(kind, rank, log, fork_server(environment).fork(command[command.index("-m") :], log, own))
+    return Started(kind, rank, log, start_process(command, log, {**environment, **(own or {})}))
 
 
 def start_process(

@@ -79,11 +79,9 @@ def start_times(result: RunResult) -> dict[int, Floats]:
     names = {start_name(bucket.id): bucket.id for bucket in result.plan.buckets}
     first = counted(result).groupby("rank")["start_s"].min()
     begin_ns = {int(rank): round(float(start) * 1e9) - 1 for rank, start in first.items()}  # type: ignore[call-overload]  # an index of ints
-    found: dict[int, list[float]] = {}
-    for span in result.spans:
-        if span.stream == HOST and span.name in names and span.start_ns >= begin_ns[span.rank]:
-            found.setdefault(names[span.name], []).append(span.duration_ns * 1e-9)
-    return {bucket: np.array(times) for bucket, times in found.items()}
+    kept = [span for span in result.spans if span.stream == HOST and span.start_ns >= begin_ns[span.rank]]
+    times = {bucket: np.array([span.duration_ns * 1e-9 for span in kept if span.name == name]) for name, bucket in names.items()}
+    return {bucket: took for bucket, took in times.items() if len(took)}
 
 
 def collective_times(averaged: RunResult) -> dict[int, Floats]:

@@ -48,6 +48,7 @@ from fleetbench.store import machine, versions
 from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS
 from fleetbench.workloads.models.registry import check_model
+from real.job.launch import Progress
 from real.job.script_session import ScriptSession
 from real.job.session import LegSession, Session
 from real.layer_times import LEAST_STEPS, memory_of, table_of
@@ -80,7 +81,6 @@ _PILOT = 2
 SEVERAL = 8
 """Buckets, about, where there are several."""
 
-Progress = Callable[[int, int], None]
 T = TypeVar("T")
 
 

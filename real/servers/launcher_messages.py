@@ -41,11 +41,3 @@ def note_failure(error: BaseException | None) -> None:
         with suppress(FileNotFoundError):  # the launcher is gone, and its folder with it
             own.write_text(json.dumps([error.where, error.what]), encoding="utf-8")
             own.replace(path)
-
-
-def read_note(path: Path) -> tuple[str, str] | None:
-    """The process that is named in a note, and why; none if there is no note."""
-    if not path.exists():
-        return None
-    where, what = json.loads(path.read_text(encoding="utf-8"))
-    return where, what

@@ -47,8 +47,7 @@ class LookedAt:
 
     def __enter__(self) -> Self:
         self._folder = make_folder(Path(os.environ[SHARED]) if SHARED in os.environ else None)
-        timeouts = {"startup_timeout_s": self._run.startup_timeout * 1e-9, "timeout_s": self._run.timeout * 1e-9}
-        self._launch = CommandLaunch(self._command, self.folder, **timeouts)
+        self._launch = CommandLaunch(self._command, self.folder, self._run)
         try:
             tells = {name: value for name, value in _NCCL_TELLS.items() if name not in os.environ}
             self._launch.start({**tells, **self._run.environment, WHY: "1"}, self._workdir)

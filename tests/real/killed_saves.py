@@ -42,7 +42,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "replace": (Path, "replace"),
     "rmtree": (checkpoint.shutil, "rmtree"),
     "mkdir": (Path, "mkdir"),
-    "torn": (safetensors.torch, "save_file"),
+    "torn": (torch, "save"),
+    "torn model": (safetensors.torch, "save_file"),
 }
 """Before which calls a rank kills itself; ``torn``: after half of a file."""
 
@@ -156,9 +157,11 @@ def _arm(place: str, number: int) -> None:
         nonlocal count
         count += 1
         if count == number:
-            if place == "torn":
+            if place.startswith("torn"):
                 call(*arguments, **named)
-                path = Path(arguments[1])
+                path = arguments[1] if isinstance(arguments[1], Path) else Path(arguments[1].name)
+                if path != arguments[1]:
+                    arguments[1].flush()
                 os.truncate(path, path.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
         return call(*arguments, **named)

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 import training_problem as problem
 from outside_cases import CASES, FAMILIES, READ, STEPS, WAYS, Case
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
-from real.checkpoints.checkpoint import read_part
 from real.checkpoints.meeting import Meeting
 from real.checkpoints.saving import save
 from real.communication.communicators import Communicators
@@ -72,7 +72,7 @@ def read(number: int, communicators: Communicators, meeting: Meeting, folder: Pa
     WAYS["load_state_dict"](network)
     save(engine, meeting, folder / str(number), extra=None)
     (file,) = (folder / str(number)).glob("save-*/model.safetensors")
-    saved = read_part(file).tensors
+    saved = load_file(file)
     found = [torch.cat([saved[key].reshape(-1) for key, _ in network.named_parameters()]), problem.flat(network)]
     engine.end_epoch()
     engine.flush()

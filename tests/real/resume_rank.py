@@ -21,14 +21,13 @@ import torch
 import torch.distributed as dist
 import training_problem as problem
 from resume_cases import CASES, DECAY, EPOCH, OVERFLOW, STEPS, Case, cases
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fleetbench.errors import FleetbenchError
 from fleetbench.strategy import DistributedStrategy
-from real.checkpoints.checkpoint import Part, write_part
 from real.checkpoints.meeting import Meeting
-from real.checkpoints.persistables import own_part
 from real.checkpoints.saving import SumsDropped, load, save
 from real.communication.communicators import Communicators
 from real.engine.engine import Engine
@@ -247,7 +246,7 @@ def _misuses(case: Case, folder: Path, communicators: Communicators, meeting: Me
     damaged = folder / "damaged"
     save(trainee.engine, meeting, damaged, extra=None)
     if communicators.rank == 0:
-        (part,) = damaged.glob(f"save-*/{own_part(1)}")
+        (part,) = damaged.glob("save-*/rank-00001.pt")
         data = bytearray(part.read_bytes())
         data[-1] ^= 1
         part.write_bytes(bytes(data))
@@ -270,7 +269,7 @@ def _partly(case: Case, folder: Path, communicators: Communicators, meeting: Mee
     found = {"partly, some": torch.cat([tensor.reshape(-1).double() for tensor in other.model.state_dict().values()]).numpy().copy()}
     here = folder / f"disk of {rank}"
     here.mkdir()
-    write_part(here / "trunk.safetensors", Part({"0.bias": torch.full_like(other.model.get_parameter("0.bias"), float(rank))}))
+    save_file({"0.bias": torch.full_like(other.model.get_parameter("0.bias"), float(rank))}, here / "trunk.safetensors")
     before = other.everything()
     with contextlib.chdir(here):
         trunk = Path("trunk.safetensors")

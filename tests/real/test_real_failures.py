@@ -41,7 +41,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     assert done.code == 0, done.out
     found: dict[str, list[dict[str, Any]]] = json.loads((folder / "ended.json").read_text(encoding="utf-8"))
     for case in CASES:
-        found[case][0]["note"] = read_note(folder / case)
+        found[case][0]["note"] = read_note(folder / case / NOTE)
     return found
 
 
@@ -69,8 +69,8 @@ def test_a_failure_reaches_the_other_rank(ended: dict[str, list[dict[str, Any]]]
     assert all(rank["code"] > 0 and rank["after_s"] < SOON_S for rank in (found[:1] if lives_on else found))
     assert f"rank 0 ends, because rank 1 {says}" in found[0]["text"]
     note = found[0]["note"]
-    assert note.rank == 1
-    assert note.what.startswith(says)
+    assert note[0] == "rank 1"
+    assert note[1].startswith(says)
 
 
 def test_ranks_that_leave_together_keep_their_exit_code(ended: dict[str, list[dict[str, Any]]]) -> None:
@@ -162,7 +162,7 @@ def test_all_ranks_hear_of_the_first_failure(ranks: list[Failures], tmp_path: Pa
     _until(lambda: not any(one._thread.is_alive() for one in (ranks[0], ranks[2])))
     expected = Failure(rank=1, what="failed at step 7: ValueError: odd", own=True)
     assert [one.failure for one in ranks] == [expected] * 3
-    assert [read_note(tmp_path / str(rank)) for rank in range(3)] == [expected] * 3
+    assert [read_note(tmp_path / str(rank) / NOTE) for rank in range(3)] == [("rank 1", expected.what)] * 3
     assert "rank 2 ends, because rank 1 failed at step 7: ValueError: odd" in capsys.readouterr().err
 
 

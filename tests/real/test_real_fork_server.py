@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from fleetbench.errors import EnvironmentLacks
+from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.processes import fork_server as module
 from real.processes.fork_server import ForkServer, fork_server
+from real.processes.place import process_state
 
 TELL = """\
 import json, os, sys
@@ -102,47 +102,44 @@ def test_a_log_that_cannot_be_written_ends_no_server(server: ForkServer, tmp_pat
 
 @pytest.mark.usefixtures("servers_of_its_own")
 @pytest.mark.parametrize("struck", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_server_takes_its_forks_with_it(struck: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """They end at once, say so, and the next that is asked for is another; so it is where a variable has changed."""
+def test_a_killed_server_is_replaced(struck: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its forks go on, and tell how they end; so it is where a variable has changed."""
     first = fork_server({**os.environ, "TELL": "one"})
     fork = first.fork([_script(tmp_path, "import time; time.sleep(60)")], tmp_path / "log")
-    process = psutil.Process(fork.pid)
     os.kill(first.pid, struck)
-    assert psutil.wait_procs([process], timeout=10)[1] == []
-    assert fork.wait(20) == -signal.SIGKILL
+    while first.code is None:
+        time.sleep(0.01)
     assert first.code == -struck
-    assert "KeyboardInterrupt" not in capfd.readouterr().err  # on its way out through Python it would outlive its forks
+    assert "KeyboardInterrupt" not in capfd.readouterr().err
     second = fork_server({**os.environ, "TELL": "one"})
     assert second is not first
     assert second is fork_server({**os.environ, "TELL": "one"})
     third = fork_server(os.environ)
     assert third is not second
     assert second.code is not None
-
-
-@pytest.mark.usefixtures("servers_of_its_own")
-def test_what_a_fork_has_started_does_not_hide_the_end_of_its_server(tmp_path: Path) -> None:
-    """A process of the fork's own, such as a data loader's, may live on for a while; the fork is known to have ended."""
-    server = fork_server(os.environ)
-    text = "import os, time\nif child := os.fork(): print(child, flush=True)\ntime.sleep(60)"
-    fork = server.fork([_script(tmp_path, text)], tmp_path / "log")
-    while not (said := (tmp_path / "log").read_text(encoding="utf-8")):
-        time.sleep(0.02)
-    os.kill(server.pid, signal.SIGKILL)
-    try:
-        assert fork.wait(10) == -signal.SIGKILL
-    finally:
-        os.kill(int(said), signal.SIGKILL)
-
-
-@pytest.mark.usefixtures("servers_of_its_own")
-def test_another_launch_does_not_end_the_forks_of_one_that_runs(tmp_path: Path) -> None:
-    """Its variables are others, so it has a server of its own; the first is closed once it is not used, or with this process."""
-    first = fork_server({**os.environ, "TELL": "one"})
-    fork = first.fork([_script(tmp_path, "import time; time.sleep(60)")], tmp_path / "log")
-    assert fork_server(os.environ) is not first
     assert fork.poll() is None
     fork.kill()
     assert fork.wait(20) == -signal.SIGKILL
-    assert not first.is_used
-    first.close()
+    with pytest.raises(WorkerFailed, match="forks ranks has ended"):
+        second.fork([_script(tmp_path, "")], tmp_path / "log")
+
+
+def test_forks_and_their_server_end_with_the_process_that_uses_them(tmp_path: Path) -> None:
+    """However it ends."""
+    sleeps = _script(tmp_path, "import time; time.sleep(60)", "sleep.py")
+    user = f"""\
+import os, signal
+from pathlib import Path
+from real.processes import fork_server as module
+module.IMPORTED = ()
+server = module.fork_server(os.environ)
+print(server.pid, server.fork([{sleeps!r}], Path({str(tmp_path / "log")!r})).pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", user], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    for pid in map(int, done.stdout.split()):
+        deadline = time.monotonic() + 10
+        while process_state(pid) not in ("", "Z"):
+            assert time.monotonic() < deadline, pid
+            time.sleep(0.01)

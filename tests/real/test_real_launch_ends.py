@@ -1,4 +1,4 @@
-"""``fleetbench launch`` that is told to end lets its trainers end first; two launches in one folder keep both logs."""
+"""``fleetbench launch`` that is told to end lets its trainers end first; and a folder of logs is one launch's."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 from processes import fork_command
 
+from fleetbench.errors import EnvironmentLacks
 from real.job.launcher import logs_in
 from real.processes.fork_server import Forked
-from real.servers.hosts import Placement
 
 BEGIN = """
 import os, pathlib, signal, sys, time
@@ -138,36 +138,33 @@ def test_servers_serve_trainers_that_were_told_to_end(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["shard-00000-of-00001.safetensors"]
 
 
-def test_a_launch_beside_another_writes_its_logs_to_a_numbered_folder(tmp_path: Path) -> None:
-    """It says which, and both keep theirs; once the first has ended its place is free."""
+def test_a_launch_beside_another_needs_a_folder_of_its_own(tmp_path: Path) -> None:
+    """It says so, and hurts no log of the first."""
     with launched(SAVES, tmp_path, "--nproc", "1") as first:
         script = tmp_path / "other.py"
         script.write_text("print('the second')\n")
         words = ["launch", "--nproc", "1", "--log-dir", tmp_path / "log", script]
         second = fork_command(words, tmp_path / "out2", tmp_path / "tmp")
         try:
-            assert second.wait(60) == 0
+            assert second.wait(60) == 3
         finally:
             second.kill()
             second.wait()
-        assert f"those of this one are in {tmp_path / 'log' / '2'}\n" in (tmp_path / "out2").read_text()
-        assert (tmp_path / "log" / "2" / "workerlog.0").read_text() == "the second\n"
+        assert "another launch writes its logs there" in (tmp_path / "out2").read_text()
         os.kill(first.pid, signal.SIGTERM)
         assert first.wait(60) == 130
     assert (tmp_path / "log" / "workerlog.0").read_text() == "saved after 4 s\n"
 
 
-def test_folders_of_logs_are_numbered_while_launches_write_there(tmp_path: Path) -> None:
-    """The first that is free, whatever it holds; logs of a launch that has ended go."""
-    placement = Placement(endpoints=(), workers=("",) * 2, own=frozenset([""]))
-    with ExitStack() as stack:
-        folders = [stack.enter_context(logs_in(tmp_path, placement)) for _ in range(3)]
-        assert folders == [tmp_path, tmp_path / "2", tmp_path / "3"]
-        for folder in folders:
-            (folder / "workerlog.0").write_text("one")
-            (folder / "workerlog.7").write_text("one")
-    with logs_in(tmp_path, placement) as folder:
-        assert folder == tmp_path
+def test_two_launches_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    """The second is refused, and hurts no log; logs of a launch that has ended go."""
+    names = ["workerlog.0", "workerlog.1"]
+    with logs_in(tmp_path, names):
+        (tmp_path / "workerlog.0").write_text("one")
+        (tmp_path / "workerlog.7").write_text("one")
+        with pytest.raises(EnvironmentLacks, match="another launch writes its logs there"), logs_in(tmp_path, names):
+            raise AssertionError
+    assert (tmp_path / "workerlog.0").read_text() == "one"
+    with logs_in(tmp_path, names):
         assert (tmp_path / "workerlog.0").read_text() == ""
         assert not (tmp_path / "workerlog.7").exists()
-        assert (tmp_path / "2" / "workerlog.7").read_text() == "one"

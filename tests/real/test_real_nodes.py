@@ -4,46 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
 from fleetbench.errors import EnvironmentLacks
-from real.job.launcher import QUIET, _own, judge
+from real.job.launcher import QUIET, _own
 from real.processes import joining
 from real.processes.joining import _address, interface_towards, is_loopback, own_among
 from real.processes.roles import Role
-
-LOG = Path("log")
-
-
-def _blamed(*codes: int, stopped: int | None = None) -> str:
-    """The exit code of each rank that has ended."""
-    return str(judge(dict(enumerate(codes)), () if stopped is None else (stopped,), LOG))
-
-
-def test_all_is_well_where_nobody_failed() -> None:
-    """Ranks ended with code 0."""
-    assert _blamed(0, 0) == "None"
-
-
-def test_who_was_killed_goes_before_who_failed() -> None:
-    """A signal has no other rank for its cause; the launcher's own SIGTERM is none."""
-    assert "rank 3: was killed by SIGKILL" in _blamed(1, 0, -signal.SIGTERM, -signal.SIGKILL)
-
-
-def test_a_stopped_rank_goes_before_all() -> None:
-    """Those that waited for it failed, or were told to end."""
-    assert "rank 4: was stopped" in _blamed(1, -signal.SIGKILL, stopped=4)
-
-
-def test_a_killed_rank_is_named_with_its_output() -> None:
-    """And with its signal."""
-    error = judge({0: 1, 1: -signal.SIGKILL}, (), LOG)
-    assert error is not None
-    assert (error.where, error.what, error.hint) == ("rank 1", "was killed by SIGKILL", "its output: log/workerlog.1")
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,8 @@ def test_an_ordinary_run_knows_nothing_of_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_nothing_is_left(script: Path, tmp_path: Path) -> None:
     """SIGKILL of trainer 1 in the middle of a leg: the error has its rank and the signal, and no process of the command lives on."""
-    launch = CommandLaunch(launched(script, tmp_path), tmp_path / "tuning", startup_timeout_s=100, timeout_s=60)
+    run = Experiment.from_dict({"run": {"startup_timeout": "100 s", "timeout": "60 s"}}).run
+    launch = CommandLaunch(launched(script, tmp_path), tmp_path / "tuning", run)
     launch.start({})
 
     def kill(step: int, _steps: int) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from fleetbench.experiment import Run
+from fleetbench.quantities import Nanoseconds
 from real.job import launch
 from real.job.folder import RankSide
 from real.job.launch import CommandLaunch, codes_of_agent
@@ -22,7 +24,7 @@ REPORT = "  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: 11)\n"
 @pytest.fixture
 def started(tmp_path: Path) -> CommandLaunch:
     """A launch whose directory is there."""
-    found = CommandLaunch(["train"], tmp_path, startup_timeout_s=1.0, timeout_s=1.0)
+    found = CommandLaunch(["train"], tmp_path, Run(startup_timeout=Nanoseconds(10**9), timeout=Nanoseconds(10**9)))
     found._folder.make()
     return found
 

@@ -1,30 +1,9 @@
-"""Fork servers and ranks that are stopped (SIGSTOP)."""
+"""Ranks that are stopped (SIGSTOP)."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-
-import pytest
-
 from real.job.folder import Beat
 from real.processes.diagnosis import diagnose
-from real.processes.fork_server import ForkServer
-from real.processes.place import process_state
-
-
-@pytest.mark.parametrize("stops", [False, True])
-def test_a_fork_server_that_is_stopped_is_ended(stops: bool) -> None:
-    """One that runs is not."""
-    server = ForkServer(os.environ)
-    if stops:
-        os.kill(server.pid, signal.SIGSTOP)
-        while process_state(server.pid) != "T":
-            time.sleep(0.01)
-    server.look()
-    assert server.code == (-signal.SIGKILL if stops else None)
-    server.close()
 
 
 def test_a_rank_that_was_stopped_before_it_began_is_named() -> None:

@@ -1,8 +1,8 @@
-"""Who is named for a job with servers that did not end well."""
+"""Who is named for a launch that did not end well."""
 
 from __future__ import annotations
 
-import json
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from fleetbench.errors import WorkerFailed
-from real.job.served_launcher import ServedJob
+from real.job.launcher import verdict
 from real.processes.diagnosis import how_it_ended
 from real.processes.started import Started
 from real.servers.hosts import Placement
@@ -20,10 +20,19 @@ ALONE = Placement(endpoints=("127.0.0.1:1", "127.0.0.1:2"), workers=("127.0.0.1"
 SPREAD = Placement(endpoints=("a:1", "b:2"), workers=("a", "a", "b", "b"), own=frozenset(["a"]))
 
 
-def process(kind: Literal["server", "trainer"], rank: int, code: int | None) -> Started:
+STOPPED_PID = 17
+
+
+@pytest.fixture(autouse=True)
+def states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process of these is stopped; the others run, or have ended."""
+    monkeypatch.setattr("real.processes.started.process_state", lambda pid: "T" if pid == STOPPED_PID else "S")
+
+
+def process(kind: Literal["server", "trainer"], rank: int, code: int | None, *, stopped: bool = False) -> Started:
     """One that ended so, or lives."""
-    popen: Any = SimpleNamespace(pid=1, poll=lambda: code)
-    return Started(kind, rank, [], {}, Path(f"{kind}{rank}.log"), popen, code)
+    popen: Any = SimpleNamespace(pid=STOPPED_PID if stopped else 1, poll=lambda: code)
+    return Started(kind, rank, Path(f"{kind}{rank}.log"), popen, code)
 
 
 def servers(*codes: int | None) -> list[Started]:
@@ -36,15 +45,9 @@ def trainers(*codes: int | None) -> list[Started]:
     return [process("trainer", rank, code) for rank, code in enumerate(codes)]
 
 
-def failure(
-    processes: Sequence[Started], folder: Path, placement: Placement = SPREAD, noted: tuple[str, str] | None = None
-) -> WorkerFailed | None:
+def failure(processes: Sequence[Started], placement: Placement = SPREAD, noted: tuple[str, str] | None = None) -> WorkerFailed | None:
     """What a launcher says that has these processes, one of which has left this note."""
-    if noted is not None:
-        (folder / "note").write_text(json.dumps(noted))
-    job = ServedJob(placement, folder / "note")
-    job.processes = list(processes)
-    return job._failure()
+    return verdict(processes, noted, placement.located)
 
 
 def test_a_signal_without_a_name_has_its_number() -> None:
@@ -54,11 +57,11 @@ def test_a_signal_without_a_name_has_its_number() -> None:
     assert how_it_ended(-9999) == "was killed by signal 9999"
 
 
-def test_a_job_that_ended_well_is_not_spoken_of(tmp_path: Path) -> None:
+def test_a_job_that_ended_well_is_not_spoken_of() -> None:
     """Here, and on a host that has servers alone or trainers alone."""
-    assert failure([*servers(0, 0), *trainers(0, 0, 0, 0)], tmp_path, ALONE) is None
-    assert failure(servers(0), tmp_path) is None
-    assert failure(trainers(0, 0), tmp_path) is None
+    assert failure([*servers(0, 0), *trainers(0, 0, 0, 0)], ALONE) is None
+    assert failure(servers(0)) is None
+    assert failure(trainers(0, 0)) is None
 
 
 CASES: dict[str, tuple[list[Started], dict[str, Any], str]] = {
@@ -82,6 +85,17 @@ CASES: dict[str, tuple[list[Started], dict[str, Any], str]] = {
         {"noted": ("host b", "the launch was ended there")},
         "host b: the launch was ended there",
     ),
+    "who was killed, before who was told to end": (
+        trainers(1, 0, -signal.SIGTERM, -signal.SIGKILL),
+        {"placement": ALONE},
+        "rank 3: was killed by SIGKILL",
+    ),
+    "who failed, before who was told to end": (trainers(-signal.SIGTERM, 1), {"placement": ALONE}, "rank 1: ended with exit code 1"),
+    "who is stopped, before who was killed": (
+        [*trainers(1, -signal.SIGKILL), process("trainer", 2, None, stopped=True)],
+        {"placement": ALONE},
+        "rank 2: was stopped and did not answer, until it was killed",
+    ),
     "who was killed, before who failed": ([*servers(1), *trainers(1, -9)], {}, "rank 1 on a: was killed by SIGKILL"),
     "who failed here": ([*servers(0), *trainers(0, 7)], {}, "rank 1 on a: ended with exit code 7"),
     "who failed here, of one machine": ([*servers(None, None), *trainers(0, 7)], {"placement": ALONE}, "rank 1: ended with exit code 7"),
@@ -91,10 +105,17 @@ CASES: dict[str, tuple[list[Started], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_one_to_blame_is_named(case: str, tmp_path: Path) -> None:
+def test_the_one_to_blame_is_named(case: str) -> None:
     """The first cause, not what followed from it."""
     processes, known, expected = CASES[case]
-    found = failure(processes, tmp_path, **known)
+    found = failure(processes, **known)
     assert str(found).startswith(expected)
     assert found is not None
     assert found.hint
+
+
+def test_the_hint_names_the_output() -> None:
+    """Of the one to blame."""
+    found = failure(trainers(1, -signal.SIGKILL), ALONE)
+    assert found is not None
+    assert found.hint == "its output: trainer1.log"
