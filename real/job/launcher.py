@@ -118,7 +118,7 @@ def verdict(processes: Sequence[Started], noted: tuple[str, str] | None, located
     found += [] if noted is None else [noted]
     found += [(name, how_it_ended(code)) for name, code in failed]
     found += [(process.name, "did not end") for process in living]
-    if not failed and not living:
+    if not found:
         return None
     name, how = found[0]
     log = next((process.log for process in processes if process.name == name), "in the log folder of its host")
