@@ -72,14 +72,14 @@ def watch_driver(rank: int) -> None:
     threading.Thread(target=run, name="tuning-watch", daemon=True).start()
 
 
-def end_script() -> NoReturn:
+def end_script(grace_s: float = GRACE_S) -> NoReturn:
     """Raise ``SystemExit`` after a script's last leg: its exit code is 0 even if it resists.
 
     ``except Exception`` does not catch that, and it leaves through the user's own ``finally`` blocks; the process group stays until exit,
     because these may use it. A process that still lives after the grace (a bare ``except:`` swallows, a thread is no daemon, or it waits
     for a rank that is gone) ends by ``os._exit``.
     """
-    left = threading.Timer(GRACE_S, end_now, [0])
+    left = threading.Timer(grace_s, end_now, [0])
     left.daemon = True
     left.start()
     raise SystemExit(0)

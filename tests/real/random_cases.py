@@ -385,13 +385,12 @@ def _strategy(dice: _Dice, family: str, model: str) -> Fields:
     fields |= dice.one(
         {"fuse_grad_size_in_MB": TINY},
         {"fuse_grad_size_in_MB": TINY},
-        {"fuse_grad_size_in_MB": TINY},
+        {"fusion": "ddp", "fuse_grad_size_in_MB": TINY},
         {},
         {"fuse_grad_size_in_MB": 0.0},
         {"fuse_grad_count": 2},
         {"fuse_all_reduce_ops": False},
         {"fusion": "by_number", "fuse_grad_size_in_num": 2, "last_comm_group_size_MB": 0.0005},
-        {"fusion": "ddp", "fuse_grad_size_in_MB": 0.001, "first_bucket_size_in_MB": 0.0003},
         {"fusion": "merged_gradient"},
     )
     is_local = family in ("local", "adaptive", "local merge")

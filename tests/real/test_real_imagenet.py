@@ -234,7 +234,7 @@ def test_the_held_out_split_is_part_of_val(prepared: Path, images: Path, tmp_pat
         ("", "train.txt", "lists no picture"),
         ("\n \n", "train.txt", "lists no picture"),
         (None, "train.txt", "cannot be read"),
-        (b"\xff\xfe 1\n", "train.txt", "of another kind"),
+        (b"\xff\xfe 1\n", "train.txt", "not a text file"),
     ],
 )
 def test_bad_lines_are_named(text: str | bytes | None, where: str, match: str, images: Path, tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_a_value_that_the_experiment_refuses_is_not_fitted(declared: Experiment,
     racks = Racks(nodes=2, oversubscription=4.0)
     experiment = declared.replace(cluster=dataclasses.replace(declared.cluster, racks=racks))
     rows = ["all_reduce_bytes,seconds", *(f"{nbytes},{1.5 * nbytes / 4e9}" for nbytes in (1e8, 2e8, 4e8))]
-    with pytest.raises(ConfigError, match=r"cannot be fitted: the search leads to .*at least 1") as refused:
+    with pytest.raises(ConfigError, match=r"cannot be fitted: the search leads to .*must be at least 1 .*oversubscription") as refused:
         fitted(experiment, tmp_path, rows, "cluster.racks.oversubscription")
     assert refused.value.hint == "leave cluster.racks.oversubscription out of --fit"
 
@@ -285,7 +285,9 @@ def test_a_value_that_the_experiment_refuses_is_not_fitted(declared: Experiment,
         ("nodes,cluster.nodes,seconds\n2,2,1\n", "names a column twice"),
         ("tokens/s\n2\n", "is no column"),
         ("seconds,weight\n1,1e300\n", "weight: must be at most"),
-        ('{"traceEvents": []}', "holds no measurement: it seems to be JSON, such as a trace of torch.profiler"),
+        ('{"traceEvents": []}', "holds no measurement: it seems to be a trace of torch.profiler"),
+        ("<html></html>", "it seems to be an HTML page"),
+        ("[workload]\nmodel = 'gpt'\n", "it seems to be a TOML file"),
         ("seconds,seconds\n2,1\n", "names a column twice"),
         ("seconds\n1\n-1\n", r"line 3, seconds: must be a number above zero"),
         ("seconds\nfast\n", r"line 2, seconds: must be a number above zero"),
