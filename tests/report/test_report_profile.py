@@ -121,7 +121,7 @@ def test_what_was_estimated_is_not_called_measured(
     assert capsys.readouterr().out.splitlines()[-1] == f"simulate with it: fleetbench sim {folder / 'estimated.toml'}"
     assert not (folder / "measured.toml").exists()
     assert Experiment.load(folder / "estimated.toml").workload.profile == str(folder / "profile.toml")
-    with pytest.raises(ConfigError, match=r"measured\.toml or estimated\.toml"):
+    with pytest.raises(ConfigError, match=r"fleetbench sim .*estimated\.toml simulates with it"):
         load_run(folder)
 
 
