@@ -167,8 +167,9 @@ class ScriptSession(LegSession):
             )
             if self.capacity == 0:
                 what = what if self._unattached is None else f"{what}: {self._unattached}"
+                way_out = "a step ends where optimizer.step() returns" if self._unattached is None else WAY_OUT
                 hint = (
-                    f"{WAY_OUT}; one that goes on from a checkpoint is to load none where {TUNING} is in its environment: "
+                    f"{way_out}; one that goes on from a checkpoint is to load none where {TUNING} is in its environment: "
                     "a launch before may have finished its training"
                 )
             raise ConfigError(what, "the command", f"{self.capacity} optimizer steps", hint)

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 
 from fleetbench.config import encode
+from fleetbench.errors import ConfigError
 from fleetbench.why.change import DdpChange
 from fleetbench.why.observed import RankLog
 from real.job.driver_watch import end_script, watch_driver
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from real.why.fleet_model import FleetModel
 
 _LEAST_STEPS = 10
+_MOST_FORWARDS = 1000
+"""Forwards with gradients after which a model whose optimizer has not stepped yet is taken for one that never does."""
 _MEETINGS = 9
 _LINKS_SIZES = (64 * 2**10, 512 * 2**10, 4 * 2**20)
 _LINKS_S = 1.0
@@ -75,7 +78,7 @@ class Observer:
         """Those whose forward has run, in the order of their first."""
         self._number = 0
         self._optimizer: int | None = None
-        self._num_steps = 0
+        self._num_steps = self._num_forwards = 0
         self._batches: list[int] = []
         self._buffers_change = False
         self._looks = self._obey()
@@ -91,6 +94,11 @@ class Observer:
         if not any(model is known for known in self._models):
             self._models.append(model)
             self._time_models()
+        if self._optimizer is None and model is self._model and torch.is_grad_enabled():
+            self._num_forwards += 1
+            if self._num_forwards > _MOST_FORWARDS:
+                what = f"has no step that could be looked at: in {_MOST_FORWARDS} forwards no optimizer of the model has stepped"
+                raise ConfigError(what, "the command", hint="a step ends where step() of an optimizer of torch's returns")
         if self._events is None:
             # the forward decides for its backward
             with model.no_sync() if self._is_alone and isinstance(model, DistributedDataParallel) else nullcontext():

@@ -236,6 +236,23 @@ def test_a_script_without_the_four_lines_is_named(tmp_path: Path) -> None:
         pass
 
 
+def test_a_script_that_never_steps_is_named(tmp_path: Path) -> None:
+    """One that wraps its model, and whose optimizer never steps, is told where a step ends; fleet's lines would not help it."""
+    idle = tmp_path / "idle.py"
+    idle.write_text(
+        "import torch, torch.distributed as dist\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(4):\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+    )
+    with pytest.raises(ConfigError, match="ends before a leg") as caught, ScriptSession([sys.executable, str(idle)], Experiment()):
+        pass
+    assert "optimizer.step()" in (caught.value.hint or "")
+    assert "fleet.init" not in (caught.value.hint or "")
+
+
 def test_a_launch_that_breaks_is_replaced_once(script: Open, notes: Path) -> None:
     """A killed process need not be the strategy's doing: the leg is run again; a second time it is given up, by name."""
     with script("0:1:killed") as session:

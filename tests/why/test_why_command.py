@@ -124,10 +124,14 @@ def test_without_memory_for_a_copy_each_step_exchanges(tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize(
     ("words", "what"),
-    [(["none", "8"], "no step that could be looked at"), pytest.param(["plain", "3"], "before enough of its", marks=pytest.mark.slow)],
+    [
+        (["none", "8"], "no step that could be looked at"),
+        (["updates"], "in 1000 forwards no optimizer has stepped"),
+        pytest.param(["plain", "3"], "before enough of its", marks=pytest.mark.slow),
+    ],
 )
 def test_what_cannot_be_looked_at(words: list[str], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A script without DDP, and one that is over at once, end with a sentence."""
+    """A script without DDP, one that updates by hand, and one that is over at once end with a sentence."""
     nproc = 1 if words[0] == "none" else 2
     assert main(["why", "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), *words, nproc=nproc)]) == 2
     assert what in capsys.readouterr().err
