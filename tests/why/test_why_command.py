@@ -106,7 +106,7 @@ def test_a_script_that_ends_by_itself_is_told_of(tmp_path: Path, capsys: pytest.
     ("words", "what"),
     [
         (["none", "8"], "no step that could be looked at"),
-        (["updates"], "in 1000 forwards no optimizer has stepped"),
+        (["updates"], "in 1000 forwards no optimizer of the model has stepped"),
         pytest.param(["plain", "3"], "before enough of its", marks=pytest.mark.slow),
     ],
 )
