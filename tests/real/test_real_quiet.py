@@ -76,12 +76,12 @@ def test_the_quietest_of_three_is_kept(loads: list[float | None], taken: int, ke
 def test_what_others_compute_is_seen_and_what_is_ours_is_not() -> None:
     """Somebody else's core is, and a child of this process is not; one that bears the mark is not either."""
     burn = "import time\nend = time.process_time() + 1.5\nwhile time.process_time() < end: pass"
-    begin_s = time.perf_counter()
+    begin_s, before_s = time.perf_counter(), sum(os.times()[2:4])
     with watching() as load:
         subprocess.run([sys.executable, "-c", burn], check=True)
-    own_cores = 1.5 / (time.perf_counter() - begin_s)
+    own_cores = (sum(os.times()[2:4]) - before_s) / (time.perf_counter() - begin_s)
     assert load.cores is not None
-    assert 0.15 < load.cores < (os.cpu_count() or 1) - own_cores + 0.15  # more than what the child left would be the child's
+    assert 0.15 < load.cores < (os.cpu_count() or 1) - own_cores + 0.3  # more than what the child left would be the child's
 
 
 @pytest.mark.usefixtures("busy_core")
