@@ -105,7 +105,8 @@ class Averaging(Config):
 
     def _validate(self) -> None:
         at_least(self, 0, "outer_lr", above=True)
-        at_least(self, 0, "outer_momentum", most=0.9999)
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigError("must be at least 0 and below 1", "outer_momentum", repr(self.outer_momentum), "DiLoCo's is 0.9")
 
     def shared(self) -> dict[str, Any]:
         """Values of the fields that both kinds of local steps have, by name."""

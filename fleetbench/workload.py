@@ -158,7 +158,8 @@ class Workload(Config):
         at_least(self, 1, "batch_size", "steps", "eval_every", "steps_per_epoch")
         at_least(self, 0, "lr", above=True)
         at_least(self, 0, "weight_decay")
-        at_least(self, 0, "momentum", most=0.9999)
+        if not 0 <= self.momentum < 1:
+            raise ConfigError("must be at least 0 and below 1", "momentum", repr(self.momentum), "the default is 0.9")
         at_least(self, 0, "unlike_data", most=1)
         self._check_loss_and_layers()
 

@@ -28,7 +28,7 @@ class Gpu(Config):
     link: BitsPerSecond
     """Rate to the other GPUs of a node, each way."""
     link_by: Literal["fabric", "pcie", "host"] = "fabric"
-    """What carries it: NVLink or Infinity Fabric, PCIe, or PCIe through the host's memory."""
+    """Its carrier: NVLink or Infinity Fabric, PCIe, or PCIe through the host's memory."""
     memory_bandwidth: float
     """Bytes per second."""
     flops_s: dict[Precision, float]

@@ -13,7 +13,7 @@ from fleetbench.config import Config
 _NVIDIA_SMI_S = 20.0
 """Seconds for nvidia-smi to answer: without persistence mode it starts the driver first."""
 _CLOSEST = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""What lies between a GPU and a network adapter, the shortest way first."""
+"""Paths between a GPU and a network adapter, the shortest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,11 @@ class Gpus(Config):
     adapters: dict[str, int]
     """GPUs by what lies between them and the closest network adapter: ``{"PIX": 8}``."""
     nvlink_bytes_per_s: float | None = None
-    """Of all NVLinks of the GPU that has the fewest, in one direction."""
+    """Rate of all NVLinks of the GPU that has the fewest, in one direction."""
 
 
 def gpus_of_host() -> Gpus | None:
-    """What nvidia-smi says of this host, after a second or more; None without it, or without GPUs."""
+    """This host's GPUs as nvidia-smi describes them, after a second or more; none without it, or without GPUs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
