@@ -1,13 +1,13 @@
 """Gradients: what a backward has left in ``.grad``, and the tensors that a forward has put out."""
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.weak import TensorWeakRef
 
 from fleetbench.plan.combination import Combination
 
@@ -52,15 +52,15 @@ class Averaged:
     """Knows which gradients still are the averages that the last update was made from."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple[TensorWeakRef, int]] = []
+        self._noted: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     def note(self, gradients_of: Sequence[nn.Parameter]) -> None:
         """These are."""
         gradients = [own for parameter in gradients_of if (own := parameter.grad) is not None]
-        self._noted = [(TensorWeakRef(own), own._version) for own in gradients]  # noqa: SLF001  # torch documents it
+        self._noted = [(weakref.ref(own), own._version) for own in gradients]  # noqa: SLF001  # torch documents it
 
     def has(self, gradients_of: Sequence[nn.Parameter]) -> bool:
         """Whether there are gradients, and none was written to since, but to clear it, as a backward that is not heard of does."""
-        noted = {id(own): version for ref, version in self._noted if (own := ref()) is not None}
+        noted = {id(own): version for kept, version in self._noted if (own := kept()) is not None}
         changed = [parameter for parameter in gradients_of if (own := parameter.grad) is not None and noted.get(id(own)) != own._version]  # noqa: SLF001  # torch documents it
         return any(parameter.grad is not None for parameter in gradients_of) and is_cleared(changed)

@@ -104,7 +104,10 @@ class OptimizerControl:
 
     def _refuse_foreign(self) -> None:
         """Raise ``ConfigError`` for trained parameters that are not averaged: ranks would drift apart in them."""
-        others = [parameter for parameter in self.held if id(parameter) not in self._own and parameter.requires_grad]
+        held = self.held
+        if self._own.issuperset(map(id, held)):
+            return
+        others = [parameter for parameter in held if id(parameter) not in self._own and parameter.requires_grad]
         known = self._known() if others else ()
         trained = [parameter for parameter in others if id(parameter) not in known]
         if trained:

@@ -8,6 +8,8 @@ optimizer would step along them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -23,9 +25,10 @@ ALIKE = (
 )
 _SAMPLE = 32
 """Numbers from the middle of each parameter that are compared: nothing counts what is written through ``.data``."""
+_COUNT = attrgetter("_version")  # which torch documents; each pass over many small parameters is felt
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-Owners = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]
-"""Where the model has its parameters: a module's, by name."""
+Owners = tuple[list[dict[str, nn.Parameter | None]], list[int]]
+"""Where the model has its parameters: each module's, by name; and their ids, in this order."""
 
 
 class OutsideChanges:
@@ -43,18 +46,20 @@ class OutsideChanges:
         self._samples: dict[str, torch.Tensor] = {}
         self._of_own: set[str] = set()
         """Changed within a round of averaging, on this rank: on all, as the beginning of the next round looks at."""
-        self._marks: list[tuple[int, int]] = []
-        """Each parameter's address and count of writes, as noted."""
+        self._places: list[int] = []
+        """Each parameter's address, as noted."""
+        self._writes: list[int] = []
+        """How often each was written to in place, as noted."""
         self.note()
 
     @torch.no_grad()
     def note(self) -> None:
         """Fleet and the optimizer have written; what comes now is from outside."""
-        marks = [*map(_mark, self._parameters.values())]
-        if [pointer for pointer, _ in marks] != [pointer for pointer, _ in self._marks]:
+        places, self._writes = self._marks()
+        if places != self._places:
             for name in self._parameters:
                 self._hold(name)
-        self._marks = marks
+        self._places = places
         self._sample = torch.cat([*self._samples.values()])
 
     @torch.no_grad()
@@ -66,8 +71,11 @@ class OutsideChanges:
 
         Raises ``ConfigError`` for another memory format, and for a fragment whose exchange is under way.
         """
-        marks = [*map(_mark, self._parameters.values())]
-        touched = [name for name, now, before in zip(self._parameters, marks, self._marks, strict=True) if now != before]
+        places, writes = self._marks()
+        touched = []
+        if places != self._places or writes != self._writes:
+            marks = zip(self._parameters, places, self._places, writes, self._writes, strict=True)
+            touched = [name for name, place, was_at, count, was in marks if (place, count) != (was_at, was)]
         for name in touched:
             refuse_format(name, self._held[name], self._parameters[name])
             self._hold(name)
@@ -88,6 +96,11 @@ class OutsideChanges:
             executor.storage.rebase(changed)
             self._of_own.clear()
         self.note()
+
+    def _marks(self) -> tuple[list[int], list[int]]:
+        """Each parameter's address, and how often it was written to in place."""
+        own = self._parameters.values()
+        return [*map(torch.Tensor.data_ptr, own)], [*map(_COUNT, own)]
 
     def _hold(self, name: str) -> None:
         self._held[name] = self._parameters[name].detach()
@@ -130,13 +143,18 @@ def refuse_flying(names: Iterable[str], executor: Executor) -> None:
 
 def owners_of(model: nn.Module) -> Owners:
     """Where the model has its parameters."""
-    tables = [module._parameters for module in model.modules()]  # noqa: SLF001  # ``named_parameters`` takes thirty times as long
-    return [(table, name, own) for table in tables if isinstance(table, dict) for name, own in table.items() if own is not None]
+    found = (module._parameters for module in model.modules())  # noqa: SLF001  # ``named_parameters`` takes thirty times as long
+    tables = [table for table in found if isinstance(table, dict) and table]
+    return tables, _ids(tables)
+
+
+def _ids(tables: Sequence[dict[str, nn.Parameter | None]]) -> list[int]:
+    return [*map(id, chain.from_iterable(map(dict.values, tables)))]
 
 
 def refuse_replaced(owners: Owners, parameters: Mapping[str, nn.Parameter], model: nn.Module) -> Owners:
     """The parameters' owners now. Raises ``ConfigError`` for a parameter that the model has no longer: nothing would train what it has."""
-    if all(table.get(name) is own for table, name, own in owners):
+    if _ids(owners[0]) == owners[1]:
         return owners
     there = {id(parameter) for parameter in model.parameters()}
     gone = [name for name, parameter in parameters.items() if id(parameter) not in there]
@@ -155,10 +173,6 @@ def refuse_renamed(parameters: Mapping[str, nn.Parameter], model: nn.Module, whe
         what = "has another name than when the model was distributed, and is saved and loaded by name"
         hint = "prune, or undo it, before fleet.distributed_model; torch.save takes this model as it is, after fleet.synchronize()"
         raise ConfigError(what, f"{where}: parameter {renamed[0][0]}", f"now {renamed[0][1]}", hint)
-
-
-def _mark(parameter: nn.Parameter) -> tuple[int, int]:
-    return parameter.data_ptr(), parameter._version  # noqa: SLF001  # torch documents it
 
 
 def _sample_of(value: torch.Tensor) -> torch.Tensor:
