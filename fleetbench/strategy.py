@@ -26,7 +26,7 @@ from fleetbench.knobs import Knob
 SCHEMA = 1
 _NOT_TOML = 'a strategy file holds lines such as "nccl_comm_num = 2"'
 _NO_STRATEGY = "a line [strategy] alone stands for the defaults"
-_TABLES = ("localsgd", "adaptive_localsgd", "gradient_merge", "amp", "recompute", "a_sync")
+_TABLES = ("localsgd", "adaptive_localsgd", "gradient_merge", "amp", "recompute", "a_sync", "sharding")
 _READ_WITH: tuple[tuple[str, tuple[object, ...], tuple[str, ...]], ...] = (
     ("fuse_all_reduce_ops", (True,), ("fusion", "fuse_grad_size_in_MB", "fuse_grad_count")),
     ("fusion", ("fleet", "ddp"), ("fuse_grad_size_in_MB",)),
@@ -36,6 +36,8 @@ _READ_WITH: tuple[tuple[str, tuple[object, ...], tuple[str, ...]], ...] = (
     ("use_hierarchical_allreduce", (True,), ("hierarchical_inner_ranks", "hierarchical_variant")),
     *((switch, (True,), (f"{switch}_configs",)) for switch in _TABLES),
     ("mode", ("ps",), ("overlap_push", "reduce_in_node")),
+    ("sharding", (False,), ("fuse_all_reduce_ops", "fusion", "fuse_grad_size_in_MB", "fuse_grad_count", "nccl_comm_num")),
+    ("sharding", (False,), ("sync_nccl_allreduce", "use_hierarchical_allreduce", "find_unused_parameters")),
 )
 """A field, the values with which others are read, and these."""
 _NEEDED = tuple((switch, on, name) for switch, on, names in _READ_WITH for name in names)
@@ -54,6 +56,7 @@ _LOWER = Knob("plan virtual way time restarts")
 _LOCAL = Knob("plan virtual way", "local steps")
 _UNTRAINED = Knob("plan way")
 _MERGE = Knob("plan virtual way", "merged gradients")
+_SHARDED = Knob("plan clock", "sharding")
 _SERVED = Knob("servers way", "parameter servers' mode")
 _SIMULATED = Knob("simulated clock")
 
@@ -241,6 +244,26 @@ class RecomputeConfigs(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingConfigs(Config):
+    """``sharding_configs``: which part of the training's state each trainer of a shard group keeps (ZeRO, FSDP)."""
+
+    stage: Literal[1, 2, 3] = 1
+    """1 shards the optimizer's state, 2 also gradients, 3 also parameters."""
+    sharding_degree: int = 0
+    """Trainers of a shard group, which divide all trainers; with fewer than all, groups are replicas of each other (HSDP). 0: all."""
+    reshard_after_forward: bool | int = True
+    """Stage 3: a block's parameters are freed after its forward, and gathered again for its backward. A number: they stay spread over so
+    many neighbours, who gather them again among themselves."""
+    blocks: tuple[str, ...] = ()
+    """Names of the submodules that are gathered as a whole, in the order of the forward; none: each module of the model's lists."""
+
+    def _validate(self) -> None:
+        at_least(self, 0, "sharding_degree")
+        if type(self.reshard_after_forward) is int:
+            at_least(self, 2, "reshard_after_forward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ASyncConfigs(Config):
     """``a_sync_configs``: the asynchronous parameter server and GeoSGD."""
 
@@ -339,6 +362,9 @@ class DistributedStrategy(Config):
     gradient_merge: bool = _MERGE(False)
     gradient_merge_configs: GradientMergeConfigs = _MERGE(GradientMergeConfigs())
 
+    sharding: bool = _SHARDED(False)
+    sharding_configs: ShardingConfigs = _SHARDED(ShardingConfigs())
+
     a_sync: bool = _SERVED(False)
     a_sync_configs: ASyncConfigs = _SERVED(ASyncConfigs())
     overlap_push: bool = _SIMULATED(False)
@@ -370,7 +396,7 @@ class DistributedStrategy(Config):
             value = getattr(self, name)
             if value != defaults[name] and getattr(self, switch) not in on:
                 shown = None if isinstance(value, Config) else repr(value)
-                off, wanted = ("off", "true") if on == (True,) else (getattr(self, switch), f'"{on[0]}"')
+                off, wanted = ("off", "true") if on == (True,) else ("on", "false") if on == (False,) else (getattr(self, switch), f'"{on[0]}"')
                 raise ConfigError(f"is set while {switch} is {off}", name, shown, f"add {switch} = {wanted}, or drop {name}")
 
     def _refuse_contradictions(self) -> None:
@@ -423,6 +449,11 @@ class DistributedStrategy(Config):
             (synced and self.use_hierarchical_allreduce, "sync_batch_norm", hierarchy, changes),
             (synced and self.thread_num > 1, "sync_batch_norm", "thread_num above 1", changes),
             (feeds_back and not self.quantises, "outer_error_feedback", fp32, "nothing is lost on the wire"),
+            (served and self.sharding, "sharding", 'mode = "ps"', "servers hold the parameters"),
+            (self.sharding and self.is_local, "Local SGD", "sharding", "a trainer that updates alone has all of the model"),
+            (self.sharding and by_bucket, update, "sharding", "a trainer updates its shard of all blocks at once"),
+            (self.sharding and in_order, sequential, "sharding", "gathers run beside compute"),
+            (self.sharding and merge.remainder != "carry", "remainder", "sharding", "an update between two steps has no backward"),
             (self.a_sync and self.overlap_push, "overlap_push", "a_sync", "asynchronous pushes are beside the next steps"),
             (self.a_sync and self.reduce_in_node, "reduce_in_node", "a_sync", "trainers of a node would wait for each other"),
         )

@@ -1,0 +1,145 @@
+"""Sharding: the blocks of a model, its shard groups and replicas, and what gathers and scatters a block (ZeRO, FSDP, HSDP).
+
+Of N trainers, D consecutive ones are a shard group, and those with one place in their groups are replicas of each other. A block's
+gradients are reduce-scattered within the shard group as its backward ends, and each shard is all-reduced over its replicas; a trainer
+updates its shard. A block's parameters are gathered within the shard group before its forward, and in stage 3 again before its
+backward, unless they were kept. While one block computes, the next one is gathered (``torch.distributed.fsdp.fully_shard`` with its
+prefetch of one block).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.fusion import Bucket
+from fleetbench.plan.groups import Parts, world_of
+from fleetbench.plan.layers import DTYPE_BYTES, Gradient
+from fleetbench.plan.operations import Operation, Operations
+from fleetbench.strategy import DistributedStrategy, ShardingConfigs
+
+REST = ""
+"""The name of the block of all parameters that lie in no other, which is gathered as the forward begins, and stays."""
+_FIELD = "strategy.sharding_configs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Parameters that are gathered together, and whose gradients are one bucket."""
+
+    name: str
+    """The submodule's; ``REST``: of what lies in no other."""
+    bucket: int
+    nbytes: int
+    """Of the parameters; they are padded, so that all shards have one size."""
+    regathers: bool
+    """They are gathered again before the block's backward."""
+
+
+def block_of(name: str, given: Sequence[str] = ()) -> str:
+    """The block of the parameter ``name``: the one of ``given`` that it lies in, or its module in a list, that is, up to the first number."""
+    if given:
+        inside = [block for block in given if name.startswith(f"{block}.")]
+        return max(inside, key=len, default=REST)
+    parts = name.split(".")[:-1]
+    place = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+    return REST if place is None else ".".join(parts[: place + 1])
+
+
+def blocks_of(names: Iterable[str], given: Sequence[str] = ()) -> dict[str, list[str]]:
+    """The parameters of each block, blocks in the order of the forward, ``REST`` first; ``names`` are as the model has them.
+
+    Raises ``ConfigError`` for a block of ``given`` without parameters of its own.
+    """
+    found: dict[str, list[str]] = {REST: [], **{name: [] for name in given}}
+    for name in names:
+        found.setdefault(block_of(name, given), []).append(name)
+    empty = [name for name in given if not found[name]]
+    if empty:
+        hint = "name submodules as model.named_modules() does, each with parameters that are in no smaller one"
+        raise ConfigError("has no parameters of its own", f"{_FIELD}.blocks", repr(empty[0]), hint)
+    return {name: own for name, own in found.items() if own}
+
+
+def degree_of(configs: ShardingConfigs, trainers: int) -> int:
+    """The trainers of a shard group. Raises ``ConfigError`` for one that does not divide all of them."""
+    degree = configs.sharding_degree or trainers
+    _refuse_uneven(degree, trainers, "sharding_degree", "trainers")
+    if type(configs.reshard_after_forward) is int:
+        _refuse_uneven(configs.reshard_after_forward, degree, "reshard_after_forward", "trainers of a shard group")
+    return degree
+
+
+def _refuse_uneven(number: int, whole: int, field: str, what: str) -> None:
+    if whole % number:
+        divisors = ", ".join(str(each) for each in range(1, whole + 1) if whole % each == 0)
+        raise ConfigError(f"does not divide the {whole} {what}", f"{_FIELD}.{field}", repr(number), f"one of {divisors}")
+
+
+def groups_of(configs: ShardingConfigs, trainers: int) -> dict[str, Parts]:
+    """``shard``, ``replica`` and ``reshard``, each where it is not ``world`` or a trainer alone. Raises ``ConfigError`` as ``degree_of``."""
+    degree = degree_of(configs, trainers)
+    found = {"world": world_of(trainers)}
+    if 1 < degree < trainers:
+        found["shard"] = _neighbours(trainers, degree)
+        found["replica"] = tuple(tuple(range(place, trainers, degree)) for place in range(degree))
+    if type(configs.reshard_after_forward) is int and configs.reshard_after_forward < degree:
+        found["reshard"] = _neighbours(trainers, configs.reshard_after_forward)
+    return found
+
+
+def _neighbours(trainers: int, number: int) -> Parts:
+    return tuple(tuple(range(first, first + number)) for first in range(0, trainers, number))
+
+
+def grouped_by_block(gradients: Sequence[Gradient], strategy: DistributedStrategy, order: Sequence[str]) -> dict[str, list[Gradient]]:
+    """The gradients of each block, in the order of readiness, blocks in the order of the forward.
+
+    ``order``: names as the model has them; none: the reverse of ``gradients``. Raises ``ConfigError`` for what cannot be sharded.
+    """
+    sparse = next((gradient.name for gradient in gradients if gradient.sparse), None)
+    if sparse is not None:
+        what, hint = "has a sparse gradient, and sharding is of dense ones", "make the embedding dense (sparse=False), or leave sharding out"
+        raise ConfigError(what, f"parameter {sparse}", hint=hint)
+    names = [name for name in order or [gradient.name for gradient in reversed(gradients)]]
+    found: dict[str, list[Gradient]] = {name: [] for name in blocks_of(names, strategy.sharding_configs.blocks)}
+    for gradient in gradients:
+        found[block_of(gradient.name, strategy.sharding_configs.blocks)].append(gradient)
+    for name, own in found.items():
+        kinds = {gradient.dtype for gradient in own}
+        if len(kinds) > 1:
+            where = f"block {name}" if name else "the parameters outside of blocks"
+            hint = "give all parameters of a block one type, or name smaller blocks in sharding_configs.blocks"
+            raise ConfigError("has parameters of several types, and is gathered as a whole", where, ", ".join(sorted(kinds)), hint)
+    return {name: own for name, own in found.items() if own}
+
+
+def lay_out_blocks(
+    named: Sequence[tuple[str, Bucket]], strategy: DistributedStrategy, trainers: int
+) -> tuple[tuple[Block, ...], Operations]:
+    """The blocks in the order of the forward, and the exchange of their buckets, with ids 0, 1, ... in the buckets' order."""
+    configs, degree = strategy.sharding_configs, degree_of(strategy.sharding_configs, trainers)
+    shard = "world" if degree == trainers else "shard"
+    wire = "float16" if strategy.fp16_allreduce else "bfloat16" if strategy.bf16_allreduce else None
+    operations: list[Operation] = []
+    for _, bucket in sorted(named, key=lambda one: one[1].id):
+        dtype = bucket.dtype if wire is None or DTYPE_BYTES[wire] >= DTYPE_BYTES[bucket.dtype] else wire
+        part, after = -(-bucket.numel // degree), tuple[int, ...]()
+        for kind, group, numel in (("reduce_scatter", shard, part * degree), ("all_reduce", "replica" if degree > 1 else "world", part)):
+            if trainers == 1 or (degree == 1 and kind == "reduce_scatter") or (degree == trainers and kind == "all_reduce"):
+                continue
+            nbytes = numel * DTYPE_BYTES[dtype]
+            own = {"kind": kind, "group": group, "nbytes": nbytes, "wire_dtype": dtype, "bucket": bucket.id, "after": after}
+            operations.append(Operation(id=len(operations), **own))
+            after = (operations[-1].id,)
+    again = configs.stage == 3 and configs.reshard_after_forward is not False and degree > 1
+    last = len(named) - 1
+    blocks = tuple(
+        Block(
+            name=name,
+            bucket=bucket.id,
+            nbytes=-(-bucket.numel // degree) * degree * DTYPE_BYTES[bucket.dtype],
+            regathers=again and name != REST and place != last,
+        )
+        for place, (name, bucket) in enumerate(named)
+    )
+    return blocks, tuple(operations)
