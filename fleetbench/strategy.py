@@ -396,7 +396,9 @@ class DistributedStrategy(Config):
             value = getattr(self, name)
             if value != defaults[name] and getattr(self, switch) not in on:
                 shown = None if isinstance(value, Config) else repr(value)
-                off, wanted = ("off", "true") if on == (True,) else ("on", "false") if on == (False,) else (getattr(self, switch), f'"{on[0]}"')
+                off, wanted = (
+                    ("off", "true") if on == (True,) else ("on", "false") if on == (False,) else (getattr(self, switch), f'"{on[0]}"')
+                )
                 raise ConfigError(f"is set while {switch} is {off}", name, shown, f"add {switch} = {wanted}, or drop {name}")
 
     def _refuse_contradictions(self) -> None:

@@ -1,20 +1,23 @@
 """Own work: when a rank's buckets are ready, and what a strategy's operations take of it, the same in every engine."""
 
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import accumulate
 
 from fleetbench.plan.build import Plan
+from fleetbench.plan.events import BlockBegin, BucketReady
 from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.operations import Operation
+from sim.clock import half_up
 from sim.scenario import Scenario
 
 
 class OwnWork:
     """What one rank is busy with, in ns, as it executes a step's operations in their order.
 
-    ``update`` and ``merge`` take what the layer table says, a bucket's own update its share of it by elements, and a fragment's merge its
-    share by bytes. A step of an outer optimizer goes over memory 8 times where a merge does 10 times; without momentum it is the merge's
-    factor, and takes nothing. Copying all gradients
+    ``update`` and ``merge`` take what the layer table says, a shard's update its share, a bucket's own update its share by elements, and
+    a fragment's merge its share by bytes. A step of an outer optimizer goes over memory 8 times where a merge does 10 times; without
+    momentum it is the merge's factor, and takes nothing. Copying all gradients
     takes ``pack``, of which each dense bucket has its share by bytes: when it sets out, or when it is added to the sum of several
     steps and when it is taken from it. A bucket that was taken from the sum in a step lies together, and sets out without a copy.
     """
@@ -24,7 +27,8 @@ class OwnWork:
         local_ns = table.local_update if scenario.strategy.combination.is_local else None
         outer = scenario.strategy.combination.outer
         outer_ns = _split(table.merge, [8, 2])[0] if outer is not None and outer.momentum else 0
-        self._whole_ns = {"update": table.update if local_ns is None else local_ns, "merge": table.merge + table.resume, "outer": outer_ns}
+        update_ns = half_up(Fraction(table.update if local_ns is None else local_ns, plan.shard_ranks))
+        self._whole_ns = {"update": update_ns, "merge": table.merge + table.resume, "outer": outer_ns}
         sizes = [sum(plan.buckets[bucket].nbytes for bucket in own) for own in plan.fragments]
         self._fragment_ns = {kind: _split(self._whole_ns[kind], sizes) for kind in ("merge", "outer")}
         self._update_ns = _split(table.update, [bucket.numel for bucket in plan.buckets])
@@ -68,12 +72,28 @@ def holds_rank(operation: Operation) -> bool:
     return operation.kind == "broadcast" and operation.payload == "buffers"
 
 
-def bucket_readiness(plan: Plan, table: LayerTable) -> list[int]:
-    """From the start of the forward until each bucket and all before it are ready, in ns at X = 0."""
+def moments_of(plan: Plan, table: LayerTable) -> list[tuple[BlockBegin | BucketReady, int]]:
+    """The plan's moments, with the time from the start of the forward until each of them and all before it, in ns at X = 0.
+
+    A bucket is ready with its last gradient. A block begins with its first layer in the forward, and with its last one in the backward;
+    that of what lies in no other block, with the forward.
+    """
+    begins_ns = [0, *accumulate(layer.forward for layer in table.layers)]
+    ends_ns = [0, *accumulate(layer.backward for layer in reversed(table.layers))][::-1]
+    of_layer = {gradient.name: place for place, layer in enumerate(table.layers) for gradient in layer.gradients}
     ready_ns = {gradient.name: gradient.ready for layer in table.layers for gradient in layer.gradients}
-    forward_ns = table.forward_ns
-    own = (max(ready_ns[name] for name in bucket.gradients) for bucket in plan.buckets)
-    return [forward_ns + latest for latest in accumulate(own, max)]
+
+    def at(moment: BlockBegin | BucketReady) -> int:
+        number = moment.bucket if isinstance(moment, BucketReady) else plan.blocks[moment.block].bucket
+        own = plan.buckets[number].gradients
+        if isinstance(moment, BucketReady):
+            return table.forward_ns + max(ready_ns[name] for name in own)
+        layers = [of_layer[name] for name in own]
+        if moment.phase == "forward":
+            return begins_ns[min(layers)] if plan.blocks[moment.block].name else 0
+        return table.forward_ns + ends_ns[max(layers) + 1]
+
+    return list(zip(plan.moments, accumulate(map(at, plan.moments), max), strict=True))
 
 
 def _split(whole_ns: int, sizes: Sequence[int]) -> list[int]:

@@ -50,21 +50,43 @@ def case_of(seed: int) -> Case:
         return _case(Random(seed))  # noqa: S311  # it has to be repeatable
 
 
-def _case(random: Random) -> Case:
+def sharded_case_of(seed: int) -> Case:
+    """The random experiment number ``seed`` with a sharded strategy, of dense gradients of one type."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _case(Random(seed), is_sharded=True)  # noqa: S311  # as above
+
+
+def _case(random: Random, *, is_sharded: bool = False) -> Case:
     nodes, per_node = random.choice(CLUSTERS)
     own = (NodeOverride(nodes=(random.randrange(nodes),), trainers=random.randint(1, 5)),) if random.random() < 0.2 else ()
     cluster = Cluster(nodes=nodes, trainers_per_node=per_node, node_overrides=own)
     scale = random.choice([10**9, 10**11, 10**13, 10**14]) if random.random() < 0.05 else 1
     options = {**cluster_fields(random, cluster), **run_fields(random)}
-    strategy = strategy_of(random, Workload(**options["also"], model="mlp"), cluster)
-    experiment, profile = built(random, layers(random, scale), options | {"strategy": strategy}, scale)
+    always = sharding(random, cluster.trainers) if is_sharded else {}
+    strategy = strategy_of(random, Workload(**options["also"], model="mlp"), cluster, always)
+    experiment, profile = built(random, layers(random, scale), options | {"strategy": strategy}, scale, is_dense=is_sharded)
     named = experiment if profile is None else with_profile(experiment, profile)
     return Case(experiment=named, overflows=frozenset(step for step in range(-2, 12) if random.random() < 0.3))
 
 
-def strategy_of(random: Random, workload: Workload, cluster: Cluster) -> dict[str, Any]:
-    """A strategy that has as many of its random parts, in random order, as go together."""
-    found: dict[str, Any] = {}
+def sharding(random: Random, trainers: int) -> dict[str, Any]:
+    """Fields of a sharded strategy."""
+    pick = random.choice
+    degree = pick([number for number in range(1, trainers + 1) if trainers % number == 0])
+    kept = [number for number in range(2, degree + 1) if degree % number == 0]
+    configs = {
+        "stage": pick([1, 2, 3, 3]),
+        "sharding_degree": pick([degree, degree, 0]),
+        "reshard_after_forward": pick([True, True, False, *kept]),
+        "blocks": pick([[], [], ["layer0"]]),
+    }
+    return {"sharding": True, "sharding_configs": configs}
+
+
+def strategy_of(random: Random, workload: Workload, cluster: Cluster, always: dict[str, Any]) -> dict[str, Any]:
+    """A strategy that has as many of its random parts, in random order, as go together, with some fields ``always``."""
+    found = {"fuse_all_reduce_ops": True} | always if always else {}
     parts = strategy_parts(random, cluster.trainers)
     for part in random.sample(parts, len(parts)):
         wanted = found | part | {"build_strategy": found.get("build_strategy", {}) | part.get("build_strategy", {})}
@@ -244,8 +266,8 @@ def layers(random: Random, scale: int) -> Layers:
     return Layers(tuple(rows), random.random() < 0.2)
 
 
-def built(random: Random, model: Layers, options: dict[str, Any], scale: int) -> tuple[Experiment, Profile | None]:
-    """The experiment, with a declared table of layers or a profile."""
+def built(random: Random, model: Layers, options: dict[str, Any], scale: int, *, is_dense: bool) -> tuple[Experiment, Profile | None]:
+    """The experiment, with a declared table of layers or a profile; ``is_dense``: no gradient is sparse, and all are of one type."""
     pick = random.choice
     if model.is_declared:
         host = HostWork(
@@ -279,7 +301,7 @@ def built(random: Random, model: Layers, options: dict[str, Any], scale: int) ->
         options = options | {"inter": None, "collective": pick(["measured", "ring", "gloo"])}
     experiment, profile = profiled(model.rows, table, **options)
     sparse = frozenset(index for index in range(len(model.rows)) if random.random() < 0.15)
-    changed = dataclasses.replace(profile, tables=tuple(with_kinds(random, own, sparse) for own in profile.tables))
+    changed = profile if is_dense else dataclasses.replace(profile, tables=tuple(with_kinds(random, own, sparse) for own in profile.tables))
     if measured:
         changed = dataclasses.replace(changed, communication=communication(random, experiment.cluster.trainers))
     return experiment, changed

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetbench.digests import json_digest
+from fleetbench.plan.events import BlockBegin, BucketReady
 from fleetbench.plan.exchange import lay_out
 from fleetbench.plan.fusion import Bucket, Cost, fuse
 from fleetbench.plan.groups import Parts, hierarchy_of, world_of
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import Operation, Operations, tupled
 from fleetbench.plan.outer import Fragments, runs_of_layers
+from fleetbench.plan.sharding import Block, grouped_by_block, groups_of, lay_out_blocks
 from fleetbench.strategy import DistributedStrategy
 
 
@@ -37,6 +39,28 @@ class Plan:
     """Tensors that the optimizer keeps for each parameter, in the parameter's shape."""
     buffers_nbytes: int = 0
     """Batch-norm statistics and such, all together: averaged with local steps, else sent by rank 0 after each exchange; 0: neither."""
+
+    blocks: tuple[Block, ...] = ()
+    """Of a sharded model, in the order of the forward; empty: every trainer has all of it."""
+
+    @functools.cached_property
+    def shard_ranks(self) -> int:
+        """Trainers that share out one model; 1 where it is not sharded."""
+        if not self.blocks:
+            return 1
+        return len(self.parts.get("shard", self.parts["world"])[0])
+
+    @functools.cached_property
+    def moments(self) -> tuple[BlockBegin | BucketReady, ...]:
+        """What comes to pass between a step's begin and the end of its backward, in this order."""
+        waiting = [BlockBegin(block, "backward") for block in reversed(range(len(self.blocks)))]
+        block_of = {block.bucket: number for number, block in enumerate(self.blocks)}
+        found: list[BlockBegin | BucketReady] = [BlockBegin(block, "forward") for block in range(len(self.blocks))]
+        for bucket in self.buckets:
+            while waiting and waiting[0].block >= block_of[bucket.id]:
+                found.append(waiting.pop(0))
+            found.append(BucketReady(bucket.id))
+        return tuple(found)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -78,7 +102,8 @@ class Plan:
         fields = tupled(data)  # of older plans without ``queue_depth`` and ``fragments``
         buckets = tuple(Bucket(**bucket) for bucket in fields.pop("buckets"))
         exchange = tuple(Operation(**operation) for operation in fields.pop("exchange"))
-        return cls(buckets=buckets, exchange=exchange, **fields)
+        blocks = tuple(Block(**block) for block in fields.pop("blocks", ()))
+        return cls(buckets=buckets, exchange=exchange, blocks=blocks, **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +133,8 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
     """
     if strategy.is_local:
         gradients = [dataclasses.replace(gradient, sparse=False, touched=0) if gradient.sparse else gradient for gradient in gradients]
+    if strategy.sharding:
+        return _sharded(strategy, gradients, setting)
     rounds, inner = Fragments.of(strategy), strategy.hierarchical_inner_ranks or setting.trainers_per_node
     if not strategy.use_hierarchical_allreduce or setting.trainers in (1, inner):
         inner = 0
@@ -135,4 +162,26 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
         fragments=() if rounds is None else tuple(tuple(bucket.id for bucket in fragment) for fragment in fragments),
         num_state_slots=setting.num_state_slots if strategy.averages_state else 0,
         buffers_nbytes=buffers_nbytes,
+    )
+
+
+def _sharded(strategy: DistributedStrategy, gradients: Sequence[Gradient], setting: Setting) -> Plan:
+    """A bucket a block. Raises ``ConfigError`` for a degree that does not divide the trainers, and for what cannot be sharded."""
+    position = {gradient.name: index for index, gradient in enumerate(gradients)}
+    named = [
+        (name, Bucket(id=0, gradients=tuple(each.name for each in own), numel=sum(each.numel for each in own), dtype=own[0].dtype))
+        for name, own in grouped_by_block(gradients, strategy, setting.order).items()
+    ]
+    in_order = sorted(named, key=lambda one: max(position[name] for name in one[1].gradients))
+    ids = {name: number for number, (name, _) in enumerate(in_order)}
+    named = [(name, dataclasses.replace(bucket, id=ids[name])) for name, bucket in named]
+    blocks, exchange = lay_out_blocks(named, strategy, setting.trainers)
+    return Plan(
+        trainers=setting.trainers,
+        buckets=tuple(sorted((bucket for _, bucket in named), key=lambda bucket: bucket.id)),
+        exchange=exchange,
+        groups=tuple(groups_of(strategy.sharding_configs, setting.trainers).items()),
+        queue_depth=setting.queue_depth,
+        buffers_nbytes=setting.buffers_nbytes if strategy.broadcast_buffers else 0,
+        blocks=blocks,
     )

@@ -9,7 +9,7 @@ from fleetbench.plan.local_sgd import Cadence
 from fleetbench.plan.loss_scaling import LossScaler
 from fleetbench.plan.outer import Fragments, Outer
 from fleetbench.plan.rounds import Constant, Rounds, Varying, rounds_of
-from fleetbench.strategy import DistributedStrategy
+from fleetbench.strategy import DistributedStrategy, ShardingConfigs
 
 MOMENTA = frozenset({"momentum_buffer", "exp_avg"})
 """Names of the means of past gradients that optimizers move parameters by; second moments and counts of steps are none."""
@@ -56,6 +56,8 @@ class Combination:
     fuses_update: bool = False
     """One update of all parameters."""
     finds_unused: bool = False
+    sharding: ShardingConfigs | None = None
+    """What each trainer of a shard group keeps; none: every trainer has all of the model and of the optimizer's state."""
     is_sequential: bool = False
     """A trainer waits for every collective where it starts it."""
 
@@ -84,6 +86,7 @@ class Combination:
             updates_by_bucket=not build.enable_backward_optimizer_op_deps,
             fuses_update=build.fuse_all_optimizer_ops,
             finds_unused=strategy.find_unused_parameters,
+            sharding=strategy.sharding_configs if strategy.sharding else None,
             is_sequential=build.enable_sequential_execution,
         )
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fleetbench.plan.build import Plan
-from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Observed, StepBegin
+from fleetbench.plan.events import BackwardEnd, DataEnd, EpochEnd, Event, Observed, StepBegin
 from fleetbench.plan.operations import Operations
 from fleetbench.plan.replay import Decider
 
@@ -50,8 +50,7 @@ Requests = Iterator[Decided | Wanted]
 def events_of(plan: Plan, step: int, steps_per_epoch: int | None = None, last_step: int | None = None) -> Iterator[Event]:
     """The events of one step, and those between it and the next."""
     yield StepBegin(step)
-    for bucket in plan.buckets:
-        yield BucketReady(bucket.id)
+    yield from plan.moments
     yield BackwardEnd()
     if ends_epoch(step, steps_per_epoch):
         yield EpochEnd()

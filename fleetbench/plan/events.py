@@ -1,7 +1,7 @@
 """Events: what an executor tells a strategy."""
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -9,6 +9,14 @@ class StepBegin:
     """A trainer starts ``step``; counted steps start at 1, warm-up steps end at 0."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBegin:
+    """The forward, or the backward, of a block of a sharded model is about to begin."""
+
+    block: int
+    phase: Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,5 +81,5 @@ class Flush:
     """The model is about to be read (saved, evaluated): trainers must agree."""
 
 
-Event = StepBegin | BucketReady | BackwardEnd | Observed | Message | LookUp | TimerFired | EpochEnd | DataEnd | Flush
+Event = StepBegin | BlockBegin | BucketReady | BackwardEnd | Observed | Message | LookUp | TimerFired | EpochEnd | DataEnd | Flush
 EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send"]
-Trained = Literal["update", "skip", "accumulate", "release", "difference", "outer", "merge", "reset", "hold"]
+Trained = Literal["gate", "update", "skip", "accumulate", "release", "difference", "outer", "merge", "reset", "hold"]
 Local = Trained | Literal["set_timer", "wait", "mark", "install", "stop"]
 Payload = Literal["gradient", "delta", "state", "buffers", "rows", "unused", "loss", "agreement", "found_inf", "parameters", "mixture"]
 
@@ -22,6 +22,7 @@ class Operation:
     order, and as many are under way there as it carries (``fleetbench.plan.groups``); a rank that is
     in none of the group's parts takes it as done. Of a rank:
 
+    - ``gate`` holds its compute until what it comes after has ended;
     - ``update`` applies the optimizer, to one bucket where it names one; ``skip`` leaves it out;
     - ``accumulate`` adds a micro-batch's gradient to a bucket's sum, and ``release`` makes that sum
       over ``divisor`` the gradient;

@@ -14,7 +14,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.groups import Parts, world_of
 from fleetbench.plan.layers import DTYPE_BYTES, Gradient
-from fleetbench.plan.operations import Operation, Operations
+from fleetbench.plan.operations import Collective, Operation, Operations
 from fleetbench.strategy import DistributedStrategy, ShardingConfigs
 
 REST = ""
@@ -36,13 +36,18 @@ class Block:
 
 
 def block_of(name: str, given: Sequence[str] = ()) -> str:
-    """The block of the parameter ``name``: the one of ``given`` that it lies in, or its module in a list, that is, up to the first number."""
+    """The block of the parameter ``name``: the one of ``given`` that it lies in.
+
+    Without any, its module in a list (``layers.3``), else its first module whose name ends in a number (``block3``).
+    """
     if given:
         inside = [block for block in given if name.startswith(f"{block}.")]
         return max(inside, key=len, default=REST)
     parts = name.split(".")[:-1]
-    place = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
-    return REST if place is None else ".".join(parts[: place + 1])
+    numbered = [index for index, part in enumerate(parts) if part.isdecimal()] or [
+        index for index, part in enumerate(parts) if part[-1:].isdecimal()
+    ]
+    return ".".join(parts[: numbered[0] + 1]) if numbered else REST
 
 
 def blocks_of(names: Iterable[str], given: Sequence[str] = ()) -> dict[str, list[str]]:
@@ -76,11 +81,12 @@ def _refuse_uneven(number: int, whole: int, field: str, what: str) -> None:
 
 
 def groups_of(configs: ShardingConfigs, trainers: int) -> dict[str, Parts]:
-    """``shard``, ``replica`` and ``reshard``, each where it is not ``world`` or a trainer alone. Raises ``ConfigError`` as ``degree_of``."""
+    """``world``, and ``shard``, ``replica`` and ``reshard`` where they are others. Raises ``ConfigError`` as ``degree_of`` does."""
     degree = degree_of(configs, trainers)
     found = {"world": world_of(trainers)}
-    if 1 < degree < trainers:
+    if degree < trainers:
         found["shard"] = _neighbours(trainers, degree)
+    if 1 < degree < trainers:
         found["replica"] = tuple(tuple(range(place, trainers, degree)) for place in range(degree))
     if type(configs.reshard_after_forward) is int and configs.reshard_after_forward < degree:
         found["reshard"] = _neighbours(trainers, configs.reshard_after_forward)
@@ -98,9 +104,9 @@ def grouped_by_block(gradients: Sequence[Gradient], strategy: DistributedStrateg
     """
     sparse = next((gradient.name for gradient in gradients if gradient.sparse), None)
     if sparse is not None:
-        what, hint = "has a sparse gradient, and sharding is of dense ones", "make the embedding dense (sparse=False), or leave sharding out"
-        raise ConfigError(what, f"parameter {sparse}", hint=hint)
-    names = [name for name in order or [gradient.name for gradient in reversed(gradients)]]
+        hint = "make the embedding dense (sparse=False), or leave sharding out"
+        raise ConfigError("has a sparse gradient, and sharding is of dense ones", f"parameter {sparse}", hint=hint)
+    names = list(order or [gradient.name for gradient in reversed(gradients)])
     found: dict[str, list[Gradient]] = {name: [] for name in blocks_of(names, strategy.sharding_configs.blocks)}
     for gradient in gradients:
         found[block_of(gradient.name, strategy.sharding_configs.blocks)].append(gradient)
@@ -124,13 +130,16 @@ def lay_out_blocks(
     for _, bucket in sorted(named, key=lambda one: one[1].id):
         dtype = bucket.dtype if wire is None or DTYPE_BYTES[wire] >= DTYPE_BYTES[bucket.dtype] else wire
         part, after = -(-bucket.numel // degree), tuple[int, ...]()
-        for kind, group, numel in (("reduce_scatter", shard, part * degree), ("all_reduce", "replica" if degree > 1 else "world", part)):
-            if trainers == 1 or (degree == 1 and kind == "reduce_scatter") or (degree == trainers and kind == "all_reduce"):
-                continue
-            nbytes = numel * DTYPE_BYTES[dtype]
-            own = {"kind": kind, "group": group, "nbytes": nbytes, "wire_dtype": dtype, "bucket": bucket.id, "after": after}
-            operations.append(Operation(id=len(operations), **own))
-            after = (operations[-1].id,)
+        chain: list[tuple[Collective, str, int]] = []
+        if degree > 1:
+            chain.append(("reduce_scatter", shard, part * degree))
+        if degree < trainers:
+            chain.append(("all_reduce", "replica" if degree > 1 else "world", part))
+        for kind, group, numel in chain:
+            nbytes, number = numel * DTYPE_BYTES[dtype], len(operations)
+            carried = Operation(id=number, kind=kind, group=group, nbytes=nbytes, wire_dtype=dtype, bucket=bucket.id, after=after)
+            operations.append(carried)
+            after = (number,)
     again = configs.stage == 3 and configs.reshard_after_forward is not False and degree > 1
     last = len(named) - 1
     blocks = tuple(

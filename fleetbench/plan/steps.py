@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
+from fleetbench.plan.events import BackwardEnd, BucketReady, Event, StepBegin
 from fleetbench.plan.operations import Operation, Operations, Payload
 
 SCALAR_NBYTES = 4
@@ -42,6 +43,10 @@ class StepOperations:
     """The operations of one step, by event. Ids count from 0 at the step's first operation. A strategy has one object for each kind."""
 
     on_begin: Operations = ()
+    on_forward: tuple[Operations, ...] = ()
+    """As each block of a sharded model is about to begin its forward, by block; empty without blocks."""
+    on_backward: tuple[Operations, ...] = ()
+    """The same of the backward."""
     on_bucket: tuple[Operations, ...]
     on_backward_end: Operations
     on_finite: Operations = ()
@@ -58,7 +63,18 @@ class StepOperations:
     @property
     def num_operations(self) -> int:
         """Operations of the step, where nothing is observed in it."""
-        return len(self.on_begin) + sum(map(len, self.on_bucket)) + len(self.on_backward_end)
+        in_compute = (*self.on_forward, *self.on_backward, *self.on_bucket)
+        return len(self.on_begin) + sum(map(len, in_compute)) + len(self.on_backward_end)
+
+    def told(self, plan: Plan, step: int) -> list[tuple[Event, Operations]]:
+        """What a strategy is told in the step, and what it answers, where nothing is observed."""
+        found: list[tuple[Event, Operations]] = [(StepBegin(step), self.on_begin)]
+        for moment in plan.moments:
+            if isinstance(moment, BucketReady):
+                found.append((moment, self.on_bucket[moment.bucket]))
+            else:
+                found.append((moment, (self.on_forward if moment.phase == "forward" else self.on_backward)[moment.block]))
+        return [*found, (BackwardEnd(), self.on_backward_end)]
 
 
 @dataclass(slots=True)
@@ -80,7 +96,7 @@ class _Builder:
             return ()
         return (self.operation("all_reduce", payload=payload, nbytes=nbytes, after=after),)
 
-    def carry(self, operations: Operations, payload: Payload, after: tuple[int, ...] = (), factor: int = 1) -> Operations:
+    def carry(self, operations: Iterable[Operation], payload: Payload, after: tuple[int, ...] = (), factor: int = 1) -> Operations:
         """The plan's operations; those that wait for nothing there wait for ``after``."""
         carried = []
         for operation in operations:
@@ -108,18 +124,71 @@ def operations_of(plan: Plan, what: Combination, step: StepKind) -> StepOperatio
     """The operations of a step."""
     build = _Builder(plan)
     begin = (build.operation("hold", payload="buffers"),) if what.holds_statistics and not step.closes else ()
-    buckets = tuple(_bucket(what, step, build, bucket.id) for bucket in plan.buckets)
+    begun = _until_backward_end(what, step, build, begin)
     if not step.closes:
-        return StepOperations(on_begin=begin, on_bucket=buckets, on_backward_end=(build.operation("skip"),))
+        return dataclasses.replace(begun, on_backward_end=(build.operation("skip", after=build.ids.values()),))
     end = _closing(what, build)
     waits = (end[-1].id,) if end else build.leaves
     if not what.scales:
-        return StepOperations(on_begin=begin, on_bucket=buckets, on_backward_end=(*end, *_update(what, step, build, "update", waits)))
-    if what.is_local and (asked := build.small("found_inf", SCALAR_NBYTES, waits)):
+        return dataclasses.replace(begun, on_backward_end=(*end, *_update(what, step, build, "update", waits)))
+    if (what.is_local or what.sharding) and (asked := build.small("found_inf", SCALAR_NBYTES, waits)):
         end, waits = (*end, *asked), (asked[0].id,)
     finite = _update(what, step, dataclasses.replace(build, ids=dict(build.ids)), "update", waits)
     overflow = _update(what, step, build, "skip", waits)
-    return StepOperations(on_begin=begin, on_bucket=buckets, on_backward_end=end, on_finite=finite, on_overflow=overflow)
+    return dataclasses.replace(begun, on_backward_end=end, on_finite=finite, on_overflow=overflow)
+
+
+@dataclass(slots=True)
+class _Gates:
+    """Gathers the blocks of a sharded model, each while the one before it computes.
+
+    Stages 1 and 2 keep all of it from an update's first forward to its last backward, and stage 3 what it does not gather again.
+    """
+
+    build: _Builder
+    what: Combination
+    step: StepKind
+    gathered: dict[int, int] = field(default_factory=dict)
+    """Ids of the gathers on their way, by block."""
+
+    def first(self) -> Operations:
+        """As the step begins."""
+        return self._gather("forward", 0)
+
+    def before(self, block: int, phase: str) -> Operations:
+        """As a block is about to begin: it waits for its own parameters, and the next block's set out."""
+        after = self.gathered.pop(block, None)
+        gate = () if after is None else (self.build.operation("gate", after=(after,)),)
+        return (*gate, *self._gather(phase, block + (1 if phase == "forward" else -1)))
+
+    def _gather(self, phase: str, block: int) -> Operations:
+        blocks, sharding, parts = self.build.plan.blocks, self.what.sharding, self.build.plan.parts
+        assert sharding is not None
+        if block not in range(len(blocks)) or self.build.plan.shard_ranks == 1:
+            return ()
+        own = blocks[block]
+        is_again = phase == "backward"
+        if not (own.regathers if is_again else sharding.stage == 3 or self.step.merged == 1):
+            return ()
+        group = "reshard" if is_again and "reshard" in parts else "shard" if "shard" in parts else "world"
+        gather = self.build.operation("all_gather", payload="parameters", bucket=own.bucket, nbytes=own.nbytes, group=group)
+        self.gathered[block] = gather.id
+        return (gather,)
+
+
+def _until_backward_end(what: Combination, step: StepKind, build: _Builder, begin: Operations) -> StepOperations:
+    """The step without its end, whose operations have ids in the order of the plan's moments."""
+    gates = _Gates(build, what, step) if build.plan.blocks else None
+    begin = (*begin, *(gates.first() if gates else ()))
+    in_compute: dict[str, dict[int, Operations]] = {"forward": {}, "backward": {}, "bucket": {}}
+    for moment in build.plan.moments:
+        if isinstance(moment, BucketReady):
+            in_compute["bucket"][moment.bucket] = _bucket(what, step, build, moment.bucket)
+        else:
+            assert gates is not None
+            in_compute[moment.phase][moment.block] = gates.before(moment.block, moment.phase)
+    forward, backward, bucket = (tuple(own[number] for number in sorted(own)) for own in in_compute.values())
+    return StepOperations(on_begin=begin, on_forward=forward, on_backward=backward, on_bucket=bucket, on_backward_end=())
 
 
 def average_of(plan: Plan, what: Combination) -> Operations:
@@ -148,6 +217,9 @@ def _closing(what: Combination, build: _Builder) -> Operations:
 
 
 def _bucket(what: Combination, step: StepKind, build: _Builder, bucket: int) -> Operations:
+    if what.sharding is not None and what.sharding.stage > 1:  # shards are added as they come, and meet their replicas once an update
+        chain = build.plan.of_bucket.get(bucket, ())
+        return build.carry([one for one in chain if step.closes or one.kind == "reduce_scatter"], "gradient")
     sums = (build.operation("accumulate", bucket=bucket),) if what.merges else ()
     return (*sums, *(_release(what, step, build, bucket) if step.closes else ()))
 

@@ -14,7 +14,7 @@ from typing import Literal
 from fleetbench.fields import named
 from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
-from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, Observed, StepBegin
+from fleetbench.plan.events import BackwardEnd, BlockBegin, BucketReady, DataEnd, EpochEnd, Event, Flush, Observed, StepBegin
 from fleetbench.plan.operations import Operation, Operations
 from fleetbench.plan.state import State
 from fleetbench.plan.steps import StepKind, StepOperations, agreement_of, average_of, operations_of, remainder_of
@@ -56,6 +56,9 @@ class CollectiveTraining:
                 assert not state.in_step, "a step ends before the next begins; found_inf is still to be told"
                 begun = state._replace(step=step, in_step=True, step_id=state.next_id)
                 return self._issue(begun, self._operations(self._kind(begun)).on_begin)
+            case BlockBegin(block, phase):
+                found = self._operations(self._kind(state))
+                return self._issue(state, (found.on_forward if phase == "forward" else found.on_backward)[block])
             case BucketReady(bucket):
                 return self._issue(state, self._operations(self._kind(state)).on_bucket[bucket])
             case BackwardEnd():

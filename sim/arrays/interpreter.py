@@ -36,7 +36,9 @@ class Seen:
     compute_end: Times
     """The backward is over."""
     forward: Times
-    """A duration, as are the next three."""
+    """A duration, as are the next four."""
+    gated: Times
+    """Of the stall, what held compute up."""
     stall: Times
     wait: Times
     """Of the stall, until the last rank had joined what was waited for."""
@@ -51,7 +53,7 @@ class Seen:
     @property
     def compute(self) -> Times:
         """Forward and backward."""
-        return self.compute_end - self.head_end
+        return self.compute_end - self.head_end - self.gated
 
     @property
     def backward(self) -> Times:
@@ -91,6 +93,7 @@ class Interpreter:
     _head_ns: Times = field(init=False)
     _slowed: Slowed | None = None
     _compute_end: Times = field(init=False)
+    _forward_end: Times = field(init=False)
     _ready: tuple[str, Times] | None = None
     """The last bucket's start under way, by its name, and since when; where spans are kept."""
 
@@ -108,7 +111,7 @@ class Interpreter:
 
     def _step(self, program: Program, x: Stretches, head_ns: Times) -> Seen:
         none = np.zeros((1, 1), dtype=np.int64)
-        self._seen = Seen(self.offset, head_ns, none, none, none, none, none, none, none, _NEVER, [], [])
+        self._seen = Seen(self.offset, head_ns, none, none, none, none, none, none, none, none, _NEVER, [], [])
         self._x, self._head_ns, self._behind, self._shares, self._arrivals = x, head_ns, True, [], []
         self._slowed = None if self.contention == 1 else Slowed(self.contention)
         self.carrier.begin(self.offset, self._num_ids)
@@ -133,8 +136,12 @@ class Interpreter:
                 self._compute(instruction)
             case Join():
                 self._join(instruction)
-            case Wait(after):
-                self._wait(self.carrier.flights(after))
+            case Wait(after, gates):
+                flights = self.carrier.flights(after)
+                if gates and flights:
+                    self._gate(*self._of_ranks(flights))
+                else:
+                    self._wait(flights)
             case Work(name, takes_ns):
                 self._work(name, takes_ns)
             case Share():
@@ -170,13 +177,15 @@ class Interpreter:
             seen = self._seen
             seen.compute_end = self._compute_end
             if self.draws:
-                begun = seen.head_end + seen.forward
+                begun = self._forward_end
                 self._span("compute", "forward", seen.head_end, begun)
                 self._span("compute", "backward", begun, seen.compute_end)
-        elif instruction.name != "forward":
+        elif instruction.name not in ("forward", "block"):
             self._ready = (instruction.name, self._now()) if self.draws else None
-        elif self.looks:
-            self._seen.forward = self._x.of(instruction.base_ns) if self._slowed is None else self.offset - self._seen.head_end
+        elif instruction.name == "forward" and self.looks:
+            seen, self._forward_end = self._seen, self._now()
+            is_whole = self._slowed is None and self.offset is seen.head_end  # nothing has held it up
+            seen.forward = self._x.of(instruction.base_ns) if is_whole else self._forward_end - seen.head_end - seen.gated
 
     def _join(self, instruction: Join) -> None:
         operation = instruction.operation
@@ -233,6 +242,16 @@ class Interpreter:
         end = np.maximum(self.offset, end)
         self._stall(end, met)
         self.offset = end
+
+    def _gate(self, end: Times, met: Times) -> None:
+        now = self._now()
+        takes = np.maximum(end - now, 0)
+        self.offset = self.offset + takes
+        if self.looks:
+            seen = self._seen
+            seen.gated, seen.stall, seen.wait = seen.gated + takes, seen.stall + takes, seen.wait + np.clip(met - now, 0, takes)
+            if self.draws:
+                self._span("compute", "wait", now, now + takes)
 
     def _stall(self, end: Times, met: Times) -> None:
         if self.looks:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fleetbench.plan.drive import Scalar, answers, ends_epoch, events_of
-from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Observed, StepBegin
+from fleetbench.plan.events import BackwardEnd, BlockBegin, BucketReady, DataEnd, EpochEnd, Event, Observed, StepBegin
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations
 from fleetbench.plan.replay import Decider
 from fleetbench.plan.state import closed_round
 from fleetbench.plan.steps import StepOperations
 from fleetbench.timeline import start_name
-from sim.own_work import OwnWork, bucket_readiness, holds_rank
+from sim.own_work import OwnWork, holds_rank, moments_of
 from sim.scenario import Scenario
 
 Told = Sequence[tuple[Event, Operations]]
@@ -34,7 +34,7 @@ class Compute:
     """Compute until so much of the step's is done, at X = 0."""
 
     name: str
-    """``forward``, ``backward``, or, where a bucket is ready, of the start of what that asks for."""
+    """``forward``, ``backward``, ``block`` where one begins, or, where a bucket is ready, of the start of what that asks for."""
     base_ns: int
 
 
@@ -55,6 +55,8 @@ class Wait:
     """Wait for operations to end; none named: for all."""
 
     after: tuple[int, ...] | None
+    gates: bool = False
+    """It holds compute up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class _Writer:
         self._opened: set[tuple[int, str]] = set()
         """Communicators and groups that have carried a collective."""
         self._meets = {name for name, parts in plan.groups if any(len(part) > 1 for part in parts)}
-        self._ready_ns = dict(zip([bucket.id for bucket in plan.buckets], bucket_readiness(plan, table), strict=True))
+        self._moments_ns = dict(moments_of(plan, table))
         self._own = OwnWork(scenario)
         self._forward_ns = table.forward_ns
         self._compute_ns = table.forward_ns + table.backward_ns
@@ -184,8 +186,7 @@ class _Writer:
             return self._told(step)
         self._decider.state = state
         if whole not in self._of_step:
-            ready = [(BucketReady(bucket.id), whole.on_bucket[bucket.id]) for bucket in self._scenario.plan.buckets]
-            told: Told = [(StepBegin(step), whole.on_begin), *ready, (BackwardEnd(), whole.on_backward_end)]
+            told = whole.told(self._scenario.plan, step)
             self._of_step[whole] = self._number(self._program(told, whole.num_operations))
         return self._of_step[whole]
 
@@ -211,11 +212,17 @@ class _Writer:
         """The program of a step of so many operations. ``Observed`` follows what it was observed for."""
         self._own.begin_step()
         found: list[Instruction] = []
-        tracked = False
+        tracked, in_forward = False, True
         for index, (event, operations) in enumerate(told):
             follower = told[index + 1][0] if index + 1 < len(told) else None
+            is_forward = isinstance(event, StepBegin) or (isinstance(event, BlockBegin) and event.phase == "forward")
+            if in_forward and not is_forward:
+                found.append(Compute("forward", self._forward_ns))
+                in_forward = False
             if isinstance(event, BucketReady):
-                found.append(Compute(start_name(event.bucket), self._ready_ns[event.bucket]))
+                found.append(Compute(start_name(event.bucket), self._moments_ns[event]))
+            elif isinstance(event, BlockBegin):
+                found.append(Compute("block", self._moments_ns[event]))
             elif isinstance(event, BackwardEnd):
                 found.append(Compute("backward", self._compute_ns))
             elif isinstance(event, Observed) and event.name == "found_inf":
@@ -223,8 +230,8 @@ class _Writer:
             found += self._spelled(operations)
             tracked = tracked or any(operation.kind == "update" and operation.bucket is not None for operation in operations)
             if isinstance(event, StepBegin):
-                found += [Head(), Compute("forward", self._forward_ns)]
-            elif tracked and not isinstance(event, BucketReady) and not isinstance(follower, Observed):
+                found.append(Head())
+            elif tracked and not isinstance(event, BlockBegin | BucketReady) and not isinstance(follower, Observed):
                 found.append(Finish())
                 tracked = False
         return Program(tuple(found), num_ids, lands=self._scenario.strategy.combination.fragments is not None)
@@ -242,7 +249,7 @@ class _Writer:
 
     def _local(self, operation: Operation) -> Iterator[Instruction]:
         if operation.after:
-            yield Wait(operation.after)
+            yield Wait(operation.after, gates=operation.kind == "gate")
         name, takes_ns = self._own.local(operation)
         if takes_ns:
             yield Work(name, takes_ns)

@@ -7,6 +7,7 @@ from fractions import Fraction
 from simpy import Event
 
 from fleetbench.plan.drive import Wanted, events_of, tell
+from fleetbench.plan.events import BlockBegin, BucketReady
 from fleetbench.plan.events import Event as PlanEvent
 from fleetbench.plan.groups import part_of
 from fleetbench.plan.layers import StepHead
@@ -18,7 +19,7 @@ from fleetbench.stragglers import stretch
 from fleetbench.timeline import COMPUTE, HOST, Span, start_name
 from sim.clock import LATEST_NS, Clock, half_up
 from sim.execution import Spans
-from sim.own_work import OwnWork, bucket_readiness, holds_rank
+from sim.own_work import OwnWork, holds_rank, moments_of
 from sim.reference.network import Collectives, Computing, Meeting
 from sim.scenario import Scenario
 
@@ -33,8 +34,8 @@ class Trainer:
     A step: read results back and the batch, as ``StepHead`` says; forward; backward, in which buckets become ready one after the other;
     then whatever the strategy decides at the backward's end, at an epoch's end, and at the end of
     training. Collectives run beside compute, from the moment the trainer joins them, unless
-    execution is sequential; a bucket's own update runs beside it too. Other local operations first
-    wait for the operations they come after, which is the step's stall. What of the bucket updates
+    execution is sequential; a bucket's own update runs beside it too. A ``gate`` holds compute up, which is stall. Other local
+    operations first wait for the operations they come after, which is the step's stall. What of the bucket updates
     lies beside compute is update; the rest of the time until the last of them is stall. What the
     rank's own operations take is ``OwnWork``; unmeasured ones take no time:
     they are part of what was measured beside them.
@@ -61,7 +62,9 @@ class Trainer:
         self._collectives = collectives
         self._computing = computing
         self._scenario = scenario
-        self._buckets = list(zip([bucket.id for bucket in plan.buckets], bucket_readiness(plan, table), strict=True))
+        moments = moments_of(plan, table)
+        self._forward = [moment_ns for moment, moment_ns in moments if isinstance(moment, BlockBegin) and moment.phase == "forward"]
+        self._backward = moments[len(self._forward) :]
         self._parts = {name: part_of(parts, rank) for name, parts in plan.groups}
         self._own = OwnWork(scenario)
         self._progress = Progress(clock, table.contention)
@@ -88,13 +91,17 @@ class Trainer:
             read_end_ns, before_ns = clock.now, tally.stall_ns + tally.update_ns
             self._computing.begins(self.rank)
             progress.begin()
-            yield from progress.reach(stretch(forward_ns, x))
-            forward_end_ns = clock.now
-            for bucket, ready_ns in self._buckets:
-                yield from progress.reach(stretch(ready_ns, x))
-                ready_at_ns = clock.now
+            for moment_ns in self._forward:
+                yield from progress.reach(stretch(moment_ns, x))
                 yield from self._tell(next(events))
-                tally.span(start_name(bucket), ready_at_ns, clock.now, HOST)
+            yield from progress.reach(stretch(forward_ns, x))
+            forward_end_ns, gated_ns = clock.now, tally.gated_ns
+            for moment, moment_ns in self._backward:
+                yield from progress.reach(stretch(moment_ns, x))
+                begun_ns = clock.now
+                yield from self._tell(next(events))
+                if isinstance(moment, BucketReady):
+                    tally.span(start_name(moment.bucket), begun_ns, clock.now, HOST)
             yield from progress.reach(stretch(compute_ns, x))
             backward_end_ns = clock.now
             self._computing.ends(self.rank)
@@ -112,8 +119,8 @@ class Trainer:
                     step=step,
                     start_ns=start_ns,
                     read_ns=read_end_ns - start_ns - before_ns,
-                    forward_ns=forward_end_ns - read_end_ns,
-                    backward_ns=backward_end_ns - forward_end_ns,
+                    forward_ns=forward_end_ns - read_end_ns - gated_ns,
+                    backward_ns=backward_end_ns - forward_end_ns - (tally.gated_ns - gated_ns),
                     stall_ns=tally.stall_ns,
                     wait_ns=tally.wait_ns,
                     update_ns=tally.update_ns,
@@ -142,6 +149,8 @@ class Trainer:
         after = [self._in_flight[other] for other in operation.after if other in self._in_flight]
         if operation.kind in COLLECTIVES:
             yield from self._start(operation, after)
+        elif operation.kind == "gate":
+            yield from self._gate(after)
         elif operation.kind == "update" and operation.bucket is not None:
             self._updated = self._clock.process(self._update(self._own.bucket_update(operation.bucket), after, self._updated))
         else:
@@ -179,6 +188,15 @@ class Trainer:
             yield self._clock.timeout(took_ns)
             self._tally.works(start_ns, self._clock.now)
 
+    def _gate(self, meetings: Sequence[Meeting]) -> Waits:
+        """Hold compute up until these have ended: stall, of whichever part of the step."""
+        if meetings:
+            start_ns = self._clock.now
+            self._computing.ends(self.rank)
+            yield self._clock.all_of([meeting.end for meeting in meetings])
+            self._computing.begins(self.rank)
+            self._tally.gates(start_ns, self._clock.now, _met_ns(meetings))
+
     def _wait(self, meetings: Sequence[Meeting]) -> Waits:
         """Wait; after compute, that is the step's stall."""
         if meetings:
@@ -212,6 +230,8 @@ class Tally:
     stall_ns: int = 0
     wait_ns: int = 0
     """Of the stall, until the last rank had joined what this one waited for."""
+    gated_ns: int = 0
+    """Of the stall, what held compute up."""
     update_ns: int = 0
     arrival_ns: int | None = None
     bytes_sent: int = 0
@@ -225,6 +245,13 @@ class Tally:
             self.wait_ns += min(max(met_ns, self.counted_ns), until_ns) - self.counted_ns
             self.stall_ns += until_ns - self.counted_ns
             self.counted_ns = until_ns
+
+    def gates(self, start_ns: int, end_ns: int, met_ns: int) -> None:
+        """Compute was held up, for what all ranks had joined at ``met_ns``."""
+        self.span("wait", start_ns, end_ns)
+        self.wait_ns += min(max(met_ns, start_ns), end_ns) - start_ns
+        self.stall_ns += end_ns - start_ns
+        self.gated_ns += end_ns - start_ns
 
     def works(self, start_ns: int, end_ns: int, met_ns: int = 0) -> None:
         """An update or a merge went on; what of it lies beside compute counts, and time before its start is stall."""

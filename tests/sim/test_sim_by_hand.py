@@ -20,7 +20,7 @@ from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.stragglers import SlowRank
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LayerSpec
-from sim.own_work import bucket_readiness
+from sim.own_work import moments_of
 from sim.run import simulate
 
 # Forward order: a (1000 bytes), b (2000 bytes). Backward order: b is ready 400 + 400 = 800 ns after
@@ -132,7 +132,7 @@ def test_a_bucket_is_not_ready_before_those_in_front_of_it() -> None:
     table = profile.tables[0]
     plan = build_plan(DistributedStrategy(fuse_all_reduce_ops=False), tuple(reversed(table.by_readiness())), Setting(trainers=2))
     assert [bucket.gradients for bucket in plan.buckets] == [("layer0.p1",), ("layer0.p0",)]
-    assert bucket_readiness(plan, table) == [300, 300]
+    assert [moment_ns for _, moment_ns in moments_of(plan, table)] == [300, 300]
 
 
 def test_read_update_and_merge_take_their_measured_time() -> None:

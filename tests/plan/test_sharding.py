@@ -1,0 +1,141 @@
+"""Sharding: the blocks of a model, its groups, and what a step of each stage is told to start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.build import Plan, Setting, build_plan
+from fleetbench.plan.layers import Gradient
+from fleetbench.plan.replay import Decider
+from fleetbench.plan.sharding import blocks_of, groups_of
+from fleetbench.plan.training import family
+from fleetbench.quantities import Nanoseconds
+from fleetbench.strategy import DistributedStrategy, ShardingConfigs
+
+GPT = ["wte.weight", "h.0.attn.weight", "h.0.mlp.weight", "h.1.attn.weight", "h.1.mlp.weight", "ln_f.weight", "head.weight"]
+
+
+def plan_of(configs: dict[str, Any], trainers: int = 4, names: list[str] = GPT, dtypes: dict[str, str] | None = None) -> Plan:
+    """The plan of a model whose gradients of 10 numbers each are ready from its end to its begin."""
+    order = reversed(list(enumerate(reversed(names), start=1)))
+    gradients = {
+        name: Gradient(name=name, numel=10, ready=Nanoseconds(100 * number), dtype=(dtypes or {}).get(name, "float32"))
+        for number, name in order
+    }
+    by_readiness = sorted(gradients.values(), key=lambda gradient: gradient.ready)
+    strategy = DistributedStrategy(sharding=True).replace(sharding_configs=configs)
+    return build_plan(strategy, by_readiness, Setting(trainers=trainers, order=tuple(names)))
+
+
+def test_blocks_are_the_modules_of_lists() -> None:
+    """As fully_shard is usually called: each layer of a transformer, and the rest with the whole model."""
+    assert blocks_of(GPT) == {"": [GPT[0], *GPT[5:]], "h.0": GPT[1:3], "h.1": GPT[3:5]}
+    resnet = ["conv1.weight", "layer1.0.conv1.weight", "layer1.1.conv1.weight", "fc.weight"]
+    assert list(blocks_of(resnet)) == ["", "conv1", "layer1.0", "layer1.1"]
+    assert blocks_of(["0.weight", "0.bias", "2.weight"]) == {"0": ["0.weight", "0.bias"], "2": ["2.weight"]}
+
+
+def test_blocks_may_be_named() -> None:
+    """The smallest that a parameter lies in has it; one that has none of its own is refused."""
+    assert blocks_of(GPT, ["h", "h.1.mlp"]) == {"": [GPT[0], *GPT[5:]], "h": GPT[1:4], "h.1.mlp": GPT[4:5]}
+    with pytest.raises(ConfigError, match=r"strategy\.sharding_configs\.blocks: has no parameters of its own \(got 'h\.2'\)"):
+        blocks_of(GPT, ["h.2"])
+    with pytest.raises(ConfigError, match="no parameters of its own"):
+        blocks_of(GPT, ["h", "h.0", "h.1"])
+
+
+def test_groups_are_neighbours_and_their_replicas() -> None:
+    """Rank r is in group r // D, and those with one r % D are replicas; a whole world has neither."""
+    found = groups_of(ShardingConfigs(sharding_degree=4, reshard_after_forward=2), 8)
+    assert found["shard"] == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert found["replica"] == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert found["reshard"] == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert groups_of(ShardingConfigs(), 4) == {"world": ((0, 1, 2, 3),)}
+    with pytest.raises(ConfigError, match=r"does not divide the 4 trainers of a shard group \(got 3\)"):
+        groups_of(ShardingConfigs(sharding_degree=4, reshard_after_forward=3), 8)
+
+
+def test_a_bucket_a_block_in_the_order_of_readiness() -> None:
+    """The rest holds the head, which is ready first, and the embedding, which is ready last: so it is the last bucket."""
+    plan = plan_of({"stage": 3})
+    assert [(block.name, block.bucket, block.regathers) for block in plan.blocks] == [("", 2, False), ("h.0", 1, True), ("h.1", 0, False)]
+    assert [bucket.numel for bucket in plan.buckets] == [20, 20, 30]
+    told = [f"{moment}".partition("(")[0] + str(getattr(moment, "block", getattr(moment, "bucket", ""))) for moment in plan.moments]
+    assert told == [
+        "BlockBegin0",
+        "BlockBegin1",
+        "BlockBegin2",
+        "BlockBegin2",
+        "BucketReady0",
+        "BlockBegin1",
+        "BucketReady1",
+        "BlockBegin0",
+        "BucketReady2",
+    ]
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def operations(configs: dict[str, Any], also: dict[str, Any] | None = None, steps: int = 1, trainers: int = 4) -> list[list[str]]:
+    """What each step starts, as ``kind group bytes``."""
+    from fleetbench.plan.drive import answers, events_of
+
+    plan = plan_of(configs, trainers)
+    strategy = DistributedStrategy(sharding=True).replace(sharding_configs=configs, **(also or {}))
+    decider = Decider.start(family(strategy, plan), 0)
+    found = []
+    for step in range(1, steps + 1):
+        decided = [one for event in events_of(plan, step) for one in answers(decider, event, lambda _: 0.0)]
+        found.append([f"{own.kind} {own.group} {own.nbytes}".replace(" world 0", "") for one in decided for own in one.operations])
+    return found
+
+
+def test_stage_3_of_a_shard_group() -> None:
+    """HSDP: gathered and scattered among two, and shards averaged over two replicas; padded to whole shards."""
+    assert operations({"stage": 3, "sharding_degree": 2}) == [
+        [
+            "all_gather shard 120",
+            *("gate", "all_gather shard 80"),
+            *("gate", "all_gather shard 80"),
+            *("gate", "all_gather shard 80"),  # h.1 stays, and h.0 comes again
+            *("reduce_scatter shard 80", "all_reduce replica 40"),
+            "gate",
+            *("reduce_scatter shard 80", "all_reduce replica 40"),
+            *("reduce_scatter shard 120", "all_reduce replica 60"),
+            "update",
+        ]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "first", "last"),
+    [
+        (1, ["all_gather"] * 3, ["reduce_scatter"] * 3),
+        (2, ["all_gather"] * 3 + ["reduce_scatter"] * 3, ["reduce_scatter"] * 3),
+        (3, ["all_gather"] * 4 + ["reduce_scatter"] * 3, ["all_gather"] * 4 + ["reduce_scatter"] * 3),
+    ],
+)
+def test_micro_batches_of_one_update(stage: int, first: list[str], last: list[str]) -> None:
+    """Stage 1 exchanges after the last alone; stages 1 and 2 keep what is gathered until the update; replicas meet once."""
+    merge = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+    found = operations({"stage": stage}, merge, steps=3)
+    kinds = [sorted(own.split()[0] for own in step if own.split()[0] in ("all_gather", "reduce_scatter")) for step in found]
+    assert kinds == [first, last, first]
+    over_replicas = operations({"stage": stage, "sharding_degree": 2}, merge, steps=2)
+    assert [sum("replica" in own for own in step) for step in over_replicas] == [0, 3]
+
+
+def test_overflow_is_asked_of_all_trainers() -> None:
+    """Each has the gradients of its shard alone, so that one flag of 4 bytes is reduced."""
+    assert "all_reduce world 4" in operations({}, {"amp": True})[0]
+
+
+def test_what_cannot_be_sharded_is_named() -> None:
+    """A block of several types, and a sparse gradient."""
+    with pytest.raises(ConfigError, match=r"block h\.0: has parameters of several types.*float16, float32"):
+        plan_of({}, dtypes={"h.0.mlp.weight": "float16"})
+    sparse = [Gradient(name="wte.weight", numel=10, sparse=True, ready=Nanoseconds(1))]
+    with pytest.raises(ConfigError, match=r"parameter wte\.weight: has a sparse gradient"):
+        build_plan(DistributedStrategy(sharding=True), sparse, Setting(trainers=2))
