@@ -101,6 +101,8 @@ class Tune(Config):
     trainers train the workload, with a target."""
     gradient_merge: tuple[int, ...] = (1, 2, 4)
     """Micro-batches of an update that may be tried beside 1, where virtual trainers train the workload, with a target."""
+    sharding: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+    """With ``--simulate-only``: stages of sharding that are tried, over all trainers and within a node."""
     lr_scale: tuple[float, ...] = ()
     """Factors of the learning rate that may be tried with a target. Where virtual trainers train the workload, none stands for an eighth to
     eight: with the default and the best ``finalists`` ways, step by step from the strategy's own, as far as that helps. A script tries none

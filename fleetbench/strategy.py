@@ -36,8 +36,7 @@ _READ_WITH: tuple[tuple[str, tuple[object, ...], tuple[str, ...]], ...] = (
     ("use_hierarchical_allreduce", (True,), ("hierarchical_inner_ranks", "hierarchical_variant")),
     *((switch, (True,), (f"{switch}_configs",)) for switch in _TABLES),
     ("mode", ("ps",), ("overlap_push", "reduce_in_node")),
-    ("sharding", (False,), ("fuse_all_reduce_ops", "fusion", "fuse_grad_size_in_MB", "fuse_grad_count", "nccl_comm_num")),
-    ("sharding", (False,), ("sync_nccl_allreduce", "use_hierarchical_allreduce", "find_unused_parameters")),
+    ("sharding", (False,), ("fuse_all_reduce_ops", "fuse_grad_size_in_MB", "fuse_grad_count")),
 )
 """A field, the values with which others are read, and these."""
 _NEEDED = tuple((switch, on, name) for switch, on, names in _READ_WITH for name in names)
@@ -420,6 +419,7 @@ class DistributedStrategy(Config):
         resets, shares_state = average.momentum == "reset", average.optimizer_state == "average"
         in_order, feeds_back = build.enable_sequential_execution, self.localsgd and local.outer_error_feedback
         int8, fp32 = 'outer_wire = "int8"', 'outer_wire = "fp32"'
+        alone = "blocks follow one another on one communicator"
         cut, averages = self.localsgd and local.has_fragments, self.is_local and not self.has_outer
         return (
             (self.localsgd and self.adaptive_localsgd, "localsgd", "adaptive_localsgd", "one of them says when trainers meet"),
@@ -451,13 +451,18 @@ class DistributedStrategy(Config):
             (synced and self.use_hierarchical_allreduce, "sync_batch_norm", hierarchy, changes),
             (synced and self.thread_num > 1, "sync_batch_norm", "thread_num above 1", changes),
             (feeds_back and not self.quantises, "outer_error_feedback", fp32, "nothing is lost on the wire"),
-            (served and self.sharding, "sharding", 'mode = "ps"', "servers hold the parameters"),
-            (self.sharding and self.is_local, "Local SGD", "sharding", "a trainer that updates alone has all of the model"),
-            (self.sharding and by_bucket, update, "sharding", "a trainer updates its shard of all blocks at once"),
-            (self.sharding and in_order, sequential, "sharding", "gathers run beside compute"),
-            (self.sharding and merge.remainder != "carry", "remainder", "sharding", "an update between two steps has no backward"),
             (self.a_sync and self.overlap_push, "overlap_push", "a_sync", "asynchronous pushes are beside the next steps"),
             (self.a_sync and self.reduce_in_node, "reduce_in_node", "a_sync", "trainers of a node would wait for each other"),
+            (served and self.sharding, "sharding", 'mode = "ps"', "servers hold the parameters"),
+            (self.is_local and self.sharding, "Local SGD", "sharding", "a trainer that updates alone has all of the model"),
+            (self.sharding and self.use_hierarchical_allreduce, hierarchy, "sharding", "its groups are those of sharding_degree"),
+            (self.sharding and self.fusion != "fleet", "fusion", "sharding", "a block is a bucket"),
+            (self.sharding and self.nccl_comm_num > 1, "nccl_comm_num above 1", "sharding", alone),
+            (self.sharding and not self.sync_nccl_allreduce, "sync_nccl_allreduce = false", "sharding", alone),
+            (self.sharding and unused, "find_unused_parameters", "sharding", "every block is scattered in every step"),
+            (self.sharding and by_bucket, update, "sharding", "a trainer updates its shard of all blocks at once"),
+            (self.sharding and in_order, sequential, "sharding", "gathers run beside compute"),
+            (self.sharding and merge.remainder == "flush", 'remainder = "flush"', "sharding", "shards are added in a backward"),
         )
 
     @classmethod

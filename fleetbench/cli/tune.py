@@ -177,7 +177,9 @@ def _run_simulated(arguments: argparse.Namespace) -> int:
     emit("every row has the draws of the first; stragglers x 2 doubles their delays, and what slowdown in node_overrides has above 1")
     emit(_parts(found, folder))
     emit(_made_of(found))
-    emit(f"fits in memory: {_spelled(found.fits_in_memory)}")
+    parts = ", ".join(f"{name} {units.size(size)}" for name, size in found.memory.items())
+    needs = f"; {units.size(sum(found.memory.values()))} a trainer: {parts}" if parts else ""
+    emit(f"fits in memory: {_spelled(found.fits_in_memory)}{needs}")
     emit("\n".join(f"note: {note}" for note in found.notes))
     emit(found.line)
     emit(f"recommendation: {folder / 'recommended.toml'}")

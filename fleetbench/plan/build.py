@@ -166,7 +166,10 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
 
 
 def _sharded(strategy: DistributedStrategy, gradients: Sequence[Gradient], setting: Setting) -> Plan:
-    """A bucket a block. Raises ``ConfigError`` for a degree that does not divide the trainers, and for what cannot be sharded."""
+    """A bucket a block; a communicator carries one collective at a time, whatever the backend could.
+
+    Raises ``ConfigError`` for a degree that does not divide the trainers, and for what cannot be sharded.
+    """
     position = {gradient.name: index for index, gradient in enumerate(gradients)}
     named = [
         (name, Bucket(id=0, gradients=tuple(each.name for each in own), numel=sum(each.numel for each in own), dtype=own[0].dtype))
@@ -181,7 +184,7 @@ def _sharded(strategy: DistributedStrategy, gradients: Sequence[Gradient], setti
         buckets=tuple(sorted((bucket for _, bucket in named), key=lambda bucket: bucket.id)),
         exchange=exchange,
         groups=tuple(groups_of(strategy.sharding_configs, setting.trainers).items()),
-        queue_depth=setting.queue_depth,
+        queue_depth=1,
         buffers_nbytes=setting.buffers_nbytes if strategy.broadcast_buffers else 0,
         blocks=blocks,
     )

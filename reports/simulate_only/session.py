@@ -1,4 +1,4 @@
-"""What the commands of docs/simulate_only.md and docs/estimate.md print: ``python reports/simulate_only/session.py`` writes session.csv.
+"""What commands of docs/simulate_only.md, sharding.md and estimate.md print: ``python reports/simulate_only/session.py`` writes session.csv.
 
 No random numbers but the experiment's seeds: the same every time. Minutes of one core.
 """
@@ -19,6 +19,7 @@ SIMULATED = {
     "100 Gbit/s": ("--set", "cluster.inter.bandwidth=100 Gbit/s"),
     "one node 30 % slow": ("--set", "cluster.node_overrides=[{nodes=[3], slowdown=1.3}]"),
 }
+SHARDED = {"400 Gbit/s": (), "100 Gbit/s": ("--set", "cluster.inter.bandwidth=100 Gbit/s")}
 KEPT = ("num_trials", "default_s", "step_s", "speedup", "samples_per_s", "tokens_per_s", "fits_in_memory")
 ESTIMATED = ("--gpt", "350M", "--gpu", "H100", "--precision", "bf16")
 
@@ -33,6 +34,14 @@ def main() -> None:
         ends = zip(("fastest_other_low", "fastest_other_high"), found["runners_up"][0]["interval"], strict=True)
         rows += [(f"tune --simulate-only, {name}", *row) for row in (*found["parts"].items(), *ends)]
         rows += [(f"tune --simulate-only, {name}", f"step_s, {case['assumption']}", case["recommended_s"]) for case in found["cases"]]
+    for name, more in SHARDED.items():
+        found = json.loads(printed("tune", "examples/gpt_7b.toml", "--simulate-only", "--json", *more))
+        command = f"tune --simulate-only, gpt_7b, {name}"
+        rows += [(command, key, found[key]) for key in KEPT]
+        rows += [(command, f"memory, {what}", size) for what, size in found["memory"].items()]
+        tried = [("recommended", found["strategy"], found["step_s"])]
+        tried += [("runner-up", rival["strategy"], rival["step_s"]) for rival in found["runners_up"]]
+        rows += [(command, f"{what}: {json.dumps(strategy.get('sharding_configs', {}))}", step_s) for what, strategy, step_s in tried]
     lines = [line for line in printed("estimate", *ESTIMATED).splitlines() if line.startswith(("estimated compute:", "memory:"))]
     rows += [(f"estimate {' '.join(ESTIMATED)}", *line.split(": ", 1)) for line in lines]
     with (HERE / "session.csv").open("w", encoding="utf-8", newline="") as file:

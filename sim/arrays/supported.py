@@ -5,9 +5,9 @@ that compute slows have ended before compute of the next step.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
-from itertools import pairwise, takewhile
+from itertools import takewhile
 
 from fleetbench.plan.operations import Operation
 from sim.arrays.layout import Layout, share_ports
@@ -54,7 +54,7 @@ def shares(layout: Layout, programs: Sequence[Program]) -> bool:
     """Whether two collectives that share a port may be in flight together, so that their durations are not fixed."""
     for program in programs:
         joins = program.joins
-        if any(not _is_behind(layout, first, second.operation, joins) for first, second in pairwise(joins)):
+        if any(not _is_behind(layout, first, second.operation, joins) for first, second in _on_common_ports(layout, joins)):
             return True
         if (
             leaves_in_flight(program)
@@ -78,9 +78,13 @@ def shares(layout: Layout, programs: Sequence[Program]) -> bool:
 def _starts_together(layout: Layout, lines: Sequence[Instruction], join: Join) -> bool:
     """Whether all parts of a collective start at once: when another has ended in which each has met all others.
 
-    That one must end later than anybody joins this one.
+    That one must end later than anybody joins this one, and those before it in its own group, whose parts may end apart, have ended then.
     """
     group, busy_ns = join.operation.group, join.takes_ns
+    joined = {line.operation.id: line.operation for line in lines[: lines.index(join)] if isinstance(line, Join)}
+    own = [before.id for before in joined.values() if before.group == group]
+    if own and own[-1] not in with_those_before(join.operation.after, joined):
+        return False
     for line in reversed(lines[: lines.index(join)]):
         if not isinstance(line, Join):
             return False
@@ -147,6 +151,21 @@ def with_those_before(operations: Iterable[int], joined: dict[int, Operation]) -
         if operation.id in found:
             found.update(operation.after)
     return found
+
+
+def _on_common_ports(layout: Layout, joins: Sequence[Join]) -> Iterator[tuple[Join, Join]]:
+    """Each collective after the last one of every group before it, where the two have a port in common."""
+    last: dict[str, tuple[Join, frozenset[Port]]] = {}
+    known: dict[tuple[str, str, bool], frozenset[Port]] = {}
+    for join in joins:
+        operation = join.operation
+        key = operation.group, operation.kind, operation.payload == "rows"
+        if key not in known:
+            known[key] = frozenset(port for route in layout.ways(operation) for port in route.ports)
+        for before, ports in last.values():
+            if not ports.isdisjoint(known[key]):
+                yield before, join
+        last[operation.group] = join, known[key]
 
 
 def _is_behind(layout: Layout, first: Join, second: Operation, joins: Iterable[Join]) -> bool:

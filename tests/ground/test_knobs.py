@@ -79,6 +79,8 @@ ROWS: dict[str, str] = {
     },
     "gradient_merge": "planned learnt way",
     **{f"gradient_merge_configs.{name}": "planned learnt way" for name in MERGED},
+    "sharding": "planned clock",
+    **{f"sharding_configs.{name}": "planned clock" for name in ("stage", "sharding_degree", "reshard_after_forward", "blocks")},
     "a_sync": "served way",
     **{f"a_sync_configs.{name}": "served way" for name in SENT.split()},
     "a_sync_configs.runtime_split_send_recv": "way",
@@ -99,6 +101,7 @@ BASES: dict[str, dict[str, Any]] = {
     "localsgd_configs.": {"localsgd": True, "localsgd_configs": {"k_steps": 4}},
     "adaptive_localsgd_configs.": {"adaptive_localsgd": True},
     "gradient_merge_configs.": {"gradient_merge": True},
+    "sharding_configs.": {"sharding": True},
     "a_sync_configs.": {"mode": "ps", "a_sync": True},
     "a_sync": {"mode": "ps"},
     "overlap_push": {"mode": "ps"},
@@ -114,6 +117,7 @@ OTHERS: dict[str, Any] = {
     "amp_configs.decr_ratio": 0.5,
     "amp_configs.dtype": "bf16",
     "recompute_configs.checkpoints": ("a",),
+    "sharding_configs.blocks": ("a",),
     "localsgd_configs.schedule": "torch",
     "localsgd_configs.warmup": "linear",
     "localsgd_configs.mixing": 0.5,
@@ -265,6 +269,7 @@ def test_knobs_have_these_names_and_fields() -> None:
         "wire": {"fp16_allreduce", "bf16_allreduce"},
         "update by bucket": {"build_strategy"},
         "threads": {"thread_num"},
+        "sharding": {"sharding", "sharding_configs"},
         "parameter servers' mode": {"a_sync", "a_sync_configs"},
     }
 

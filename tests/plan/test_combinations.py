@@ -26,7 +26,9 @@ from fleetbench.support import refuse_unexecuted
 from plan.contract import awaited, run_step
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = [DOCS / f"{name}.md" for name in ("strategies", "exchange", "local_sgd", "outer_optimizer", "gradient_merge", "compute")]
+PAGES = [
+    DOCS / f"{name}.md" for name in ("strategies", "exchange", "local_sgd", "outer_optimizer", "gradient_merge", "compute", "sharding")
+]
 """The pages of collective strategies."""
 Fields = dict[str, Any]
 
@@ -64,7 +66,9 @@ def _payload(name: str) -> Evidence:
 
 
 def _merges(run: Driven) -> bool:
-    return {"accumulate", "release"} <= {operation.kind for operation in run.operations}
+    """Gradients are added beside the plan, or, of a sharded model, as they are scattered in steps that skip the update."""
+    kinds = {operation.kind for operation in run.operations}
+    return {"accumulate", "release"} <= kinds or (bool(run.plan.blocks) and {"skip", "update"} <= kinds)
 
 
 def _nothing_of_the_plan(_: Driven) -> bool:
@@ -81,6 +85,8 @@ class Switch:
     """What a refusal calls it."""
     shows: Evidence = _nothing_of_the_plan
     """Whether a run's operations bear its mark."""
+    is_dense: bool = False
+    """Sparse gradients are refused with it."""
     local_hides: bool = False
     """Local SGD, which averages parameters, has no use for it, and it does no harm there."""
 
@@ -189,6 +195,14 @@ SWITCHES: dict[str, Switch] = {
     ),
     "several threads": Switch(variants=({"thread_num": 2},), called=("thread_num",)),
     "sequential execution": Switch(variants=(_build(enable_sequential_execution=True),), called=("enable_sequential_execution",)),
+    "sharding": Switch(
+        variants=tuple({"sharding": True, "sharding_configs": {"stage": stage, "sharding_degree": 2}} for stage in (1, 2, 3)),
+        called=("sharding",),
+        shows=lambda run: (
+            {"all_gather", "reduce_scatter"} <= {operation.kind for operation in run.operations if operation.group == "shard"}
+        ),
+        is_dense=True,
+    ),
 }
 ONE_FIELD = "-"
 """In the table: two values of one field, which cannot meet."""
@@ -224,7 +238,7 @@ def overflowing(name: str, step: int) -> float:
 def driven(strategy: DistributedStrategy, *, sparse: bool = False, nodes_of: int = 2) -> Driven:
     """Plan, and run ten steps, two epochs' ends, a reading and the end of training, held to what no executor can do without."""
     refuse_unexecuted(strategy, "strategy", PLANNED, "an executor")
-    capped = strategy.replace(fuse_grad_size_in_MB=1) if strategy.fusion == "fleet" else strategy
+    capped = strategy.replace(fuse_grad_size_in_MB=1) if strategy.fusion == "fleet" and not strategy.sharding else strategy
     cost = Cost(latency_ns=10.0, ns_per_byte=0.1)
     setting = Setting(trainers=2 * nodes_of, trainers_per_node=nodes_of, cost=cost, num_state_slots=1, buffers_nbytes=8)
     plan = build_plan(capped, gradients(sparse=sparse), setting)
@@ -310,6 +324,10 @@ def test_every_switch_is_planned_alone(name: str, sparse: bool) -> None:
     """Each way to switch it on gives operations that bear its mark, also beside an embedding; without it none do."""
     switch = SWITCHES[name]
     for fields in switch.variants:
+        if sparse and switch.is_dense:
+            with pytest.raises(ConfigError, match=r"parameter t\.weight: has a sparse gradient"):
+                driven(DistributedStrategy().replace(**fields), sparse=True)
+            continue
         assert switch.shows(driven(DistributedStrategy().replace(**fields), sparse=sparse))
     if switch.shows is not _nothing_of_the_plan:
         assert not switch.shows(driven(DistributedStrategy(), sparse=sparse))

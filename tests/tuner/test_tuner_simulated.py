@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from fleetbench.errors import ConfigError
-from fleetbench.experiment import Experiment
+from fleetbench.experiment import Experiment, Tune
 from fleetbench.measurements import Memory
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Profile, compute_key, name_profile
+from fleetbench.quantities import Bytes
 from fleetbench.result import step_s_of
 from fleetbench.stragglers import Blocks
 from fleetbench.strategy import DistributedStrategy
@@ -26,7 +27,8 @@ from sim.run import simulate
 from tuner.simulated import candidates
 from tuner.simulated.answer import SimulatedRecommendation, tune_simulated
 from tuner.simulated.assumptions import scaled
-from tuner.simulated.candidates import fits, ranked
+from tuner.simulated.candidates import ranked
+from tuner.simulated.sharded import fits
 from tuner.simulated.sizes import tune_sizes
 from tuner.simulated.uncertainty import FIRST_LOOK_ERROR, MODEL_ERROR, spread_of, ways_outside
 
@@ -246,6 +248,26 @@ def test_copies_of_local_steps_count_where_memory_is_asked(tmp_path: Path) -> No
         assert fits(named.replace(strategy=local)) is expected
 
 
+def test_what_fits_no_trainer_is_left_out_before_time_is_asked(tmp_path: Path) -> None:
+    """79 GB of optimizer state and 8 GB of parameters and gradients fill no GPU of 80 GB: only shards fit, whatever they cost."""
+    experiment = _registry(tmp_path, "H100").replace(tune=Tune(thread_num=(1,), sharding=(1, 3), min_gain=0.5))
+    large = Memory(
+        parameters=Bytes(4 * 10**9),
+        gradients=Bytes(4 * 10**9),
+        optimizer_state=Bytes(79 * 10**9),
+        activations=Bytes(10**9),
+        peak=Bytes(88 * 10**9),
+    )
+    named = name_profile(experiment, dataclasses.replace(_profile(experiment), memory=large), tmp_path / "large.toml")
+    found, _ = tune_simulated(named, out=tmp_path)
+    assert found.strategy.sharding
+    assert found.fits_in_memory
+    assert found.memory["optimizer state"] == 79 * 10**9 // 2
+    assert found.line.endswith("the experiment's own strategy needs more memory than a trainer has")
+    assert all(case.best != named.strategy for case in found.cases)
+    assert any("has too little memory for them" in note for note in found.notes)
+
+
 def test_estimated_compute_is_said_and_widens_the_interval(tmp_path: Path) -> None:
     """Compute times c: 6 c + 40 ms in four buckets, 12 c + 10 in one; c = 0.75 and 1.25 are the ends."""
     found, folder = tune_simulated(_registry(tmp_path, "H100"), out=tmp_path)
@@ -319,7 +341,7 @@ def test_local_steps_are_searched_only_where_a_target_prices_them(tmp_path: Path
 
 def test_a_space_that_takes_too_long_is_searched_by_optuna(tmp_path: Path) -> None:
     """The default is among what was tried, and no more than the trials were."""
-    ranking = ranked(_experiment(tune={"trials": 2, "search_seconds": 0}), out=tmp_path)
+    ranking = ranked(_experiment(tune={"trials": 2, "search_seconds": 0, "sharding": []}), out=tmp_path)
     assert _experiment().strategy in ranking.step_s
     assert ranking.num_trials == 2
     assert list(tmp_path.glob("studies/*.journal"))

@@ -26,7 +26,7 @@ from fleetbench.strategy import DistributedStrategy
 from tuner.budget import seeds_of
 from tuner.learning import Learn, by_virtual_trainers
 from tuner.notes import Annotated, Note, Remark
-from tuner.simulated import candidates
+from tuner.simulated import candidates, sharded
 from tuner.simulated.assumptions import assumptions, changed
 from tuner.simulated.uncertainty import CONFIDENCE, Spread, spread_of, ways_outside
 from tuner.to_target import Updates
@@ -37,6 +37,7 @@ SCHEMA = 1
 RERANKED, SERVED_RERANKED = 6, 3
 """Of the best strategies, simulated again under each changed assumption; beside them the best one with each value of any knob."""
 RUNNERS_UP = 4
+LARGE = "the experiment's own strategy needs more memory than a trainer has"
 
 Item = TypeVar("Item")
 
@@ -120,6 +121,8 @@ class SimulatedRecommendation(Annotated):
     arrived: int = 0
     """Of these, with which both arrive."""
     fits_in_memory: bool | None
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes of a trainer under the recommended strategy, by what they hold; empty where no profile tells."""
     knobs: tuple[Knob, ...]
     runners_up: tuple[Rival, ...]
     cases: tuple[Case, ...]
@@ -267,14 +270,15 @@ class _Answering:
             high=high,
             spread=spread,
             outside=outside,
-            fits_in_memory=candidates.fits(experiment.replace(strategy=chosen)),
+            fits_in_memory=sharded.fits(experiment.replace(strategy=chosen)),
+            memory=sharded.memory_of(experiment.replace(strategy=chosen)) or {},
             knobs=self._knobs(default, chosen),
             runners_up=tuple(rivals[:RUNNERS_UP]),
             cases=tuple(self._case(name, found, chosen) for name, found in {"as declared": step_s, **rows}.items()),
             seeds=len(ratios),
             num_trials=ranking.num_trials,
             num_reranked=len(retried),
-            caveat=self.ways.said_beside(chosen),
+            caveat=LARGE if self._own_fits is False else self.ways.said_beside(chosen),
             told=(
                 *self._caveats(chosen, interval[0] if arrives and interval else low, samples_per_s),
                 *ranking.notes,
@@ -282,6 +286,10 @@ class _Answering:
                 *notes,
             ),
         )
+
+    @property
+    def _own_fits(self) -> bool | None:
+        return sharded.fits(self.experiment)
 
     def _over_seeds(self, experiment: Experiment) -> Callable[[DistributedStrategy], list[float]]:
         """Seconds of a step by strategy, under each of the answer's seeds, times the steps to the target, where these are known."""
@@ -342,7 +350,8 @@ class _Answering:
         return {strategy: statistics.fmean(measure(strategy)) for strategy in dict.fromkeys(asked)}
 
     def _case(self, name: str, step_s: candidates.Times, chosen: DistributedStrategy) -> Case:
-        best = min(step_s, key=lambda strategy: step_s[strategy])
+        fitting = [strategy for strategy in step_s if self._own_fits is not False or strategy != self.experiment.strategy] or [*step_s]
+        best = min(fitting, key=lambda strategy: step_s[strategy])
         changes = step_s[chosen] / step_s[best] - 1 > self.experiment.tune.min_gain
         return Case(
             assumption=name,
@@ -363,7 +372,7 @@ class _Answering:
             notes.append(f"what {k} local steps cost in loss is not simulated: train to the target before relying on them")
         if chosen.localsgd and self.experiment.strategy.local_steps < k == max(self.experiment.tune.local_steps):
             notes.append(f"K = {k} is the largest of tune.local_steps: whether a larger one is better, only a larger list says")
-        if candidates.fits(self.experiment.replace(strategy=chosen)) is False:
+        if sharded.fits(self.experiment.replace(strategy=chosen)) is False:
             notes.append(f"a trainer needs more memory than {self.experiment.cluster.gpu} has")
         tune, trainers = self.experiment.tune, self.experiment.cluster.trainers
         samples, price = tune.samples or candidates.PER_SAMPLES, tune.price_per_trainer_hour

@@ -15,7 +15,6 @@ from pathlib import Path
 from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.hardware import gpu_named
 from fleetbench.plan.combination import OUTSIDE as BESIDE
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.rounds import levels
@@ -32,6 +31,7 @@ from tuner.search import StepS, Tried, Window, search
 from tuner.search import shortened as of_collectives
 from tuner.served import search_modes
 from tuner.served import shortened as of_servers
+from tuner.simulated import sharded
 from tuner.space import parameters_of, search_space, way_of
 from tuner.ways import Ways, price_ways
 
@@ -106,8 +106,18 @@ def ranked(
         kept = left_out(what, "is recommended", "raise workload.steps or the target, or tune.search_seconds")
         ways = dataclasses.replace(ways, notes=(*ways.notes[:-1], kept))
     step_s = {one.strategy: one.trial.simulated_s for one in tried}
-    by_price = ordered({one.strategy: price for one in tried if (price := ways.seconds(one)) is not None})
-    notes, num_trials = [*found.notes], len(found.tried) + len(ways.others)
+    prices = {one.strategy: price for one in tried if (price := ways.seconds(one)) is not None}
+    shards, told = sharded.candidates(experiment)
+    notes = [*found.notes, *told]
+    for strategy in shards:
+        step_s[strategy] = measure(strategy)
+        prices[strategy] = ways.weight(strategy) * step_s[strategy]
+    by_price, num_trials = ordered(prices), len(found.tried) + len(ways.others) + len(shards)
+    large = [one for one in by_price if one != own and sharded.fits(experiment.replace(strategy=one)) is False]
+    if 0 < len(large) < len(by_price) - 1:
+        some = f"{len(large)} of {num_trials} strategies"
+        notes.append(left_out(some, "are left out", f"a {experiment.cluster.gpu} has too little memory for them"))
+        by_price = {one: price for one, price in by_price.items() if one not in large}
     if own.mode == "ps" and ways.updates:
         declared = "steps to the target are those of the declared cluster, which orders pushes and pulls, under every assumption"
         notes.append(Remark(text=declared))
@@ -183,11 +193,16 @@ def finalists(own: DistributedStrategy, ranking: Iterable[DistributedStrategy]) 
 
 
 def choose(experiment: Experiment, step_s: Times, risk: Callable[[DistributedStrategy], float] = lambda _: 0.0) -> DistributedStrategy:
-    """Of those near the fastest the one of least risk, then of least changes; the experiment's own, where that gains little."""
+    """Of those near the fastest the one of least risk, then of least changes; the experiment's own, where it fits and that gains little."""
+    own_fits = sharded.fits(experiment) is not False
+    if not own_fits and len(step_s) > 1:
+        step_s = {strategy: seconds for strategy, seconds in step_s.items() if strategy != experiment.strategy}
     least = min(step_s.values())
     tied = [strategy for strategy in step_s if step_s[strategy] <= least * (1 + TIE)]
     chosen = min(tied, key=lambda strategy: (risk(strategy), len(flat(strategy.changes()))))
-    return chosen if step_s[experiment.strategy] / step_s[chosen] > 1 + experiment.tune.min_gain else experiment.strategy
+    if not own_fits or step_s[experiment.strategy] / step_s[chosen] > 1 + experiment.tune.min_gain:
+        return chosen
+    return experiment.strategy
 
 
 def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
@@ -195,10 +210,7 @@ def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
     return [*parameters_of(strategy).items(), ("way", way_of(strategy)), ("mode", (strategy.a_sync, strategy.a_sync_configs.k_steps > 0))]
 
 
-OUTSIDE = (
-    "outside of this answer: sharded optimizers, tensor and pipeline parallelism; every trainer holds the whole model, its gradients and "
-    "its optimizer's state"
-)
+OUTSIDE = "outside of this answer: tensor, pipeline, context and expert parallelism; parameters are gathered in their own type"
 
 
 def with_compute(experiment: Experiment, out: Path) -> Experiment:
@@ -227,15 +239,6 @@ def caveats(experiment: Experiment) -> list[Note]:
     """What every answer says, and what an estimated profile says of itself."""
     profile = profile_of(experiment)
     return [Remark(text=text) for text in (OUTSIDE, *(profile.notes if profile is not None and profile.estimated is not None else ()))]
-
-
-def fits(experiment: Experiment) -> bool | None:
-    """Whether a trainer's memory suffices, with the copies that local steps keep; none where its need or the GPU is not known."""
-    profile, gpu = profile_of(experiment), experiment.cluster.gpu
-    if profile is None or profile.memory is None or gpu is None:
-        return None
-    needed = profile.memory.peak + Combination.of(experiment.strategy).num_copies * profile.memory.parameters
-    return needed <= gpu_named(gpu, "cluster.gpu").memory
 
 
 def samples_and_tokens(experiment: Experiment, step_s: float) -> tuple[float, float | None]:

@@ -17,7 +17,7 @@ from fleetbench.strategy import DistributedStrategy
 from sim.many.pool import naming
 from sim.many.sweep import Axis, Load
 from tuner.notes import Note
-from tuner.simulated import candidates
+from tuner.simulated import candidates, sharded
 
 CARRIED = 5
 """Of the best strategies of a searched neighbour."""
@@ -170,5 +170,5 @@ def _size(value: str, experiment: Experiment, times: candidates.Times, searched:
         efficiency=1.0 if first is None else samples_per_s / trainers / (first.samples_per_s / first.trainers),
         days=None if tune.samples is None else seconds / SECONDS_PER_DAY,
         cost=None if price is None else price * trainers * seconds / 3600,
-        fits_in_memory=candidates.fits(experiment.replace(strategy=strategy)),
+        fits_in_memory=sharded.fits(experiment.replace(strategy=strategy)),
     )

@@ -1,0 +1,44 @@
+"""Memory: what one trainer keeps under a strategy, from what a trainer with the whole model keeps."""
+
+from collections.abc import Mapping, Sequence
+
+from fleetbench.measurements import Memory
+from fleetbench.plan.build import Plan
+from fleetbench.plan.combination import Combination
+
+
+def trainer_bytes(memory: Memory, plan: Plan, what: Combination) -> dict[str, int]:
+    """Bytes by what they hold, of the trainer that has the most; together they are its peak.
+
+    ``other`` is what the measured peak has beside the parts. A trainer of a shard group of D has a D-th of the optimizer's state and of the
+    parameters, and from stage 2 on of the gradients. ``gathered``, beside its shard, are all parameters; in stage 3 with resharding those
+    of two blocks, the one that computes and the one on its way, and of what is never freed. The gradients of one block are whole until
+    they are scattered. So ``torch.distributed.fsdp.fully_shard`` frees them. Local steps keep copies of the parameters.
+    """
+    parts = {"parameters": memory.parameters, "gradients": memory.gradients, "optimizer state": memory.optimizer_state}
+    found: dict[str, int] = {**parts}
+    degree, sharding = plan.shard_ranks, what.sharding
+    if sharding is not None and degree > 1:
+        # Frozen parameters have no gradients, and are gathered.
+        share = memory.parameters / max(sum(block.nbytes for block in plan.blocks), 1)
+        whole = [round(block.nbytes * share) for block in plan.blocks]
+        freed = [size for size, block in zip(whole, plan.blocks, strict=True) if block.regathers]
+        stays = [size for size, block in zip(whole, plan.blocks, strict=True) if not block.regathers]
+        found["optimizer state"], found["parameters"] = (-(-size // degree) for size in (memory.optimizer_state, memory.parameters))
+        if sharding.stage > 1:
+            found["gradients"] = -(-memory.gradients // degree) + _largest(whole, 1) * memory.gradients // max(memory.parameters, 1)
+        kept = sum(freed) // sharding.reshard_after_forward if type(sharding.reshard_after_forward) is int else 0
+        found["gathered"] = sum(stays) + max(_largest(freed, 2), kept)
+    if what.num_copies:
+        found["copies of local steps"] = what.num_copies * memory.parameters
+    return {**found, **_rest(memory, parts)}
+
+
+def _rest(memory: Memory, parts: Mapping[str, int]) -> dict[str, int]:
+    """What no strategy of the exchange divides."""
+    other = memory.peak - sum(parts.values()) - memory.activations
+    return {"activations": memory.activations, **({"other": other} if other > 0 else {})}
+
+
+def _largest(sizes: Sequence[int], number: int) -> int:
+    return sum(sorted(sizes)[-number:])

@@ -1,0 +1,71 @@
+"""Sharded strategies that --simulate-only tries, and the memory that a trainer needs under any."""
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.fields import CALLED
+from fleetbench.hardware import gpu_named
+from fleetbench.plan.build import Plan, build_plan
+from fleetbench.plan.combination import Combination
+from fleetbench.plan.memory import trainer_bytes
+from fleetbench.profile import profile_of, table_for
+from fleetbench.strategy import DistributedStrategy
+from sim.scenario import setting_of
+from tuner.notes import Note, left_out
+
+EXCLUDED = ("fusion", "hierarchy", "communicators", "local steps")
+"""What does not go with sharding, by what a person calls it; and these fields."""
+_FIELDS = (
+    "sharding",
+    "find_unused_parameters",
+    "build_strategy.enable_backward_optimizer_op_deps",
+    "build_strategy.enable_sequential_execution",
+)
+
+
+def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[Note]]:
+    """Every stage of ``tune.sharding``, over all trainers and within a node; stage 3 with its blocks freed after the forward, and kept.
+
+    Notes say what is not tried.
+    """
+    cluster, own, found = experiment.cluster, experiment.strategy, list[DistributedStrategy]()
+    if own.mode == "ps" or cluster.trainers == 1:
+        return [], []
+    base = own.without(*_FIELDS, *(field for called in EXCLUDED for field in CALLED[called]))
+    degrees, notes = [0], list[Note]()
+    if cluster.is_even and 1 < cluster.trainers_per_node < cluster.trainers:
+        if cluster.nics_per_node % cluster.trainers_per_node == 0:
+            degrees.append(cluster.trainers_per_node)
+        else:
+            why = "replicas of a shard would share a node's interfaces, which is simulated event by event: fleetbench sim tells of one"
+            notes.append(left_out("sharding within a node", "is not tried", why))
+    for stage in experiment.tune.sharding:
+        for degree in degrees:
+            for reshards in (True, False) if stage == 3 else (True,):
+                configs = {"stage": stage, "sharding_degree": degree, "reshard_after_forward": reshards}
+                try:
+                    strategy = base.replace(sharding=True, sharding_configs=configs)
+                    plan_of(experiment.replace(strategy=strategy))
+                except ConfigError as error:  # a sparse gradient, say, or a field that excludes it
+                    return [], [left_out("sharding", "is not tried", error)]
+                found.append(strategy)
+    return [strategy for strategy in found if strategy != own], notes
+
+
+def plan_of(experiment: Experiment) -> Plan:
+    """The plan of an experiment whose layer times are known. Raises ``ConfigError`` for what cannot be planned."""
+    table = table_for(experiment)
+    return build_plan(experiment.strategy, table.by_readiness(), setting_of(experiment, table))
+
+
+def memory_of(experiment: Experiment) -> dict[str, int] | None:
+    """Bytes of a trainer by what they hold, as ``trainer_bytes``; none where its profile does not tell."""
+    profile = profile_of(experiment)
+    if profile is None or profile.memory is None:
+        return None
+    return trainer_bytes(profile.memory, plan_of(experiment), Combination.of(experiment.strategy))
+
+
+def fits(experiment: Experiment) -> bool | None:
+    """Whether a trainer's memory suffices; none where its need or the GPU is not known."""
+    found, gpu = memory_of(experiment), experiment.cluster.gpu
+    return None if found is None or gpu is None else sum(found.values()) <= gpu_named(gpu, "cluster.gpu").memory
