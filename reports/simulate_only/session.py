@@ -1,4 +1,4 @@
-"""What commands of docs/simulate_only.md, sharding.md and estimate.md print: ``python reports/simulate_only/session.py`` writes session.csv.
+"""What commands of docs/simulate_only.md, sharding.md and estimate.md print: ``python reports/simulate_only/session.py``, to session.csv.
 
 No random numbers but the experiment's seeds: the same every time. Minutes of one core.
 """
@@ -31,7 +31,7 @@ def main() -> None:
         found = json.loads(printed("tune", "examples/gpt_350m.toml", "--simulate-only", "--json", *more))
         rows += [(f"tune --simulate-only, {name}", key, found[key]) for key in KEPT]
         rows += [(f"tune --simulate-only, {name}", "fastest_other_s", min(rival["step_s"] for rival in found["runners_up"]))]
-        ends = zip(("fastest_other_low", "fastest_other_high"), found["runners_up"][0]["interval"], strict=True)
+        ends = [("low", found["low"]), ("high", found["high"])]
         rows += [(f"tune --simulate-only, {name}", *row) for row in (*found["parts"].items(), *ends)]
         rows += [(f"tune --simulate-only, {name}", f"step_s, {case['assumption']}", case["recommended_s"]) for case in found["cases"]]
     for name, more in SHARDED.items():
