@@ -53,11 +53,12 @@ def save(engine: ShardedEngine, meeting: Meeting, path: Path, *, extra: object) 
     state, rows = _split(packed, model)
     meeting.meet(SAVE)
     meeting.same(str(path), "saves elsewhere", SAVE, SEVERAL_FOLDERS)
-    meeting.same(str(engine.step), "is at another step", SAVE, "save after the same step on every trainer")
+    hint = "save after the same step on every trainer"
+    meeting.same(str(engine.num_done), "is at another step", SAVE, hint)
     sharded = {name: own for name, own in model.items() if isinstance(own, DTensor)}
     rows |= {name: own.to_local() for name, own in sharded.items()}
     shared = {
-        "step": engine.step,
+        "step": engine.num_done,
         "epoch": engine.epoch,
         "scale": None if engine.scale is None else dataclasses.astuple(engine.scale),
         "optimizer": {**packed, "state": {**packed["state"], "state": state}},

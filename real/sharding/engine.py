@@ -115,6 +115,11 @@ class ShardedEngine:
         return 1.0 if self.scale is None else self.scale.value
 
     @property
+    def num_done(self) -> int:
+        """Steps that are done: a forward that no backward has followed makes none."""
+        return self.step - (self._phase == "forward")
+
+    @property
     def optimizer(self) -> Optimizer:
         """The one whose steps are the updates. Raises ``ConfigError`` where there is none yet."""
         if self._optimizer is None:
@@ -205,6 +210,10 @@ class ShardedEngine:
 
     def _forward_begins(self) -> None:
         refuse_unfinished("backward" if self._is_in_backward else self._phase, self.communicators.rank)
+        if torch.is_inference_mode_enabled() and len(self._nodes) < len(self.parameters):
+            what = "runs the first forward, where torch makes what training writes to"
+            hint = "evaluate under torch.no_grad(), or train a step before"
+            raise ConfigError(what, "torch.inference_mode", hint=hint)
         if torch.is_grad_enabled() and self._phase == "idle":
             self._begin_step()
         if self._buffers is not None and self._was_synced and not self.merged:  # as under DDP

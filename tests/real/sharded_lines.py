@@ -1,4 +1,4 @@
-"""A user's script with fleet's four lines and a sharded model; saves what it learnt. ``sharded_lines.py OUTPUT STRATEGY.toml``."""
+"""A script with fleet's four lines; it saves all of a sharded model. ``sharded_lines.py OUTPUT STRATEGY.toml``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """One rank of the sharding tests.
 
-``sharding_rank.py RANK RANKS STORE OUTPUT train`` trains every case and saves its parameters after every step, its losses, and what the
-last update asked torch.distributed for; ``... refusals`` saves what is said of what is refused; ``... save FOLDER`` trains cases to
-their half, saves, and trains on; ``... load FOLDER`` trains the other half from there.
+``sharding_rank.py RANK RANKS STORE OUTPUT train`` trains every case and saves its parameters after the first and the
+last update, its losses, and what the last update asked torch.distributed for; ``... refusals`` saves what is said of
+what is refused; ``... save FOLDER`` trains cases to their half, saves, and trains on; ``... load FOLDER`` trains the
+other half from there.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def begun(case: Case) -> tuple[Fleet | None, nn.Module, torch.optim.Optimizer]:
     model = net(case.kind, getattr(torch, case.dtype))
     if case.strategy is None:
         if case.loop == "by hand":
-            wire = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if "bf16" in case.name else torch.float16)
+            wire = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
             for block in model.blocks:
                 fully_shard(block, mp_policy=wire)
             return None, fully_shard(model, mp_policy=wire), optimizer_of(case.optimizer, model)
@@ -287,6 +288,12 @@ def _save_in_merge(fleet: Fleet) -> None:
     fleet.save_persistables("never")
 
 
+def _inference_first(fleet: Fleet) -> None:
+    model = _of(fleet)
+    with torch.inference_mode():
+        model(own_batch(1, 0, 1)[0])
+
+
 def _own_state(fleet: Fleet) -> None:
     model = _of(fleet)
     optimizer = fleet.distributed_optimizer(optimizer_of("adamw", model))
@@ -339,6 +346,7 @@ REFUSED: dict[str, Callable[[Fleet], object]] = {
     "step in no_sync": _step_kept,
     "save in a merge": _save_in_merge,
     "own state": _own_state,
+    "inference first": _inference_first,
     "tuning": _tuned,
 }
 
@@ -359,16 +367,18 @@ def save_all(folder: str) -> Saved:
         assert fleet is not None
         for step in range(1, problem.HALF + 1):
             _step(case, model, optimizer, step)
+            model(own_batch(1, 0, 1)[0])  # an evaluation with gradients is no step
             fleet.save_persistables(Path(folder, case.name), extra={"note": step, "rank": dist.get_rank()})
         saved[case.name] = _half(case, fleet, model, optimizer, range(problem.HALF + 1, STEPS + 1)).numpy()
     return saved
 
 
 def load_all(folder: str) -> Saved:
-    """See the module: each case goes on from its own save, and those that have the first one's optimizer from its."""
+    """See the module: each case goes on from its own save, as two trainers, and from that of the first."""
     saved, first = Saved(), problem.SAVED[0]
     for case in problem.SAVED:
-        for source in dict.fromkeys((case, first if case.optimizer == first.optimizer else case)):
+        others = [first] if case.optimizer == first.optimizer else []
+        for source in dict.fromkeys([case, *others] if dist.get_world_size() == 2 else others):
             fleet, model, optimizer = begun(case)
             assert fleet is not None
             loaded = fleet.load_persistables(Path(folder, source.name))

@@ -1,4 +1,4 @@
-"""Sharded training equals DistributedDataParallel and one process, asks for the collectives of its stage, and refuses the rest by name."""
+"""Sharded training equals DDP and one process, asks for the collectives of its stage, and refuses the rest."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def _of(name: str, what: str = "history", ranks: int = 2) -> npt.NDArray[np.gene
     ],
 )
 def test_equals_one_process(ranks: int, case: Case) -> None:
-    """After every update all ranks together hold the parameters of one process on the joint batch, and had its losses."""
+    """All ranks together hold the parameters of one process on the joint batch, and had its losses."""
     results = _launch(ranks)
     parameters, losses = joint_training(case, ranks)
     for rank in results:
         np.testing.assert_allclose(rank[f"{case.name}/history"], parameters.numpy(), rtol=1e-12, atol=1e-13)
-    np.testing.assert_allclose(np.mean([rank[f"{case.name}/losses"] for rank in results], axis=0), losses.numpy(), rtol=1e-12)
+    found = np.mean([rank[f"{case.name}/losses"] for rank in results], axis=0)
+    np.testing.assert_allclose(found, losses.numpy(), rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -69,23 +70,22 @@ def test_equals_one_process(ranks: int, case: Case) -> None:
     ],
 )
 def test_asks_for_the_collectives_of_its_stage(ranks: int, case: str, expected: tuple[int, int, int]) -> None:
-    """Gathers, reduce-scatters and all-reduces of one update, of three blocks in a list and of what lies outside."""
+    """Gathers, reduce-scatters and all-reduces of one update: of three blocks, and of what lies outside."""
     assert tuple(_of(case, "counts", ranks)) == expected
 
 
 def test_buffers_are_rank_0s() -> None:
-    """Batch-norm statistics that each rank's batches have moved are rank 0's before the next forward, as under DistributedDataParallel."""
+    """Batch-norm statistics that each rank has moved are rank 0's before the next forward, as under DDP."""
     np.testing.assert_allclose(_of("normed"), _of("ddp normed"), rtol=1e-12, atol=1e-13)
     first, second = (rank["normed/buffers"] for rank in _launch(2))
     assert np.array_equal(first, second)
     assert np.abs(first[1:]).max() > 0
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_a_small_wire_is_fsdps(wire: str) -> None:
-    """A 16-bit wire gives the parameters of ``fully_shard`` with that reduce type, to the bit, and not those of full precision."""
-    assert np.array_equal(_of(f"{wire} wire"), _of(f"by hand, {wire}"))
-    assert np.abs(_of(f"{wire} wire") - _of("float32")).max() > 1e-6
+def test_a_small_wire_is_fsdps() -> None:
+    """A 16-bit wire gives the parameters of ``fully_shard`` with that reduce type, to the bit."""
+    assert np.array_equal(_of("bf16 wire"), _of("by hand"))
+    assert np.abs(_of("bf16 wire") - _of("float32")).max() > 1e-6
 
 
 def test_mixed_precision_trains_near_full_precision() -> None:
@@ -96,7 +96,7 @@ def test_mixed_precision_trains_near_full_precision() -> None:
 
 @pytest.mark.parametrize(("case", "merge"), [("amp fp16", 1), ("amp fp16, merge", 2)])
 def test_an_overflow_on_one_rank_skips_the_update_on_all(case: str, merge: int) -> None:
-    """The last rank overflows in one step: nothing moves in that update, and the first one is FP32's within FP16's resolution."""
+    """The last rank overflows in one step: nothing moves in that update; the first one is near FP32's."""
     history = _of(case)
     moved = [not np.array_equal(after, before) for before, after in itertools.pairwise(history)]
     assert moved == [step != OVERFLOW for step in range(2 * merge, STEPS + 1, merge)]
@@ -123,7 +123,7 @@ def test_a_resumed_training_is_the_same_to_the_bit(saves: tuple[str, list[Arrays
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_other_trainers_and_other_stages_go_on(saves: tuple[str, list[Arrays]], ranks: int) -> None:
-    """Shards are cut anew: every stage goes on from every other's save, and four trainers from that of two."""
+    """Shards are cut anew: other stages go on from a save of stage 3, and four trainers from that of two."""
     folder, went_on = saves
     results = _launch(ranks, "load", folder)
     for name, found in results[0].items():
@@ -162,6 +162,7 @@ REFUSED = {
     "again": "a second backward comes before optimizer.step()",
     "step in no_sync": "leave fleet.no_sync()",
     "save in a merge": "gradients wait for more",
+    "inference first": "torch.no_grad()",
     "own state": "is not sharded as its parameter",
     "tuning": "neither profiled nor tuned",
 }
@@ -176,15 +177,17 @@ def test_what_cannot_be_right_is_refused_by_name(name: str) -> None:
 
 
 def test_a_script_is_sharded_by_its_strategy_file(tmp_path: Path) -> None:
-    """Launched on two ranks, the four lines give one process's result on the joint batch; the list is torch's ``Sequential``."""
+    """Launched on two ranks, the four lines give one process's result on the joint batch."""
     configs = ShardingConfigs(stage=3)
     DistributedStrategy(sharding=True, sharding_configs=configs).save(tmp_path / "strategy.toml")
     with forked_launches():
         command = [str(SCRIPT), str(tmp_path / "out"), str(tmp_path / "strategy.toml")]
         assert launch_script(2, command, log_dir=tmp_path / "log", echo=lambda _: None)
-    expected = training_problem.joint_training(2, "float64", training_problem.optimizer_of("momentum"))[-1].numpy()
+    momentum = training_problem.optimizer_of("momentum")
+    expected = training_problem.joint_training(2, "float64", momentum)[-1].numpy()
     for rank in range(2):
-        np.testing.assert_allclose(np.load(tmp_path / f"out.{rank}.npz")["parameters"], expected, rtol=0, atol=1e-12)
+        found = np.load(tmp_path / f"out.{rank}.npz")["parameters"]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
 def test_an_experiment_refuses_sharding() -> None:
