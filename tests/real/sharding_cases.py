@@ -161,6 +161,10 @@ ON_TWO = (
         )
         for stage in (1, 2)
     ),
+    *(
+        Case(name=f"stage {stage}, merge, no_sync", configs={"stage": stage}, strategy=_merge(3), merge=3, loop="no_sync")
+        for stage in (1, 2)
+    ),
     Case(name="adversarial", configs={"stage": 3}, loop="adversarial"),
     Case(name="merge, adversarial", configs={"stage": 1}, strategy=_merge(3), merge=3, loop="adversarial"),
     Case(
