@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -157,12 +157,7 @@ class Collective:
         if self._strategy.use_hierarchical_allreduce and "inner" not in engine.plan.parts:
             message = "one node, or one group of hierarchical_inner_ranks, has no hierarchy: use_hierarchical_allreduce is switched off"
             warnings.warn(message, HierarchySwitchedOff, stacklevel=3)
-        if not hasattr(model, "module"):
-            model.__dict__["module"] = model  # what scripts of DDP ask for; set as usual, it would be a part of the model
-        if not hasattr(model, "join"):
-            model.join = NotCopied(partial(self.models.join, self.communicators, model), nullcontext)  # type: ignore[assignment]  # as below
-        if not hasattr(model, "no_sync"):
-            model.no_sync = NotCopied(partial(self.models.no_sync, model), nullcontext)  # type: ignore[assignment]  # modules take any
+        dress(model, join=partial(self.models.join, self.communicators, model), no_sync=partial(self.models.no_sync, model))
         return model
 
     def _follow(self, place: torch.device) -> None:
@@ -311,11 +306,15 @@ class Collective:
             dist.distributed_c10d._get_default_store(),  # noqa: SLF001  # torch has no other name for it
             dist.get_rank(),
             dist.get_world_size(),
-            step=lambda: max((engine.step for engine in self.models.engines), default=0),
+            step=self._step,
             note=None if joined is None else Path(joined).with_name(NOTE),
         )
         self._failures.start()
         return self._failures.broken
+
+    def _step(self) -> int:
+        """The step that this rank is at; 0 before the first."""
+        return max((engine.step for engine in self.models.engines), default=0)
 
     def use(self, engine: Engine) -> None:
         """Another engine runs its model from now on."""
@@ -333,6 +332,15 @@ class Collective:
         if self.worker_index() == 0:
             print(overview(strategy), file=sys.stderr)  # noqa: T201  # as fleet.init prints the script's own
         return strategy
+
+
+def dress(model: nn.Module, *, join: Callable[..., Any], no_sync: Callable[..., Any]) -> None:
+    """Give a distributed model what scripts ask a DistributedDataParallel for, unless it has such names itself."""
+    if not hasattr(model, "module"):
+        model.__dict__["module"] = model  # set as usual, it would be a part of the model
+    for name, call in (("join", join), ("no_sync", no_sync)):
+        if not hasattr(model, name):
+            setattr(model, name, NotCopied(call, nullcontext))
 
 
 def _part() -> None:

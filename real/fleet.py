@@ -10,6 +10,9 @@ DistributedDataParallel. Inside a Local SGD round, and on the batches before the
 merge, it holds this trainer's own. Adaptive steps need ``fleet.report(loss=loss)`` before
 ``optimizer.step()``; what counts epochs needs ``fleet.end_epoch()`` after each.
 
+With ``sharding`` every trainer keeps a shard of the training's state, and the optimizer is made after
+``fleet.distributed_model``, which puts shards in the place of the model's parameters.
+
 With parameter servers (``mode = "ps"``) every process of the job runs the same script:
 
     if fleet.is_server():
@@ -87,7 +90,7 @@ class Fleet:
         if log_every < 0:
             raise ConfigError("cannot be negative", "fleet.init(log_every=...)", repr(log_every), "5 prints every fifth batch, 0 none")
         _warn_of_what_is_the_scripts(strategy)
-        self._job = _served(strategy, timeout_s) if strategy.mode == "ps" else Collective(strategy, timeout_s)
+        self._job = _joined(strategy, timeout_s)
         if self.is_first_worker():
             print(overview(strategy, self._job.environment()), file=sys.stderr)  # noqa: T201  # Fleet prints its box, too
             self._log = TrainingLog(log_every) if log_every else None
@@ -246,7 +249,8 @@ class Fleet:
         """Go on from what ``save_persistables`` wrote, bit for bit; every trainer calls it, after ``distributed_optimizer``.
 
         It takes as many trainers, the same strategy, model and optimizer. ``resynchronize`` lets other
-        trainers, or another strategy, begin again from the averaged parameters and rank 0's state.
+        trainers, or another strategy, begin again from the averaged parameters and rank 0's state. A sharded training goes
+        on with other trainers, or in another stage, without it.
         With ``predicate``, only those of the model's parameters and buffers are loaded whose names it
         wants, from a checkpoint or a .safetensors file; what was loaded, what not and what is left
         over is returned, and printed. With parameter servers, servers begin from a checkpoint: ``fleet.init_server(path)``.
@@ -277,6 +281,17 @@ class Fleet:
         if self._job is None:
             raise ConfigError("this process has no role yet", where, hint="call fleet.init first")
         return self._job
+
+
+def _joined(strategy: DistributedStrategy, timeout_s: float) -> Collective | Served:
+    """The part of this process in a job of that strategy."""
+    if strategy.mode == "ps":
+        return _served(strategy, timeout_s)
+    if not strategy.sharding:
+        return Collective(strategy, timeout_s)
+    from real.sharding.job import ShardedCollective  # torch's FSDP is a second of imports
+
+    return ShardedCollective(strategy, timeout_s)
 
 
 def _served(strategy: DistributedStrategy, timeout_s: float) -> Served:

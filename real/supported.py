@@ -69,6 +69,13 @@ _SERVERS = frozenset({"cluster.servers", "cluster.server_placement"})
 _CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "stragglers", *UNREALISED))
 
 
+def refuse_sharding(strategy: DistributedStrategy) -> None:
+    """Raise ``ConfigError`` for a sharded strategy: its model is replaced in place, once, and has no buckets that an engine follows."""
+    if strategy.sharding:
+        hint = "write fleet's four lines into a script, and start it by fleetbench launch or torchrun; fleetbench sim simulates it"
+        raise ConfigError("is executed in a script with fleet's four lines alone", "strategy.sharding", "true", hint)
+
+
 def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) -> None:
     """Raise ``ConfigError`` for the first thing that the experiment asks for and real runs cannot do."""
     if experiment.run.launcher == "command":
@@ -79,6 +86,7 @@ def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) ->
         refuse_unserved(strategy)
     else:
         refuse_unexecuted(strategy, "strategy", PLANNED, _EXECUTOR)
+        refuse_sharding(strategy)
     refuse_unexecuted(experiment.run, "run", RUN, _EXECUTOR)
     on_testbed = experiment.run.launcher == "testbed"
     cluster = _CLUSTER | ({"cluster.node_overrides"} if on_testbed else set()) | (_SERVERS if served else set())

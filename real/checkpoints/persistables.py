@@ -190,7 +190,7 @@ def read(engine: Engine, save: Save, rank: int) -> Restored:
     tensors, tables = model_tensors(engine.model), {name: shared[name] for name in _SHARED_TABLES}
     for found in (own["parameters"], *tables.values()):
         refuse_misfits(tensors, found, where)
-    refuse_other_optimizers(engine, own["optimizers"] or shared["optimizers"], where)
+    refuse_other_optimizers(engine.model, engine.optimizers, own["optimizers"] or shared["optimizers"], where)
     return Restored(
         progress=decode_progress(shared["progress"]),
         model=saved,
@@ -202,16 +202,18 @@ def read(engine: Engine, save: Save, rank: int) -> Restored:
     )
 
 
-def refuse_other_optimizers(engine: Engine, saved: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise ``ConfigError`` unless the engine has optimizers of the saved classes, with the saved groups of parameters."""
-    kinds = [data["class"] for data in saved], [type(one).__qualname__ for one in engine.optimizers]
+def refuse_other_optimizers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], saved: Sequence[Mapping[str, Any]], where: str
+) -> None:
+    """Raise ``ConfigError`` unless the model has optimizers of the saved classes, with the saved groups of parameters."""
+    kinds = [data["class"] for data in saved], [type(one).__qualname__ for one in optimizers]
     if kinds[0] != kinds[1]:
         told, here = (", ".join(names) or "none" for names in kinds)
         hint = "give fleet.distributed_optimizer those that were saved, before the load; predicate=lambda name: True loads the model alone"
         raise ConfigError("was saved with other optimizers", where, f"saved {told}, here {here}", hint)
     hint = "build the optimizer's groups as they were built when it was saved"
-    for optimizer, data in zip(engine.optimizers, saved, strict=True):
-        groups, own = data["groups"], groups_of(optimizer, engine.model)
+    for optimizer, data in zip(optimizers, saved, strict=True):
+        groups, own = data["groups"], groups_of(optimizer, model)
         if len(groups) != len(own):
             raise ConfigError("has another number of parameter groups", where, f"saved {len(groups)}, here {len(own)}", hint)
         for number, (names, others) in enumerate(zip(groups, own, strict=True)):

@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ from real.engine.planning import Progress
 SAVE = "fleet.save_persistables"
 LOAD = "fleet.load_persistables"
 
-_ANOTHER = "take another checkpoint"
-_SEVERAL_FOLDERS = "give every trainer the same folder"
+ANOTHER = "take another checkpoint"
+SEVERAL_FOLDERS = "give every trainer the same folder"
 
 
 class SumsDropped(UserWarning):
@@ -76,22 +76,30 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
     progress = engine.progress(SAVE)
     engine.take_over()
     meeting.meet(SAVE)
-    meeting.same(str(path), "saves elsewhere", SAVE, _SEVERAL_FOLDERS)
+    meeting.same(str(path), "saves elsewhere", SAVE, SEVERAL_FOLDERS)
     meeting.same(
         json.dumps(progress.state.to_dict(), sort_keys=True), "is at another step", SAVE, "save after the same step on every trainer"
     )
-    keeps = meeting.rank == 0
     has_parted = any(parted for (parted,) in meeting.gather([int(engine.executor.has_parted)]))
     shared, own_data, told = capture(engine, progress, extra, has_parted=has_parted)
-    draft = Draft(path, 1 + _in_force(meeting, path, SAVE))
+    put_in_force(meeting, path, shared, {own_part(meeting.rank): own_data}, told)
+
+
+def put_in_force(meeting: Meeting, path: Path, shared: Mapping[str, Any], own: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+    """Write a save into ``path``: parts by name, ``shared`` by rank 0 and each trainer's ``own``, and the manifest with what is ``told``.
+
+    Every trainer calls it. Raises ``EnvironmentLacks`` where nothing can be written; the save before is then still in force.
+    """
+    keeps = meeting.rank == 0
+    draft = Draft(path, 1 + in_force(meeting, path, SAVE))
     try:
         with meeting.together(SAVE):
             if keeps:
                 draft.begin()
         with meeting.together(SAVE):
-            written = {name: draft.write(name, part) for name, part in shared.items()} if keeps else {}
-            own = draft.write(own_part(meeting.rank), own_data)
-        owns = meeting.texts(own)
+            parts = {**(shared if keeps else {}), **own}
+            written = {name: draft.write(name, part) for name, part in parts.items()}
+        digests = meeting.texts(json.dumps(written))
     except Exception:
         if keeps:
             draft.discard()
@@ -99,7 +107,7 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
     with meeting.together(SAVE):  # from the first that knows it to be in force on, it may not go
         if keeps:
             manifest = {**told, "versions": {"torch": str(torch.__version__)}}
-            draft.commit(manifest, written | {own_part(rank): digest for rank, digest in enumerate(owns)})
+            draft.commit(manifest, {name: digest for text in digests for name, digest in json.loads(text).items()})
     if keeps:
         draft.sweep()
 
@@ -112,13 +120,13 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
     """
     engine.progress(LOAD)
     meeting.meet(LOAD)
-    meeting.same(str(path), "loads from elsewhere", LOAD, _SEVERAL_FOLDERS)
-    number = _in_force(meeting, path)
+    meeting.same(str(path), "loads from elsewhere", LOAD, SEVERAL_FOLDERS)
+    number = in_force(meeting, path)
     if predicate is not None:
         return _load_some(engine, meeting, path, number, predicate)
     with meeting.together(LOAD):
         save = open_save(path, number)
-        with reading(save.folder, _ANOTHER):
+        with reading(save.folder, ANOTHER):
             found = _read_anew(engine, meeting, save) if resynchronize else _read(engine, meeting, save)
     restore(engine, found, str(save.folder))
     state = found.progress.state
@@ -130,7 +138,7 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
     )
 
 
-def _in_force(meeting: Meeting, path: Path, where: str = LOAD) -> int:
+def in_force(meeting: Meeting, path: Path, where: str = LOAD) -> int:
     """The last save that some trainer sees in force; 0 where none does, and for a file."""
     with meeting.together(where):
         last = 0 if path.is_file() else last_save(path)
@@ -153,7 +161,7 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
     manifest, where = save.manifest, str(save.folder)
     model, shared = save.read(MODEL), save.read(SHARED)
     refuse_another_model(engine.model, model, None, where)
-    refuse_other_optimizers(engine, shared["optimizers"], where)
+    refuse_other_optimizers(engine.model, engine.optimizers, shared["optimizers"], where)
     saved = decode_progress(shared["progress"]).state
     same = manifest["strategy_digest"] == strategy_digest(engine.strategy)
     begun = begin_anew(saved, family(engine.strategy, engine.plan), meeting.rank, same_strategy=same)

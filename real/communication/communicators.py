@@ -241,6 +241,10 @@ class Communicators:
                 ways.append(Way(f"{name} of {where}", number, lane, len(part), part.index(self.rank), total))
         return ways
 
+    def group(self, name: str) -> dist.ProcessGroup:
+        """This rank's part of a group of ``require``, of communicator 0."""
+        return self._group(name, 0)
+
     def part(self, group: str) -> tuple[int, ...]:
         """The ranks that this one meets in ``group``; empty where it meets none."""
         return part_of(self._parts[group], self.rank)

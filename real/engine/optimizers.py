@@ -42,6 +42,8 @@ _KERNELS: dict[str, tuple[type[Optimizer], ...]] = {
     "cuda": (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW),
 }
 """Where torch has one kernel for the whole update (``fused=True``)."""
+_KERNELS_OF_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
+"""Whose kernel takes a DTensor."""
 
 
 class OptimizerControl:
@@ -267,7 +269,7 @@ class FusedOptimizer:
         kind = type(self._optimizer)
         have_kernels = all(
             own.is_floating_point()
-            and kind in _KERNELS.get(own.device.type, ())
+            and kind in (_KERNELS_OF_SHARDS if hasattr(own, "to_local") else _KERNELS.get(own.device.type, ()))
             and gradient.stride() == dense_strides(own) == own.stride()
             for own, gradient in gradients.items()
         )  # which go through memory as it lies

@@ -15,6 +15,7 @@ from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.strategy import DistributedStrategy
 from real.engine.reducer import PlannedReducer
+from real.supported import refuse_sharding
 
 WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DDP"})
 """Classes of torch that exchange gradients or shard parameters by themselves; the last is the one of ``replicate``."""
@@ -125,8 +126,10 @@ def refuse_untrainable(model: object) -> None:
         raise ConfigError("is given a model without parameters to train", where, kind, hint)
 
 
-def refuse_model(model: nn.Module, device: torch.device) -> None:
-    """Raise ``ConfigError`` for a model that an engine cannot train on this device."""
+def refuse_model(model: nn.Module, device: torch.device, strategy: DistributedStrategy | None = None) -> None:
+    """Raise ``ConfigError`` for a model that an engine cannot train on this device; ``strategy``: under which DDP's engine trains it."""
+    if strategy is not None:
+        refuse_sharding(strategy)
     refuse_untrainable(model)
     refuse_wrappers(model)
     refuse_max_norm(model, "each rank those that its batch reads", "leave max_norm out, or clip the weight after optimizer.step()")

@@ -28,14 +28,14 @@ def in_flight(fleet: Fleet) -> bool:
     return not all(left.is_done() for lane in lanes for left in (*lane._handed, *([lane._last] if lane._last else [])))
 
 
-def leave(fleet: Fleet) -> None:
-    """Give back what a fleet has opened; every rank has left its training."""
+def leave(fleet: Fleet, *, groups: bool = True) -> None:
+    """Give back what a fleet has opened; every rank has left its training. ``groups``: process groups, too, which DTensors remember."""
     if (job := fleet._job) is not None:
         assert isinstance(job, Collective)
         atexit.unregister(job.leave)
         for engine in job.models.engines:
             engine.close()
         job.communicators.close()
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in list(dist.distributed_c10d._world.pg_map) if groups else ():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

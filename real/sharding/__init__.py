@@ -1,0 +1,1 @@
+"""Sharded training: torch's ``fully_shard`` under fleet's strategy."""

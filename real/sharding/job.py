@@ -1,0 +1,139 @@
+"""ShardedCollective: what ``fleet`` is in a job whose model is sharded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from fleetbench.errors import ConfigError
+from fleetbench.strategy import DistributedStrategy
+from real.collective import Collective, arrive, dress
+from real.engine.refusals import one_number, refuse_untrainable
+from real.models import MODEL
+from real.processes.roles import TUNING, role_of
+from real.sharding.engine import OPTIMIZER, ShardedEngine
+from real.sharding.wrapping import refuse_unsharded
+
+if TYPE_CHECKING:
+    from real.checkpoints.saving import Loaded
+
+_FIELD = "strategy.sharding"
+
+
+class ShardedCollective(Collective):
+    """See ``Collective``, whose models each have an engine of DDP; here one model has a ``ShardedEngine``."""
+
+    _engine: ShardedEngine | None = None
+
+    def __init__(self, strategy: DistributedStrategy, timeout_s: float) -> None:
+        """Join the other trainers. Raises ``ConfigError`` for what is not carried out, and in a tuning."""
+        if os.environ.get(TUNING):
+            arrive(role_of(os.environ).rank)  # the driver hears of the error
+            what = "a script with a sharded model is neither profiled nor tuned: legs leave the model whole"
+            hint = "compare launches of the script with different sharding_configs"
+            raise ConfigError(what, _FIELD, "true", hint)
+        super().__init__(strategy, timeout_s)
+        refuse_unsharded(strategy, self.trainers)
+
+    def distributed_model(self, model: nn.Module, strategy: DistributedStrategy | None = None) -> nn.Module:
+        """Start from rank 0's parameters and buffers, and shard the model."""
+        refuse_untrainable(model)
+        if strategy is not None:
+            what = "is of fleet's four lines, and this script wraps its model in DistributedDataParallel"
+            raise ConfigError(
+                what,
+                _FIELD,
+                "true",
+                "write the four lines, or torch.distributed.fsdp.fully_shard, into the script",
+            )
+        if self._engine is not None:
+            is_same = self._engine.model is model
+            what = "is sharded already" if is_same else "is the second model of a process, and one is sharded"
+            hint = "call it once; train models beside the sharded one without fleet"
+            raise ConfigError(what, MODEL, type(model).__name__, hint)
+        self._follow(next(model.parameters()).device)
+        self._engine = ShardedEngine(model, self._strategy, self.communicators)
+        dress(model, join=self._refuse_join, no_sync=self._engine.no_sync)
+        return model
+
+    def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Let its steps be the strategy's updates of this trainer's shards."""
+        self._of(OPTIMIZER).attach_optimizer(optimizer)
+        return optimizer
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See ``ShardedEngine.no_sync``."""
+        return self._of("fleet.no_sync").no_sync()
+
+    def join(self, **_: bool) -> NoReturn:
+        """Refused."""
+        self._refuse_join()
+
+    def synchronize(self) -> None:
+        """Trainers have agreed after every update; shards of all of them are the model."""
+        self._of("fleet.synchronize")
+
+    pull_model = synchronize
+
+    def report(self, loss: torch.Tensor | float, _: Mapping[str, torch.Tensor | float]) -> None:
+        """Nothing follows the loss; metrics are for tunings."""
+        self._of("fleet.report")
+        one_number(loss)
+
+    def end_epoch(self) -> None:
+        """The data of an epoch are used up; a gradient merge goes on into the next."""
+        self._of("fleet.end_epoch").epoch += 1
+
+    def save(self, path: Path, *, extra: object) -> None:
+        """Save all that training goes on from: every trainer its shards."""
+        from real.sharding.checkpoint import save  # which training without a checkpoint need not pay for
+
+        save(self._of("fleet.save_persistables"), self.meeting, path, extra=extra)
+
+    def load(self, path: Path, *, predicate: Callable[[str], bool] | None, **_: bool) -> Loaded:
+        """Go on from what was saved, also by other trainers, or in another stage, without being told to."""
+        from real.checkpoints.saving import LOAD
+        from real.sharding.checkpoint import load
+
+        if predicate is not None:
+            hint = "load it before fleet.distributed_model, which starts all from rank 0's parameters"
+            raise ConfigError("takes all of a sharded model, or nothing", f"{LOAD}(predicate=...)", hint=hint)
+        return load(self._of(LOAD), self.meeting, path)
+
+    def save_inference_model(self, path: Path, *_: object) -> NoReturn:
+        """Refused."""
+        hint = (
+            "on every trainer call torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)); on rank 0 load that into a "
+            "plain model, and torch.export it"
+        )
+        raise ConfigError(
+            "exports a model that is whole, and this one is sharded",
+            "fleet.save_inference_model",
+            str(path),
+            hint,
+        )
+
+    def _step(self) -> int:
+        return 0 if self._engine is None else self._engine.step
+
+    def _of(self, where: str) -> ShardedEngine:
+        """The engine. Raises ``ConfigError`` where there is none."""
+        if self._engine is None:
+            raise ConfigError("there is no model yet", where, hint=f"call {MODEL} first")
+        return self._engine
+
+    @staticmethod
+    def _refuse_join(*_: Any, **__: Any) -> NoReturn:
+        hint = "give every trainer as many batches: DistributedSampler does so, with or without drop_last"
+        raise ConfigError(
+            "cannot stand in for trainers without data, whose shards the others gather",
+            "fleet.join",
+            hint=hint,
+        )
