@@ -42,6 +42,8 @@ class Plan:
 
     blocks: tuple[Block, ...] = ()
     """Of a sharded model, in the order of the forward; empty: every trainer has all of it."""
+    holds_scatters: bool = False
+    """The backward waits for each block's scatter."""
 
     @functools.cached_property
     def shard_ranks(self) -> int:
@@ -121,6 +123,9 @@ class Setting:
     """Bytes of all buffers, which rank 0 sends to the others."""
     averaged_nbytes: int | None = None
     """Bytes that an average of the buffers carries: masks stay, and short numbers are widened. None: ``buffers_nbytes``."""
+    holds_scatters: bool = False
+    """The backward of a sharded model waits for each block's scatter: ``fully_shard`` hands it to the host's thread where there are no
+    streams, so with gloo; a gather is then handed over beside compute."""
     order: tuple[str, ...] = ()
     """Names of the gradients as the model has them, which its fragments follow; none: in the reverse order of readiness."""
 
@@ -187,4 +192,5 @@ def _sharded(strategy: DistributedStrategy, gradients: Sequence[Gradient], setti
         queue_depth=1,
         buffers_nbytes=setting.buffers_nbytes if strategy.broadcast_buffers else 0,
         blocks=blocks,
+        holds_scatters=setting.holds_scatters,
     )

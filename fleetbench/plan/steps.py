@@ -219,9 +219,16 @@ def _closing(what: Combination, build: _Builder) -> Operations:
 def _bucket(what: Combination, step: StepKind, build: _Builder, bucket: int) -> Operations:
     if what.sharding is not None and what.sharding.stage > 1:  # shards are added as they come, and meet their replicas once an update
         chain = build.plan.of_bucket.get(bucket, ())
-        return build.carry([one for one in chain if step.closes or one.kind == "reduce_scatter"], "gradient")
+        return _held(build, build.carry([one for one in chain if step.closes or one.kind == "reduce_scatter"], "gradient"))
     sums = (build.operation("accumulate", bucket=bucket),) if what.merges else ()
-    return (*sums, *(_release(what, step, build, bucket) if step.closes else ()))
+    return (*sums, *(_held(build, _release(what, step, build, bucket)) if step.closes else ()))
+
+
+def _held(build: _Builder, carried: Operations) -> Operations:
+    """What carries a bucket, and where the backward waits for that."""
+    if not build.plan.holds_scatters or not carried:
+        return carried
+    return (*carried, build.operation("gate", after=(carried[-1].id,)))
 
 
 def _release(what: Combination, step: StepKind, build: _Builder, bucket: int) -> Operations:

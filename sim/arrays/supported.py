@@ -36,7 +36,8 @@ def refuse_slowed(layout: Layout, programs: Iterable[Program]) -> None:
     """Raise ``Unsupported`` where collectives that compute slows depend on more than one step, or their parts share ports and end apart."""
     for program in programs:
         before_compute = takewhile(lambda line: not isinstance(line, Head), program.instructions)
-        if leaves_in_flight(program) or any(isinstance(line, Join) for line in before_compute):
+        is_gated = any(isinstance(line, Wait) and line.gates for line in program.instructions)  # a rank at a gate slows nothing
+        if is_gated or leaves_in_flight(program) or any(isinstance(line, Join) for line in before_compute):
             raise Unsupported(OVERLAPPED)
         if any(share_ports(layout.ways(join.operation)) for join in program.joins):
             raise Unsupported(SHARED)

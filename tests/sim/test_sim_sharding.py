@@ -64,6 +64,15 @@ def test_what_stays_gathered_is_gathered_once(configs: dict[str, Any], engine: E
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_the_backward_waits_for_scatters_of_gloo(engine: Engine) -> None:
+    """There are no streams: 2230 as above, layer2 to 2530, its scatter to 3040, layer1 to 3440 and 4450, layer0 to 4650 and 5160."""
+    strategy = {"fuse_all_reduce_ops": True, "sharding": True, "sharding_configs": {"stage": 2}}
+    found = simulate(layered(THREE, strategy=strategy, backend="gloo", inter=link(8, 10)), engine=engine)
+    assert in_ns(found, "backward_s") == [900] * 2
+    assert in_ns(found, "exposed_comm_s") == [5160 - 1500] * 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_shards_meet_their_replicas(engine: Engine) -> None:
     """Four trainers in two groups of two (HSDP): each shard of 500 bytes is averaged over two replicas, in 20 + 500 ns.
 
