@@ -75,10 +75,11 @@ def sharding(random: Random, trainers: int) -> dict[str, Any]:
     pick = random.choice
     degree = pick([number for number in range(1, trainers + 1) if trainers % number == 0])
     kept = [number for number in range(2, degree + 1) if degree % number == 0]
+    stage = pick([1, 2, 3, 3])
     configs = {
-        "stage": pick([1, 2, 3, 3]),
+        "stage": stage,
         "sharding_degree": pick([degree, degree, 0]),
-        "reshard_after_forward": pick([True, True, False, *kept]),
+        "reshard_after_forward": pick([True, True, False, *kept]) if stage == 3 else True,
         "blocks": pick([[], [], ["layer0"]]),
     }
     return {"sharding": True, "sharding_configs": configs}

@@ -178,7 +178,7 @@ def _run_simulated(arguments: argparse.Namespace) -> int:
     emit(_parts(found, folder))
     emit(_made_of(found))
     parts = ", ".join(f"{name} {units.size(size)}" for name, size in found.memory.items())
-    needs = f"; {units.size(sum(found.memory.values()))} a trainer: {parts}" if parts else ""
+    needs = f"; {units.size(sum(found.memory.values()))} per trainer: {parts}" if parts else ""
     emit(f"fits in memory: {_spelled(found.fits_in_memory)}{needs}")
     emit("\n".join(f"note: {note}" for note in found.notes))
     emit(found.line)

@@ -11,9 +11,10 @@ def trainer_bytes(memory: Memory, plan: Plan, what: Combination) -> dict[str, in
     """Bytes by what they hold, of the trainer that has the most; together they are its peak.
 
     ``other`` is what the measured peak has beside the parts. A trainer of a shard group of D has a D-th of the optimizer's state and of the
-    parameters, and from stage 2 on of the gradients. ``gathered``, beside its shard, are all parameters; in stage 3 with resharding those
-    of two blocks, the one that computes and the one on its way, and of what is never freed. The gradients of one block are whole until
-    they are scattered. So ``torch.distributed.fsdp.fully_shard`` frees them. Local steps keep copies of the parameters.
+    parameters, and of the gradients, but for sums of stage 1 over several steps. ``gathered``, beside its shard, are all parameters; in
+    stage 3 with resharding those of two blocks, the one that computes and the one on its way, and of what is never freed. The gradients of
+    two blocks are whole, the one under way and the one before it, until they are scattered. So ``torch.distributed.fsdp.fully_shard``
+    frees them. Local steps keep copies of the parameters.
     """
     parts = {"parameters": memory.parameters, "gradients": memory.gradients, "optimizer state": memory.optimizer_state}
     found: dict[str, int] = {**parts}
@@ -25,10 +26,12 @@ def trainer_bytes(memory: Memory, plan: Plan, what: Combination) -> dict[str, in
         freed = [size for size, block in zip(whole, plan.blocks, strict=True) if block.regathers]
         stays = [size for size, block in zip(whole, plan.blocks, strict=True) if not block.regathers]
         found["optimizer state"], found["parameters"] = (-(-size // degree) for size in (memory.optimizer_state, memory.parameters))
-        if sharding.stage > 1:
-            found["gradients"] = -(-memory.gradients // degree) + _largest(whole, 1) * memory.gradients // max(memory.parameters, 1)
-        kept = sum(freed) // sharding.reshard_after_forward if type(sharding.reshard_after_forward) is int else 0
-        found["gathered"] = sum(stays) + max(_largest(freed, 2), kept)
+        if sharding.stage > 1 or not what.merges:
+            found["gradients"] = -(-memory.gradients // degree) + _largest(whole, 2) * memory.gradients // max(memory.parameters, 1)
+        spread = sharding.reshard_after_forward if "reshard" in plan.parts else 0  # over so many the freed ones stay
+        found["gathered"] = sum(stays) + _largest(freed, 2)
+        if spread:
+            found["gathered"] += (sum(freed) - _largest(freed, 2)) // spread
     if what.num_copies:
         found["copies of local steps"] = what.num_copies * memory.parameters
     return {**found, **_rest(memory, parts)}

@@ -5,7 +5,7 @@ exchange what carries a bucket, and the scaler whether the update waits for a wo
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from fleetbench.plan.build import Plan
@@ -46,7 +46,7 @@ class StepOperations:
     on_forward: tuple[Operations, ...] = ()
     """As each block of a sharded model is about to begin its forward, by block; empty without blocks."""
     on_backward: tuple[Operations, ...] = ()
-    """The same of the backward."""
+    """As each block is about to begin its backward, by block; empty without blocks."""
     on_bucket: tuple[Operations, ...]
     on_backward_end: Operations
     on_finite: Operations = ()
@@ -84,6 +84,8 @@ class _Builder:
     plan: Plan
     next_id: int = 0
     ids: dict[int, int] = field(default_factory=dict)
+    scattered: int | None = None
+    """The last reduce-scatter of a sharded model's gradients."""
 
     def operation(self, kind: str, *, after: Iterable[int] = (), **what: object) -> Operation:
         operation = Operation(id=self.next_id, kind=kind, after=tuple(after), **what)  # type: ignore[arg-type]  # callers name kinds that there are
@@ -151,15 +153,12 @@ class _Gates:
     gathered: dict[int, int] = field(default_factory=dict)
     """Ids of the gathers on their way, by block."""
 
-    def first(self) -> Operations:
-        """As the step begins."""
-        return self._gather("forward", 0)
-
     def before(self, block: int, phase: str) -> Operations:
-        """As a block is about to begin: it waits for its own parameters, and the next block's set out."""
+        """As a block is about to begin: it waits for its own parameters, and the next block's set out. The first block's set out there."""
+        first = self._gather(phase, 0) if (block, phase) == (0, "forward") else ()
         after = self.gathered.pop(block, None)
         gate = () if after is None else (self.build.operation("gate", after=(after,)),)
-        return (*gate, *self._gather(phase, block + (1 if phase == "forward" else -1)))
+        return (*first, *gate, *self._gather(phase, block + (1 if phase == "forward" else -1)))
 
     def _gather(self, phase: str, block: int) -> Operations:
         blocks, sharding, parts = self.build.plan.blocks, self.what.sharding, self.build.plan.parts
@@ -179,7 +178,6 @@ class _Gates:
 def _until_backward_end(what: Combination, step: StepKind, build: _Builder, begin: Operations) -> StepOperations:
     """The step without its end, whose operations have ids in the order of the plan's moments."""
     gates = _Gates(build, what, step) if build.plan.blocks else None
-    begin = (*begin, *(gates.first() if gates else ()))
     in_compute: dict[str, dict[int, Operations]] = {"forward": {}, "backward": {}, "bucket": {}}
     for moment in build.plan.moments:
         if isinstance(moment, BucketReady):
@@ -218,17 +216,28 @@ def _closing(what: Combination, build: _Builder) -> Operations:
 
 def _bucket(what: Combination, step: StepKind, build: _Builder, bucket: int) -> Operations:
     if what.sharding is not None and what.sharding.stage > 1:  # shards are added as they come, and meet their replicas once an update
-        chain = build.plan.of_bucket.get(bucket, ())
-        return _held(build, build.carry([one for one in chain if step.closes or one.kind == "reduce_scatter"], "gradient"))
+        chain = [one for one in build.plan.of_bucket.get(bucket, ()) if step.closes or one.kind == "reduce_scatter"]
+        return _scattered(build, lambda: build.carry(chain, "gradient"))
     sums = (build.operation("accumulate", bucket=bucket),) if what.merges else ()
-    return (*sums, *(_held(build, _release(what, step, build, bucket)) if step.closes else ()))
+    if not step.closes:
+        return sums
+    return (*sums, *_scattered(build, lambda: _release(what, step, build, bucket)))
 
 
-def _held(build: _Builder, carried: Operations) -> Operations:
-    """What carries a bucket, and where the backward waits for that."""
-    if not build.plan.holds_scatters or not carried:
-        return carried
-    return (*carried, build.operation("gate", after=(carried[-1].id,)))
+def _scattered(build: _Builder, carry: Callable[[], Operations]) -> Operations:
+    """What carries a bucket; of a sharded model, the backward waits for it at once, or for the scatter before it.
+
+    So ``fully_shard`` has one block's gradients under way (``reduce_scatter_max_input_buffers``).
+    """
+    if not build.plan.blocks:
+        return carry()
+    if build.plan.holds_scatters:
+        carried = carry()
+        return (*carried, build.operation("gate", after=(carried[-1].id,))) if carried else ()
+    gate = () if build.scattered is None else (build.operation("gate", after=(build.scattered,)),)
+    carried = carry()
+    build.scattered = next((one.id for one in carried if one.kind == "reduce_scatter"), None)
+    return (*gate, *carried)
 
 
 def _release(what: Combination, step: StepKind, build: _Builder, bucket: int) -> Operations:

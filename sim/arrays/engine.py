@@ -20,7 +20,7 @@ from sim.arrays.layout import Layout, Times
 from sim.arrays.observers import Observer, StepTable, Sums, TimelineSpans
 from sim.arrays.program import Program, Script, script_of
 from sim.arrays.shared_links import SharedTransfers, Wires
-from sim.arrays.supported import BEYOND, SHARED, Unsupported, most_ns, overlaps, refuse_loaded, refuse_slowed, shares, waits_for_all
+from sim.arrays.supported import BEYOND, SHARED, Unsupported, most_ns, overlaps, refuse_slowed, shares, waits_for_all
 from sim.arrays.transfers import Transfers
 from sim.clock import LATEST_NS
 from sim.execution import Execution, Wanted, too_many
@@ -103,8 +103,6 @@ class Engine:
         """Reading back results at the end of the last step."""
         self._loaders = StepHead(table, scenario.fetch_every, 0, np.maximum) if table.loaders else None
         """With them a head follows from steps before it."""
-        if self._loaders is not None:
-            refuse_loaded(programs)
         self._slowest = math.ceil(1 + max(table.contention, table.collective_contention))
         head_ns = table.fetch + table.read + table.load * (2 if table.loaders else 1)
         self._most_ns = head_ns + most_ns(layout, programs)

@@ -18,7 +18,6 @@ from sim.scenario import Scenario
 OVERLAPPED = "compute and collectives under way together slow each other"
 BEYOND = "times may leave 64 bits"
 SHARED = "collectives in flight together share a link"
-LOADED = "what sets out as a step begins takes time before its batch is waited for"
 
 
 class Unsupported(Exception):  # noqa: N818  # it is an answer: another engine runs it
@@ -41,14 +40,6 @@ def refuse_slowed(layout: Layout, programs: Iterable[Program]) -> None:
             raise Unsupported(OVERLAPPED)
         if any(share_ports(layout.ways(join.operation)) for join in program.joins):
             raise Unsupported(SHARED)
-
-
-def refuse_loaded(programs: Iterable[Program]) -> None:
-    """Raise ``Unsupported`` where a trainer, whose loaders make batches beside it, is busy before it takes one."""
-    for program in programs:
-        before = takewhile(lambda line: not isinstance(line, Head), program.instructions)
-        if any(isinstance(line, Join | Work) and line.takes_ns for line in before):
-            raise Unsupported(LOADED)
 
 
 def shares(layout: Layout, programs: Sequence[Program]) -> bool:

@@ -34,7 +34,7 @@ def test_it_prints_an_answer_and_writes_a_strategy(command: Callable, experiment
     assert " --what-if\n" in ended.out
     answer, place = ended.out.strip().splitlines()[-2:]
     assert answer.startswith("SIMULATED, declared compute: use ")
-    assert "outside of this answer: sharded optimizers" in ended.out
+    assert "outside of this answer: tensor, pipeline, context and expert parallelism" in ended.out
     path = Path(place.removeprefix("recommendation: "))
     assert path.read_text(encoding="utf-8").splitlines()[1] == f"# {answer}"
     DistributedStrategy.load(path)

@@ -101,6 +101,7 @@ BASES: dict[str, dict[str, Any]] = {
     "localsgd_configs.": {"localsgd": True, "localsgd_configs": {"k_steps": 4}},
     "adaptive_localsgd_configs.": {"adaptive_localsgd": True},
     "gradient_merge_configs.": {"gradient_merge": True},
+    "sharding_configs.reshard": {"sharding": True, "sharding_configs": {"stage": 3}},
     "sharding_configs.": {"sharding": True},
     "a_sync_configs.": {"mode": "ps", "a_sync": True},
     "a_sync": {"mode": "ps"},

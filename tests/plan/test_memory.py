@@ -40,11 +40,11 @@ def test_without_sharding_it_is_the_peak() -> None:
 @pytest.mark.parametrize(
     ("configs", "expected"),
     [
-        ({"stage": 1}, {"parameters": 1000, "gathered": 4000, "gradients": 4000, "optimizer state": 2000}),
-        ({"stage": 2}, {"parameters": 1000, "gathered": 4000, "gradients": 1000 + 1000, "optimizer state": 2000}),
+        ({"stage": 1}, {"parameters": 1000, "gathered": 4000, "gradients": 1000 + 2000, "optimizer state": 2000}),
+        ({"stage": 2}, {"parameters": 1000, "gathered": 4000, "gradients": 1000 + 2000, "optimizer state": 2000}),
         # The rest and the last block stay, and the two others are freed and gathered again: both at once, while one is on its way.
-        ({"stage": 3}, {"parameters": 1000, "gathered": 4000, "gradients": 2000, "optimizer state": 2000}),
-        ({"stage": 3, "sharding_degree": 2}, {"parameters": 2000, "gathered": 4000, "gradients": 3000, "optimizer state": 4000}),
+        ({"stage": 3}, {"parameters": 1000, "gathered": 4000, "gradients": 3000, "optimizer state": 2000}),
+        ({"stage": 3, "sharding_degree": 2}, {"parameters": 2000, "gathered": 4000, "gradients": 4000, "optimizer state": 4000}),
         ({"stage": 1, "sharding_degree": 1}, {"parameters": 4000, "gradients": 4000, "optimizer state": 8000}),
     ],
 )
@@ -54,8 +54,15 @@ def test_a_shard_group_divides_what_its_stage_says(configs: dict[str, Any], expe
     assert found == expected | {"activations": 500, "other": 200}
 
 
+def test_sums_of_stage_1_are_whole() -> None:
+    """Micro-batches of one update are added before they are scattered."""
+    merge = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+    assert kept(sharding=True, sharding_configs={"stage": 1}, **merge)["gradients"] == 4000
+    assert kept(sharding=True, sharding_configs={"stage": 2}, **merge)["gradients"] == 3000
+
+
 def test_of_many_blocks_two_are_gathered_at_once() -> None:
-    """Ten blocks of 400 bytes: the last one, and two of nine; resharded to two ranks, a half of the nine."""
+    """Ten blocks of 400 bytes: the last one, and two of nine; resharded to two ranks, a half of the other seven."""
     ten = {f"h.{number}.weight": 100 for number in range(10)}
 
     def gathered(configs: dict[str, Any]) -> int:
@@ -65,5 +72,6 @@ def test_of_many_blocks_two_are_gathered_at_once() -> None:
         return trainer_bytes(MEMORY, plan, Combination.of(strategy))["gathered"]
 
     assert gathered({}) == 400 + 800
-    assert gathered({"reshard_after_forward": 2}) == 400 + 1800
+    assert gathered({"reshard_after_forward": 2}) == 400 + 800 + 7 * 400 // 2
+    assert gathered({"reshard_after_forward": 4}) == gathered({})
     assert gathered({"reshard_after_forward": False}) == 4000

@@ -49,13 +49,13 @@ def test_blocks_may_be_named() -> None:
 
 def test_groups_are_neighbours_and_their_replicas() -> None:
     """Rank r is in group r // D, and those with one r % D are replicas; a whole world has neither."""
-    found = groups_of(ShardingConfigs(sharding_degree=4, reshard_after_forward=2), 8)
+    found = groups_of(ShardingConfigs(stage=3, sharding_degree=4, reshard_after_forward=2), 8)
     assert found["shard"] == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert found["replica"] == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert found["reshard"] == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert groups_of(ShardingConfigs(), 4) == {"world": ((0, 1, 2, 3),)}
     with pytest.raises(ConfigError, match=r"does not divide the 4 trainers of a shard group \(got 3\)"):
-        groups_of(ShardingConfigs(sharding_degree=4, reshard_after_forward=3), 8)
+        groups_of(ShardingConfigs(stage=3, sharding_degree=4, reshard_after_forward=3), 8)
 
 
 def test_a_bucket_a_block_in_the_order_of_readiness() -> None:
@@ -102,8 +102,8 @@ def test_stage_3_of_a_shard_group() -> None:
             *("gate", "all_gather shard 80"),  # h.1 stays, and h.0 comes again
             *("reduce_scatter shard 80", "all_reduce replica 40"),
             "gate",
-            *("reduce_scatter shard 80", "all_reduce replica 40"),
-            *("reduce_scatter shard 120", "all_reduce replica 60"),
+            *("gate", "reduce_scatter shard 80", "all_reduce replica 40"),  # after the scatter before it
+            *("gate", "reduce_scatter shard 120", "all_reduce replica 60"),
             "update",
         ]
     ]
@@ -130,6 +130,25 @@ def test_micro_batches_of_one_update(stage: int, first: list[str], last: list[st
 def test_overflow_is_asked_of_all_trainers() -> None:
     """Each has the gradients of its shard alone, so that one flag of 4 bytes is reduced."""
     assert "all_reduce world 4" in operations({}, {"amp": True})[0]
+
+
+@pytest.mark.parametrize(
+    ("configs", "message"),
+    [
+        (
+            {"stage": 2, "reshard_after_forward": False},
+            "reshard_after_forward: is of stage 3, and stage 2 keeps parameters until the update",
+        ),
+        ({"mp_degree": 2}, "sharding_configs.mp_degree: is Paddle's, and not here"),
+        ({"segment_broadcast_MB": 32.0}, "sharding_configs.segment_broadcast_MB: is Paddle's, and not here"),
+    ],
+)
+def test_what_has_no_meaning_here_is_named(configs: dict[str, Any], message: str) -> None:
+    """Fields of another stage, and Paddle's own, with what to use instead."""
+    with pytest.raises(ConfigError) as caught:
+        DistributedStrategy.from_dict({"sharding": True, "sharding_configs": configs})
+    assert message in str(caught.value)
+    assert caught.value.hint
 
 
 def test_what_cannot_be_sharded_is_named() -> None:

@@ -268,6 +268,24 @@ def test_what_fits_no_trainer_is_left_out_before_time_is_asked(tmp_path: Path) -
     assert any("has too little memory for them" in note for note in found.notes)
 
 
+def test_what_does_not_fit_is_chosen_where_nothing_fits_alone(tmp_path: Path) -> None:
+    """A faster strategy that does not fit takes the place of one that does never; where none fits, ``min_gain`` decides as ever."""
+    experiment = _registry(tmp_path, "H100")
+
+    def needing(activations: int, **fields: Any) -> Experiment:
+        state, large = Bytes(79 * 10**9), Bytes(4 * 10**9)
+        peak = Bytes(87 * 10**9 + activations)
+        memory = Memory(parameters=large, gradients=large, optimizer_state=state, activations=Bytes(activations), peak=peak)
+        named = name_profile(experiment, dataclasses.replace(_profile(experiment), memory=memory), tmp_path / f"{activations}.toml")
+        return named.replace(strategy=DistributedStrategy(**fields))
+
+    whole, sharded = DistributedStrategy(), DistributedStrategy(sharding=True)
+    assert candidates.choose(needing(10**9, sharding=True), {sharded: 1.0, whole: 0.5}) == sharded
+    assert candidates.choose(needing(10**9), {whole: 0.5, sharded: 1.0}) == sharded
+    assert candidates.choose(needing(90 * 10**9), {whole: 1.0, sharded: 1.5}) == whole
+    assert candidates.choose(needing(90 * 10**9), {whole: 1.0, sharded: 0.5}) == sharded
+
+
 def test_estimated_compute_is_said_and_widens_the_interval(tmp_path: Path) -> None:
     """Compute times c: 6 c + 40 ms in four buckets, 12 c + 10 in one; c = 0.75 and 1.25 are the ends."""
     found, folder = tune_simulated(_registry(tmp_path, "H100"), out=tmp_path)

@@ -37,7 +37,7 @@ SCHEMA = 1
 RERANKED, SERVED_RERANKED = 6, 3
 """Of the best strategies, simulated again under each changed assumption; beside them the best one with each value of any knob."""
 RUNNERS_UP = 4
-LARGE = "the experiment's own strategy needs more memory than a trainer has"
+OWN_DOES_NOT_FIT = "the experiment's own strategy needs more memory than a trainer has"
 
 Item = TypeVar("Item")
 
@@ -278,7 +278,8 @@ class _Answering:
             seeds=len(ratios),
             num_trials=ranking.num_trials,
             num_reranked=len(retried),
-            caveat=LARGE if self._own_fits is False else self.ways.said_beside(chosen),
+            caveat="; ".join(filter(None, [OWN_DOES_NOT_FIT if sharded.fits(experiment) is False else "", self.ways.said_beside(chosen)]))
+            or None,
             told=(
                 *self._caveats(chosen, interval[0] if arrives and interval else low, samples_per_s),
                 *ranking.notes,
@@ -286,10 +287,6 @@ class _Answering:
                 *notes,
             ),
         )
-
-    @property
-    def _own_fits(self) -> bool | None:
-        return sharded.fits(self.experiment)
 
     def _over_seeds(self, experiment: Experiment) -> Callable[[DistributedStrategy], list[float]]:
         """Seconds of a step by strategy, under each of the answer's seeds, times the steps to the target, where these are known."""
@@ -344,14 +341,13 @@ class _Answering:
 
     def _with_headline_draws(self, experiment: Experiment, trial_s: candidates.Times, chosen: DistributedStrategy) -> candidates.Times:
         """Seconds of a step of the own strategy, the recommended one and the best of the trials, if that tells it from the recommended."""
-        best = min(trial_s, key=lambda strategy: trial_s[strategy])
+        best = min(sharded.fitting(self.experiment, trial_s), key=lambda strategy: trial_s[strategy])
         asked = [self.experiment.strategy, chosen, *([best] if trial_s[chosen] / trial_s[best] > 1 + candidates.TIE else [])]
         measure = self._over_seeds(experiment)
         return {strategy: statistics.fmean(measure(strategy)) for strategy in dict.fromkeys(asked)}
 
     def _case(self, name: str, step_s: candidates.Times, chosen: DistributedStrategy) -> Case:
-        fitting = [strategy for strategy in step_s if self._own_fits is not False or strategy != self.experiment.strategy] or [*step_s]
-        best = min(fitting, key=lambda strategy: step_s[strategy])
+        best = min(sharded.fitting(self.experiment, step_s), key=lambda strategy: step_s[strategy])
         changes = step_s[chosen] / step_s[best] - 1 > self.experiment.tune.min_gain
         return Case(
             assumption=name,

@@ -108,16 +108,17 @@ def ranked(
     step_s = {one.strategy: one.trial.simulated_s for one in tried}
     prices = {one.strategy: price for one in tried if (price := ways.seconds(one)) is not None}
     shards, told = sharded.candidates(experiment)
+    shards = [one for one in shards if ways.arrives(one) and not (ways.in_vain and way_of(one) != way_of(own))]
     notes = [*found.notes, *told]
     for strategy in shards:
         step_s[strategy] = measure(strategy)
         prices[strategy] = ways.weight(strategy) * step_s[strategy]
-    by_price, num_trials = ordered(prices), len(found.tried) + len(ways.others) + len(shards)
-    large = [one for one in by_price if one != own and sharded.fits(experiment.replace(strategy=one)) is False]
-    if 0 < len(large) < len(by_price) - 1:
-        some = f"{len(large)} of {num_trials} strategies"
+    num_trials = len(found.tried) + len(ways.others) + len(shards)
+    fitting = {own, *sharded.fitting(experiment, prices)}  # the own one is compared with in any case
+    if large := len(prices) - len(fitting):
+        some = f"{large} of {num_trials} strategies"
         notes.append(left_out(some, "are left out", f"a {experiment.cluster.gpu} has too little memory for them"))
-        by_price = {one: price for one, price in by_price.items() if one not in large}
+    by_price = ordered({one: price for one, price in prices.items() if one in fitting})
     if own.mode == "ps" and ways.updates:
         declared = "steps to the target are those of the declared cluster, which orders pushes and pulls, under every assumption"
         notes.append(Remark(text=declared))
@@ -193,16 +194,15 @@ def finalists(own: DistributedStrategy, ranking: Iterable[DistributedStrategy]) 
 
 
 def choose(experiment: Experiment, step_s: Times, risk: Callable[[DistributedStrategy], float] = lambda _: 0.0) -> DistributedStrategy:
-    """Of those near the fastest the one of least risk, then of least changes; the experiment's own, where it fits and that gains little."""
-    own_fits = sharded.fits(experiment) is not False
-    if not own_fits and len(step_s) > 1:
-        step_s = {strategy: seconds for strategy, seconds in step_s.items() if strategy != experiment.strategy}
-    least = min(step_s.values())
-    tied = [strategy for strategy in step_s if step_s[strategy] <= least * (1 + TIE)]
+    """Of those that fit and are near the fastest the one of least risk, then of least changes.
+
+    The experiment's own, where it fits, too, and that gains little.
+    """
+    own, times = experiment.strategy, {one: step_s[one] for one in sharded.fitting(experiment, step_s)}
+    least = min(times.values())
+    tied = [strategy for strategy in times if times[strategy] <= least * (1 + TIE)]
     chosen = min(tied, key=lambda strategy: (risk(strategy), len(flat(strategy.changes()))))
-    if not own_fits or step_s[experiment.strategy] / step_s[chosen] > 1 + experiment.tune.min_gain:
-        return chosen
-    return experiment.strategy
+    return chosen if own not in times or times[own] / times[chosen] > 1 + experiment.tune.min_gain else own
 
 
 def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:

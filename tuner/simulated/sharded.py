@@ -1,5 +1,8 @@
 """Sharded strategies that --simulate-only tries, and the memory that a trainer needs under any."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.fields import CALLED
@@ -13,7 +16,7 @@ from sim.scenario import setting_of
 from tuner.notes import Note, left_out
 
 EXCLUDED = ("fusion", "hierarchy", "communicators", "local steps")
-"""What does not go with sharding, by what a person calls it; and these fields."""
+"""Groups of fields (``fleetbench.fields.CALLED``) that exclude sharding, as these fields do."""
 _FIELDS = (
     "sharding",
     "find_unused_parameters",
@@ -23,9 +26,9 @@ _FIELDS = (
 
 
 def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[Note]]:
-    """Every stage of ``tune.sharding``, over all trainers and within a node; stage 3 with its blocks freed after the forward, and kept.
+    """Stages of ``tune.sharding`` that differ, over all trainers, within a node, and in groups of the experiment's own size.
 
-    Notes say what is not tried.
+    Without merged gradients stages 1 and 2, and 3 whose blocks stay, run the same operations. Notes say what is not tried.
     """
     cluster, own, found = experiment.cluster, experiment.strategy, list[DistributedStrategy]()
     if own.mode == "ps" or cluster.trainers == 1:
@@ -38,16 +41,21 @@ def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[
         else:
             why = "replicas of a shard would share a node's interfaces, which is simulated event by event: fleetbench sim tells of one"
             notes.append(left_out("sharding within a node", "is not tried", why))
-    for stage in experiment.tune.sharding:
-        for degree in degrees:
-            for reshards in (True, False) if stage == 3 else (True,):
-                configs = {"stage": stage, "sharding_degree": degree, "reshard_after_forward": reshards}
-                try:
-                    strategy = base.replace(sharding=True, sharding_configs=configs)
-                    plan_of(experiment.replace(strategy=strategy))
-                except ConfigError as error:  # a sparse gradient, say, or a field that excludes it
-                    return [], [left_out("sharding", "is not tried", error)]
-                found.append(strategy)
+    merges, stages = Combination.of(base).merges, experiment.tune.sharding
+    kept: list[dict[str, Any]] = [
+        {"stage": stage} for stage in stages if stage < 3 and (merges or stage == max(one for one in stages if one < 3))
+    ]
+    configs = [*kept, *([{"stage": 3}] if 3 in stages else [])]
+    configs += [{"stage": 3, "reshard_after_forward": False}] if 3 in stages and (merges or not kept) else []
+    for one in configs:
+        for degree in dict.fromkeys([*degrees, *([own.sharding_configs.sharding_degree] if own.sharding else [])]):
+            also = {"sharding_degree": degree, "blocks": list(own.sharding_configs.blocks)}
+            try:
+                strategy = base.replace(sharding=True, sharding_configs=one | also)
+                plan_of(experiment.replace(strategy=strategy))
+            except ConfigError as error:  # a sparse gradient, say, or a field that excludes it
+                return [], [left_out("sharding", "is not tried", error)]
+            found.append(strategy)
     return [strategy for strategy in found if strategy != own], notes
 
 
@@ -69,3 +77,9 @@ def fits(experiment: Experiment) -> bool | None:
     """Whether a trainer's memory suffices; none where its need or the GPU is not known."""
     found, gpu = memory_of(experiment), experiment.cluster.gpu
     return None if found is None or gpu is None else sum(found.values()) <= gpu_named(gpu, "cluster.gpu").memory
+
+
+def fitting(experiment: Experiment, strategies: Iterable[DistributedStrategy]) -> list[DistributedStrategy]:
+    """Those whose memory a trainer has, or of which that is not known; all of them where none fits."""
+    asked = list(strategies)
+    return [one for one in asked if fits(experiment.replace(strategy=one)) is not False] or asked

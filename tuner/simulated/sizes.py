@@ -140,14 +140,16 @@ def _carried(experiment: Experiment, neighbours: Sequence[candidates.Times]) -> 
         except ConfigError:  # such as a hierarchy that this size has not
             if strategy == experiment.strategy:
                 raise
-    return candidates.ordered(found)
+    fitting = {experiment.strategy, *sharded.fitting(experiment, found)}
+    return candidates.ordered({one: step_s for one, step_s in found.items() if one in fitting})
 
 
 def _of_best(experiment: Experiment, ranking: candidates.Times) -> candidates.Times:
     """The best again, as in an answer for this size alone; the experiment's own where no trial gains enough."""
     own, measures = experiment.strategy, candidates.over_seeds(experiment)
     gains = ranking[own] / next(iter(ranking.values())) - 1 > experiment.tune.min_gain - candidates.TIE
-    asked = candidates.finalists(own, ranking) if gains else [own]
+    fits = own in sharded.fitting(experiment, ranking)
+    asked = candidates.finalists(own, ranking) if gains or not fits else [own]
     return {strategy: statistics.fmean(measure(strategy) for measure in measures) for strategy in asked}
 
 
