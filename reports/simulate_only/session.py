@@ -41,7 +41,11 @@ def main() -> None:
         rows += [(command, f"memory, {what}", size) for what, size in found["memory"].items()]
         tried = [("recommended", found["strategy"], found["step_s"])]
         tried += [("runner-up", rival["strategy"], rival["step_s"]) for rival in found["runners_up"]]
-        rows += [(command, f"{what}: {json.dumps(strategy.get('sharding_configs', {}))}", step_s) for what, strategy, step_s in tried]
+        named = [
+            (what, "none" if not strategy["sharding"] else json.dumps(strategy["sharding_configs"]), own_s)
+            for what, strategy, own_s in tried
+        ]
+        rows += [(command, f"{what}: {configs}", own_s) for what, configs, own_s in named]
     lines = [line for line in printed("estimate", *ESTIMATED).splitlines() if line.startswith(("estimated compute:", "memory:"))]
     rows += [(f"estimate {' '.join(ESTIMATED)}", *line.split(": ", 1)) for line in lines]
     with (HERE / "session.csv").open("w", encoding="utf-8", newline="") as file:
