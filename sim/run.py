@@ -22,7 +22,7 @@ from fleetbench.timeline import MOST_EVENTS, TIMELINE_FILE
 from sim.execution import Execution, Wanted
 from sim.learning.trajectory import WHO, Trajectory, key_of
 from sim.limits import MOST_REMEMBERED, at_most
-from sim.scenario import Scenario, not_realised
+from sim.scenario import Scenario, not_realised, short_of_memory
 from sim.servers.actor import Order
 from sim.servers.simulate import simulate_servers
 
@@ -70,16 +70,16 @@ def simulate(
     if is_served:
         if spared:
             raise ConfigError('does not go with strategy.mode = "ps"', "spared", str(sorted(spared)), "leave it out")
-        execution = _execute_servers(experiment, wanted, engine, step_done, learnt)
+        execution, large = _execute_servers(experiment, wanted, engine, step_done, learnt), []
     else:
         _check_learnt(experiment, learnt)
         scenario = Scenario.of(experiment, spared, learnt=learnt)
         if table:
             at_most(rows, MOST_REMEMBERED, "rows", "--table", "drop --table: the summary has means and quantiles")
-        execution = _execute(scenario, wanted, engine, step_done)
+        execution, large = _execute(scenario, wanted, engine, step_done), short_of_memory(experiment, scenario.plan)
     if execution.end_ns == 0:
         raise takes_no_time()
-    skipped = [*not_realised(experiment, learnt=learnt is not None), *execution.notes]
+    skipped = [*not_realised(experiment, learnt=learnt is not None), *large, *execution.notes]
     if execution.no_spans is not None:
         skipped.append(skip(TIMELINE_FILE, execution.no_spans))
     if table is None and not wanted.table:

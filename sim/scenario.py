@@ -15,10 +15,12 @@ from fleetbench.cores import on_cores, shares_cores
 from fleetbench.declared import LOSSES, UNFOLLOWED, DeclaredScalars, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.hardware import gpu_named
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.memory import trainer_bytes
 from fleetbench.plan.state import State
 from fleetbench.plan.training import PLANNED, CollectiveTraining, family
 from fleetbench.profile import all_reduce_cost, profile_of, table_for
@@ -150,6 +152,17 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
         (experiment.run.environment, "run.environment", "no process is started"),
     )
     return found + [skip(name, why) for is_set, name, why in left_out if is_set]
+
+
+def short_of_memory(experiment: Experiment, plan: Plan) -> list[dict[str, str]]:
+    """That a trainer's GPU has too little memory for the strategy, where a profile and ``cluster.gpu`` tell."""
+    profile = None if experiment.workload.model == LAYERS else profile_of(experiment)
+    if profile is None or profile.memory is None or experiment.cluster.gpu is None:
+        return []
+    needed = sum(trainer_bytes(profile.memory, plan, Combination.of(experiment.strategy)).values())
+    has = gpu_named(experiment.cluster.gpu, "cluster.gpu").memory
+    why = f"the strategy needs {needed / 1e9:.3g} GB per trainer, and the GPU has {has / 1e9:.3g} GB: it would not run"
+    return [skip("cluster.gpu", why)] if needed > has else []
 
 
 def _unlimited(cluster: Cluster, *, served: bool) -> Iterator[tuple[bool, str, str]]:

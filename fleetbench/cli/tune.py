@@ -219,7 +219,8 @@ def _parts(found: SimulatedRecommendation, folder: Path) -> str:
     undelayed = (
         f"without stragglers and jitter compute takes {units.seconds(found.parts['undelayed_s'])} ({found.compute.partition(' ')[0]})"
     )
-    return f"a step: {parts}; {undelayed}\nwhat each costs: fleetbench sim {folder / 'experiment.toml'} --what-if"
+    command = f"fleetbench sim {folder / 'experiment.toml'} --strategy {folder / 'recommended.toml'} --what-if"
+    return f"a step: {parts}; {undelayed}\nwhat each costs: {command}"
 
 
 def _made_of(found: SimulatedRecommendation) -> str:

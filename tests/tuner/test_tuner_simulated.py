@@ -386,3 +386,13 @@ def test_servers_modes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {"bandwidth x 0.5", "latency x 2", "compute x 2"} < {case.assumption for case in found.cases}
     adam = ranked(_experiment(**servers, workload={"optimizer": "adam"}), out=tmp_path)
     assert any(str(note).startswith("GeoSGD is not tried") for note in adam.notes)
+
+
+def test_a_simulation_says_that_its_strategy_does_not_fit(tmp_path: Path) -> None:
+    """It is timed all the same."""
+    memory = Memory(parameters=Bytes(1), gradients=Bytes(1), optimizer_state=Bytes(0), activations=Bytes(1), peak=Bytes(81 * 10**9))
+    experiment = _registry(tmp_path, "H100")
+    named = name_profile(experiment, dataclasses.replace(_profile(experiment), memory=memory), tmp_path / "full.toml")
+    lines = [line["why"] for line in simulate(named).summary.skipped if line["what"] == "cluster.gpu"]
+    assert lines == ["the strategy needs 81 GB per trainer, and the GPU has 80 GB: it would not run"]
+    assert not [line for line in simulate(experiment).summary.skipped if line["what"] == "cluster.gpu"]
