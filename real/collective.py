@@ -157,7 +157,7 @@ class Collective:
         if self._strategy.use_hierarchical_allreduce and "inner" not in engine.plan.parts:
             message = "one node, or one group of hierarchical_inner_ranks, has no hierarchy: use_hierarchical_allreduce is switched off"
             warnings.warn(message, HierarchySwitchedOff, stacklevel=3)
-        dress(model, join=partial(self.models.join, self.communicators, model), no_sync=partial(self.models.no_sync, model))
+        add_ddp_attributes(model, join=partial(self.models.join, self.communicators, model), no_sync=partial(self.models.no_sync, model))
         return model
 
     def _follow(self, place: torch.device) -> None:
@@ -334,7 +334,7 @@ class Collective:
         return strategy
 
 
-def dress(model: nn.Module, *, join: Callable[..., Any], no_sync: Callable[..., Any]) -> None:
+def add_ddp_attributes(model: nn.Module, *, join: Callable[..., Any], no_sync: Callable[..., Any]) -> None:
     """Give a distributed model what scripts ask a DistributedDataParallel for, unless it has such names itself."""
     if not hasattr(model, "module"):
         model.__dict__["module"] = model  # set as usual, it would be a part of the model

@@ -9,7 +9,8 @@ from fleetbench.plan.local_sgd import Cadence
 from fleetbench.plan.loss_scaling import LossScaler
 from fleetbench.plan.outer import Fragments, Outer
 from fleetbench.plan.rounds import Constant, Rounds, Varying, rounds_of
-from fleetbench.strategy import DistributedStrategy, ShardingConfigs
+from fleetbench.sharding_configs import ShardingConfigs
+from fleetbench.strategy import DistributedStrategy
 
 MOMENTA = frozenset({"momentum_buffer", "exp_avg"})
 """Names of the means of past gradients that optimizers move parameters by; second moments and counts of steps are none."""

@@ -15,7 +15,8 @@ from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.groups import Parts, world_of
 from fleetbench.plan.layers import DTYPE_BYTES, Gradient
 from fleetbench.plan.operations import Collective, Operation, Operations
-from fleetbench.strategy import DistributedStrategy, ShardingConfigs
+from fleetbench.sharding_configs import ShardingConfigs
+from fleetbench.strategy import DistributedStrategy
 
 REST = ""
 """The name of the block of all parameters that lie in no other, which is gathered as the forward begins, and stays."""

@@ -46,7 +46,7 @@ from real.engine.refusals import (
     refuse_unfinished,
     refuse_update,
 )
-from real.sharding.wrapping import refuse_model_unsharded, shard
+from real.sharding.wrapping import refuse_unshardable_model, shard
 
 OPTIMIZER = "fleet.distributed_optimizer"
 _WHOLE = ("LBFGS", "ZeroRedundancyOptimizer")
@@ -66,7 +66,7 @@ class ShardedEngine:
         agree_on(fields, "the strategy", communicators)
         trained = {name: own for name, own in model.named_parameters() if own.requires_grad}
         planning = Planning(model, trained, strategy, communicators, 1, None)
-        refuse_model_unsharded(model, strategy, planning.sparse)
+        refuse_unshardable_model(model, strategy, planning.sparse)
         agree_on(planning.lines(), "the model", communicators)
         for tensor in (*model.parameters(), *model.buffers()):
             communicators.broadcast(tensor.detach())

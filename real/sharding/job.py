@@ -13,12 +13,12 @@ from torch import nn
 
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
-from real.collective import Collective, arrive, dress
+from real.collective import Collective, add_ddp_attributes, arrive
 from real.engine.refusals import one_number, refuse_untrainable
 from real.models import MODEL
 from real.processes.roles import TUNING, role_of
 from real.sharding.engine import OPTIMIZER, ShardedEngine
-from real.sharding.wrapping import refuse_unsharded
+from real.sharding.wrapping import refuse_unshardable_strategy
 
 if TYPE_CHECKING:
     from real.checkpoints.saving import Loaded
@@ -39,7 +39,7 @@ class ShardedCollective(Collective):
             hint = "compare launches of the script with different sharding_configs"
             raise ConfigError(what, _FIELD, "true", hint)
         super().__init__(strategy, timeout_s)
-        refuse_unsharded(strategy, self.trainers)
+        refuse_unshardable_strategy(strategy, self.trainers)
 
     def distributed_model(self, model: nn.Module, strategy: DistributedStrategy | None = None) -> nn.Module:
         """Start from rank 0's parameters and buffers, and shard the model."""
@@ -59,7 +59,7 @@ class ShardedCollective(Collective):
             raise ConfigError(what, MODEL, type(model).__name__, hint)
         self._follow(next(model.parameters()).device)
         self._engine = ShardedEngine(model, self._strategy, self.communicators)
-        dress(model, join=self._refuse_join, no_sync=self._engine.no_sync)
+        add_ddp_attributes(model, join=self._refuse_join, no_sync=self._engine.no_sync)
         return model
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

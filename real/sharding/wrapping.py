@@ -15,7 +15,8 @@ from fleetbench.errors import ConfigError
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.sharding import REST, block_of, blocks_of, degree_of, grouped_by_block, groups_of
 from fleetbench.quantities import Nanoseconds
-from fleetbench.strategy import DistributedStrategy, ShardingConfigs
+from fleetbench.sharding_configs import ShardingConfigs
+from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 from real.communication.communicators import Communicators
 
@@ -32,7 +33,7 @@ EXECUTED = frozenset(f"strategy.{name}" for name in _FIELDS.split())
 """Fields that a sharded training carries out; every other one is refused by name where it is changed."""
 
 
-def refuse_unsharded(strategy: DistributedStrategy, trainers: int) -> None:
+def refuse_unshardable_strategy(strategy: DistributedStrategy, trainers: int) -> None:
     """Raise ``ConfigError`` for a strategy that a sharded training of so many trainers does not carry out."""
     hint = "leave it at its default, or leave sharding out"
     refuse_unexecuted(strategy, "strategy", EXECUTED, "a sharded training", hint)
@@ -44,7 +45,7 @@ def refuse_unsharded(strategy: DistributedStrategy, trainers: int) -> None:
         raise ConfigError(why, f"strategy.{half}", "true", hint)
 
 
-def refuse_model_unsharded(model: nn.Module, strategy: DistributedStrategy, sparse: Collection[str]) -> None:
+def refuse_unshardable_model(model: nn.Module, strategy: DistributedStrategy, sparse: Collection[str]) -> None:
     """Raise ``ConfigError`` for parameters that no block can gather; ``sparse``: names of sparse ones."""
     blocks = strategy.sharding_configs.blocks
     gradients = [

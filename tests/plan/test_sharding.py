@@ -13,7 +13,8 @@ from fleetbench.plan.replay import Decider
 from fleetbench.plan.sharding import blocks_of, groups_of
 from fleetbench.plan.training import family
 from fleetbench.quantities import Nanoseconds
-from fleetbench.strategy import DistributedStrategy, ShardingConfigs
+from fleetbench.sharding_configs import ShardingConfigs
+from fleetbench.strategy import DistributedStrategy
 
 GPT = ["wte.weight", "h.0.attn.weight", "h.0.mlp.weight", "h.1.attn.weight", "h.1.mlp.weight", "ln_f.weight", "head.weight"]
 

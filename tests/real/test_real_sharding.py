@@ -15,7 +15,8 @@ from sharding_cases import DDP, ON_FOUR, ON_TWO, OVERFLOW, SAVED, STEPS, Case, j
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.strategy import DistributedStrategy, ShardingConfigs
+from fleetbench.sharding_configs import ShardingConfigs
+from fleetbench.strategy import DistributedStrategy
 from real.job.launcher import launch_script
 from real.supported import refuse_unsupported
 
