@@ -41,7 +41,7 @@ class Plan:
     """Batch-norm statistics and such, all together: averaged with local steps, else sent by rank 0 after each exchange; 0: neither."""
 
     blocks: tuple[Block, ...] = ()
-    """Of a sharded model, in the order of the forward; empty: every trainer has all of it."""
+    """Blocks of a sharded model, in the order of the forward; empty where every trainer has all of the model."""
     holds_scatters: bool = False
     """The backward waits for each block's scatter."""
 
@@ -54,7 +54,7 @@ class Plan:
 
     @functools.cached_property
     def moments(self) -> tuple[BlockBegin | BucketReady, ...]:
-        """What comes to pass between a step's begin and the end of its backward, in this order."""
+        """The events between a step's begin and the end of its backward, in order."""
         waiting = [BlockBegin(block, "backward") for block in reversed(range(len(self.blocks)))]
         block_of = {block.bucket: number for number, block in enumerate(self.blocks)}
         found: list[BlockBegin | BucketReady] = [BlockBegin(block, "forward") for block in range(len(self.blocks))]

@@ -58,7 +58,7 @@ class Combination:
     """One update of all parameters."""
     finds_unused: bool = False
     sharding: ShardingConfigs | None = None
-    """What each trainer of a shard group keeps; none: every trainer has all of the model and of the optimizer's state."""
+    """The part of the model and of the optimizer's state that a trainer keeps; none: it keeps all of both."""
     is_sequential: bool = False
     """A trainer waits for every collective where it starts it."""
 

@@ -38,7 +38,7 @@ def trainer_bytes(memory: Memory, plan: Plan, what: Combination) -> dict[str, in
 
 
 def _rest(memory: Memory, parts: Mapping[str, int]) -> dict[str, int]:
-    """What no strategy of the exchange divides."""
+    """Bytes that sharding does not divide: activations, and what the peak has beside the parts."""
     other = memory.peak - sum(parts.values()) - memory.activations
     return {"activations": memory.activations, **({"other": other} if other > 0 else {})}
 

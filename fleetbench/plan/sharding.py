@@ -28,10 +28,10 @@ class Block:
     """Parameters that are gathered together, and whose gradients are one bucket."""
 
     name: str
-    """The submodule's; ``REST``: of what lies in no other."""
+    """Name of the submodule; ``REST`` for the parameters in no other block."""
     bucket: int
     nbytes: int
-    """Of the parameters; they are padded, so that all shards have one size."""
+    """Bytes of the parameters, padded so that all shards have one size."""
     regathers: bool
     """They are gathered again before the block's backward."""
 

@@ -67,7 +67,7 @@ class StepOperations:
         return len(self.on_begin) + sum(map(len, in_compute)) + len(self.on_backward_end)
 
     def told(self, plan: Plan, step: int) -> list[tuple[Event, Operations]]:
-        """What a strategy is told in the step, and what it answers, where nothing is observed."""
+        """Each event of the step with the operations that it starts, for a step in which nothing is observed."""
         found: list[tuple[Event, Operations]] = [(StepBegin(step), self.on_begin)]
         for moment in plan.moments:
             if isinstance(moment, BucketReady):
@@ -225,7 +225,7 @@ def _bucket(what: Combination, step: StepKind, build: _Builder, bucket: int) -> 
 
 
 def _scattered(build: _Builder, carry: Callable[[], Operations]) -> Operations:
-    """What carries a bucket; of a sharded model, the backward waits for it at once, or for the scatter before it.
+    """The operations that carry a bucket. The backward of a sharded model waits for them at once, or for the scatter before.
 
     So ``fully_shard`` has one block's gradients under way (``reduce_scatter_max_input_buffers``).
     """

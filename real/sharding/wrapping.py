@@ -125,7 +125,7 @@ def shard(model: nn.Module, strategy: DistributedStrategy, communicators: Commun
 
 
 def _policy(module: nn.Module, strategy: DistributedStrategy) -> MixedPrecisionPolicy:
-    """What gradients travel in: the 16 bits that were asked for, where parameters have more."""
+    """Gradients travel in the 16 bits that were asked for, if parameters have more."""
     wire = torch.float16 if strategy.fp16_allreduce else torch.bfloat16 if strategy.bf16_allreduce else None
     own = next((parameter.dtype for parameter in module.parameters() if parameter.requires_grad), None)
     is_smaller = wire is not None and own is not None and wire.itemsize < own.itemsize

@@ -1,6 +1,6 @@
-"""What commands of docs/simulate_only.md, sharding.md and estimate.md print: ``python reports/simulate_only/session.py``, to session.csv.
+"""Figures that commands of docs/simulate_only.md, sharding.md and estimate.md print; ``python reports/simulate_only/session.py``.
 
-No random numbers but the experiment's seeds: the same every time. Minutes of one core.
+It writes session.csv. No random numbers but the experiment's seeds: the same every time. Minutes of one core.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def main() -> None:
         command = f"tune --simulate-only, gpt_7b, {name}"
         rows += [(command, key, found[key]) for key in KEPT]
         rows += [(command, f"memory, {what}", size) for what, size in found["memory"].items()]
+        rows += [(command, *part) for part in found["parts"].items()]
         tried = [("recommended", found["strategy"], found["step_s"])]
         tried += [("runner-up", rival["strategy"], rival["step_s"]) for rival in found["runners_up"]]
         named = [

@@ -38,7 +38,7 @@ class Seen:
     forward: Times
     """A duration, as are the next four."""
     gated: Times
-    """Of the stall, what held compute up."""
+    """Part of the stall: the time that gates held compute up."""
     stall: Times
     wait: Times
     """Of the stall, until the last rank had joined what was waited for."""

@@ -231,7 +231,7 @@ class Tally:
     wait_ns: int = 0
     """Of the stall, until the last rank had joined what this one waited for."""
     gated_ns: int = 0
-    """Of the stall, what held compute up."""
+    """Part of the stall: the time that gates held compute up."""
     update_ns: int = 0
     arrival_ns: int | None = None
     bytes_sent: int = 0
