@@ -289,7 +289,7 @@ def _joined(strategy: DistributedStrategy, timeout_s: float) -> Collective | Ser
         return _served(strategy, timeout_s)
     if not strategy.sharding:
         return Collective(strategy, timeout_s)
-    from real.sharding.job import ShardedCollective  # torch's FSDP is a second of imports
+    from real.sharded_collective import ShardedCollective  # torch's FSDP is a second of imports
 
     return ShardedCollective(strategy, timeout_s)
 

@@ -25,10 +25,11 @@ from real.leg import Leg
 
 if TYPE_CHECKING:
     from real.servers.served_training import ServedTraining
+    from real.sharding.engine import ShardedEngine
 
 Beat = Callable[[int], None]
-LegEngine: TypeAlias = "Engine | ServedTraining"
-"""What executes a leg's strategy, by collectives or with servers."""
+LegEngine: TypeAlias = "Engine | ShardedEngine | ServedTraining"
+"""What executes a leg's strategy: by collectives, with a sharded model or with servers."""
 LegSteps = Generator[LegEngine, bool | None, dict[str, Any]]
 """A leg under way, see the module."""
 

@@ -6,6 +6,7 @@ from fleetbench.declared import LOSSES, UNFOLLOWED, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.servers.rules import refuse_unserved
+from fleetbench.plan.sharding import degree_of
 from fleetbench.plan.training import PLANNED
 from fleetbench.profile import COMPUTE_ONLY, EMULATED
 from fleetbench.result import skip, skipped_by_layers
@@ -69,11 +70,29 @@ _SERVERS = frozenset({"cluster.servers", "cluster.server_placement"})
 _CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "stragglers", *UNREALISED))
 
 
-def refuse_sharding(strategy: DistributedStrategy) -> None:
-    """Raise ``ConfigError`` for a sharded strategy: its model is replaced in place, once, and has no buckets that an engine follows."""
-    if strategy.sharding:
-        hint = "write fleet's four lines into a script, and start it by fleetbench launch or torchrun; fleetbench sim simulates it"
-        raise ConfigError("is executed in a script with fleet's four lines alone", "strategy.sharding", "true", hint)
+_SHARDED_FIELDS = """
+sharding sharding_configs.stage sharding_configs.sharding_degree sharding_configs.reshard_after_forward
+sharding_configs.blocks fp16_allreduce bf16_allreduce lr_scale sync_batch_norm thread_num broadcast_buffers
+gradient_merge gradient_merge_configs.k_steps gradient_merge_configs.avg gradient_merge_configs.lr_per
+amp amp_configs.dtype amp_configs.init_loss_scaling amp_configs.incr_every_n_steps amp_configs.incr_ratio
+amp_configs.decr_every_n_nan_or_inf amp_configs.decr_ratio amp_configs.use_dynamic_loss_scaling
+recompute recompute_configs.checkpoints build_strategy.fuse_all_optimizer_ops fetch_every_n_steps
+cudnn_exhaustive_search conv_workspace_size_limit fraction_of_gpu_memory_to_use
+"""
+_SHARDED = frozenset(f"strategy.{name}" for name in _SHARDED_FIELDS.split())
+"""Fields that a sharded training carries out; every other one is refused by name where it is changed."""
+
+
+def refuse_unshardable_strategy(strategy: DistributedStrategy, trainers: int) -> None:
+    """Raise ``ConfigError`` for a strategy that a sharded training of so many trainers does not carry out."""
+    hint = "leave it at its default, or leave sharding out"
+    refuse_unexecuted(strategy, "strategy", _SHARDED, "a sharded training", hint)
+    degree, configs = degree_of(strategy.sharding_configs, trainers), strategy.sharding_configs
+    half = next((name for name in ("fp16_allreduce", "bf16_allreduce") if getattr(strategy, name)), None)
+    if half and strategy.gradient_merge_configs.k_steps > 1 and (configs.stage == 1 or degree < trainers):
+        why = "would add up the gradients of several micro-batches in 16 bits, which loses most of them"
+        hint = "leave the 16-bit wire or gradient_merge out; or set stage = 2 or 3 and sharding_degree = 0"
+        raise ConfigError(why, f"strategy.{half}", "true", hint)
 
 
 def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) -> None:
@@ -86,7 +105,8 @@ def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) ->
         refuse_unserved(strategy)
     else:
         refuse_unexecuted(strategy, "strategy", PLANNED, _EXECUTOR)
-        refuse_sharding(strategy)
+        if strategy.sharding:
+            refuse_unshardable_strategy(strategy, experiment.cluster.trainers)
     refuse_unexecuted(experiment.run, "run", RUN, _EXECUTOR)
     on_testbed = experiment.run.launcher == "testbed"
     cluster = _CLUSTER | ({"cluster.node_overrides"} if on_testbed else set()) | (_SERVERS if served else set())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -33,6 +34,7 @@ from real.leg import Leg
 from real.leg_steps import Beat, LegEngine, Trained, begin_leg
 from real.servers.links import TrainerOptions
 from real.servers.served_training import ServedTraining
+from real.sharding.engine import ShardedEngine
 from real.training_log import TrainingLog
 
 
@@ -117,6 +119,10 @@ class Training(Trained):
         del self.engine  # its buffers go before those of the next leg come
         return {"parameters": checksum(self.model)}
 
+    @abstractmethod
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        """One of the model's parameters."""
+
     def use(self, engine: Engine) -> None:
         """This engine runs the model from now on."""
         self.engine = engine
@@ -146,6 +152,11 @@ class Training(Trained):
             served.attach_optimizer(self.optimizer, told)
             served.begin()
             return served
+        if strategy.sharding:
+            sharded = ShardedEngine(self.model, strategy, self.communicators, first_step=first_step, keep_times=self.keep_times)
+            self.optimizer = self._make_optimizer()  # the model's parameters are shards now
+            sharded.attach_optimizer(self.optimizer)
+            return sharded
         engine = Engine(
             self.model,
             strategy,
@@ -248,10 +259,13 @@ class ComputedTraining(Training):
                 self._batches.close()
                 self._seed = seed
                 self._open_batches()
-            self.model.load_state_dict(self._fresh_model().state_dict())
+            self.model = self._fresh_model()  # the last one may be sharded
             self._position = 0
         # Momentum that Local SGD left different on every rank would let a synchronous leg drift apart.
-        self.optimizer = make_optimizer(self.model, self._experiment.workload)
+        self.optimizer = self._make_optimizer()
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.model, self._experiment.workload)
 
     def _inject(self, leg: Leg, beat: Beat) -> None:
         table = self._table(leg.strategy)
@@ -300,7 +314,7 @@ class ComputedTraining(Training):
 
     def _flat_parameters(self) -> torch.Tensor:
         """Parameters, and the batch-norm statistics that an evaluation needs, as one vector."""
-        return torch.cat([tensor.detach().reshape(-1) for tensor in evaluated(self.model)])
+        return torch.cat([whole(tensor).reshape(-1) for tensor in evaluated(self.model)])
 
     def _evaluated_at(self, flat: torch.Tensor) -> tuple[float, float | None]:
         """Mean loss and accuracy on the held-out split at the average of all trainers' parameters."""
@@ -308,9 +322,14 @@ class ComputedTraining(Training):
         return self._held_out.loss_and_accuracy(flat)
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, without its history; that of a sharded one every rank asks for at the same place."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def checksum(model: torch.nn.Module) -> str:
     """Hexadecimal digest over all parameters' bits: equal on ranks that agree."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(whole(parameter).cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -112,6 +112,9 @@ def _refuse(asked: Experiment, *, is_real: bool) -> None:
         from real.supported import refuse_unsupported
 
         refuse_unsupported(asked, asked.strategy)  # before the search, not after it
+        if asked.strategy.sharding:
+            hint = "--simulate-only chooses among the stages; fleetbench real measures one"
+            raise ConfigError("leaves no model that the next leg could train", "strategy.sharding", "true", hint)
 
 
 def _evidence(job: Job, folder: Folder, earlier: Earlier | None) -> tuple[Evidence, list[Note]]:

@@ -17,7 +17,7 @@ from fleetbench.plan.groups import Parts, hierarchy_of, world_of
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import Operation, Operations, tupled
 from fleetbench.plan.outer import Fragments, runs_of_layers
-from fleetbench.plan.sharding import Block, grouped_by_block, groups_of, lay_out_blocks
+from fleetbench.plan.sharding import REST, Block, grouped_by_block, groups_of, lay_out_blocks
 from fleetbench.strategy import DistributedStrategy
 
 
@@ -171,7 +171,7 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
 
 
 def _sharded(strategy: DistributedStrategy, gradients: Sequence[Gradient], setting: Setting) -> Plan:
-    """A bucket a block; a communicator carries one collective at a time, whatever the backend could.
+    """A bucket a block, that of what lies in none last; a communicator carries one collective at a time, whatever the backend could.
 
     Raises ``ConfigError`` for a degree that does not divide the trainers, and for what cannot be sharded.
     """
@@ -180,7 +180,7 @@ def _sharded(strategy: DistributedStrategy, gradients: Sequence[Gradient], setti
         (name, Bucket(id=0, gradients=tuple(each.name for each in own), numel=sum(each.numel for each in own), dtype=own[0].dtype))
         for name, own in grouped_by_block(gradients, strategy, setting.order).items()
     ]
-    in_order = sorted(named, key=lambda one: max(position[name] for name in one[1].gradients))
+    in_order = sorted(named, key=lambda one: (one[0] == REST, max(position[name] for name in one[1].gradients)))
     ids = {name: number for number, (name, _) in enumerate(in_order)}
     named = [(name, dataclasses.replace(bucket, id=ids[name])) for name, bucket in named]
     blocks, exchange = lay_out_blocks(named, strategy, setting.trainers)

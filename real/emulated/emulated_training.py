@@ -13,7 +13,8 @@ import torch
 from fleetbench.declared import DeclaredScalars
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.plan.layers import LayerTable, StepHead
+from fleetbench.plan.layers import Gradient, LayerTable, StepHead
+from fleetbench.plan.sharding import REST, degree_of, grouped_by_block
 from fleetbench.profile import table_for
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import OPTIMIZER_STATE
@@ -51,12 +52,18 @@ class EmulatedTraining(Training):
         table = self._table(leg.strategy)
         self._strategy = strategy = executed_part(leg.strategy)
         lead_ns = 0 if strategy.mode == "ps" else table.forward_ns  # a trainer of servers waits where no stopwatch sees it
-        self._pace = pace = Pace(holds_up=strategy.build_strategy.enable_sequential_execution, lead_ns=lead_ns)
+        holds_up = strategy.build_strategy.enable_sequential_execution or strategy.sharding
+        self._pace = pace = Pace(holds_up=holds_up, lead_ns=lead_ns)
         self._head = StepHead(table, leg.strategy.fetch_every_n_steps, pace.deadline(0))
-        self.model = EmulatedModel(table, self.communicators.rank, pace)
-        self.optimizer = EmulatedOptimizer(
-            self.model.parameters(), lr=workload.lr, update_ns=table.update, pace=pace, slots=OPTIMIZER_STATE[workload.optimizer]
-        )
+        gradients, blocks = table.by_readiness(), dict[str, list[Gradient]]()
+        trainers, ranks = self.communicators.trainers, 1
+        if strategy.sharding:
+            blocks = grouped_by_block(gradients, strategy, ())
+            ranks = degree_of(strategy.sharding_configs, trainers)
+        named = {block: [gradient.name for gradient in own] for block, own in blocks.items() if block != REST}
+        self.model = EmulatedModel(table, self.communicators.rank, pace, named)
+        self._update_ns = (2 * table.update + ranks) // (2 * ranks)
+        self.optimizer = self._make_optimizer()
         self._held_out, self._last = [], leg.steps
         x = self._draws(leg)
 
@@ -87,6 +94,11 @@ class EmulatedTraining(Training):
         """Let the thread sleep as it did."""
         if self._slack_ns is not None:
             sharpen_sleep(self._slack_ns)
+
+    def _make_optimizer(self) -> EmulatedOptimizer:
+        workload = self._experiment.workload
+        slots = OPTIMIZER_STATE[workload.optimizer]
+        return EmulatedOptimizer(self.model.parameters(), lr=workload.lr, update_ns=self._update_ns, pace=self._pace, slots=slots)
 
     def _table(self, strategy: DistributedStrategy) -> LayerTable:
         return table_for(self._experiment.replace(strategy=strategy))

@@ -6,13 +6,15 @@ that averages of gradients can be checked by a closed form.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -55,10 +57,15 @@ class EmulatedModel(nn.Module):
 
     Gradients have their real size and type, and are handed over without a copy. No forward may come between
     another one and its backward.
+
+    Each of ``blocks``, which are to be sharded, is a module with a forward of its own, and what passes between two of them, as they are
+    gathered and scattered, holds compute up: all later deadlines move by it.
     """
 
-    def __init__(self, table: LayerTable, rank: int = 0, pace: Pace | None = None) -> None:
-        """Raises ``ConfigError`` for a table that no model can be."""
+    def __init__(
+        self, table: LayerTable, rank: int = 0, pace: Pace | None = None, blocks: Mapping[str, Collection[str]] = MappingProxyType({})
+    ) -> None:
+        """``blocks``: names of gradients by the submodule that they are in. Raises ``ConfigError`` for a table that no model can be."""
         super().__init__()
         gradients = table.by_readiness()
         if not any(gradient.numel for gradient in gradients):
@@ -72,12 +79,21 @@ class EmulatedModel(nn.Module):
             raise ConfigError("two gradients have one name", "workload.profile", repr(name), "take the profile again, or mend its file")
         self.pace = pace or Pace()
         self._compute_ns = table.forward_ns + table.backward_ns
-        self._forward_ends_ns = tuple(accumulate(layer.forward for layer in table.layers))
         parameters = {gradient.name: _add_parameter(self, gradient) for layer in table.layers for gradient in layer.gradients}
-        self._sources = tuple(
-            _Source(parameters[gradient.name], gradient_value(rank, position), table.forward_ns + gradient.ready, self.pace)
+        sources = {
+            gradient.name: _Source(*parameters[gradient.name], gradient_value(rank, position), table.forward_ns + gradient.ready, self.pace)
             for position, gradient in enumerate(gradients)
-        )
+        }
+        block_of = {name: block for block, names in blocks.items() for name in names}
+        ends_ns = tuple(accumulate(layer.forward for layer in table.layers))
+        self._parts: list[_Part] = []
+        """Runs of layers of one block, in forward order."""
+        for block, layers in _runs(table, block_of):
+            own = {gradient.name for layer in layers for gradient in table.layers[layer].gradients}
+            part: Any = self.get_submodule(block) if block else _Part()
+            ready = [source for name, source in sources.items() if name in own]
+            part.holds(self.pace, [ends_ns[layer] for layer in layers], ready, hands_over=bool(blocks))
+            self._parts.append(part)
         if table.buffers_nbytes:
             averaged = table.buffers_nbytes if table.averaged_nbytes is None else table.averaged_nbytes
             halves = max(0, averaged - table.buffers_nbytes) // 2  # of 2 bytes each, which are averaged in 4
@@ -92,15 +108,13 @@ class EmulatedModel(nn.Module):
                     self.register_buffer(f"emulated_{kind}", torch.zeros(numel, dtype=dtype))
 
     def forward(self) -> torch.Tensor:
-        """Compute the forward; the graph is built while the first layer's time passes."""
+        """Compute the forward; the graph of a part is built while its first layer's time passes."""
         if not self.pace.begun:
             self.pace.begin()
         passed = torch.zeros(())
-        for source in reversed(self._sources):
-            passed = _Arrival.apply(passed, source.parameter, source)  # type: ignore[no-untyped-call]  # torch's
+        for part in self._parts:
+            passed = part(passed)
         passed.register_hook(lambda _: Variable._execution_engine.queue_callback(lambda: self.pace.finish(self._compute_ns)))  # noqa: SLF001  # as DDP learns of the backward's end
-        for end_ns in self._forward_ends_ns:
-            self.pace.reach(end_ns)
         return passed
 
 
@@ -109,7 +123,8 @@ class EmulatedOptimizer(torch.optim.Optimizer):
 
     The first element of every parameter that has a gradient moves by -lr times its gradient's, and the first
     element of each state tensor by the gradient's: so trainers that update alone differ, and what they
-    average can be checked by hand. All other elements stay, because trainers may outnumber the cores many times.
+    average can be checked by hand; of a sharded parameter the first of each shard. All other elements stay, because trainers may
+    outnumber the cores many times.
     A step without any gradient takes no time.
     """
 
@@ -127,7 +142,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
         numel: int = sum(parameter.numel() for group in self.param_groups for parameter in group["params"] if parameter.grad is not None)
         deadline_ns = self._pace.deadline((2 * self._update_ns * numel + self._numel) // (2 * self._numel))
         for group in self.param_groups:
-            members = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
+            members = [parameter for parameter in group["params"] if parameter.grad is not None and _own(parameter).numel()]
             gradients = [_first(parameter.grad) for parameter in members]
             if not members:
                 continue
@@ -147,19 +162,70 @@ class EmulatedOptimizer(torch.optim.Optimizer):
 
 def _first(tensor: torch.Tensor) -> torch.Tensor:
     """The first element, as a view: the cheapest one, for every step makes one of every parameter."""
-    return tensor.narrow(0, 0, 1)
+    return _own(tensor).narrow(0, 0, 1)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """What this trainer has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _Part(nn.Module):
+    """A module of an emulated model. One that ``holds`` layers has a forward."""
+
+    def holds(self, pace: Pace, ends_ns: Sequence[int], sources: Sequence["_Source"], *, hands_over: bool) -> None:
+        """``ends_ns``: of its layers' forwards; ``sources`` of its gradients, in order of readiness."""
+        self._pace, self._ends_ns, self._sources, self._hands_over = pace, ends_ns, sources, hands_over
+        for source in sources if hands_over else ():
+            source.hands_over = source is sources[-1]
+
+    def forward(self, passed: torch.Tensor) -> torch.Tensor:
+        """Compute; the graph is built while the first layer's time passes."""
+        for source in reversed(self._sources):
+            passed = _Arrival.apply(passed, source.parameter, source)  # type: ignore[no-untyped-call]  # torch's
+        for end_ns in self._ends_ns[:-1]:
+            self._pace.reach(end_ns)
+        self._pace.reach(self._ends_ns[-1], hands_over=self._hands_over)
+        return passed
+
+
+def _runs(table: LayerTable, block_of: Mapping[str, str]) -> list[tuple[str, list[int]]]:
+    """Layers by number, in runs of one block; one without gradients is of the run before it.
+
+    Raises ``ConfigError`` for a block whose layers do not follow one another.
+    """
+    found: list[tuple[str, list[int]]] = []
+    for number, layer in enumerate(table.layers):
+        own = next((block_of.get(gradient.name, "") for gradient in layer.gradients), found[-1][0] if found else "")
+        if not found or found[-1][0] != own:
+            found.append((own, []))
+        found[-1][1].append(number)
+    name, count = Counter(name for name, _ in found if name).most_common(1)[0] if block_of else ("", 1)
+    if count > 1:
+        hint = "name blocks whose layers follow one another in strategy.sharding_configs.blocks"
+        raise ConfigError(f"has layers in {count} places of the model, and a forward for each", f"block {name}", hint=hint)
+    return found
 
 
 class _Source:
     """Where one gradient comes from: memory of its own, filled once."""
 
-    def __init__(self, parameter: nn.Parameter, number: float, mark_ns: int, pace: Pace) -> None:
-        self.parameter = parameter
+    hands_over = True
+    """What is done with the gradient may hold compute up."""
+
+    def __init__(self, owner: nn.Module, name: str, number: float, mark_ns: int, pace: Pace) -> None:
+        self._owner, self._name = owner, name
         self._number = number
         self._mark_ns = mark_ns
         self._pace = pace
-        self._memory = torch.full_like(parameter, number, requires_grad=False)
+        self._memory = torch.full_like(self.parameter, number, requires_grad=False)
         self._version = self._memory._version  # noqa: SLF001  # torch documents it, and has no other name for it
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The one that is in its place now: of a sharded block what was gathered."""
+        found: nn.Parameter = getattr(self._owner, self._name)
+        return found
 
     def gradient(self) -> torch.Tensor:
         """The gradient, when it is time: a tensor over the source's memory, which autograd takes for ``.grad`` as it is.
@@ -169,7 +235,7 @@ class _Source:
         if self._memory._version != self._version:  # noqa: SLF001  # see above; what shares the memory shares the version
             self._memory.fill_(self._number)
             self._version = self._memory._version  # noqa: SLF001  # see above
-        self._pace.reach(self._mark_ns, hands_over=True)
+        self._pace.reach(self._mark_ns, hands_over=self.hands_over)
         return self._memory.detach()
 
 
@@ -186,18 +252,18 @@ class _Arrival(torch.autograd.Function):
         return passed[0], ctx.source.gradient(), None
 
 
-def _add_parameter(root: nn.Module, gradient: Gradient) -> nn.Parameter:
-    """The parameter that a gradient belongs to, zero, in the module that its name says, made where it is not there yet."""
+def _add_parameter(root: nn.Module, gradient: Gradient) -> tuple[nn.Module, str]:
+    """Make the parameter that a gradient belongs to, zero: in which module, made where it is not there yet, and its name there."""
     parameter = nn.Parameter(torch.zeros(gradient.numel, dtype=getattr(torch, gradient.dtype)))
     *parts, own = gradient.name.split(".")
     owner = root
     try:
         for part in parts:
             if part not in dict(owner.named_children()):
-                owner.add_module(part, nn.Module())
+                owner.add_module(part, _Part())
             owner = owner.get_submodule(part)
         owner.register_parameter(own, parameter)
     except KeyError as error:
         hint = "give the layer another name, such as block0"
         raise ConfigError(f"cannot be a module's name in torch: {error.args[0]}", "layer", repr(gradient.name), hint) from None
-    return parameter
+    return owner, own

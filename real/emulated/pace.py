@@ -72,7 +72,8 @@ class Pace:
     def begin(self, x: int = 0, *, counted: bool = True) -> None:
         """The forward of a step starts; ``x`` is its X in units of 2^-24."""
         self._origin_ns = self.ready()
-        self._x, self._counted, self._left_ns, self.begun = x, counted, None, True
+        self._x, self._counted, self.begun = x, counted, True
+        self._left_ns = self._clock() if self._holds_up else None
 
     def reach(self, mark_ns: int, *, hands_over: bool = False) -> int:
         """Compute up to a mark, and return by how many ns it was missed.

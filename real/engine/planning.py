@@ -72,6 +72,7 @@ class Planning:
             cost=cost or (measured_cost(communicators) if strategy.fuses_by_cost else None),
             buffers_nbytes=self.buffers.nbytes,
             averaged_nbytes=self.buffers.averaged_nbytes,
+            holds_scatters=communicators.device.type == "cpu",
             order=tuple(parameters),
         )
         self._model = model

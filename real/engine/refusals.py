@@ -15,7 +15,6 @@ from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.strategy import DistributedStrategy
 from real.engine.reducer import PlannedReducer
-from real.supported import refuse_sharding
 
 WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DDP"})
 """Classes of torch that exchange gradients or shard parameters by themselves; the last is the one of ``replicate``."""
@@ -128,8 +127,9 @@ def refuse_untrainable(model: object) -> None:
 
 def refuse_model(model: nn.Module, device: torch.device, strategy: DistributedStrategy | None = None) -> None:
     """Raise ``ConfigError`` for a model that an engine cannot train on this device; ``strategy``: under which DDP's engine trains it."""
-    if strategy is not None:
-        refuse_sharding(strategy)
+    if strategy is not None and strategy.sharding:
+        hint = "write fleet's four lines into the script, or fully_shard itself"
+        raise ConfigError("is executed in experiments, and in scripts with fleet's four lines", "strategy.sharding", "true", hint)
     refuse_untrainable(model)
     refuse_wrappers(model)
     refuse_max_norm(model, "each rank those that its batch reads", "leave max_norm out, or clip the weight after optimizer.step()")

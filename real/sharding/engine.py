@@ -23,7 +23,11 @@ from torch.optim import Optimizer
 from fleetbench.errors import ConfigError
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.loss_scaling import Scale
+from fleetbench.plan.operations import COLLECTIVES, wire_bytes
+from fleetbench.plan.replay import Recording
+from fleetbench.plan.steps import StepKind, operations_of
 from fleetbench.strategy import DistributedStrategy
+from real.communication.clocks import clock_of
 from real.communication.communicators import Communicators, agree_on
 from real.communication.lanes import host_reads
 from real.compute.compute import apply_compute
@@ -46,6 +50,8 @@ from real.engine.refusals import (
     refuse_unfinished,
     refuse_update,
 )
+from real.engine.stopwatch import Stopwatch
+from real.sharding.waits import time_waits
 from real.sharding.wrapping import refuse_unshardable_model, shard
 
 OPTIMIZER = "fleet.distributed_optimizer"
@@ -59,28 +65,43 @@ class ShardedEngine:
     Raises ``ConfigError`` for what differs by rank, and in a step in which a parameter gets no gradient.
     """
 
-    def __init__(self, model: nn.Module, strategy: DistributedStrategy, communicators: Communicators) -> None:
+    on_step: Callable[[int], None] | None = None
+    """Hears of every step as it begins."""
+    on_compute_end: Callable[[], None] | None = None
+    """Runs where the backward's computation ends, before the last gradients are waited for."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: DistributedStrategy,
+        communicators: Communicators,
+        *,
+        first_step: int = 1,
+        keep_times: bool = False,
+    ) -> None:
         """Start from rank 0's parameters and buffers, and shard the model."""
         refuse_model(model, communicators.device)
         fields = [f"{name} = {json.dumps(value)}" for name, value in strategy.changes().items()]
         agree_on(fields, "the strategy", communicators)
         trained = {name: own for name, own in model.named_parameters() if own.requires_grad}
         planning = Planning(model, trained, strategy, communicators, 1, None)
-        refuse_unshardable_model(model, strategy, planning.sparse)
+        self.plan = planning.plan(planning.registered())
+        """Its blocks are gathered, and its operations are what torch carries out."""
+        refuse_unshardable_model(model, strategy.sharding_configs.blocks)
         agree_on(planning.lines(), "the model", communicators)
         for tensor in (*model.parameters(), *model.buffers()):
             communicators.broadcast(tensor.detach())
         first = next(model.parameters())
         self._was_like = first.dtype, first.device
         self.model, self.strategy, self.communicators = model, strategy, communicators
-        self.modules = shard(model, strategy, communicators)
+        self.modules = shard(model, self.plan, strategy.sharding_configs, communicators)
         """FSDP modules: the model, and its blocks in the order of the forward."""
         communicators.prove(1)
         self.parameters = {name: own for name, own in model.named_parameters() if own.requires_grad}
         """Shards of what is trained, by name."""
         self._frozen = [own for own in model.parameters() if not own.requires_grad]
         self._owners = owners_of(model)
-        self.step, self.epoch, self.merged = 0, 0, 0
+        self.step, self.epoch, self.merged = first_step - 1, 0, 0
         """Steps that have begun; epochs that have ended; steps whose gradients wait for their update."""
         self._what = Combination.of(strategy)
         self.scale = self._what.scaler.start() if self._what.scaler else None
@@ -96,6 +117,11 @@ class ShardedEngine:
         self._reached: set[str] = set()
         """Parameters that the backward under way has reached."""
         self._optimizer: Optimizer | None = None
+        self.num_updates = 0
+        """Updates of the optimizer so far."""
+        self.stopwatch = Stopwatch(communicators.rank, keep_times, clock_of(communicators.device), strategy.fetch_every_n_steps)
+        if keep_times:
+            time_waits(self.modules, self.stopwatch)
         apply_compute(
             model,
             strategy,
@@ -107,7 +133,8 @@ class ShardedEngine:
         for module in self.modules:
             module.register_forward_pre_hook(lambda *_: self._note_nodes())
         model.register_forward_pre_hook(lambda *_: self._forward_begins(), prepend=True)
-        model.register_forward_hook(lambda _module, _inputs, output: self._forward_ends(output))
+        # Before torch's own, whose hooks on the output then follow ours.
+        model.register_forward_hook(lambda _module, _inputs, output: self._forward_ends(output), prepend=True)
 
     @property
     def loss_scale(self) -> float:
@@ -191,6 +218,29 @@ class ShardedEngine:
         if self.scale is not None and scale is not None:
             self.scale = scale
 
+    def end_epoch(self) -> None:
+        """The data of an epoch are used up; a gradient merge goes on into the next."""
+        self.epoch += 1
+
+    def report(self, loss: torch.Tensor | float) -> None:
+        """Nothing follows the loss."""
+
+    def flush(self, *, end: bool = False) -> None:
+        """Trainers have agreed after every update; a merge under way is dropped at the ``end``."""
+
+    def recordings(self) -> list[Recording]:
+        """None: torch carries the plan out, and no event is told."""
+        return []
+
+    def close(self) -> None:
+        """The model stays sharded: train another one next."""
+
+    def _bytes_sent(self) -> int:
+        """Bytes that this trainer sends in the step under way: those of the plan's operations."""
+        step = StepKind(closes=self._closes, merged=self.merged + 1, meets=False, asks_loss=False)
+        told = (one for _, operations in operations_of(self.plan, self._what, step).told(self.plan, 1) for one in operations)
+        return sum(wire_bytes(one, len(self.plan.parts[one.group][0])) for one in told if one.kind in COLLECTIVES)
+
     @property
     def _closes(self) -> bool:
         """Whether the step under way, or the next one, updates."""
@@ -217,11 +267,15 @@ class ShardedEngine:
         if torch.is_grad_enabled() and self._phase == "idle":
             self._begin_step()
         if self._buffers is not None and self._was_synced and not self.merged:  # as under DDP
-            self._buffers.send(self.communicators)
+            with self.stopwatch.waits():
+                self._buffers.send(self.communicators)
 
     def _begin_step(self) -> None:
         self._phase = "forward"
         self.step += 1
+        self.stopwatch.begin_step(self.step)
+        if self.on_step is not None:
+            self.on_step(self.step)
         self._overflows = False
         if not self.merged:
             self.reshard()  # another optimizer may have stepped
@@ -255,6 +309,7 @@ class ShardedEngine:
             self.reshard()  # `model.parameters()` are shards, which an optimizer steps
             return
         self._was_synced = not self._keeps
+        self.stopwatch.forward_ends()
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         for tensor in outputs:
             tensor.register_hook(self._backward_begins)
@@ -278,7 +333,13 @@ class ShardedEngine:
         self._show()
         self._reached.clear()
         queue_callback = Variable._execution_engine.queue_callback  # noqa: SLF001  # as FSDP hears of the end
-        queue_callback(lambda: queue_callback(self._backward_ends))  # after FSDP's, which the backward queues
+
+        def compute_ends() -> None:
+            if self.on_compute_end is not None:
+                self.on_compute_end()
+            queue_callback(self._backward_ends)  # after torch's, which the backward has queued
+
+        queue_callback(compute_ends)
 
     def _show(self) -> None:
         if self._restore is not None:
@@ -287,8 +348,11 @@ class ShardedEngine:
 
     def _backward_ends(self) -> None:
         self._is_in_backward = False
+        self.stopwatch.backward_ends()
         self._phase = "kept" if self._keeps else "update"
         exchanges = self._expected is not None and self._expected[0]
+        if exchanges and self.stopwatch.keep:
+            self.stopwatch.sends(self._bytes_sent())
         if exchanges and (missing := [name for name in self.parameters if name not in self._reached]):
             hint = "let the loss reach it on every rank, or freeze it before fleet.distributed_model"
             where, told = f"parameters {', '.join(missing[:5])}", f"{len(missing)} of {len(self.parameters)}"
@@ -308,9 +372,10 @@ class ShardedEngine:
             torch._foreach_div_(found, self._what.steps_per_update)  # torch has no public name for it
         if self._what.scaler is not None and self.scale is not None:
             flag = unscale([own for own in found if own.numel()], self.scale.value, self.communicators.device)
-            self.communicators.all_reduce(flag, "max")
-            with host_reads():
-                self._overflows = bool(flag.item())
+            with self.stopwatch.waits():
+                self.communicators.all_reduce(flag, "max")
+                with host_reads():
+                    self._overflows = bool(flag.item())
             self.scale = self._what.scaler.after(self.scale, self._overflows)
 
     def _step_begins(self, _: Optimizer, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
@@ -319,10 +384,13 @@ class ShardedEngine:
         if self._phase == "kept" or (self._phase != "update" and not self._what.leaves_averages):
             refuse_update(self._phase, [*self.parameters.values()], self.model)
         self._control.begin(updates=self._closes and not self._overflows)
+        self.stopwatch.update_begins()
 
     def _step_ends(self, *_: Any) -> None:
         self._control.end()
+        self.stopwatch.update_ends()
         if self._phase == "update":
+            self.num_updates += self._closes and not self._overflows
             self._phase = "idle"
             self.merged = 0 if self._closes else self.merged + 1
         if not self.merged:

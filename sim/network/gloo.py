@@ -13,7 +13,8 @@ With b = S / (n B) for a segment on the wire, alpha for a message and c for what
 - 2 alpha + b + (n - n / P) c: the host never rests.
 
 A broadcast goes down a binomial tree, ceil(log2 P) (alpha + S / B); a reduce is a ring reduce-scatter
-whose P parts the root gathers. Reduce-scatter and all-gather are rings.
+whose P parts the root gathers. An all-gather is a ring. gloo has no reduce-scatter for torch: ``ProcessGroupGloo`` does an all-reduce
+of a copy, and keeps a part.
 """
 
 import math
@@ -92,7 +93,7 @@ def _phase(sends: int, wire: int, window: Window) -> tuple[int, int]:
 
 def gloo(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work | SegmentedRing:
     """How gloo carries a collective out."""
-    if kind == "all_reduce":
+    if kind in ("all_reduce", "reduce_scatter"):
         return SegmentedRing(ranks, links)
     if kind == "broadcast":
         return tree(kind, ranks, links)

@@ -136,7 +136,7 @@ def test_the_forward_ends_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> Non
     model = EmulatedModel(INTERLEAVED, pace=host.pace())
     reach, ended = model.pace.reach, []
 
-    def reached(mark_ns: int) -> None:
+    def reached(mark_ns: int, **_: bool) -> None:
         reach(mark_ns)
         ended.append(host.now_ns)
 
@@ -144,6 +144,39 @@ def test_the_forward_ends_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> Non
     begin = host.now_ns
     model()
     assert [at - begin for at in ended] == [1 * MS + OVERSHOOT, 3 * MS + OVERSHOOT, 6 * MS + OVERSHOOT, 7 * MS + OVERSHOOT]
+
+
+def test_what_passes_between_two_blocks_holds_compute_up_and_within_one_it_does_not() -> None:
+    """Gathers of 5 ms before both forwards and scatters of 7 ms after both backwards; 1 ms in the middle of a block hides in its layers."""
+    host = Host()
+    gradients = {"a.0.weight": 8, "a.1.weight": 6, "b.weight": 4}
+    layers = [layer(name[:-7], {name: (3, ready * MS)}, 1 * MS, {"b": 4}.get(name[0], 2) * MS) for name, ready in gradients.items()]
+    blocks = {"a": ["a.0.weight", "a.1.weight"], "b": ["b.weight"]}
+    model = EmulatedModel(table_of(layers), pace=host.pace(holds_up=True), blocks=blocks)
+    for name in blocks:
+        model.get_submodule(name).register_forward_pre_hook(lambda *_: host.sleep(0.005))
+    work_ms = {"b.weight": 7, "a.1.weight": 1, "a.0.weight": 7}
+    seen = arrivals(model, host, lambda name: host.sleep(1e-3 * work_ms[name]))
+    begin = host.now_ns
+    output = model()
+    slept = 2 * (5 * MS + OVERSHOOT)
+    assert host.now_ns - begin == 3 * MS + slept + OVERSHOOT
+    output.backward()
+    ends = [(name, at - begin - slept) for name, at in seen]
+    scatter = 7 * MS + OVERSHOOT
+    assert ends == [
+        ("b.weight", 7 * MS + OVERSHOOT),
+        ("a.1.weight", 9 * MS + scatter + OVERSHOOT),
+        ("a.0.weight", 11 * MS + scatter + OVERSHOOT),
+    ]
+    assert host.now_ns - begin - slept == 11 * MS + 2 * scatter + OVERSHOOT
+
+
+def test_a_block_lies_in_one_place_of_the_model() -> None:
+    """Its forward is one call."""
+    layers = [layer(name, {f"{name}.weight": (3, 0)}, 0, 0) for name in ("a.0", "b", "a.1")]
+    with pytest.raises(ConfigError, match="block a: has layers in 2 places of the model"):
+        EmulatedModel(table_of(layers), blocks={"a": ["a.0.weight", "a.1.weight"], "b": ["b.weight"]})
 
 
 def test_what_hooks_do_hides_in_compute_and_lateness_is_only_what_does_not_fit() -> None:

@@ -120,14 +120,17 @@ def session(experiment: Experiment, profile: Profile) -> Iterator[Session]:
         yield launched
 
 
-def _parameters(table: LayerTable, num_updates: int) -> str:
-    """The checksum of parameters that have moved by lr = 1/2 times the mean gradient of four ranks, which is 2.5 (place mod 7 + 1)."""
+def _parameters(table: LayerTable, num_updates: int, shards: int = 1) -> str:
+    """The checksum of parameters that have moved by lr = 1/2 times the mean gradient of four ranks, which is 2.5 (place mod 7 + 1).
+
+    The first element of each shard has moved.
+    """
     place = {gradient.name: position for position, gradient in enumerate(table.by_readiness())}
     values = []
     for layer in table.layers:
         for gradient in layer.gradients:
             value = torch.zeros(gradient.numel)
-            value[0] = -0.5 * num_updates * 2.5 * (place[gradient.name] + 1)
+            value[:: -(-gradient.numel // shards)] = -0.5 * num_updates * 2.5 * (place[gradient.name] + 1)
             values.append(value)
     model = torch.nn.Module()
     for number, value in enumerate(values):
@@ -159,6 +162,35 @@ def test_plan_bytes_rounds_and_averages_are_the_real_ones(name: str, session: Se
     table = table_for(with_profile(changed, profile))
     assert {part["parameters"] for part in seen} == {_parameters(table, UPDATES.get(name, STEPS + WARMUP))}
     _check_times(real, changed, table, sequential=name == "sequential")
+
+
+SHARDED = {"stage 2": {"stage": 2}, "stage 3": {"stage": 3}, "replicas": {"stage": 3, "sharding_degree": 2}}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_travel_as_planned(name: str, session: Session, experiment: Experiment, profile: Profile) -> None:
+    """Blocks, exchange and bytes are the simulator's; the first element of each shard has moved; compute is no shorter than the table."""
+    strategy = DistributedStrategy.from_dict({"sharding": True, "sharding_configs": SHARDED[name]})
+    seen: list[dict[str, Any]] = []
+    leg = Leg(strategy=strategy, steps=STEPS, warmup_steps=WARMUP, start="initial", evaluate=True)
+    run = session._run
+    session._run = lambda *arguments: seen.extend(run(*arguments)) or seen  # type: ignore[method-assign, func-returns-value]  # as above
+    try:
+        real = session.run(leg)
+    finally:
+        session._run = run  # type: ignore[method-assign]  # see above
+    changed = with_profile(experiment.replace(strategy=strategy), profile)
+    simulated = simulate(changed)
+    assert (real.plan.blocks, real.plan.exchange, real.plan.groups) == (
+        simulated.plan.blocks,
+        simulated.plan.exchange,
+        simulated.plan.groups,
+    )
+    for column in ("step", "rank", "bytes_sent", "loss"):
+        assert real.steps[column].astype(object).tolist() == simulated.steps[column].astype(object).tolist(), column
+    table = table_for(changed)
+    assert {part["parameters"] for part in seen} == {_parameters(table, STEPS + WARMUP, real.plan.shard_ranks)}
+    _check_times(real, changed, table, sequential=True)
 
 
 def _check_times(real: RunResult, experiment: Experiment, table: LayerTable, *, sequential: bool) -> None:

@@ -18,7 +18,9 @@ from fleetbench.experiment import Experiment
 from fleetbench.sharding_configs import ShardingConfigs
 from fleetbench.strategy import DistributedStrategy
 from real.job.launcher import launch_script
-from real.supported import refuse_unsupported
+from real.job.session import Session
+from real.leg import Leg
+from tuner.tune import tune
 
 RANK, SCRIPT = (Path(__file__).with_name(name) for name in ("sharding_rank.py", "sharded_lines.py"))
 
@@ -191,8 +193,25 @@ def test_a_script_is_sharded_by_its_strategy_file(tmp_path: Path) -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
-def test_an_experiment_refuses_sharding() -> None:
-    """``fleetbench real`` names the four lines."""
+def test_an_experiment_trains_shards_as_it_trains_the_whole_model() -> None:
+    """All losses of ``fleetbench real`` are in every bit those without sharding, leg after leg of one launch."""
+    workload = {"model": "mlp", "data": "synthetic", "steps": 6, "target_loss": 0.1, "eval_every": 2, "optimizer": "momentum", "lr": 0.1}
+    experiment = Experiment.from_dict({"workload": workload, "cluster": {"trainers_per_node": 2}})
+    strategies = [
+        DistributedStrategy(),
+        *(DistributedStrategy(sharding=True, sharding_configs=ShardingConfigs(stage=stage)) for stage in (3, 1)),
+    ]
+    with Session(experiment) as session:
+        runs = [session.run(Leg(strategy=own, steps=6, start="initial", evaluate=True)) for own in (*strategies, strategies[0])]
+    assert len({run.held_out for run in runs}) == 1
+    assert len(runs[0].held_out) == 3
+    losses = [run.steps["loss"].tolist() for run in runs]
+    assert losses == [losses[0]] * 4
+    assert [bool(run.plan.blocks) for run in runs] == [False, True, True, False]
+
+
+def test_a_tuning_refuses_sharding(tmp_path: Path) -> None:
+    """Its next leg would need the model whole."""
     experiment = Experiment(strategy=DistributedStrategy(sharding=True))
-    with pytest.raises(ConfigError, match="four lines"):
-        refuse_unsupported(experiment, experiment.strategy)
+    with pytest.raises(ConfigError, match="leaves no model that the next leg could train"):
+        tune(experiment, out=tmp_path)

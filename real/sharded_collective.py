@@ -18,7 +18,7 @@ from real.engine.refusals import one_number, refuse_untrainable
 from real.models import MODEL
 from real.processes.roles import TUNING, role_of
 from real.sharding.engine import OPTIMIZER, ShardedEngine
-from real.sharding.wrapping import refuse_unshardable_strategy
+from real.supported import refuse_unshardable_strategy
 
 if TYPE_CHECKING:
     from real.checkpoints.saving import Loaded
@@ -88,7 +88,7 @@ class ShardedCollective(Collective):
 
     def end_epoch(self) -> None:
         """The data of an epoch are used up; a gradient merge goes on into the next."""
-        self._of("fleet.end_epoch").epoch += 1
+        self._of("fleet.end_epoch").end_epoch()
 
     def save(self, path: Path, *, extra: object) -> None:
         """Save all that training goes on from: every trainer its shards."""
