@@ -349,10 +349,10 @@ class ShardedEngine:
     def _backward_ends(self) -> None:
         self._is_in_backward = False
         self.stopwatch.backward_ends()
+        if self.stopwatch.keep:
+            self.stopwatch.sends(self._bytes_sent())
         self._phase = "kept" if self._keeps else "update"
         exchanges = self._expected is not None and self._expected[0]
-        if exchanges and self.stopwatch.keep:
-            self.stopwatch.sends(self._bytes_sent())
         if exchanges and (missing := [name for name in self.parameters if name not in self._reached]):
             hint = "let the loss reach it on every rank, or freeze it before fleet.distributed_model"
             where, told = f"parameters {', '.join(missing[:5])}", f"{len(missing)} of {len(self.parameters)}"

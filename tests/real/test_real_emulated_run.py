@@ -164,13 +164,18 @@ def test_plan_bytes_rounds_and_averages_are_the_real_ones(name: str, session: Se
     _check_times(real, changed, table, sequential=name == "sequential")
 
 
-SHARDED = {"stage 2": {"stage": 2}, "stage 3": {"stage": 3}, "replicas": {"stage": 3, "sharding_degree": 2}}
+SHARDED: dict[str, dict[str, Any]] = {
+    "stage 2": {"sharding_configs": {"stage": 2}},
+    "stage 3": {"sharding_configs": {"stage": 3}},
+    "replicas": {"sharding_configs": {"stage": 3, "sharding_degree": 2}},
+    "stage 1, merge": {"sharding_configs": {"stage": 1}, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+}
 
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_travel_as_planned(name: str, session: Session, experiment: Experiment, profile: Profile) -> None:
     """Blocks, exchange and bytes are the simulator's; the first element of each shard has moved; compute is no shorter than the table."""
-    strategy = DistributedStrategy.from_dict({"sharding": True, "sharding_configs": SHARDED[name]})
+    strategy = DistributedStrategy.from_dict({"sharding": True, **SHARDED[name]})
     seen: list[dict[str, Any]] = []
     leg = Leg(strategy=strategy, steps=STEPS, warmup_steps=WARMUP, start="initial", evaluate=True)
     run = session._run
@@ -189,7 +194,8 @@ def test_shards_travel_as_planned(name: str, session: Session, experiment: Exper
     for column in ("step", "rank", "bytes_sent", "loss"):
         assert real.steps[column].astype(object).tolist() == simulated.steps[column].astype(object).tolist(), column
     table = table_for(changed)
-    assert {part["parameters"] for part in seen} == {_parameters(table, STEPS + WARMUP, real.plan.shard_ranks)}
+    updates = (STEPS + WARMUP) // strategy.gradient_merge_configs.k_steps
+    assert {part["parameters"] for part in seen} == {_parameters(table, updates, real.plan.shard_ranks)}
     _check_times(real, changed, table, sequential=True)
 
 
