@@ -36,6 +36,9 @@ class ShardingConfigs(Config):
     reshard_after_forward: bool | int = True
     """Stage 3: a block's parameters are freed after its forward, and gathered again for its backward. A number: they stay spread over so
     many neighbours, who gather them again among themselves."""
+    param_dtype: Literal["own", "bfloat16"] = "own"
+    """Type in which parameters are gathered and computed with; shards, gradients' sums and updates keep the parameter's own. ``"bfloat16"``
+    needs ``amp`` in BF16; normalisations then read their weights in BF16, too."""
     blocks: tuple[str, ...] = ()
     """Names of the submodules that are gathered as a whole, in the order of the forward; none: each module of the model's lists."""
 

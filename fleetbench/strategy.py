@@ -382,6 +382,9 @@ class DistributedStrategy(Config):
                 raise ConfigError(f"is set while {switch} is {off}", name, shown, f"add {switch} = {wanted}, or drop {name}")
 
     def _refuse_contradictions(self) -> None:
+        if self.sharding and self.sharding_configs.param_dtype != "own" and not (self.amp and self.amp_configs.dtype == "bf16"):
+            where, value = "sharding_configs.param_dtype", repr(self.sharding_configs.param_dtype)
+            raise ConfigError("computes in what it gathers", where, value, 'set amp = true and amp_configs.dtype = "bf16" with it')
         for both, one, other, reason in self._exclusions():
             if both:
                 where = one.replace("Local SGD", "adaptive_localsgd" if self.adaptive_localsgd else "localsgd")

@@ -46,7 +46,8 @@ def with_compute(experiment: Experiment) -> Experiment:
 
 def executed_part(strategy: DistributedStrategy) -> DistributedStrategy:
     """The strategy without what changes compute alone: that is in the layer table, and there is no compute to change."""
-    return strategy.without(*COMPUTE_ONLY)
+    kept = () if strategy.sharding_configs.param_dtype == "own" else ("strategy.amp",)  # which that needs
+    return strategy.without(*(name for name in COMPUTE_ONLY if not name.startswith(kept)))
 
 
 def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[dict[str, str]]:
@@ -72,7 +73,7 @@ _CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node"
 
 _SHARDED_FIELDS = """
 sharding sharding_configs.stage sharding_configs.sharding_degree sharding_configs.reshard_after_forward
-sharding_configs.blocks fp16_allreduce bf16_allreduce lr_scale sync_batch_norm thread_num broadcast_buffers
+sharding_configs.param_dtype sharding_configs.blocks fp16_allreduce bf16_allreduce lr_scale sync_batch_norm thread_num broadcast_buffers
 gradient_merge gradient_merge_configs.k_steps gradient_merge_configs.avg gradient_merge_configs.lr_per
 amp amp_configs.dtype amp_configs.init_loss_scaling amp_configs.incr_every_n_steps amp_configs.incr_ratio
 amp_configs.decr_every_n_nan_or_inf amp_configs.decr_ratio amp_configs.use_dynamic_loss_scaling

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from fleetbench.measurements import Memory
 from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
+from fleetbench.plan.layers import DTYPE_BYTES
+from fleetbench.plan.sharding import gathered_bytes
 
 
 def trainer_bytes(memory: Memory, plan: Plan, what: Combination) -> dict[str, int]:
@@ -20,11 +22,14 @@ def trainer_bytes(memory: Memory, plan: Plan, what: Combination) -> dict[str, in
     found: dict[str, int] = {**parts}
     degree, sharding = plan.shard_ranks, what.sharding
     if sharding is not None and degree > 1:
+        dtypes = [plan.buckets[block.bucket].dtype for block in plan.blocks]
+        parts_of_own = [gathered_bytes(sharding, dtype) / DTYPE_BYTES[dtype] for dtype in dtypes]
+        own = [block.nbytes / part for block, part in zip(plan.blocks, parts_of_own, strict=True)]
         # Frozen parameters have no gradients, and are gathered.
-        share = memory.parameters / max(sum(block.nbytes for block in plan.blocks), 1)
-        whole = [round(block.nbytes * share) for block in plan.blocks]
-        freed = [size for size, block in zip(whole, plan.blocks, strict=True) if block.regathers]
-        stays = [size for size, block in zip(whole, plan.blocks, strict=True) if not block.regathers]
+        whole = [round(nbytes * memory.parameters / max(sum(own), 1)) for nbytes in own]
+        gathered = [round(size * part) for size, part in zip(whole, parts_of_own, strict=True)]
+        freed = [size for size, block in zip(gathered, plan.blocks, strict=True) if block.regathers]
+        stays = [size for size, block in zip(gathered, plan.blocks, strict=True) if not block.regathers]
         found["optimizer state"], found["parameters"] = (-(-size // degree) for size in (memory.optimizer_state, memory.parameters))
         if sharding.stage > 1 or not what.merges:
             found["gradients"] = -(-memory.gradients // degree) + _largest(whole, 2) * memory.gradients // max(memory.parameters, 1)

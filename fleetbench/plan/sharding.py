@@ -31,7 +31,7 @@ class Block:
     """Name of the submodule; ``REST`` for the parameters in no other block."""
     bucket: int
     nbytes: int
-    """Bytes of the parameters, padded so that all shards have one size."""
+    """Bytes of the parameters as they are gathered, padded so that all shards have one size."""
     regathers: bool
     """They are gathered again before the block's backward."""
 
@@ -79,6 +79,11 @@ def _refuse_uneven(number: int, whole: int, field: str, what: str) -> None:
     if whole % number:
         divisors = ", ".join(str(each) for each in range(1, whole + 1) if whole % each == 0)
         raise ConfigError(f"does not divide the {whole} {what}", f"{_FIELD}.{field}", repr(number), f"one of {divisors}")
+
+
+def gathered_bytes(configs: ShardingConfigs, dtype: str) -> int:
+    """Bytes of an element of this type, as it is gathered."""
+    return DTYPE_BYTES[dtype] if configs.param_dtype == "own" else min(DTYPE_BYTES[dtype], DTYPE_BYTES[configs.param_dtype])
 
 
 def groups_of(configs: ShardingConfigs, trainers: int) -> dict[str, Parts]:
@@ -147,7 +152,7 @@ def lay_out_blocks(
         Block(
             name=name,
             bucket=bucket.id,
-            nbytes=-(-bucket.numel // degree) * degree * DTYPE_BYTES[bucket.dtype],
+            nbytes=-(-bucket.numel // degree) * degree * gathered_bytes(configs, bucket.dtype),
             regathers=again and name != REST and place != last,
         )
         for place, (name, bucket) in enumerate(named)

@@ -67,8 +67,9 @@ def shard(model: nn.Module, plan: Plan, configs: ShardingConfigs, communicators:
     for name in sorted(named, key=lambda name: -name.count(".")):  # a block before one that it lies in
         stays = configs.stage < 3 or (name in of_plan and not of_plan[name].regathers)
         again = False if stays else configs.reshard_after_forward
-        fully_shard(named[name], mesh=mesh, reshard_after_forward=again, mp_policy=_policy(named[name], plan, of_plan.get(name)))
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=_policy(model, plan, of_plan.get(REST)))
+        policy = _policy(named[name], plan, of_plan.get(name), configs)
+        fully_shard(named[name], mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=_policy(model, plan, of_plan.get(REST), configs))
     modules: list[Any] = [model, *named.values()]
     for before, after in pairwise(modules):  # in the backward it does so by itself
         before.set_modules_to_forward_prefetch([after])
@@ -77,9 +78,12 @@ def shard(model: nn.Module, plan: Plan, configs: ShardingConfigs, communicators:
     return modules
 
 
-def _policy(module: nn.Module, plan: Plan, block: Block | None) -> MixedPrecisionPolicy:
-    """Gradients travel in the plan's type."""
+def _policy(module: nn.Module, plan: Plan, block: Block | None, configs: ShardingConfigs) -> MixedPrecisionPolicy:
+    """Parameters travel as the strategy says, gradients in the plan's type."""
     own = next((parameter.dtype for parameter in module.parameters() if parameter.requires_grad), None)
     chain = () if block is None else plan.of_bucket.get(block.bucket, ())
     wire = next((getattr(torch, one.wire_dtype) for one in chain if one.wire_dtype is not None), own)
-    return MixedPrecisionPolicy(reduce_dtype=None if wire == own else wire)
+    short = None if configs.param_dtype == "own" else getattr(torch, configs.param_dtype)
+    if short is None or own is None or short.itemsize >= own.itemsize:
+        return MixedPrecisionPolicy(reduce_dtype=None if wire == own else wire)
+    return MixedPrecisionPolicy(param_dtype=short, reduce_dtype=wire)

@@ -80,7 +80,10 @@ ROWS: dict[str, str] = {
     "gradient_merge": "planned learnt way",
     **{f"gradient_merge_configs.{name}": "planned learnt way" for name in MERGED},
     "sharding": "planned clock",
-    **{f"sharding_configs.{name}": "planned clock" for name in ("stage", "sharding_degree", "reshard_after_forward", "blocks")},
+    **{
+        f"sharding_configs.{name}": "planned clock"
+        for name in ("stage", "sharding_degree", "reshard_after_forward", "param_dtype", "blocks")
+    },
     "a_sync": "served way",
     **{f"a_sync_configs.{name}": "served way" for name in SENT.split()},
     "a_sync_configs.runtime_split_send_recv": "way",
@@ -101,6 +104,7 @@ BASES: dict[str, dict[str, Any]] = {
     "localsgd_configs.": {"localsgd": True, "localsgd_configs": {"k_steps": 4}},
     "adaptive_localsgd_configs.": {"adaptive_localsgd": True},
     "gradient_merge_configs.": {"gradient_merge": True},
+    "sharding_configs.param_dtype": {"sharding": True, "amp": True, "amp_configs": {"dtype": "bf16"}},
     "sharding_configs.reshard": {"sharding": True, "sharding_configs": {"stage": 3}},
     "sharding_configs.": {"sharding": True},
     "a_sync_configs.": {"mode": "ps", "a_sync": True},
@@ -119,6 +123,7 @@ OTHERS: dict[str, Any] = {
     "amp_configs.dtype": "bf16",
     "recompute_configs.checkpoints": ("a",),
     "sharding_configs.blocks": ("a",),
+    "sharding_configs.param_dtype": "bfloat16",
     "localsgd_configs.schedule": "torch",
     "localsgd_configs.warmup": "linear",
     "localsgd_configs.mixing": 0.5,

@@ -87,6 +87,7 @@ OWN_FIELDS = {  # ours, or Fleet's without a published default
     "sharding_configs.sharding_degree",
     "sharding_configs.reshard_after_forward",
     "sharding_configs.blocks",
+    "sharding_configs.param_dtype",
     "build_strategy.compile_split",
     "amp_configs.dtype",
     "localsgd_configs.warmup_epochs",

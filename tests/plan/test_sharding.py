@@ -19,7 +19,7 @@ from fleetbench.strategy import DistributedStrategy
 GPT = ["wte.weight", "h.0.attn.weight", "h.0.mlp.weight", "h.1.attn.weight", "h.1.mlp.weight", "ln_f.weight", "head.weight"]
 
 
-def plan_of(configs: dict[str, Any], trainers: int = 4, names: list[str] = GPT, dtypes: dict[str, str] | None = None) -> Plan:
+def plan_of(configs: dict[str, Any], trainers: int = 4, names: list[str] = GPT, dtypes: dict[str, str] | None = None, **also: Any) -> Plan:
     """The plan of a model whose gradients of 10 numbers each are ready from its end to its begin."""
     order = reversed(list(enumerate(reversed(names), start=1)))
     gradients = {
@@ -27,7 +27,7 @@ def plan_of(configs: dict[str, Any], trainers: int = 4, names: list[str] = GPT, 
         for number, name in order
     }
     by_readiness = sorted(gradients.values(), key=lambda gradient: gradient.ready)
-    strategy = DistributedStrategy(sharding=True).replace(sharding_configs=configs)
+    strategy = DistributedStrategy().replace(sharding=True, sharding_configs=configs, **also)
     return build_plan(strategy, by_readiness, Setting(trainers=trainers, order=tuple(names)))
 
 
@@ -83,8 +83,8 @@ def operations(configs: dict[str, Any], also: dict[str, Any] | None = None, step
     """What each step starts, as ``kind group bytes``."""
     from fleetbench.plan.drive import answers, events_of
 
-    plan = plan_of(configs, trainers)
-    strategy = DistributedStrategy(sharding=True).replace(sharding_configs=configs, **(also or {}))
+    plan = plan_of(configs, trainers, **(also or {}))
+    strategy = DistributedStrategy().replace(sharding=True, sharding_configs=configs, **(also or {}))
     decider = Decider.start(family(strategy, plan), 0)
     found = []
     for step in range(1, steps + 1):
@@ -108,6 +108,16 @@ def test_stage_3_of_a_shard_group() -> None:
             "update",
         ]
     ]
+
+
+def test_parameters_travel_in_16_bits_and_gradients_do_not() -> None:
+    """As many gathers, of half the bytes."""
+    amp = {"amp": True, "amp_configs": {"dtype": "bf16"}}
+    (own,), (short,) = (operations({"stage": 3, "param_dtype": kind}, amp) for kind in ("own", "bfloat16"))
+    halved = [f"{what} {int(size) // 2}" if "all_gather" in what else line for line in own for what, _, size in [line.rpartition(" ")]]
+    assert short == halved != own
+    with pytest.raises(ConfigError, match=r"sharding_configs.param_dtype: computes in what it gathers"):
+        DistributedStrategy(sharding=True).replace(sharding_configs={"param_dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,13 @@ BESIDE = (
         strategy={"amp": True, "amp_configs": {"dtype": "bf16"}},
         dtype="float32",
     ),
+    Case(
+        name="bf16 parameters",
+        configs={"stage": 3, "param_dtype": "bfloat16"},
+        strategy={"amp": True, "amp_configs": {"dtype": "bf16"}},
+        dtype="float32",
+    ),
+    Case(name="bf16 parameters by hand", strategy=None, loop="bf16 parameters by hand", dtype="float32"),
     Case(name="amp fp16", configs={"stage": 3}, strategy=SCALED, dtype="float32", loop="overflow"),
     Case(
         name="amp fp16, merge",

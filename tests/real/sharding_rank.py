@@ -69,8 +69,10 @@ def begun(case: Case) -> tuple[Fleet | None, nn.Module, torch.optim.Optimizer]:
     """A case's model and optimizer; each rank's model begins elsewhere, and all train from rank 0's."""
     model = net(case.kind, getattr(torch, case.dtype))
     if case.strategy is None:
-        if case.loop == "by hand":
+        if case.loop.endswith("by hand"):
             wire = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+            if case.loop != "by hand":
+                wire = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             for block in model.blocks:
                 fully_shard(block, mp_policy=wire)
             return None, fully_shard(model, mp_policy=wire), optimizer_of(case.optimizer, model)
@@ -105,7 +107,9 @@ def _step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step: 
         last.backward()
         loss = loss + last
     else:
-        loss = cross_entropy(model(tokens), labels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.loop == "bf16 parameters by hand"):
+            scores = model(tokens)
+        loss = cross_entropy(scores.to(getattr(torch, case.dtype)), labels)
         overflows = case.loop == "overflow" and step == OVERFLOW and rank == ranks - 1
         (loss * 1e38 if overflows else loss).backward()
     if case.loop == "evaluate":

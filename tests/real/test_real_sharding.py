@@ -91,6 +91,13 @@ def test_a_small_wire_is_fsdps() -> None:
     assert np.abs(_of("bf16 wire") - _of("float32")).max() > 1e-6
 
 
+def test_parameters_in_16_bits_are_fsdps() -> None:
+    """``param_dtype`` gives the parameters of ``fully_shard`` with that type under autocast, to the bit; its sums are of FP32."""
+    assert np.array_equal(_of("bf16 parameters"), _of("bf16 parameters by hand"))
+    way = np.abs(_of("float32")[-1] - _of("float32")[0]).max()
+    assert 0 < np.abs(_of("bf16 parameters") - _of("float32")).max() < 0.05 * way
+
+
 def test_mixed_precision_trains_near_full_precision() -> None:
     """BF16 forwards train as those of FP32 do, within BF16's resolution."""
     way = np.abs(_of("float32")[-1] - _of("float32")[0]).max()

@@ -49,7 +49,8 @@ def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[
     configs += [{"stage": 3, "reshard_after_forward": False}] if 3 in stages and (merges or not kept) else []
     for one in configs:
         for degree in dict.fromkeys([*degrees, *([own.sharding_configs.sharding_degree] if own.sharding else [])]):
-            also = {"sharding_degree": degree, "blocks": list(own.sharding_configs.blocks)}
+            asked = own.sharding_configs
+            also = {"sharding_degree": degree, "blocks": list(asked.blocks), "param_dtype": asked.param_dtype}
             try:
                 strategy = base.replace(sharding=True, sharding_configs=one | also)
                 plan_of(experiment.replace(strategy=strategy))
