@@ -38,7 +38,7 @@ from real.communication.communicators import (
 from real.compute.living import NotCopied
 from real.engine.engine import Engine
 from real.engine.fleet_engine import FleetEngine
-from real.engine.refusals import refuse_model, refuse_untrainable
+from real.engine.refusals import refuse_model, refuse_nonlinear, refuse_untrainable
 from real.models import MODEL, Models
 from real.processes.diagnosis import NOTE
 from real.processes.exits import at_exit, keep_in_forks
@@ -178,10 +178,7 @@ class Collective:
             what = "a script that gives fleet several optimizers, or a new one later, is neither profiled nor tuned"
             hint = "put all parameters into the groups of one optimizer, later ones by optimizer.add_param_group(...)"
             raise ConfigError(what, "fleet.distributed_optimizer", type(optimizer).__name__, hint)
-        if self._strategy.needs_linear_optimizer and not isinstance(optimizer, torch.optim.SGD):
-            what = "averaging parameters after every update (k_steps = 1) is not a step of averages for this optimizer"
-            hint = 'use torch.optim.SGD, raise k_steps, or set optimizer_state = "average"'
-            raise ConfigError(what, "fleet.distributed_optimizer", type(optimizer).__name__, hint)
+        refuse_nonlinear(self._strategy, optimizer)
         for engine in engines:
             engine.attach_optimizer(optimizer)
         if self.driven is not None:

@@ -14,7 +14,7 @@ from torch import nn
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
 from real.collective import Collective, add_ddp_attributes, arrive
-from real.engine.refusals import one_number, refuse_untrainable
+from real.engine.refusals import one_number, refuse_nonlinear, refuse_untrainable
 from real.models import MODEL
 from real.processes.roles import TUNING, role_of
 from real.sharding.engine import OPTIMIZER, ShardedEngine
@@ -64,6 +64,7 @@ class ShardedCollective(Collective):
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let its steps be the strategy's updates of this trainer's shards."""
+        refuse_nonlinear(self._strategy, optimizer)
         self._of(OPTIMIZER).attach_optimizer(optimizer)
         return optimizer
 
@@ -76,8 +77,10 @@ class ShardedCollective(Collective):
         self._refuse_join()
 
     def synchronize(self) -> None:
-        """Trainers have agreed after every update; shards of all of them are the model."""
-        self._of("fleet.synchronize")
+        """Let workers that have updated alone agree; without local steps trainers have agreed after every update."""
+        engine = self._of("fleet.synchronize")
+        engine.between_steps("fleet.synchronize")
+        engine.flush()
 
     pull_model = synchronize
 

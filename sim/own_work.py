@@ -15,11 +15,11 @@ from sim.scenario import Scenario
 class OwnWork:
     """What one rank is busy with, in ns, as it executes a step's operations in their order.
 
-    ``update`` and ``merge`` take what the layer table says, a shard's update its share, a bucket's own update its share by elements, and
-    a fragment's merge its share by bytes. A step of an outer optimizer goes over memory 8 times where a merge does 10 times; without
-    momentum it is the merge's factor, and takes nothing. Copying all gradients
-    takes ``pack``, of which each dense bucket has its share by bytes: when it sets out, or when it is added to the sum of several
-    steps and when it is taken from it. A bucket that was taken from the sum in a step lies together, and sets out without a copy.
+    ``update`` and ``merge`` take what the layer table says, what goes over a shard its share, a bucket's own update its share by
+    elements, and a fragment's merge its share by bytes. A step of an outer optimizer goes over memory 8 times where a merge does 10
+    times; without momentum it is the merge's factor, and takes nothing. Copying all gradients takes ``pack``, of which each dense bucket
+    has its share by bytes: when it sets out, or when it is added to the sum of several steps and when it is taken from it. A bucket that
+    was taken from the sum in a step lies together, and sets out without a copy.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -28,7 +28,8 @@ class OwnWork:
         outer = scenario.strategy.combination.outer
         outer_ns = _split(table.merge, [8, 2])[0] if outer is not None and outer.momentum else 0
         update_ns = half_up(Fraction(table.update if local_ns is None else local_ns, plan.shard_ranks))
-        self._whole_ns = {"update": update_ns, "merge": table.merge + table.resume, "outer": outer_ns}
+        merge_ns, outer_ns = (half_up(Fraction(whole_ns, plan.shard_ranks)) for whole_ns in (table.merge, outer_ns))
+        self._whole_ns = {"update": update_ns, "merge": merge_ns + table.resume, "outer": outer_ns}
         sizes = [sum(plan.buckets[bucket].nbytes for bucket in own) for own in plan.fragments]
         self._fragment_ns = {kind: _split(self._whole_ns[kind], sizes) for kind in ("merge", "outer")}
         self._update_ns = _split(table.update, [bucket.numel for bucket in plan.buckets])

@@ -82,7 +82,8 @@ def sharding(random: Random, trainers: int) -> dict[str, Any]:
         "reshard_after_forward": pick([True, True, False, *kept]) if stage == 3 else True,
         "blocks": pick([[], [], ["layer0"]]),
     }
-    return {"sharding": True, "sharding_configs": configs}
+    short = {"amp": True, "amp_configs": {"dtype": "bf16"}} if random.random() < 0.3 else {}
+    return {"sharding": True, "sharding_configs": configs | ({"param_dtype": "bfloat16"} if short else {}), **short}
 
 
 def strategy_of(random: Random, workload: Workload, cluster: Cluster, always: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def trainer_bytes(memory: Memory, plan: Plan, what: Combination) -> dict[str, in
         if spread:
             found["gathered"] += (sum(freed) - _largest(freed, 2)) // spread
     if what.num_copies:
-        found["copies of local steps"] = what.num_copies * memory.parameters
+        found["copies of local steps"] = what.num_copies * found["parameters"]
     return {**found, **_rest(memory, parts)}
 
 

@@ -2,7 +2,8 @@
 
 Of N trainers, D consecutive ones are a shard group, and those with one place in their groups are replicas of each other. A block's
 gradients are reduce-scattered within the shard group as its backward ends, and each shard is all-reduced over its replicas; a trainer
-updates its shard. A block's parameters are gathered within the shard group before its forward, and in stage 3 again before its
+updates its shard. Under Local SGD a shard group is a worker: it updates alone, and each shard is averaged over its replicas at the end
+of a round. A block's parameters are gathered within the shard group before its forward, and in stage 3 again before its
 backward, unless they were kept. While one block computes, the next one is gathered (``torch.distributed.fsdp.fully_shard`` with its
 prefetch of one block).
 """
@@ -14,7 +15,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.groups import Parts, world_of
 from fleetbench.plan.layers import DTYPE_BYTES, Gradient
-from fleetbench.plan.operations import Collective, Operation, Operations
+from fleetbench.plan.operations import Collective, Operation, Operations, Payload
 from fleetbench.sharding_configs import ShardingConfigs
 from fleetbench.strategy import DistributedStrategy
 
@@ -130,20 +131,32 @@ def lay_out_blocks(
 ) -> tuple[tuple[Block, ...], Operations]:
     """The blocks in the order of the forward, and the exchange of their buckets, with ids 0, 1, ... in the buckets' order."""
     configs, degree = strategy.sharding_configs, degree_of(strategy.sharding_configs, trainers)
+    if strategy.is_local and degree == trainers:
+        what, hint = "makes all trainers one worker, which has nobody to average with", "set it to the trainers of a worker, fewer than all"
+        raise ConfigError(what, f"{_FIELD}.sharding_degree", str(configs.sharding_degree), hint)
     shard = "world" if degree == trainers else "shard"
     wire = "float16" if strategy.fp16_allreduce else "bfloat16" if strategy.bf16_allreduce else None
     operations: list[Operation] = []
     for _, bucket in sorted(named, key=lambda one: one[1].id):
         dtype = bucket.dtype if wire is None or DTYPE_BYTES[wire] >= DTYPE_BYTES[bucket.dtype] else wire
         part, after = -(-bucket.numel // degree), tuple[int, ...]()
-        chain: list[tuple[Collective, str, int]] = []
+        chain: list[tuple[Collective, str, int, Payload | None]] = []
         if degree > 1:
-            chain.append(("reduce_scatter", shard, part * degree))
+            chain.append(("reduce_scatter", shard, part * degree, None))
         if degree < trainers:
-            chain.append(("all_reduce", "replica" if degree > 1 else "world", part))
-        for kind, group, numel in chain:
+            chain.append(("all_reduce", "replica" if degree > 1 else "world", part, "delta" if strategy.is_local else None))
+        for kind, group, numel, payload in chain:
             nbytes, number = numel * DTYPE_BYTES[dtype], len(operations)
-            carried = Operation(id=number, kind=kind, group=group, nbytes=nbytes, wire_dtype=dtype, bucket=bucket.id, after=after)
+            carried = Operation(
+                id=number,
+                kind=kind,
+                payload=payload,
+                group=group,
+                nbytes=nbytes,
+                wire_dtype=dtype,
+                bucket=bucket.id,
+                after=() if payload else after,
+            )
             operations.append(carried)
             after = (number,)
     again = configs.stage == 3 and configs.reshard_after_forward is not False and degree > 1

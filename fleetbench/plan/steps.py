@@ -216,12 +216,17 @@ def _closing(what: Combination, build: _Builder) -> Operations:
 
 def _bucket(what: Combination, step: StepKind, build: _Builder, bucket: int) -> Operations:
     if what.sharding is not None and what.sharding.stage > 1:  # shards are added as they come, and meet their replicas once an update
-        chain = [one for one in build.plan.of_bucket.get(bucket, ()) if step.closes or one.kind == "reduce_scatter"]
+        chain = [one for one in _gradient_chain(build.plan, bucket) if step.closes or one.kind == "reduce_scatter"]
         return _scattered(build, lambda: build.carry(chain, "gradient"))
     sums = (build.operation("accumulate", bucket=bucket),) if what.merges else ()
     if not step.closes:
         return sums
     return (*sums, *_scattered(build, lambda: _release(what, step, build, bucket)))
+
+
+def _gradient_chain(plan: Plan, bucket: int) -> list[Operation]:
+    """What carries a bucket's gradients; workers of several trainers have other operations for what they average."""
+    return [one for one in plan.of_bucket.get(bucket, ()) if one.payload != "delta"]
 
 
 def _scattered(build: _Builder, carry: Callable[[], Operations]) -> Operations:
@@ -244,9 +249,9 @@ def _release(what: Combination, step: StepKind, build: _Builder, bucket: int) ->
     """What brings a bucket's gradient to its update."""
     divisor = step.merged if what.averages_gradient else 1
     released = (build.operation("release", bucket=bucket, divisor=divisor),) if what.merges else ()
-    if what.is_local:
+    if what.is_local and what.sharding is None:
         return released
-    carried = build.carry(build.plan.of_bucket.get(bucket, ()), "gradient")
+    carried = build.carry(_gradient_chain(build.plan, bucket), "gradient")
     if released and carried:
         carried = (dataclasses.replace(carried[0], after=(*carried[0].after, released[0].id)), *carried[1:])
     updated = (build.operation("update", bucket=bucket, after=(carried[-1].id,) if carried else ()),) if what.updates_by_bucket else ()
@@ -301,7 +306,7 @@ def _differ(build: _Builder, fragment: int | None, after: tuple[int, ...]) -> Op
 def _exchange(build: _Builder, after: tuple[int, ...]) -> Operations:
     """The exchange of all of the model, one fragment after the other."""
     operations: list[Operation] = []
-    for part in build.plan.of_fragment or (build.plan.exchange,):
+    for part in build.plan.of_fragment or (tuple(one for one in build.plan.exchange if one.payload == "delta") or build.plan.exchange,):
         operations += build.carry(part, "delta", after)
         after = tuple(build.ids[operation.id] for operation in part if operation.id in build.plan.leaves) or after
     return tuple(operations)

@@ -338,6 +338,14 @@ def refuse_update(phase: str, members: Sequence[nn.Parameter], model: nn.Module)
         raise ConfigError("no backward has come since the last step", "optimizer.step()", hint=_way_out(model))
 
 
+def refuse_nonlinear(strategy: DistributedStrategy, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ConfigError`` where averages after every update would be no training of this optimizer's."""
+    if strategy.needs_linear_optimizer and not isinstance(optimizer, torch.optim.SGD):
+        what = "averaging parameters after every update (k_steps = 1) is not a step of averages for this optimizer"
+        hint = 'use torch.optim.SGD, raise k_steps, or set optimizer_state = "average"'
+        raise ConfigError(what, "fleet.distributed_optimizer", type(optimizer).__name__, hint)
+
+
 def refuse_in_step(phase: str, where: str) -> None:
     """Raise ``ConfigError`` for what belongs between two steps."""
     if phase != "idle":

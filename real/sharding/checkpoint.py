@@ -1,6 +1,6 @@
 """Checkpoint of a sharded training: trainers of a shard group write their rows, and any trainers read theirs.
 
-    PATH/save-00000007/shard-00002.safetensors  the third trainer's rows: PARAMETER, and PARAMETER//SLOT too
+    PATH/save-00000007/shard-00002.safetensors  the third trainer's rows: PARAMETER, and PARAMETER//SLOT too; of workers, each one's
     PATH/save-00000007/training.pt              how far the training is, and the optimizer without those rows
     PATH/save-00000007/rank-00002.pt            its buffers, its random numbers, and the script's ``extra``
 
@@ -24,6 +24,7 @@ from fleetbench.digests import reading
 from fleetbench.errors import ConfigError
 from fleetbench.plan.loss_scaling import Scale
 from fleetbench.plan.sharding import degree_of
+from fleetbench.plan.state import State as RoundsState
 from real.checkpoints.checkpoint import Save, open_save
 from real.checkpoints.meeting import Meeting
 from real.checkpoints.persistables import (
@@ -36,11 +37,14 @@ from real.checkpoints.persistables import (
     unpack_optimizer,
 )
 from real.checkpoints.saving import ANOTHER, LOAD, SAVE, SEVERAL_FOLDERS, Loaded, in_force, put_in_force
+from real.engine.refusals import refuse_open
 from real.sharding.engine import ShardedEngine
 
 Tensors = dict[str, torch.Tensor]
 State = dict[int, dict[str, Any]]
 """An optimizer's, by number of the parameter and name of the slot."""
+_OUTER = "outer momentum"
+"""Name of the slot of the outer optimizer's momentum."""
 _SHARDS = "shards"
 """Key of the manifest: trainers of a shard group."""
 
@@ -48,6 +52,7 @@ _SHARDS = "shards"
 def save(engine: ShardedEngine, meeting: Meeting, path: Path, *, extra: object) -> None:
     """Save between two updates. Every trainer calls it. Raises as ``real.checkpoints.saving.save`` does."""
     engine.between_steps(SAVE)
+    refuse_open(engine.rounds is None or engine.rounds.has_agreed, 0, SAVE)
     model, degree = model_tensors(engine.model), _degree(engine)
     packed = pack_optimizer(engine.optimizer, engine.model)
     state, rows = _split(packed, model)
@@ -57,10 +62,13 @@ def save(engine: ShardedEngine, meeting: Meeting, path: Path, *, extra: object) 
     meeting.same(str(engine.num_done), "is at another step", SAVE, hint)
     sharded = {name: own for name, own in model.items() if isinstance(own, DTensor)}
     rows |= {name: own.to_local() for name, own in sharded.items()}
+    if engine.rounds is not None:
+        rows |= {f"{name}//{_OUTER}": own for name, own in engine.by_name(engine.rounds.velocity).items()}
     shared = {
         "step": engine.num_done,
         "epoch": engine.epoch,
         "scale": None if engine.scale is None else dataclasses.astuple(engine.scale),
+        "rounds": None if engine.rounds is None else engine.rounds.decider.state.to_dict(),
         "optimizer": {**packed, "state": {**packed["state"], "state": state}},
         "tensors": {name: (list(own.shape), own.dtype) for name, own in sharded.items()},
     }
@@ -71,7 +79,7 @@ def save(engine: ShardedEngine, meeting: Meeting, path: Path, *, extra: object) 
     }
     if engine.communicators.device.type == "cuda":
         own["random"]["cuda"] = torch.cuda.get_rng_state(engine.communicators.device)
-    parts = {own_part(meeting.rank): own, **({_part(meeting.rank): rows} if meeting.rank < degree else {})}
+    parts = {own_part(meeting.rank): own, **({_part(meeting.rank): rows} if meeting.rank < degree or engine.rounds is not None else {})}
     told = {
         "trainers": meeting.trainers,
         "strategy": encode(engine.strategy),
@@ -89,6 +97,7 @@ def load(engine: ShardedEngine, meeting: Meeting, path: Path) -> Loaded:
     Raises ``ConfigError`` for what does not fit, on all trainers if on one; nothing has changed then.
     """
     engine.between_steps(LOAD)
+    refuse_open(engine.rounds is None or engine.rounds.has_agreed, 0, LOAD)
     meeting.meet(LOAD)
     meeting.same(str(path), "loads from elsewhere", LOAD, SEVERAL_FOLDERS)
     number = in_force(meeting, path)
@@ -100,12 +109,17 @@ def load(engine: ShardedEngine, meeting: Meeting, path: Path) -> Loaded:
                 hint = "load its model.safetensors into the plain model before fleet.distributed_model"
                 raise ConfigError("was saved by a training that was not sharded", where, hint=hint)
             shared, own = found.read(SHARED), found.read(own_part(meeting.rank if alike else 0))
+            rounds = shared.get("rounds")
             tensors = shared["tensors"].items()
             saved = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors}
             refuse_another_model(engine.model, saved | own["buffers"], found.manifest["trained"], where)
             refuse_other_optimizers(engine.model, [engine.optimizer], [shared["optimizer"]], where)
-            read = _Rows(found, _degree(engine), meeting.rank, files)
+            keeps_apart = alike and rounds is not None and engine.rounds is not None
+            read = _Rows(found, _degree(engine), meeting.rank, files, apart=keeps_apart)
             model = model_tensors(engine.model)
+            velocity = dict[str, torch.Tensor]()
+            if engine.rounds is not None and engine.rounds.velocity and read.has(_OUTER):
+                velocity = {name: read.of(f"{name}//{_OUTER}", own) for name, own in engine.parameters.items() if isinstance(own, DTensor)}
             parameters = {name: read.of(name, own) for name, own in model.items() if isinstance(own, DTensor)}
             state = _joined(shared["optimizer"], model, read)
     for name, tensor in model.items():
@@ -117,6 +131,10 @@ def load(engine: ShardedEngine, meeting: Meeting, path: Path) -> Loaded:
     unpack_optimizer(engine.optimizer, {"state": {**shared["optimizer"]["state"], "state": state}})
     scale = None if shared["scale"] is None else Scale(*shared["scale"])
     engine.resume(shared["step"], shared["epoch"], scale)
+    if engine.rounds is not None:
+        is_same = alike and found.manifest["strategy"] == encode(engine.strategy)
+        begun = engine.rounds.decider.state if rounds is None else RoundsState.from_dict(rounds)
+        engine.rounds.resume(begun, engine.by_bucket(velocity) if velocity else (), same_strategy=is_same)
     if alike:
         torch.set_rng_state(own["random"]["cpu"])
         if "cuda" in own["random"] and engine.communicators.device.type == "cuda":
@@ -127,8 +145,11 @@ def load(engine: ShardedEngine, meeting: Meeting, path: Path) -> Loaded:
 class _Rows:
     """This trainer's rows of what was saved, which may lie in several files."""
 
-    def __init__(self, save: Save, degree: int, rank: int, files: ExitStack) -> None:
+    def __init__(self, save: Save, degree: int, rank: int, files: ExitStack, *, apart: bool) -> None:
+        """``apart``: optimizers of workers have other states, and each reads its own worker's files rather than the first's."""
         self._save, self._files = save, files
+        saved_by = save.manifest[_SHARDS]
+        self._first_file = rank // saved_by * saved_by if apart else 0
         self._degree, self._place = degree, rank % degree
         self._opened: dict[int, Any] = {}
 
@@ -144,11 +165,15 @@ class _Rows:
                 pieces.append(self._file(part).get_slice(key)[begin:stop])
         return torch.cat(pieces).to(like.device) if pieces else torch.empty_like(like.to_local())
 
+    def has(self, slot: str) -> bool:
+        """Whether a slot was saved, of any parameter."""
+        return any(key.endswith(f"//{slot}") for key in self._file(0).keys())  # noqa: SIM118  # it is no mapping
+
     def _file(self, part: int) -> Any:
         if part not in self._opened:
             from safetensors import safe_open
 
-            opened = safe_open(self._save.file(_part(part)), framework="pt")
+            opened = safe_open(self._save.file(_part(self._first_file + part)), framework="pt")
             self._opened[part] = self._files.enter_context(opened)
         return self._opened[part]
 

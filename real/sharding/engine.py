@@ -24,8 +24,9 @@ from fleetbench.errors import ConfigError
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.loss_scaling import Scale
 from fleetbench.plan.operations import COLLECTIVES, wire_bytes
-from fleetbench.plan.replay import Recording
+from fleetbench.plan.replay import Decider, Recording
 from fleetbench.plan.steps import StepKind, operations_of
+from fleetbench.plan.training import family
 from fleetbench.strategy import DistributedStrategy
 from real.communication.clocks import clock_of
 from real.communication.communicators import Communicators, agree_on
@@ -51,6 +52,7 @@ from real.engine.refusals import (
     refuse_update,
 )
 from real.engine.stopwatch import Stopwatch
+from real.sharding.rounds import Rounds
 from real.sharding.waits import time_waits
 from real.sharding.wrapping import refuse_unshardable_model, shard
 
@@ -105,7 +107,8 @@ class ShardedEngine:
         """Steps that have begun; epochs that have ended; steps whose gradients wait for their update."""
         self._what = Combination.of(strategy)
         self.scale = self._what.scaler.start() if self._what.scaler else None
-        self._buffers = planning.buffers if strategy.broadcast_buffers and planning.buffers.nbytes else None
+        sends = strategy.broadcast_buffers and planning.buffers.nbytes and not strategy.is_local
+        self._buffers = planning.buffers if sends else None
         self._phase, self._is_in_backward, self._keeps, self._was_synced = "idle", False, False, True
         self._overflows = False
         self._expected: tuple[bool, bool, bool] | None = None
@@ -116,12 +119,14 @@ class ShardedEngine:
         """Autograd's node that leaves the gradient of each parameter, once that was gathered."""
         self._reached: set[str] = set()
         """Parameters that the backward under way has reached."""
-        self._optimizer: Optimizer | None = None
-        self.num_updates = 0
-        """Updates of the optimizer so far."""
         self.stopwatch = Stopwatch(communicators.rank, keep_times, clock_of(communicators.device), strategy.fetch_every_n_steps)
         if keep_times:
             time_waits(self.modules, self.stopwatch)
+        self._optimizer: Optimizer | None = None
+        self.rounds = self._rounds(first_step) if self._what.is_local else None
+        """Of workers that update alone; none where all trainers update together."""
+        self.num_updates = 0
+        """Updates of the optimizer so far."""
         apply_compute(
             model,
             strategy,
@@ -225,8 +230,11 @@ class ShardedEngine:
     def report(self, loss: torch.Tensor | float) -> None:
         """Nothing follows the loss."""
 
-    def flush(self, *, end: bool = False) -> None:
-        """Trainers have agreed after every update; a merge under way is dropped at the ``end``."""
+    def flush(self, *, end: bool = False) -> None:  # noqa: ARG002  # as other engines': sums that wait stay where they are
+        """Let workers that have updated alone agree."""
+        if self.rounds is not None:
+            self.rounds.meet()
+            self.reshard()
 
     def recordings(self) -> list[Recording]:
         """None: torch carries the plan out, and no event is told."""
@@ -235,9 +243,27 @@ class ShardedEngine:
     def close(self) -> None:
         """The model stays sharded: train another one next."""
 
+    def by_bucket(self, of_parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Flat tensors of the plan's buckets, from one tensor for each of this trainer's shards."""
+        return [torch.cat([of_parameters[name].reshape(-1) for name in bucket.gradients]) for bucket in self.plan.buckets]
+
+    def by_name(self, of_buckets: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The way back from ``by_bucket``."""
+        found = dict[str, torch.Tensor]()
+        for flat, bucket in zip(of_buckets, self.plan.buckets, strict=False):
+            shards = [_shard_of(self.parameters[name]) for name in bucket.gradients]
+            pieces = flat.split([own.numel() for own in shards])
+            found |= {name: piece.view_as(own) for name, piece, own in zip(bucket.gradients, pieces, shards, strict=True)}
+        return found
+
+    def _rounds(self, first_step: int) -> Rounds:
+        shards = [[_shard_of(self.parameters[name]) for name in bucket.gradients] for bucket in self.plan.buckets]
+        decider = Decider.start(family(self.strategy, self.plan), self.communicators.rank, first_step=first_step)
+        return Rounds(decider, shards, self.communicators, self.stopwatch)
+
     def _bytes_sent(self) -> int:
         """Bytes that this trainer sends in the step under way: those of the plan's operations."""
-        step = StepKind(closes=self._closes, merged=self.merged + 1, meets=False, asks_loss=False)
+        step = StepKind(closes=self._closes, merged=self.merged + 1, meets=False, asks_loss=False)  # what rounds send, they count
         told = (one for _, operations in operations_of(self.plan, self._what, step).told(self.plan, 1) for one in operations)
         return sum(wire_bytes(one, len(self.plan.parts[one.group][0])) for one in told if one.kind in COLLECTIVES)
 
@@ -390,8 +416,17 @@ class ShardedEngine:
         self._control.end()
         self.stopwatch.update_ends()
         if self._phase == "update":
+            if self.rounds is not None:
+                self.rounds.step_ends(self.step, overflows=self._overflows)
+            elif self._closes:
+                self.stopwatch.closes_round(1)
             self.num_updates += self._closes and not self._overflows
             self._phase = "idle"
             self.merged = 0 if self._closes else self.merged + 1
         if not self.merged:
             self.reshard()
+
+
+def _shard_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What this trainer has of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -38,13 +38,15 @@ def refuse_unshardable_model(model: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def mesh_of(plan: Plan, communicators: Communicators) -> DeviceMesh:
-    """All trainers where they are a shard group; else replicas x trainers of a group. Every rank calls it."""
+    """All trainers where they are a shard group, else replicas x trainers of a group; of workers the own one. Every rank calls it."""
     trainers, kind = plan.trainers, communicators.device.type
     if plan.shard_ranks == trainers:
         return DeviceMesh.from_group(communicators.world, kind)
     alone = tuple((rank,) for rank in range(trainers))
     parts = {name: plan.parts.get(name, other) for name, other in (("shard", alone), ("replica", plan.parts["world"]))}
     communicators.require(1, parts)
+    if any(operation.payload == "delta" for operation in plan.exchange):
+        return DeviceMesh.from_group(communicators.group("shard"), kind)
     made = [communicators.group(name) for name in ("replica", "shard")]
     ranks = torch.tensor(parts["shard"], device="cpu")
     return DeviceMesh.from_group(made, kind, ranks, mesh_dim_names=("replica", "shard"))

@@ -241,6 +241,27 @@ BESIDE = (
         merge=2,
     ),
 )
+
+
+def _workers(k: int, outer: dict[str, Any] | None = None, **also: Any) -> dict[str, Any]:
+    return {"localsgd": True, "localsgd_configs": {"k_steps": k, **(outer or {})}, **also}
+
+
+DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
+WORKERS = (
+    Case(name="two workers, averages", configs={"stage": 3, "sharding_degree": 2}, strategy=_workers(3)),
+    Case(name="two workers, DiLoCo", configs={"stage": 3, "sharding_degree": 2}, strategy=_workers(3, DILOCO), optimizer="adamw"),
+    Case(name="two workers, DiLoCo, K = 4", configs={"stage": 2, "sharding_degree": 2}, strategy=_workers(4, DILOCO)),
+    Case(name="four workers, DiLoCo", configs={"stage": 1, "sharding_degree": 1}, strategy=_workers(2, DILOCO), optimizer="adamw"),
+    Case(
+        name="two workers, DiLoCo, merge",
+        configs={"stage": 1, "sharding_degree": 2},
+        strategy=_workers(2, {**DILOCO, "outer_nesterov": False}, **_merge(2)),
+        merge=2,
+        optimizer="adamw",
+    ),
+)
+"""Workers of one or two of four trainers that update alone."""
 HALF = 3
 SAVED = (
     Case(name="saved in stage 3", configs={"stage": 3}, kind="normed", optimizer="adamw"),
@@ -254,7 +275,7 @@ OVERFLOW = 4
 
 def cases(ranks: int) -> tuple[Case, ...]:
     """All that so many ranks train."""
-    return (*DDP, *(ON_TWO + BESIDE if ranks == 2 else ON_FOUR))
+    return (*DDP, *(ON_TWO + BESIDE if ranks == 2 else ON_FOUR + WORKERS))
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -283,3 +304,57 @@ def joint_training(case: Case, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
             history.append(flat(model))
         losses.append(loss.detach())
     return torch.stack(history), torch.stack(losses)
+
+
+class Workers:
+    """Workers of some trainers each, in one process: their loops written out."""
+
+    def __init__(self, case: Case, ranks: int) -> None:
+        assert case.strategy is not None
+        self.case, self.ranks, self.size = case, ranks, case.configs["sharding_degree"]
+        self.local = case.strategy["localsgd_configs"]
+        self.models = [net(case.kind, getattr(torch, case.dtype)) for _ in range(ranks // self.size)]
+        self.optimizers = [optimizer_of(case.optimizer, model) for model in self.models]
+        self.agreed = [own.detach().clone() for own in self.models[0].parameters()]
+        self.velocity = [torch.zeros_like(own) for own in self.agreed]
+        self.updates = self.last_met = 0
+
+    def step(self, step: int) -> None:
+        """Every worker trains on its trainers' batches; after the last micro-batch of an update they meet if it is time."""
+        for worker, model in enumerate(self.models):
+            for rank in range(self.size):
+                tokens, labels = own_batch(step, worker * self.size + rank, self.ranks)
+                (cross_entropy(model(tokens), labels) / self.size / self.case.merge).backward()
+        if step % self.case.merge:
+            return
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.updates += 1
+        is_first = self.updates == 1 and "outer_lr" not in self.local  # which ends with an average, too
+        if is_first or self.updates - self.last_met >= self.local["k_steps"]:
+            self.meet()
+
+    def meet(self) -> None:
+        """Average the distances, and step on them."""
+        self.last_met, mu = self.updates, self.local.get("outer_momentum", 0.0)
+        for agreed, velocity, *now in zip(self.agreed, self.velocity, *(model.parameters() for model in self.models), strict=True):
+            distance = torch.stack([agreed - own.detach() for own in now]).mean(dim=0)
+            velocity.mul_(mu).add_(distance)
+            if "outer_lr" in self.local:
+                distance = self.local["outer_lr"] * (distance + mu * velocity if self.local["outer_nesterov"] else velocity)
+            agreed.sub_(distance)
+            for own in now:
+                own.data.copy_(agreed)
+
+
+def workers_training(case: Case, ranks: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What workers have agreed on in the end, and the parameters of each after the first update."""
+    workers, first = Workers(case, ranks), list[torch.Tensor]()
+    for step in range(1, STEPS + 1):
+        workers.step(step)
+        if step == case.merge:
+            first = [flat(model) for model in workers.models]
+    if workers.updates > workers.last_met:
+        workers.meet()
+    return flat(workers.models[0]), first

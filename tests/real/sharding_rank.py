@@ -46,7 +46,7 @@ def main() -> None:
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timeout)
     torch.set_num_threads(1)
-    saved = {"train": train_all, "refusals": refusals, "save": save_all, "load": load_all}[what](*arguments)
+    saved = {"train": train_all, "refusals": refusals, "save": save_all, "load": load_all, "workers": resume_workers}[what](*arguments)
     np.savez(output, **saved)
     dist.barrier()
     dist.destroy_process_group()
@@ -157,6 +157,7 @@ def train(case: Case) -> Saved:
     found["buffers"] = torch.cat([torch.zeros(1), *(own.reshape(-1).float() for own in model.buffers())]).numpy()
     if fleet is not None:
         fleet.synchronize()
+        found["agreed"] = whole(model).numpy()
         fleet.end_epoch()
         leave(fleet, groups=False)
     return found
@@ -389,6 +390,29 @@ def load_all(folder: str) -> Saved:
             assert loaded.step == problem.HALF
             assert loaded.extra["note"] == problem.HALF
             saved[f"{case.name} from {source.name}"] = _half(case, fleet, model, optimizer, range(problem.HALF + 1, STEPS + 1)).numpy()
+    return saved
+
+
+def resume_workers(folder: str) -> Saved:
+    """A round, a save, and another round; and the second round of those who loaded that. Sharded workers, and those of other numbers."""
+    case, other = (next(case for case in problem.WORKERS if case.name == name) for name in ("two workers, DiLoCo", "four workers, DiLoCo"))
+    fleet, model, optimizer = begun(case)
+    assert fleet is not None
+    second = range(problem.HALF + 1, STEPS + 1)
+    for step in range(1, problem.HALF + 1):
+        if step == problem.HALF:
+            try:
+                fleet.save_persistables(Path(folder, "never"))
+            except ConfigError as error:
+                refused = str(error)
+        _step(case, model, optimizer, step)
+    fleet.save_persistables(Path(folder, "half"))
+    saved = {"went on": _half(case, fleet, model, optimizer, second).numpy(), "refused": np.array(refused)}
+    for name, one in (("loaded", case), ("loaded by four", other)):
+        fleet, model, optimizer = begun(one)
+        assert fleet is not None
+        assert fleet.load_persistables(Path(folder, "half")).step == problem.HALF
+        saved[name] = _half(one, fleet, model, optimizer, second).numpy()
     return saved
 
 

@@ -168,6 +168,7 @@ SHARDED: dict[str, dict[str, Any]] = {
     "stage 2": {"sharding_configs": {"stage": 2}},
     "stage 3": {"sharding_configs": {"stage": 3}},
     "replicas": {"sharding_configs": {"stage": 3, "sharding_degree": 2}},
+    "workers": {"sharding_configs": {"stage": 3, "sharding_degree": 2}, "localsgd": True, "localsgd_configs": {"k_steps": 2}},
     "stage 1, merge": {"sharding_configs": {"stage": 1}, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
 }
 
@@ -191,7 +192,7 @@ def test_shards_travel_as_planned(name: str, session: Session, experiment: Exper
         simulated.plan.exchange,
         simulated.plan.groups,
     )
-    for column in ("step", "rank", "bytes_sent", "loss"):
+    for column in ("step", "rank", "bytes_sent", "local_steps", "loss"):
         assert real.steps[column].astype(object).tolist() == simulated.steps[column].astype(object).tolist(), column
     table = table_for(changed)
     updates = (STEPS + WARMUP) // strategy.gradient_merge_configs.k_steps

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import training_problem
 from processes import Arrays, forked_launches, run_ranks
-from sharding_cases import DDP, ON_FOUR, ON_TWO, OVERFLOW, SAVED, STEPS, Case, joint_training
+from sharding_cases import DDP, ON_FOUR, ON_TWO, OVERFLOW, SAVED, STEPS, WORKERS, Case, joint_training, workers_training
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -114,6 +114,24 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(case: str, merge: int) 
     if merge == 1:
         way = np.abs(_of("float32")[-1] - _of("float32")[0]).max()
         assert np.abs(history[0] - _of("float32")[0]).max() < 0.01 * way
+
+
+@pytest.mark.parametrize("case", WORKERS, ids=lambda case: case.name)
+def test_workers_of_several_trainers_train_as_their_loops_written_out(case: Case) -> None:
+    """Each shard group updates alone; in the end all hold what the loops of all workers in one process agree on."""
+    agreed, first = workers_training(case, 4)
+    size = case.configs["sharding_degree"]
+    for rank, found in enumerate(_launch(4)):
+        np.testing.assert_allclose(found[f"{case.name}/agreed"], agreed.numpy(), rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(found[f"{case.name}/history"][0], first[rank // size].numpy(), rtol=1e-12, atol=1e-13)
+
+
+def test_workers_resume_with_their_outer_momentum(tmp_path: Path) -> None:
+    """To the bit, between two rounds alone; workers of another size begin from the same model."""
+    for rank in _launch(4, "workers", str(tmp_path)):
+        assert np.array_equal(rank["loaded"], rank["went on"])
+        assert "middle of a round of local steps" in str(rank["refused"])
+        assert 0 < np.abs(rank["loaded by four"] - rank["loaded"]).max() < 0.5
 
 
 @pytest.fixture(scope="module")

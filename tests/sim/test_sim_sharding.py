@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 from engine_cases import agree, sharded_case_of
-from sim_cases import carried_ns, in_ns, layered, link, profiled, with_profile
+from sim_cases import assemble, carried_ns, in_ns, layered, link, profiled, with_profile
 
 from fleetbench.errors import ConfigError
+from fleetbench.quantities import Nanoseconds
 from fleetbench.result import RunResult
 from fleetbench.stragglers import SlowRank
+from fleetbench.workload import HostWork
+from sim.learning.trajectory import learnt_from
 from sim.run import Engine, simulate
 
 THREE = [(250, 100, 200), (500, 300, 400), (250, 200, 300)]
@@ -93,6 +96,22 @@ def test_shards_meet_their_replicas(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_workers_of_two_trainers_meet_at_the_end_of_a_round(engine: Engine) -> None:
+    """Nodes of two trainers are workers, which meet after two updates: the steps above without all-reduces, then a shard's, of 520 ns.
+
+    A step takes 50 + 100 + 200 + 50 ns, and with a merge of 90 ns, of which a shard is a half, the round 800 + 520 + 45.
+    """
+    diloco = {"localsgd": True, "localsgd_configs": {"k_steps": 2, "outer_lr": 0.5}}
+    strategy = {"fuse_all_reduce_ops": True, "sharding": True, "sharding_configs": {"stage": 3, "sharding_degree": 2}, **diloco}
+    options: dict[str, Any] = {"nodes": 2, "trainers_per_node": 2, "intra": link(80), "inter": link(8, 10), "nics_per_node": 2}
+    also = {"host": HostWork(merge=Nanoseconds(90))}
+    found = simulate(layered(THREE[:1], strategy=strategy, backend="nccl", steps=2, also=also, **options), engine=engine)
+    assert found.summary.wall_s == pytest.approx((800 + 520 + 45) * 1e-9)
+    assert in_ns(found, "exposed_comm_s") == [100, 100 + 520] * 4
+    assert found.summary.bytes_sent_per_trainer == 2 * (500 + 500) + 500
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_late_rank_is_waited_for_at_the_gate(engine: Engine) -> None:
     """Rank 1 joins the step's first gather with rank 0, and computes twice as long: what rank 0 waits for it is wait, not exposed."""
     found = run({"stage": 2}, engine, stragglers=(SlowRank(ranks=(1,), factor=2.0),))
@@ -137,6 +156,24 @@ def test_engines_agree_on_sharded_strategies(seeds: range) -> None:
             error.add_note(f"experiment: sharded_case_of({seed})")
             raise
     assert ways["vector"] >= len(seeds) * 0.2
+
+
+def test_virtual_trainers_train_shards_as_whole_models_and_refuse_workers_of_several() -> None:
+    """Sharding changes no sum but its order; a worker of several trainers would be another training."""
+    plain, sharded = ({"fuse_all_reduce_ops": True} | fields for fields in ({}, {"sharding": True, "sharding_configs": {"stage": 3}}))
+    digits = {"model": "mlp", "data": "synthetic"}
+    one, other = (assemble(digits, strategy=strategy) for strategy in (plain, sharded))
+    assert learnt_from(one) == learnt_from(other)
+    workers = {"sharding_configs": {"sharding_degree": 1}, "localsgd": True, "localsgd_configs": {"k_steps": 2}}
+    with pytest.raises(ConfigError, match="knows no workers of several trainers"):
+        learnt_from(assemble(digits, strategy=sharded | workers))
+
+
+def test_one_worker_has_nobody_to_average_with() -> None:
+    """A shard group of all trainers, and rounds."""
+    local = {"localsgd": True, "localsgd_configs": {"k_steps": 2}}
+    with pytest.raises(ConfigError, match="makes all trainers one worker"):
+        run({"stage": 3}, "vector", local)
 
 
 def test_sharding_ranks_that_do_not_divide_the_trainers_is_refused() -> None:

@@ -1,0 +1,96 @@
+"""Rounds: local steps of workers that are shard groups, which average their shards as the plan says (Local SGD, DiLoCo)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from fleetbench.plan.combination import Combination
+from fleetbench.plan.drive import answers, events_of
+from fleetbench.plan.events import Flush
+from fleetbench.plan.operations import Operations, wire_bytes
+from fleetbench.plan.replay import Decider
+from fleetbench.plan.state import State, closed_round
+from fleetbench.plan.training import begin_anew
+from real.communication.communicators import Communicators
+from real.engine.stopwatch import Stopwatch
+
+
+class Rounds:
+    """What this trainer's worker has agreed on with the others, and when it meets them next: the plan decides."""
+
+    def __init__(
+        self, decider: Decider, shards: Sequence[Sequence[torch.Tensor]], communicators: Communicators, stopwatch: Stopwatch
+    ) -> None:
+        """``shards``: by bucket, this trainer's parts of its parameters, which are changed in place."""
+        self.decider, self._shards, self._communicators, self._stopwatch = decider, shards, communicators, stopwatch
+        self._what: Combination = decider.strategy.combination
+        self.agreed = [_flat(own) for own in shards]
+        """Shards as they were last agreed on, by bucket: one flat tensor each."""
+        self.velocity = [torch.zeros_like(own) for own in self.agreed] if self._what.outer else []
+        """Momentum of the outer optimizer, by bucket."""
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether no worker has updated alone since all of them last agreed."""
+        return self.decider.strategy.has_agreed(self.decider.state)
+
+    def step_ends(self, step: int, *, overflows: bool) -> None:
+        """The optimizer has stepped, or has left the step out where gradients overflowed; workers meet where a round ends."""
+        before = self.decider.state
+        for event in events_of(self.decider.strategy.plan, step):
+            for decided in answers(self.decider, event, lambda _: float(overflows), time.monotonic_ns):
+                self._execute(decided.operations)
+        self._note_round(before)
+
+    def meet(self) -> None:
+        """Agree now, if any worker has updated since the last time."""
+        before = self.decider.state
+        self._execute(self.decider.on(time.monotonic_ns(), Flush()))
+        self._note_round(before)
+
+    def _note_round(self, before: State) -> None:
+        local_steps = closed_round(before, self.decider.state)
+        if local_steps is not None:
+            self._stopwatch.closes_round(local_steps)
+
+    def resume(self, saved: State, agreed_velocity: Sequence[torch.Tensor], *, same_strategy: bool) -> None:
+        """Go on from shards that all workers share, and from a momentum, if there is any."""
+        self.decider.state = begin_anew(saved, self.decider.strategy, self.decider.rank, same_strategy=same_strategy)
+        for own, shards in zip(self.agreed, self._shards, strict=True):
+            own.copy_(_flat(shards))
+        for own, found in zip(self.velocity, agreed_velocity, strict=False):
+            own.copy_(found)
+
+    @torch.no_grad()
+    def _execute(self, operations: Operations) -> None:
+        """Average the distances, step the outer optimizer on them, and begin the next round from there; the rest torch has done."""
+        averages = [one for one in operations if one.kind == "all_reduce" and one.payload == "delta"]
+        if not averages:
+            return
+        self._stopwatch.stall_begins()
+        self._stopwatch.arrives(of_average=True)
+        outer = self._what.outer
+        for operation in averages:
+            bucket = operation.bucket
+            assert bucket is not None
+            agreed, own = self.agreed[bucket], self._shards[bucket]
+            self._stopwatch.sends(wire_bytes(operation, len(self._communicators.part(operation.group))))
+            distance = (agreed - _flat(own)).to(getattr(torch, operation.wire_dtype or "float32"))
+            self._communicators.all_reduce(distance, "mean", operation.group, operation.communicator)
+            step = distance.to(agreed.dtype)
+            if outer is not None and outer.momentum:
+                velocity = self.velocity[bucket].mul_(outer.momentum).add_(step)
+                step = step.add(velocity, alpha=outer.momentum) if outer.nesterov else velocity
+            agreed.sub_(step, alpha=1.0 if outer is None else outer.lr)
+            place = 0
+            for shard in own:
+                shard.copy_(agreed[place : place + shard.numel()].view_as(shard))
+                place += shard.numel()
+        self._stopwatch.stall_ends()
+
+
+def _flat(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([shard.detach().reshape(-1) for shard in shards])
