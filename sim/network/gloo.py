@@ -82,12 +82,23 @@ class SegmentedRing:
 
 
 def _phase(sends: int, wire: int, window: Window) -> tuple[int, int]:
-    """When the last of so many segments has left, and is done with, where all ranks begin at 0; times are of one unit."""
-    arrives, left, done = window.latency_ns, 0, 0
-    for _ in range(sends):
+    """When the last of so many segments has left, and is done with, where all ranks begin at 0; times are of one unit.
+
+    What follows depends on differences of times alone: once they come again, so does all that lies between, later by the same time.
+    """
+    arrives, left, done, sent = window.latency_ns, 0, 0, 0
+    seen: dict[tuple[int, int], tuple[int, int]] = {}
+    while sent < sends:
         left = arrives + wire
         told, done = window.next(arrives, left, done)
-        arrives = max(left, told)
+        arrives, sent = max(left, told), sent + 1
+        state = arrives - left, done - left
+        if state in seen:
+            before, was = seen[state]
+            cycles = (sends - sent) // (sent - before)
+            later = cycles * (left - was)
+            arrives, left, done, sent = arrives + later, left + later, done + later, sent + cycles * (sent - before)
+        seen[state] = sent, left
     return left, done
 
 

@@ -92,6 +92,13 @@ def test_the_slowest_hop_decides(nbytes: int, latency_ns: int) -> None:
     assert cost.latency_ns + cost.transfer_ns == run(6, nbytes, [latency_ns // 10, latency_ns] * 3, per_node=2)
 
 
+@pytest.mark.parametrize("latency_ns", [40_000, 2_000_000])
+def test_a_petabyte_goes_on_as_megabytes_do(latency_ns: int) -> None:
+    """Each 8 MiB more take as long as the loop's sixth 8 MiB; nobody waits for a thousand million segments to be counted."""
+    sixth = run(4, 48 * MIB, latency_ns) - run(4, 40 * MIB, latency_ns)
+    assert took("all_reduce", 4, 2**50, latency_ns) == run(4, 48 * MIB, latency_ns) + (2**50 - 48 * MIB) // (8 * MIB) * sixth
+
+
 def test_segments_by_hand() -> None:
     """At least two a rank, at most 1 MiB each, and as many for every rank: 8 for 4 ranks and 5 MiB, 12 for 10 MiB."""
     assert [num_segments(size * MIB, 4) for size in (0, 5, 8, 10, 64)] == [8, 8, 8, 12, 64]
