@@ -130,7 +130,7 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
         unknown = "no loss is simulated, so that final_loss and time_to_target_s are null: --loss trains"
         found.append(skip("workload.target_loss", unknown if curve is None else UNFOLLOWED))
     found += skipped_by_layers(workload, strategy)
-    is_cored = cluster.cores_per_node != type(cluster)().cores_per_node and not shares_cores(experiment)
+    is_cored = cluster.cores_per_node != type(cluster)().cores_per_node and cluster.gpu is None and not shares_cores(experiment)
     is_measured = not served and cluster.intra is None and max(cluster.trainers_by_node) > 1
     is_unheard = not served and cluster.host_bandwidth is not None and cluster.collective != "gloo"
     unknown_cost = strategy.quantises and (measured is None or not measured.quantise)

@@ -52,7 +52,7 @@ class Efficiencies:
     launch_s: float = 25.9e-6
     """The least that an operation takes."""
     balance: float = 0.234
-    """By which power tensor cores' shares fall with FLOP/s for each byte/s, from those of an A100's fp16 on."""
+    """By which power tensor cores' shares fall with FLOP/s for each byte/s, from those of an A100's fp16 on; ``vector`` is their most."""
 
 
 FITTED = Efficiencies()
@@ -88,7 +88,7 @@ class Roofline:
             share = own.vector_convolution if convolution else own.vector_attention if fused else own.vector
         else:
             tensor_cores = own.attention if fused else getattr(own, operation.kind)
-            share = tensor_cores * (peak / self.gpu.memory_bandwidth / _BALANCE) ** -own.balance
+            share = min(own.vector, tensor_cores * (peak / self.gpu.memory_bandwidth / _BALANCE) ** -own.balance)
         return max(own.launch_s, operation.flops / (share * peak) + moving_s)
 
     def update_s(self, nbytes: int) -> float:

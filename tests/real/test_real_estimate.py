@@ -193,7 +193,7 @@ def test_recompute_runs_blocks_again() -> None:
         (_experiment(strategy={"amp": True, "amp_configs": {"dtype": "bf16"}}), "V100", "V100 has no bf16"),
         (_experiment("word2vec", optimizer="sgd"), "A100", "sparse gradients"),
         (_experiment(strategy={"build_strategy": {"fuse_elewise_add_act_ops": True}}), "A100", "compiled code"),
-        (_experiment(), "P100", "no such GPU"),
+        (_experiment(), "K80", "no such GPU"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(experiment: Experiment, gpu: str, what: str) -> None:
