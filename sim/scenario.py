@@ -154,12 +154,18 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     return found + [skip(name, why) for is_set, name, why in left_out if is_set]
 
 
-def short_of_memory(experiment: Experiment, plan: Plan) -> list[dict[str, str]]:
-    """That a trainer's GPU has too little memory for the strategy, where a profile and ``cluster.gpu`` tell."""
+def memory_of(experiment: Experiment, plan: Plan) -> int | None:
+    """Bytes that a trainer needs; none where no profile says."""
     profile = None if experiment.workload.model == LAYERS else profile_of(experiment)
-    if profile is None or profile.memory is None or experiment.cluster.gpu is None:
+    if profile is None or profile.memory is None:
+        return None
+    return sum(trainer_bytes(profile.memory, plan, Combination.of(experiment.strategy)).values())
+
+
+def short_of_memory(experiment: Experiment, needed: int | None) -> list[dict[str, str]]:
+    """That a trainer's GPU has too little memory for what it needs, where both are known."""
+    if needed is None or experiment.cluster.gpu is None:
         return []
-    needed = sum(trainer_bytes(profile.memory, plan, Combination.of(experiment.strategy)).values())
     has = gpu_named(experiment.cluster.gpu, "cluster.gpu").memory
     why = f"the strategy needs {needed / 1e9:.3g} GB per trainer, and the GPU has {has / 1e9:.3g} GB: it would not run"
     return [skip("cluster.gpu", why)] if needed > has else []

@@ -128,7 +128,7 @@ PUBLISHED: list[tuple[int, dict[str, Any]]] = [
             "num_key_value_heads": 2,
             "vocab_size": 151936,
             "tie_word_embeddings": True,
-            "sliding_window": 32768,
+            "sliding_window": 2048,
             "use_sliding_window": False,
         },
     ),

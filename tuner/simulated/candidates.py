@@ -230,19 +230,12 @@ def with_compute(experiment: Experiment, out: Path) -> Experiment:
 
 
 def says(experiment: Experiment) -> str:
-    """Where the layer times of an experiment with known compute come from, in words."""
+    """Where the layer times of an experiment with known compute come from, in words, and which delays are added."""
     profile = profile_of(experiment)
-    return "declared compute" if profile is None else profile.compute
+    return ("declared compute" if profile is None else profile.compute) + experiment.cluster.said_of_stragglers
 
 
 def caveats(experiment: Experiment) -> list[Note]:
     """What every answer says, and what an estimated profile says of itself."""
     profile = profile_of(experiment)
     return [Remark(text=text) for text in (OUTSIDE, *(profile.notes if profile is not None and profile.estimated is not None else ()))]
-
-
-def samples_and_tokens(experiment: Experiment, step_s: float) -> tuple[float, float | None]:
-    """Of all trainers together, a second; tokens where ``workload.data_options`` says how many a sample has."""
-    samples_per_s = experiment.cluster.trainers * experiment.workload.batch_size / step_s
-    length = experiment.workload.data_options.get("length")
-    return samples_per_s, samples_per_s * length if isinstance(length, int) else None
