@@ -76,7 +76,8 @@ def simulate(
         scenario = Scenario.of(experiment, spared, learnt=learnt)
         if table:
             at_most(rows, MOST_REMEMBERED, "rows", "--table", "drop --table: the summary has means and quantiles")
-        execution, memory = _execute(scenario, wanted, engine, step_done), memory_of(experiment, scenario.plan)
+        held = memory_of(experiment, scenario.plan)
+        execution, memory = _execute(scenario, wanted, engine, step_done), None if held is None else sum(held.values())
     if execution.end_ns == 0:
         raise takes_no_time()
     skipped = [*not_realised(experiment, learnt=learnt is not None), *short_of_memory(experiment, memory), *execution.notes]

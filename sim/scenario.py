@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from fleetbench.plan.memory import trainer_bytes
 from fleetbench.plan.state import State
 from fleetbench.plan.training import PLANNED, CollectiveTraining, family
 from fleetbench.profile import all_reduce_cost, profile_of, table_for
+from fleetbench.quantities import Bytes
 from fleetbench.result import skip, skipped_by_layers
 from fleetbench.stragglers import LARGEST, ONE, Episode, Integers, Trace, draws
 from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
@@ -154,12 +155,23 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     return found + [skip(name, why) for is_set, name, why in left_out if is_set]
 
 
-def memory_of(experiment: Experiment, plan: Plan) -> int | None:
-    """Bytes that a trainer needs; none where no profile says."""
+def memory_of(experiment: Experiment, plan: Plan) -> dict[str, int] | None:
+    """Bytes that a trainer needs by what they hold (``trainer_bytes``); none where no profile says.
+
+    A profile's memory is that of its first table. Where the strategy's own table recomputes, activations are those that it
+    keeps and, while a block's backward runs, those of the largest block.
+    """
     profile = None if experiment.workload.model == LAYERS else profile_of(experiment)
     if profile is None or profile.memory is None:
         return None
-    return sum(trainer_bytes(profile.memory, plan, Combination.of(experiment.strategy)).values())
+    first, own, memory = profile.tables[0], table_for(experiment), profile.memory
+    if experiment.strategy.recompute and own.key != first.key:
+        blocks = [f"{name}." for name in experiment.strategy.recompute_configs.checkpoints]
+        within = [sum(layer.activation_bytes for layer in first.layers if f"{layer.name}.".startswith(block)) for block in blocks]
+        saved = sum(one.activation_bytes - other.activation_bytes for one, other in zip(first.layers, own.layers, strict=True))
+        saved -= max(within, default=0)
+        memory = replace(memory, activations=Bytes(memory.activations - saved), peak=Bytes(memory.peak - saved))
+    return trainer_bytes(memory, plan, Combination.of(experiment.strategy))
 
 
 def short_of_memory(experiment: Experiment, needed: int | None) -> list[dict[str, str]]:

@@ -23,6 +23,7 @@ from fleetbench.quantities import Bytes
 from fleetbench.result import step_s_of
 from fleetbench.stragglers import Blocks
 from fleetbench.strategy import DistributedStrategy
+from real.estimate.step import estimate
 from sim.many.sweep import Axis
 from sim.run import simulate
 from tuner.simulated import candidates
@@ -387,6 +388,27 @@ def test_servers_modes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {"bandwidth x 0.5", "latency x 2", "compute x 2"} < {case.assumption for case in found.cases}
     adam = ranked(_experiment(**servers, workload={"optimizer": "adam"}), out=tmp_path)
     assert any(str(note).startswith("GeoSGD is not tried") for note in adam.notes)
+
+
+def test_what_fits_only_recomputed_is_recomputed(tmp_path: Path) -> None:
+    """A memory for what two blocks keep and for one of them whole: each is computed again, in its time. A byte less is too little."""
+    options = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "positions": 32}
+    workload = {"model": "gpt", "model_options": options, "data": "synthetic", "data_options": {"length": 32}, "batch_size": 64}
+    plain = Experiment.from_dict({"workload": {**workload, "steps": 5}, "run": {"device": "cuda"}, "tune": {"thread_num": [1]}})
+    again = DistributedStrategy(recompute=True, recompute_configs={"checkpoints": ["blocks.0", "blocks.1"]})
+    whole, kept = estimate(plain, "A100"), estimate(plain.replace(strategy=again), "A100")
+    block = sum(layer.activation_bytes for layer in whole.tables[0].layers if layer.name.startswith("blocks.1."))
+    assert whole.memory is not None
+    assert kept.memory is not None
+    needed = kept.memory.peak + block
+    assert needed < whole.memory.peak
+    gpu, less = (f"1 TFLOP/s, 1 GB/s, {size / 1e6:.6f} MB" for size in (needed, needed - 1))
+    on = {name: plain.replace(cluster=dataclasses.replace(plain.cluster, gpu=name)) for name in (gpu, less)}
+    found, _ = tune_simulated(on[gpu], out=tmp_path)
+    assert (found.strategy, found.fits_in_memory, found.per_trainer.memory_bytes) == (again, True, needed)
+    table = estimate(on[gpu].replace(strategy=again), gpu).tables[0]
+    assert found.step_s == pytest.approx((table.forward_ns + table.backward_ns + table.update) / 1e9, rel=1e-3)
+    assert fits(candidates.with_compute(on[less], tmp_path).replace(strategy=again)) is False
 
 
 def test_answers_have_the_utilisation_of_a_gpu(tmp_path: Path) -> None:

@@ -313,7 +313,8 @@ class _Answering:
         found = [
             _mean_parts([(experiment.replace(strategy=one), share) for one, share in levels], self.served) for experiment in experiments
         ]
-        table = on_cores(experiments[0], table_for(experiments[0]))
+        own = experiments[0].replace(strategy=chosen)
+        table = on_cores(own, table_for(own))
         means = {name: statistics.fmean(parts[name] for parts in found) for name in found[0]}
         return {"undelayed_s": (table.forward_ns + table.backward_ns) / 1e9, **means}
 
