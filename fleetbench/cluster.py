@@ -182,6 +182,12 @@ class Cluster(Config):
         """The node of each trainer."""
         return tuple(node for node, count in enumerate(self.trainers_by_node) for _ in range(count))
 
+    @property
+    def said_of_stragglers(self) -> str:
+        """What a heading adds of ``stragglers``, whose delays are in every time below it; nothing without any."""
+        kinds = ", ".join(dict.fromkeys(entry.kind for entry in self.stragglers))
+        return f", with stragglers as the file declares ({kinds})" if kinds else ""
+
     def require_even(self, what: str) -> None:
         """Raise ``ConfigError`` where nodes have different numbers of trainers. ``what``: what cannot be with it."""
         for index, own in enumerate(self.node_overrides):

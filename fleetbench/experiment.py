@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 
 import tomli_w
 
+from fleetbench import hugging_face
 from fleetbench.cluster import Cluster
 from fleetbench.config import Config, at_least, decode, defaults_of, encode
 from fleetbench.digests import digest_of, json_digest, read_text, read_toml, sealed, write_whole
@@ -186,10 +187,14 @@ class Experiment(Config):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Experiment:
-        """Decode plain TOML data, in which a ``cluster.preset`` stands for fields (``fleetbench.hardware.presets``)."""
+        """Decode plain TOML data.
+
+        ``cluster.preset`` stands for fields (``fleetbench.hardware.presets``), and a ``config.json`` as ``workload.model``
+        for a model with its options (``fleetbench.hugging_face``).
+        """
         if (schema := data.get("schema", SCHEMA)) != SCHEMA:  # before its keys, which another schema may name otherwise
             raise ConfigError("not a schema of this version", "schema", repr(schema), f"this version reads schema {SCHEMA}")
-        return decode(expanded(data), cls, "")
+        return decode(expanded(hugging_face.expanded(data)), cls, "")
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
@@ -294,7 +299,8 @@ def _replace_files(data: dict[str, Any], change: Callable[[str], str], *, folder
     workload, cluster = (table if isinstance(table := data.get(name), dict) else {} for name in ("workload", "cluster"))
     entries = cluster.get("stragglers")
     named = [(entry, "path") for entry in (entries if isinstance(entries, list) else ()) if isinstance(entry, dict)]
-    for table, key in ((workload, "profile"), *named):
+    models = [(workload, "model")] if str(workload.get("model")).endswith(".json") else []
+    for table, key in ((workload, "profile"), *models, *named):
         if isinstance(table.get(key), str):
             table[key] = change(table[key])
     prefix, colon, path = str(workload.get("data")).partition(":")

@@ -57,6 +57,17 @@ class Memory(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFlops(Config):
+    """FLOPs of a model, and the most that a GPU computes."""
+
+    per_step: float
+    """FLOPs of one trainer's forward and backward: three times those of the forward."""
+    peak_s: float
+    """FLOP/s of dense products by the GPU's data sheet, in the fastest precision that the model's products have."""
+    precision: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNoise(Config):
     """Over the first steps of a leg that exchanges nothing; see ``real.gradient_noise``."""
 

@@ -22,7 +22,7 @@ from fleetbench.digests import json_digest, read_text, read_toml, sealed, write_
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.fields import named, tables_of
-from fleetbench.measurements import CollectivePoint, GradientNoise, Memory, StragglerFit, Threads, is_busy
+from fleetbench.measurements import CollectivePoint, GradientNoise, Memory, ModelFlops, StragglerFit, Threads, is_busy
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable, declared_table, scaled
 from fleetbench.plan.longest_chain import Pace, around_ring, envelope
@@ -88,6 +88,8 @@ class Profile(Config):
     communication: Communication | None = None
     threads: tuple[Threads, ...] = ()
     memory: Memory | None = None
+    flops: ModelFlops | None = None
+    """FLOPs that an estimate has counted; none where the step was measured."""
     gradient_noise: GradientNoise | None = None
     """None where it was not measured: with sparse gradients or mixed precision, where the loss diverged, by older versions."""
     stragglers: StragglerFit | None = None

@@ -27,6 +27,7 @@ from fleetbench.quantities import LARGEST
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import changed_fields
 from fleetbench.timeline import TIMELINE_FILE, Span, on_tracks, read_timeline
+from fleetbench.utilisation import utilisation
 from fleetbench.workload import LAYERS, Workload
 
 SCHEMA = 1
@@ -136,6 +137,8 @@ class Summary:
     server_load: dict[str, Any] | None = None
     """Means over the parameter servers: ``gradients_per_s``, ``utilisation``, ``queue_length``, ``wait_s`` of a message; and
     ``staleness_histogram``, gradients by their staleness. None without servers, or where it was not measured."""
+    per_trainer: dict[str, Any] | None = None
+    """Samples and tokens per second, MFU and memory of one trainer, by the fields of ``fleetbench.utilisation.Utilisation``."""
     foreign_cores: float | None = None
     """Cores that other programs computed on during a real run, on average; none where it was not measured."""
     loss_from: str | None = None
@@ -310,7 +313,8 @@ def summary_of(experiment: Experiment, totals: Mapping[str, Any], **known: Any) 
     ``known``: what only the executor knows, other fields of ``Summary``; ``wall_s``, by a clock that counts whole nanoseconds.
     """
     trainers, figures = experiment.cluster.trainers, {**totals, **known}
-    rounds, final_loss = figures.pop("rounds"), figures.pop("final_loss", None)
+    rounds, final_loss, memory = figures.pop("rounds"), figures.pop("final_loss", None), figures.pop("memory_bytes", None)
+    one = utilisation(experiment, figures["wall_s"] / figures["steps"], memory)
     diverged = final_loss is not None and not math.isfinite(final_loss)
     lost = [skip("final_loss", "training diverged, and its loss is not finite: set a lower learning rate")] if diverged else []
     return Summary(
@@ -324,7 +328,8 @@ def summary_of(experiment: Experiment, totals: Mapping[str, Any], **known: Any) 
             "seed": experiment.run.seed,
             "trainers": trainers,
             "servers": experiment.cluster.servers,
-            "samples_per_s": trainers * figures["steps"] * experiment.workload.batch_size / figures["wall_s"],
+            "samples_per_s": trainers * one.samples_per_s,
+            "per_trainer": dataclasses.asdict(one),
             "num_syncs": len(rounds),
             "local_steps": {"mean": sum(rounds) / len(rounds), "min": min(rounds), "max": max(rounds)} if rounds else None,
             "final_loss": None if diverged else final_loss,

@@ -6,6 +6,8 @@ from typing import Any
 from fleetbench.config import flat
 
 NONE = "–"  # noqa: RUF001  # an en dash stands for a missing number in a table
+_MOST_LISTED = 4
+"""Items of a setting that a line spells out."""
 _PREFIXES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _RATES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
 
@@ -62,8 +64,13 @@ def number(value: Any) -> str:
 
 def changes(data: Mapping[str, Any]) -> str:
     """What a strategy changes, in one line."""
-    spelled = (f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in flat(data))
-    return ", ".join(spelled) or "Fleet's defaults"
+    return ", ".join(f"{key} = {_setting(value)}" for key, value in flat(data)) or "Fleet's defaults"
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, list | tuple) and len(value) > _MOST_LISTED:
+        return f"[{value[0]}, ..., {value[-1]}] ({len(value)})"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _decimals(value: float) -> int:

@@ -120,7 +120,7 @@ class Workload(Config):
     """What one trainer does in a step: one forward and backward over ``batch_size`` samples."""
 
     model: str = "digits_mlp"
-    """A registry model, or ``layers``."""
+    """A registry model, ``layers``, or the ``config.json`` of a model as Hugging Face publishes it."""
     model_options: dict[str, ModelOption] = field(default_factory=dict)
     data: str = "digits"
     """``digits``, ``synthetic``, ``pydocs``, or ``imagenet:DIR``, ``text:FILE``."""

@@ -22,7 +22,7 @@ from fleetbench.timeline import MOST_EVENTS, TIMELINE_FILE
 from sim.execution import Execution, Wanted
 from sim.learning.trajectory import WHO, Trajectory, key_of
 from sim.limits import MOST_REMEMBERED, at_most
-from sim.scenario import Scenario, not_realised, short_of_memory
+from sim.scenario import Scenario, memory_of, not_realised, short_of_memory
 from sim.servers.actor import Order
 from sim.servers.simulate import simulate_servers
 
@@ -70,16 +70,17 @@ def simulate(
     if is_served:
         if spared:
             raise ConfigError('does not go with strategy.mode = "ps"', "spared", str(sorted(spared)), "leave it out")
-        execution, large = _execute_servers(experiment, wanted, engine, step_done, learnt), []
+        execution, memory = _execute_servers(experiment, wanted, engine, step_done, learnt), None
     else:
         _check_learnt(experiment, learnt)
         scenario = Scenario.of(experiment, spared, learnt=learnt)
         if table:
             at_most(rows, MOST_REMEMBERED, "rows", "--table", "drop --table: the summary has means and quantiles")
-        execution, large = _execute(scenario, wanted, engine, step_done), short_of_memory(experiment, scenario.plan)
+        held = memory_of(experiment, scenario.plan)
+        execution, memory = _execute(scenario, wanted, engine, step_done), None if held is None else sum(held.values())
     if execution.end_ns == 0:
         raise takes_no_time()
-    skipped = [*not_realised(experiment, learnt=learnt is not None), *large, *execution.notes]
+    skipped = [*not_realised(experiment, learnt=learnt is not None), *short_of_memory(experiment, memory), *execution.notes]
     if execution.no_spans is not None:
         skipped.append(skip(TIMELINE_FILE, execution.no_spans))
     if table is None and not wanted.table:
@@ -89,6 +90,7 @@ def simulate(
         "executor": "sim",
         "engine": execution.engine,
         "run_id": new_run_id(),
+        "memory_bytes": memory,
         "final_loss": final_loss,
         "loss_from": loss_from,
         **({} if is_served and learnt is None else _to_target(experiment, execution, learnt)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from fleetbench.plan.memory import trainer_bytes
 from fleetbench.plan.state import State
 from fleetbench.plan.training import PLANNED, CollectiveTraining, family
 from fleetbench.profile import all_reduce_cost, profile_of, table_for
+from fleetbench.quantities import Bytes
 from fleetbench.result import skip, skipped_by_layers
 from fleetbench.stragglers import LARGEST, ONE, Episode, Integers, Trace, draws
 from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
@@ -130,7 +131,7 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
         unknown = "no loss is simulated, so that final_loss and time_to_target_s are null: --loss trains"
         found.append(skip("workload.target_loss", unknown if curve is None else UNFOLLOWED))
     found += skipped_by_layers(workload, strategy)
-    is_cored = cluster.cores_per_node != type(cluster)().cores_per_node and not shares_cores(experiment)
+    is_cored = cluster.cores_per_node != type(cluster)().cores_per_node and cluster.gpu is None and not shares_cores(experiment)
     is_measured = not served and cluster.intra is None and max(cluster.trainers_by_node) > 1
     is_unheard = not served and cluster.host_bandwidth is not None and cluster.collective != "gloo"
     unknown_cost = strategy.quantises and (measured is None or not measured.quantise)
@@ -154,12 +155,29 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     return found + [skip(name, why) for is_set, name, why in left_out if is_set]
 
 
-def short_of_memory(experiment: Experiment, plan: Plan) -> list[dict[str, str]]:
-    """That a trainer's GPU has too little memory for the strategy, where a profile and ``cluster.gpu`` tell."""
+def memory_of(experiment: Experiment, plan: Plan) -> dict[str, int] | None:
+    """Bytes that a trainer needs by what they hold (``trainer_bytes``); none where no profile says.
+
+    A profile's memory is that of its first table. Where the strategy's own table recomputes, activations are those that it
+    keeps and, while a block's backward runs, those of the largest block.
+    """
     profile = None if experiment.workload.model == LAYERS else profile_of(experiment)
-    if profile is None or profile.memory is None or experiment.cluster.gpu is None:
+    if profile is None or profile.memory is None:
+        return None
+    first, own, memory = profile.tables[0], table_for(experiment), profile.memory
+    if experiment.strategy.recompute and own.key != first.key:
+        blocks = [f"{name}." for name in experiment.strategy.recompute_configs.checkpoints]
+        within = [sum(layer.activation_bytes for layer in first.layers if f"{layer.name}.".startswith(block)) for block in blocks]
+        saved = sum(one.activation_bytes - other.activation_bytes for one, other in zip(first.layers, own.layers, strict=True))
+        saved -= max(within, default=0)
+        memory = replace(memory, activations=Bytes(memory.activations - saved), peak=Bytes(memory.peak - saved))
+    return trainer_bytes(memory, plan, Combination.of(experiment.strategy))
+
+
+def short_of_memory(experiment: Experiment, needed: int | None) -> list[dict[str, str]]:
+    """That a trainer's GPU has too little memory for what it needs, where both are known."""
+    if needed is None or experiment.cluster.gpu is None:
         return []
-    needed = sum(trainer_bytes(profile.memory, plan, Combination.of(experiment.strategy)).values())
     has = gpu_named(experiment.cluster.gpu, "cluster.gpu").memory
     why = f"the strategy needs {needed / 1e9:.3g} GB per trainer, and the GPU has {has / 1e9:.3g} GB: it would not run"
     return [skip("cluster.gpu", why)] if needed > has else []

@@ -40,6 +40,8 @@ def register(commands: Commands) -> None:
     )
     gpt = f"a GPT instead of the file's model: {', '.join(GPT_SIZES)}, or LAYERSxHIDDENxHEADS"
     parser.add_argument("--gpt", metavar="SIZE", help=gpt)
+    config = "a model as Hugging Face publishes it instead of the file's: the path of its config.json"
+    parser.add_argument("--model", metavar="FILE", help=config)
     precision = "of matrix products: fp32, tf32, or mixed precision fp16 or bf16; default: as strategy.amp says, or fp32"
     parser.add_argument("--precision", choices=_PRECISIONS, metavar="NAME", help=precision)
     add_json(parser, "the profile")
@@ -54,9 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     from real.estimate.step import estimate
     from real.profile.measuring import Taken
 
-    if arguments.command_line and arguments.gpt is not None:
-        raise ConfigError("does not go with a command, whose model is estimated", "--gpt", arguments.gpt, "drop one of them")
-    if arguments.experiment is None and (arguments.command_line or arguments.gpt is not None):
+    asked = {"--gpt": arguments.gpt, "--model": arguments.model, "--": arguments.command_line and " ".join(arguments.command_line)}
+    named = [(option, value) for option, value in asked.items() if value]
+    if len(named) > 1:
+        (first, value), (second, _) = named[:2]
+        raise ConfigError(f"does not go with {second}: both name a model", first, value, "drop one of them")
+    if arguments.experiment is None and named:
         name = "script.toml" if arguments.command_line else "gpt.toml"
         arguments.experiment = str(resources.files("fleetbench").joinpath(name))
     if arguments.command_line:
@@ -80,6 +85,8 @@ def _asked(arguments: argparse.Namespace) -> Experiment:
         layers, hidden, heads = _gpt(arguments.gpt)
         options = f"{{ layers = {layers}, hidden = {hidden}, heads = {heads} }}"
         arguments.overrides = ["workload.model=gpt", f"workload.model_options={options}", *arguments.overrides]
+    if arguments.model is not None:
+        arguments.overrides = [f"workload.model={arguments.model}", "workload.model_options={}", *arguments.overrides]
     if arguments.precision in ("fp16", "bf16"):
         arguments.overrides = ["strategy.amp=true", f"strategy.amp_configs.dtype={arguments.precision}", *arguments.overrides]
     experiment = load_experiment(arguments)
@@ -98,7 +105,7 @@ def _gpt(size: str) -> tuple[int, ...]:
 
 
 def said(experiment: Experiment, profile: Profile, gpu: str) -> str:
-    """The step, its interval, and the memory, in lines."""
+    """The step, its interval, the model's size, and the memory, in lines."""
     from fleetbench.hardware import gpu_named
 
     table, half, memory = profile.tables[0], profile.estimated or 0.0, profile.memory
@@ -107,6 +114,7 @@ def said(experiment: Experiment, profile: Profile, gpu: str) -> str:
     lines = [
         f"estimated compute: {units.seconds(step_s)} a step of {experiment.workload.batch_size} samples, in 90 % of cases {low} to {high}"
     ]
+    lines.append(f"parameters: {sum(gradient.numel for layer in table.layers for gradient in layer.gradients):,}")
     if memory is not None:
         has = gpu_named(gpu, "--gpu").memory
         fits = "which fits" if memory.peak <= has else "which does NOT fit"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -91,14 +92,19 @@ def _profile_script(arguments: argparse.Namespace, command: tuple[str, ...], bas
 def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
     """Write a profile's folder, and print what was found, with what else is to be said of it."""
     from fleetbench.config import encode
+    from fleetbench.experiment import Experiment
     from fleetbench.report.folder import save_profile
+    from fleetbench.utilisation import utilisation
 
     folder = save_profile(taken.experiment, taken.profile, taken.runs, arguments.out)
     buffers = own_table(taken.experiment, taken.profile).buffers_nbytes
     simulated = folder / taken.profile.experiment_file
-    broadcast_s = _broadcast_s(simulated, buffers)
+    broadcast_s, table, memory = _broadcast_s(simulated, buffers), own_table(taken.experiment, taken.profile), taken.profile.memory
+    step_s = (table.forward_ns + table.backward_ns + table.update) / 1e9
+    one = utilisation(Experiment.load(simulated), step_s, None if memory is None else memory.peak)
     if arguments.json:
-        emit(json.dumps(encode(taken.profile) | {"ddp_buffers_broadcast_s": broadcast_s, "folder": str(folder)}, indent=1))
+        more = {"ddp_buffers_broadcast_s": broadcast_s, "per_trainer": dataclasses.asdict(one), "folder": str(folder)}
+        emit(json.dumps(encode(taken.profile) | more, indent=1))
         say(f"profile: {folder}")
         return 0
     print_profile(taken.experiment, taken.profile)
@@ -108,6 +114,7 @@ def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
             f"buffers: {units.size(buffers)}. Rank 0 sends them in every step, {took}; batch norm trains without that: "
             "broadcast_buffers = false"
         )
+    emit(f"{one.line}; without communication")
     if said:
         emit(said)
     emit(f"profile: {folder / 'profile.toml'}")

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from sim.many.sweep import Sweep
 
 _COLUMNS = (("trainers", "trainers"), ("samples_per_s", "samples/s"), ("step_s", "step"), ("wait_s", "wait"), ("exposed_comm_s", "exposed"))
+_PER_TRAINER = (("tokens_per_s", "tokens/s/GPU", "{:,.0f}".format), ("mfu", "MFU", units.percent), ("memory_bytes", "memory", units.size))
+"""What a sweep says of each trainer where it is known."""
 
 
 def register(commands: Commands) -> None:
@@ -150,12 +152,14 @@ def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
         emit(json.dumps({"name": experiment.name, "cases": [case.to_dict() for case in cases]}, indent=1))
         return 0
     from fleetbench.cli.tables import emit_node_bandwidth
+    from fleetbench.utilisation import Utilisation
 
-    size = f"{experiment.cluster.trainers} trainers, {experiment.workload.steps} steps"
+    size = f"{experiment.cluster.trainers} trainers, {experiment.workload.steps} steps{experiment.cluster.said_of_stragglers}"
     table = new_table(f"{experiment.name}: {size}", "", "whole run", "step, mean", "gain")
     for case in cases:
         table.add_row(case.name, units.seconds(case.summary.wall_s), units.seconds(case.summary.step_s["mean"]), units.ratio(case.gain))
     emit_table(table)
+    emit(Utilisation(**(cases[0].summary.per_trainer or {})).line)
     emit_node_bandwidth(experiment.cluster)
     return 0
 
@@ -175,7 +179,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
             if text not in said:  # once, and not at every point
                 say(f"note: {text}")
         said.update(notes)
-        headings.add(f", {counted(experiment.workload.steps, 'step')}{target_of(experiment) if arguments.loss else ''}")
+        target = target_of(experiment) if arguments.loss else ""
+        headings.add(f", {counted(experiment.workload.steps, 'step')}{target}{experiment.cluster.said_of_stragglers}")
         return experiment
 
     with progress.steps("simulate points") as advance:
@@ -201,7 +206,7 @@ def _seeds_table(found: OverSeeds) -> Table:
     first = found.summaries[0]
     target = "" if first.loss_from is None else target_of(found.experiment)
     size = f"{first.trainers} trainers, {first.steps} steps, {len(found.seeds)} seeds"
-    table = new_table(f"{first.name}: {size}{target}", "", "mean", "95 % interval")
+    table = new_table(f"{first.name}: {size}{target}{found.experiment.cluster.said_of_stragglers}", "", "mean", "95 % interval")
     intervals = found.intervals
     for name, label in TIMES:
         if (interval := intervals.get(name)) is not None:
@@ -209,6 +214,8 @@ def _seeds_table(found: OverSeeds) -> Table:
             table.add_row(label, mean, f"{low} to {high}")
     rate = intervals["samples_per_s"]
     table.add_row("samples per second", f"{rate.mean:,.0f}", f"{rate.low:,.0f} to {rate.high:,.0f}")
+    if (mfu := intervals.get("per_trainer.mfu")) is not None:
+        table.add_row("MFU", *(units.percent(mfu.mean), f"{units.percent(mfu.low)} to {units.percent(mfu.high)}"))
     if first.loss_from is not None:
         loss = intervals.get("final_loss")  # of a training that diverged there is none
         table.add_row("final loss", *((f"{loss.mean:.4g}", f"{loss.low:.4g} to {loss.high:.4g}") if loss else (units.NONE, "")))
@@ -220,12 +227,14 @@ def _seeds_table(found: OverSeeds) -> Table:
 
 def _sweep_table(found: Sweep, heading: str) -> Table:
     losses = ("final loss", "to target") if "final_loss" in found.table and found.table["final_loss"].notna().any() else ()
-    titles = (*(axis.key for axis in found.axes), *(title for _, title in _COLUMNS), *losses)
+    each = [(name, title, spell) for name, title, spell in _PER_TRAINER if found.table[name].notna().any()]
+    titles = (*(axis.key for axis in found.axes), *(title for _, title in _COLUMNS), *(title for _, title, _ in each), *losses)
     table = new_table(f"{found.name}: {len(found.table)} points{heading}", *titles)
     for row in found.table.astype(object).where(found.table.notna(), None).to_dict(orient="records"):
         cells: list[Any] = [units.number(row[axis.key]) for axis in found.axes]
         cells += [f"{row['trainers']:,}", f"{row['samples_per_s']:,.0f}"]
         cells += [units.seconds(row[name]) for name, _ in _COLUMNS[2:]]
+        cells += [units.NONE if row[name] is None else spell(row[name]) for name, _, spell in each]
         if losses:
             loss, to_target_s = row["final_loss"], row["time_to_target_s"]
             cells += [units.NONE if loss is None else f"{loss:.4g}", units.seconds(to_target_s)]

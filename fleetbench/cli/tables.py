@@ -13,6 +13,7 @@ from fleetbench.config import flat
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
 from fleetbench.result import Summary
+from fleetbench.utilisation import Utilisation
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,11 +44,14 @@ _COUNTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
     """Print summaries side by side: one, or the simulated and the real one with the simulator's error."""
     has_losses = any(summary.loss_from is not None for summary in runs.values())
-    emit_table(runs_table(runs, target_of(experiment) if has_losses else ""))
+    said = (target_of(experiment) if has_losses else "") + experiment.cluster.said_of_stragglers
+    emit_table(runs_table(runs, said))
     emit(f"strategy: {units.changes(experiment.strategy.changes())}")
     emit_node_bandwidth(experiment.cluster)
     target = experiment.workload.target_loss
     for label, summary in runs.items():
+        if summary.per_trainer is not None:
+            emit(f"{Utilisation(**summary.per_trainer).line}{f' ({label})' if len(runs) > 1 else ''}")
         if summary.loss_from is not None:
             emit(f"losses ({label}): from {summary.loss_from}")
         if summary.lateness_s:

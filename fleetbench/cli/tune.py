@@ -176,6 +176,7 @@ def _run_simulated(arguments: argparse.Namespace) -> int:
     emit_table(_cases(found))
     emit("every row has the draws of the first; stragglers x 2 doubles their delays, and what slowdown in node_overrides has above 1")
     emit(_parts(found, folder))
+    emit(found.per_trainer.line)
     emit(_made_of(found))
     parts = ", ".join(f"{name} {units.size(size)}" for name, size in found.memory.items())
     needs = f"; {units.size(sum(found.memory.values()))} per trainer: {parts}" if parts else ""
@@ -264,6 +265,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
     for strategy, letter in _letters(found).items():
         emit(f"{letter}: {units.changes(strategy.changes())}")
     emit("efficiency: samples/s of one trainer, as a share of the first row's")
+    if (one := found.sizes[0].per_trainer).mfu is not None:
+        emit(f"MFU: model FLOPs of a GPU, as a share of {one.peak}")
     if found.price_per_trainer_hour is not None:
         emit(f"cost is of {found.priced_samples:.3g} samples at {found.price_per_trainer_hour:g} an hour and trainer")
     emit("\n".join(f"note: {note}" for note in found.notes))
@@ -273,18 +276,23 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 def _sizes_table(found: Sizes) -> Table:
     first = found.sizes[0]
-    columns = [found.key, "trainers", "step", "own step", "samples/s", *(["tokens/s"] if first.tokens_per_s else []), "efficiency"]
+    per_gpu = "samples/s/GPU" if first.tokens_per_s is None else "tokens/s/GPU"
+    columns = [found.key, "trainers", "step", "own step", per_gpu, "efficiency"]
+    columns += ["MFU"] if first.per_trainer.mfu is not None else []
     columns += ["takes"] if first.days is not None else []
     columns += ["cost"] if first.cost is not None else []
-    table = new_table(f"{found.name}: SIMULATED, {found.compute}", *columns, "fits", "strategy")
+    table = new_table(f"{found.name}: SIMULATED, {found.compute}", *columns, "memory", "strategy")
     letters = _letters(found)
     for size in found.sizes:
-        cells = [size.value, f"{size.trainers:,}", units.seconds(size.step_s), units.seconds(size.default_s), f"{size.samples_per_s:,.0f}"]
-        cells += [f"{size.tokens_per_s:.3g}"] if size.tokens_per_s is not None else []
-        cells += [units.percent(size.efficiency)]
+        own = size.per_trainer
+        rate = own.samples_per_s if own.tokens_per_s is None else own.tokens_per_s
+        cells = [size.value, f"{size.trainers:,}", units.seconds(size.step_s), units.seconds(size.default_s)]
+        cells += [f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", units.percent(size.efficiency)]
+        cells += [units.percent(own.mfu)] if own.mfu is not None else []
         cells += [hours_or_days(24 * size.days)] if size.days is not None else []
         cells += [f"{size.cost:,.2f}"] if size.cost is not None else []
-        table.add_row(*cells, _spelled(size.fits_in_memory), letters[size.strategy])
+        memory = units.size(own.memory_bytes) if own.memory_bytes else "unknown"
+        table.add_row(*cells, memory + (", too much" if size.fits_in_memory is False else ""), letters[size.strategy])
     return table
 
 

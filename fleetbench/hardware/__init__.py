@@ -13,8 +13,14 @@ from fleetbench.errors import ConfigError
 from fleetbench.quantities import BitsPerSecond, Bytes, format_size, parse_bandwidth, parse_size
 
 Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16"]
-_FIGURES = re.compile(r"([\d.]+)\s*TFLOP/?s(?:/s)?\s*,\s*([\d.]+)\s*([GT]B)/s\s*,\s*([\d.]+\s*[GM]i?B)", re.IGNORECASE)
-_RATES = {"GB": 1e9, "TB": 1e12}
+_FIGURES = {
+    "TFLOP/s": r"(\d[\d.]*)\s*TFLOP/?s(?:/s)?",
+    "the memory's rate": r"(\d[\d.]*)\s*([GT])B(?:/s|ps)",
+    "the memory's size": r"(\d[\d.]*\s*[GMT]i?B)",
+}
+"""Figures of a GPU of one's own, and how each is written."""
+_RATES = {"G": 1e9, "T": 1e12}
+_EXAMPLE = "40 TFLOP/s, 900 GB/s, 24 GB"
 Fabric = Literal["infiniband", "roce", "efa", "ethernet"]
 
 
@@ -22,6 +28,10 @@ Fabric = Literal["infiniband", "roce", "efa", "ethernet"]
 class Gpu(Config):
     """One GPU."""
 
+    also: tuple[str, ...] = ()
+    """Other names that tools print."""
+    nccl: str | None = None
+    """The simulated collective with NCCL's constants of its generation; none where NCCL has none of it."""
     memory: Bytes
     memory_type: str
     """As tools that print a GPU's name may add it: ``HBM3``."""
@@ -42,6 +52,10 @@ class Node(Config):
 
     gpu: str
     gpus: int = 8
+    cores: int = 0
+    """Processors of a node as its system counts them; 0 where that is not known."""
+    has_p2p: bool = True
+    """Whether its GPUs reach each other's memory over PCIe."""
     nics: int = 0
     rate: str = ""
     """Of one of ``nics``."""
@@ -59,7 +73,6 @@ class Catalogue(Config):
 
     infiniband: dict[str, BitsPerSecond]
     interface_gbps: tuple[int, ...]
-    nccl: dict[str, str]
     latency_us: dict[str, float]
     loopback: dict[str, str | bool]
     gpus: dict[str, Gpu]
@@ -76,20 +89,23 @@ def catalogue() -> Catalogue:
 def gpu_name(spelled: str, where: str) -> str:
     """The catalogue's name of a GPU in any usual spelling: ``h100``, ``A100-SXM4-80GB``, ``NVIDIA H100 80GB HBM3``.
 
-    A spelling may say the vendor, that it is an SXM module, and its memory; whatever else it says, as ``NVL`` or another memory, makes it
-    another GPU. Figures (``40 TFLOP/s, 900 GB/s, 24 GB``) are a GPU of one's own, and their own name. Raises ``ConfigError`` for a name
-    that no GPU has; ``where`` is what named it.
+    A spelling may say the vendor, that it is an SXM module, and its memory; whatever else it says, as another
+    memory, makes it another GPU. Figures (``40 TFLOP/s, 900 GB/s, 24 GB``) are a GPU of one's own, and their own
+    name. Raises ``ConfigError`` for a name that no GPU has, and for figures that lack one or that no GPU has;
+    ``where`` is what named it.
     """
-    if _FIGURES.fullmatch(spelled.strip()):
+    if "flop" in spelled.lower():
+        _of_figures(spelled, where)
         return spelled.strip()
-    words, same = {*_words(spelled)}, list[str]()
+    words, same = {*_words(spelled)}, dict[str, int]()
     for name, gpu in catalogue().gpus.items():
-        own, memory = {*_words(name)}, {*_words(format_size(gpu.memory))}
-        if own - memory <= words <= {*own, *memory, gpu.memory_type.lower()}:
-            same.append(name)
+        memory = {*_words(format_size(gpu.memory))}
+        for own in ({*_words(called)} for called in (name, *gpu.also)):
+            if own - memory <= words <= {*own, *memory, gpu.memory_type.lower()}:
+                same[name] = min(len(own - words), same.get(name, len(own)))
     if not same:
         raise ConfigError("no such GPU", where, repr(spelled), gpu_hint(spelled))
-    return min(same, key=lambda name: len({*_words(name)} - words))
+    return min(same, key=lambda name: same[name])
 
 
 def gpu_hint(spelled: str) -> str:
@@ -98,13 +114,14 @@ def gpu_hint(spelled: str) -> str:
     near = difflib.get_close_matches("".join(_words(spelled)[:1]).upper(), gpus, n=3)
     nearest = f"nearest by name: {', '.join(near)}; " if near else ""
     known = ", ".join(f"{name} ({format_size(gpu.memory)})" for name, gpu in gpus.items())
-    return f'{nearest}known: {known}; or give figures, as "40 TFLOP/s, 900 GB/s, 24 GB"'
+    return f'{nearest}known: {known}; or give figures, as "{_EXAMPLE}"'
 
 
 def _words(name: str) -> list[str]:
     """Words of a GPU's name in small letters, without those that tell nothing here."""
-    words = re.sub(r"(\d)\s*gb?\b", r"\1gb", re.sub(r"[\s_-]+", " ", name.strip().lower())).split(" ")
-    return [word for word in words if not re.fullmatch(r"nvidia|tesla|geforce|amd|instinct|generation|oam|sxm\d?", word)]
+    words = re.sub(r"(\d)\s*gb?\b", r"\1gb", re.sub(r"[\s_()-]+", " ", name.lower()).strip()).split(" ")
+    noise = r"nvidia|tesla|geforce|amd|instinct|generation|blackwell|workstation|server|edition|oam|mcm|mba|[al]c|sxm\d?"
+    return [word for word in words if not re.fullmatch(noise, word)]
 
 
 def gpu_named(name: str, where: str) -> Gpu:
@@ -113,11 +130,31 @@ def gpu_named(name: str, where: str) -> Gpu:
     Raises ``ConfigError`` for a name that no GPU has; ``where`` is what named it.
     """
     known = gpu_name(name, where)
-    if (figures := _FIGURES.fullmatch(known)) is None:
-        return catalogue().gpus[known]
-    flops, moved, size = float(figures[1]) * 1e12, float(figures[2]) * _RATES[figures[3].upper()], figures[4]
-    fp64: dict[Precision, float] = {"fp64": flops / 2, "fp32": flops, "tf32": flops, "fp16": flops, "bf16": flops}
-    link = parse_bandwidth("252 Gbit/s")
+    return catalogue().gpus.get(known) or _of_figures(known, where)
+
+
+def _of_figures(spelled: str, where: str) -> Gpu:
+    """A GPU of one's own. Raises ``ConfigError`` where a figure is missing, or no GPU has them."""
+    parts = [part.strip() for part in spelled.split(",")]
+    found = {
+        name: next(filter(None, (re.fullmatch(pattern, part, re.IGNORECASE) for part in parts)), None) for name, pattern in _FIGURES.items()
+    }
+    if len(parts) != len(found) or None in found.values():
+        missing = [name for name, match in found.items() if match is None]
+        what = f"a GPU's figures lack {' and '.join(missing)}" if missing else "a GPU has three figures"
+        raise ConfigError(what, where, repr(spelled), f'write "{_EXAMPLE}"')
+    rate, moving, size = (match for match in found.values() if match)
+    flops, moved, memory = float(rate[1]) * 1e12, float(moving[1]) * _RATES[moving[2].upper()], parse_size(size[1])
+    if not (moved and 1 <= flops / moved <= 10_000 and 1e-3 <= memory / moved <= 10):
+        what = "no GPU has these figures: 1 to 10,000 FLOP for each byte that its memory moves, and 1 ms to 10 s to read it all"
+        raise ConfigError(what, where, repr(spelled), f'look at the units, as in "{_EXAMPLE}"')
+    every: dict[Precision, float] = {"fp64": flops / 2, "fp32": flops, "tf32": flops, "fp16": flops, "bf16": flops}
     return Gpu(
-        memory=parse_size(size), memory_type="", link=link, link_by="pcie", memory_bandwidth=moved, flops_s=fp64, source="figures given"
+        memory=memory,
+        memory_type="",
+        link=parse_bandwidth("252 Gbit/s"),
+        link_by="pcie",
+        memory_bandwidth=moved,
+        flops_s=every,
+        source="figures given",
     )

@@ -1,7 +1,8 @@
 """Clusters by name: ``cluster.preset`` of an experiment file, and the fields of ``[cluster]`` that it stands for.
 
 A preset names nodes (``8 x p5.48xlarge``, ``4 x DGX A100``), GPUs and a network (``8 x 8 H100, 400G per NIC``,
-``16 x 1 V100, Ethernet 10G``, ``1 x 4 RTX 4090``) or processes of one machine (``2 x loopback``). What it stands for depends on who sends:
+``16 x 1 V100, Ethernet 10G``, ``1 x 4 RTX 4090``, ``1 x 8 A10G, no P2P``) or processes of one machine
+(``2 x loopback``). What it stands for depends on who sends:
 NCCL (``run.backend = "nccl"``, or a simulated ``nccl-`` collective) uses NVLink and all interfaces by RDMA; gloo copies
 through the host's memory and uses TCP over one interface, where a cloud's limit of a flow applies.
 
@@ -18,11 +19,12 @@ import tomli_w
 
 from fleetbench.config import nearest
 from fleetbench.errors import ConfigError
-from fleetbench.hardware import Fabric, Node, catalogue, gpu_hint, gpu_name
+from fleetbench.hardware import Fabric, Node, catalogue, gpu_hint, gpu_name, gpu_named
 from fleetbench.quantities import BitsPerSecond, format_bandwidth, parse_bandwidth
 
 _COUNTED = re.compile(r"(?:([1-9]\d*)\s*x\s+)?(.+)", re.IGNORECASE)
 _GPUS = re.compile(r"(?:([1-9]\d*)\s+)?([a-z][^,]*?)(?:\s*,\s*(.*))?", re.IGNORECASE)
+_P2P = re.compile(r"(no p2p)?[\s,]*(.*)", re.IGNORECASE)
 _NETWORK = re.compile(
     r"(?:(?P<nics>[1-9]\d*)\s*x\s+)?(?P<fabric>ethernet|infiniband|roce)?\s*"
     r"(?:(?P<generation>[FEHNX]DR)|(?P<rate>[\d.]+\s*[a-z/]+))\s*(?:per\s+(?P<per>nic|node))?",
@@ -99,6 +101,7 @@ def _expansion(data: Mapping[str, Any]) -> Expansion | None:
     node = next((node for name, node in catalogue().nodes.items() if _plain(name) == _plain(body)), None) or _gpus(text, nodes, body)
     fields, notes = _by_nccl(node, collective) if is_nccl else _by_gloo(node)
     source = [f"nodes: {node.source}"] if node.source else []
+    fields |= {"cores_per_node": node.cores} if node.cores else {}
     return {"nodes": nodes, "trainers_per_node": node.gpus, "gpu": node.gpu, **fields}, source + notes
 
 
@@ -123,11 +126,11 @@ def _gpus(text: str, nodes: int, body: str) -> Node:
     if match[1] is None:
         hint = f'write "{nodes} x 1 {gpu}" for one GPU a node, or "1 x {nodes} {gpu}" for one node'
         raise ConfigError("says nodes, and not how many GPUs each has", "cluster.preset", repr(text), hint)
-    gpus, network = int(match[1]), match[3]
-    if not network:
-        return Node(gpu=gpu, gpus=gpus)
-    nics, rate, fabric = _network(text, gpus, network)
-    return Node(gpu=gpu, gpus=gpus, nics=nics, rate=rate, fabric=fabric)
+    gpus, (apart, network) = int(match[1]), _P2P.fullmatch(match[3] or "").groups()  # type: ignore[union-attr]  # it matches all
+    if apart and gpu_named(gpu, "cluster.preset").link_by == "fabric":
+        raise ConfigError(f"{gpu} has a fabric, and no rate of PCIe here", "cluster.preset", repr(text), "leave no P2P out")
+    nics, rate, fabric = _network(text, gpus, network) if network else (0, "", None)
+    return Node(gpu=gpu, gpus=gpus, has_p2p=not apart, nics=nics, rate=rate, fabric=fabric)
 
 
 def _network(text: str, gpus: int, network: str) -> tuple[int, str, Fabric | None]:
@@ -170,19 +173,21 @@ def _rate(text: str, rate: str) -> BitsPerSecond:
 def _by_nccl(node: Node, collective: Any) -> Expansion:
     """NVLink, and all interfaces of a node by RDMA where there is any."""
     fields: dict[str, Any] = {}
-    notes, names, us = [], catalogue(), catalogue().latency_us
+    notes, us = [], catalogue().latency_us
+    gpu = gpu_named(node.gpu, "cluster.preset")
     is_modelled = collective is None or str(collective).startswith("nccl-")
     if collective is None:
-        fields["collective"] = names.nccl.get(node.gpu, "nccl-hopper")
-        if node.gpu not in names.nccl:
+        fields["collective"] = gpu.nccl or "nccl-hopper"
+        if gpu.nccl is None:
             notes.append("assumed: NCCL's constants of Hopper, which has none of this GPU here")
     if node.gpus > 1:
-        gpu = names.gpus[node.gpu]
-        fields["intra"] = {"bandwidth": format_bandwidth(gpu.link), "latency": f"{us[gpu.link_by]:g} us"}
+        is_halved = gpu.link_by == "pcie" and not node.has_p2p
+        link, by = (BitsPerSecond(gpu.link // 2), "host") if is_halved else (gpu.link, gpu.link_by)
+        fields["intra"] = {"bandwidth": format_bandwidth(link), "latency": f"{us[by]:g} us"}
         notes.append(f"intra: {gpu.source}; latency of NCCL's Simple ring (src/graph/tuning.cc)")
-        if gpu.link_by != "fabric":
+        if by != "fabric":
             fields["intra"]["framing"] = "none"
-            rate = "half of PCIe's rate, through the host's memory" if gpu.link_by == "host" else "PCIe's whole rate"
+            rate = "half of PCIe's rate, through the host's memory" if by == "host" else "PCIe's whole rate"
             notes.append(f"assumed: {rate}; fleetbench doctor --network measures it")
     if node.nics:
         is_tcp = node.fabric == "ethernet"

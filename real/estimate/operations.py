@@ -54,6 +54,8 @@ class Operation:
     """Read and written."""
     dtype: torch.dtype
     """Of its numbers."""
+    model_flops: int = 0
+    """FLOPs that the model asks for: all of causal attention, and none for what slower kernels take longer."""
 
 
 class Recorder(Clock):
@@ -137,14 +139,15 @@ def _operation(func: Any, name: str, args: Any, inputs: list[torch.Tensor], outp
         shapes = [tensor.shape for tensor in (args[:4] if backward else args[:3])]
         flops = sdpa_backward_flop_count(*shapes) if backward else sdpa_flop_count(*shapes)
         halved = 2 if any(argument is True for argument in args) else 1  # the one flag: causal
-        return Operation("fused_attention", flops // halved, nbytes, dtype)
+        return Operation("fused_attention", flops // halved, nbytes, dtype, flops)
     if name in _TWICE and dtype == torch.bfloat16 and _channels_first(args[name.count("backward")]):
         nbytes *= _NARROW_NORM
     if name.startswith("convolution") and dtype.itemsize == 2 and _channels_first(args[name.count("backward")]):
         nbytes *= _TRANSPOSED
     if func.overloadpacket in flop_registry:
         kind, flops = _KINDS.get(name, "matmul"), flop_registry[func.overloadpacket](*args, out_val=result)
-        return Operation(kind, round(flops * (_UNALIGNED if kind == "matmul" and not _aligned([*inputs, *outputs]) else 1)), nbytes, dtype)
+        slower = _UNALIGNED if kind == "matmul" and not _aligned([*inputs, *outputs]) else 1
+        return Operation(kind, round(flops * slower), nbytes, dtype, flops)
     return Operation("memory", 0, nbytes, dtype)
 
 

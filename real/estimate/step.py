@@ -17,7 +17,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.fields import named
 from fleetbench.hardware import Gpu, Precision, gpu_name, gpu_named
-from fleetbench.measurements import Memory
+from fleetbench.measurements import Memory, ModelFlops
 from fleetbench.profile import Profile, compute_key
 from fleetbench.quantities import Bytes
 from fleetbench.strategy import DistributedStrategy
@@ -52,7 +52,7 @@ class Efficiencies:
     launch_s: float = 25.9e-6
     """The least that an operation takes."""
     balance: float = 0.234
-    """By which power tensor cores' shares fall with FLOP/s for each byte/s, from those of an A100's fp16 on."""
+    """By which power tensor cores' shares fall with FLOP/s for each byte/s, from those of an A100's fp16 on; ``vector`` is their most."""
 
 
 FITTED = Efficiencies()
@@ -80,16 +80,20 @@ class Roofline:
         moving_s = operation.nbytes / (own.memory * self.gpu.memory_bandwidth)
         if operation.kind == "memory":
             return max(own.launch_s, moving_s)
-        fused, convolution = operation.kind == "fused_attention", operation.kind == "convolution"
-        narrowed = "tf32" in self.gpu.flops_s and not fused and (self.tf32 or (convolution and torch.backends.cudnn.allow_tf32))
-        precision = _PRECISIONS.get(operation.dtype, "tf32" if narrowed else "fp32")
+        fused, convolution, precision = operation.kind == "fused_attention", operation.kind == "convolution", self.precision(operation)
         peak = self.gpu.flops_s[precision]
         if precision in ("fp32", "fp64"):
             share = own.vector_convolution if convolution else own.vector_attention if fused else own.vector
         else:
             tensor_cores = own.attention if fused else getattr(own, operation.kind)
-            share = tensor_cores * (peak / self.gpu.memory_bandwidth / _BALANCE) ** -own.balance
+            share = min(own.vector, tensor_cores * (peak / self.gpu.memory_bandwidth / _BALANCE) ** -own.balance)
         return max(own.launch_s, operation.flops / (share * peak) + moving_s)
+
+    def precision(self, operation: Operation) -> Precision:
+        """The type in which the GPU computes it."""
+        fused, convolution = operation.kind == "fused_attention", operation.kind == "convolution"
+        narrowed = "tf32" in self.gpu.flops_s and not fused and (self.tf32 or (convolution and torch.backends.cudnn.allow_tf32))
+        return _PRECISIONS.get(operation.dtype, "tf32" if narrowed else "fp32")
 
     def update_s(self, nbytes: int) -> float:
         """What an optimizer's step takes that moves so many bytes."""
@@ -148,6 +152,14 @@ class StepEstimate:
         slower = "a vocabulary of {:,} is no multiple of 8: tensor cores are slower. HINT: pad it to {:,}, or to {:,}, a multiple of 64"
         return [slower.format(size, -(-size // 8) * 8, -(-size // 64) * 64) for size in sizes if size % 8]
 
+    def _model_flops(self) -> ModelFlops | None:
+        """FLOPs of the forward, and of a backward that recomputes nothing; none of a model without products."""
+        forward = [one for one in self.recorder.operations[: self._clock.forward_end] if one.model_flops]
+        peaks = {self._gpu.flops_s[precision]: precision for precision in map(self._roofline.precision, forward)}
+        if not peaks:
+            return None
+        return ModelFlops(per_step=3.0 * sum(one.model_flops for one in forward), peak_s=max(peaks), precision=peaks[max(peaks)])
+
     def profile(self, key: str) -> Profile:
         """The table under ``key``, and the memory."""
         last, end = self.recorder.resolve([self._clock.forward_end, self._end])
@@ -168,6 +180,7 @@ class StepEstimate:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             tables=(table_of(key, [dataclasses.asdict(part)]),),
             memory=Memory(**held, peak=Bytes(sum(held.values()))),
+            flops=self._model_flops(),
             estimated=half_width(self._name),
             notes=(f"matrix products in {precision}; reading data and starting collectives take nothing", *self._uneven_vocabularies()),
         )

@@ -21,6 +21,7 @@ SIMULATED = {
 }
 SHARDED = {"400 Gbit/s": (), "100 Gbit/s": ("--set", "cluster.inter.bandwidth=100 Gbit/s")}
 KEPT = ("num_trials", "default_s", "step_s", "speedup", "samples_per_s", "tokens_per_s", "fits_in_memory")
+PER_GPU = ("mfu", "memory_bytes")
 ESTIMATED = ("--gpt", "350M", "--gpu", "H100", "--precision", "bf16")
 
 
@@ -30,6 +31,7 @@ def main() -> None:
     for name, more in SIMULATED.items():
         found = json.loads(printed("tune", "examples/gpt_350m.toml", "--simulate-only", "--json", *more))
         rows += [(f"tune --simulate-only, {name}", key, found[key]) for key in KEPT]
+        rows += [(f"tune --simulate-only, {name}", key, found["per_trainer"][key]) for key in PER_GPU]
         rows += [(f"tune --simulate-only, {name}", "fastest_other_s", min(rival["step_s"] for rival in found["runners_up"]))]
         ends = [("low", found["low"]), ("high", found["high"])]
         rows += [(f"tune --simulate-only, {name}", *row) for row in (*found["parts"].items(), *ends)]
@@ -38,6 +40,7 @@ def main() -> None:
         found = json.loads(printed("tune", "examples/gpt_7b.toml", "--simulate-only", "--json", *more))
         command = f"tune --simulate-only, gpt_7b, {name}"
         rows += [(command, key, found[key]) for key in KEPT]
+        rows += [(command, key, found["per_trainer"][key]) for key in PER_GPU]
         rows += [(command, f"memory, {what}", size) for what, size in found["memory"].items()]
         rows += [(command, *part) for part in found["parts"].items()]
         tried = [("recommended", found["strategy"], found["step_s"])]
@@ -47,7 +50,9 @@ def main() -> None:
             for what, strategy, own_s in tried
         ]
         rows += [(command, f"{what}: {configs}", own_s) for what, configs, own_s in named]
-    lines = [line for line in printed("estimate", *ESTIMATED).splitlines() if line.startswith(("estimated compute:", "memory:"))]
+    lines = [
+        line for line in printed("estimate", *ESTIMATED).splitlines() if line.startswith(("per GPU:", "estimated compute:", "memory:"))
+    ]
     rows += [(f"estimate {' '.join(ESTIMATED)}", *line.split(": ", 1)) for line in lines]
     with (HERE / "session.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)

@@ -26,7 +26,7 @@ CONFIDENCE = 0.95
 MOST_SEEDS = 100_000
 _FIGURES = """
 wall_s samples_per_s step_s.mean step_s.p50 step_s.p95 step_s.p99 compute_s wait_s exposed_comm_s update_s other_s time_to_target_s
-final_loss
+final_loss per_trainer.samples_per_s per_trainer.tokens_per_s per_trainer.mfu
 """
 FIGURES = tuple(_FIGURES.split())
 """What of a summary gets an interval; ``step_s.p95`` is a key within ``step_s``."""
@@ -63,7 +63,7 @@ class OverSeeds:
     def intervals(self) -> dict[str, Interval]:
         """Of every figure that all runs have."""
         figures = [dict(flat(dataclasses.asdict(summary))) for summary in self.summaries]
-        values = {name: [figure[name] for figure in figures] for name in FIGURES}
+        values = {name: [figure.get(name) for figure in figures] for name in FIGURES}
         return {name: Interval.of([value for value in found if value is not None]) for name, found in values.items() if None not in found}
 
     @property

@@ -27,6 +27,8 @@ final_loss
 """
 COLUMNS = tuple(_COLUMNS.split())
 """Of a sweep's table, after the keys; means are over ranks and steps, as in ``summary.json``."""
+PER_TRAINER = ("tokens_per_s", "mfu", "memory_bytes")
+"""After ``COLUMNS``, each of a trainer; none where it is not known."""
 MOST_POINTS = 100_000
 _NOTICED = 1.1
 """So many times as many steps to one loss are told apart."""
@@ -114,6 +116,7 @@ def sweep(
     rows = [
         {axis.key: _value(job.experiment, axis.key, value) for axis, value in zip(read, point, strict=True)}
         | {name: summary.step_s["mean"] if name == "step_s" else getattr(summary, name) for name in COLUMNS}
+        | {name: (summary.per_trainer or {}).get(name) for name in PER_TRAINER}
         for point, job, summary in zip(points, jobs, found, strict=True)
     ]
     learnt = {value: job.learnt for (value, *_), job in zip(points, jobs, strict=True) if job.learnt is not None}

@@ -47,7 +47,8 @@ class Case:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {"name": self.name, "gain": self.gain, "wall_s": self.summary.wall_s, "step_s": self.summary.step_s["mean"]}
+        own = self.summary
+        return {"name": self.name, "gain": self.gain, "wall_s": own.wall_s, "step_s": own.step_s["mean"], "per_trainer": own.per_trainer}
 
 
 def what_if(

@@ -111,7 +111,7 @@ def test_a_batch_script_asks_for_the_experiments_cluster(printed: Callable[..., 
     assert "#SBATCH --gpus-per-node=3" in printed("slurm", "train.py", device="cuda").splitlines()
 
 
-@pytest.mark.parametrize(("preset", "device"), [("2 x 8 H100, 400G per NIC", "cuda"), ("2 x p5.48xlarge", "cuda"), (None, "cpu")])
+@pytest.mark.parametrize(("preset", "device"), [("2 x 8 H100, 400G per NIC", "cuda"), (None, "cpu")])
 def test_trainers_share_all_cores_of_a_node_where_none_are_declared(
     preset: str | None, device: str, command: Callable, tools: dict[str, str], tmp_path: Path
 ) -> None:
@@ -127,6 +127,13 @@ def test_trainers_share_all_cores_of_a_node_where_none_are_declared(
         options, _ = json.loads((tmp_path / "srun.json").read_text())
         assert options["cpus-per-task"] == str(each)
     assert "cpu: 16  # fill in" in command("launch", "--print", "kubernetes", experiment, "--", "train.py").out
+
+
+def test_a_node_by_name_has_its_processors(command: Callable, tmp_path: Path) -> None:
+    """p5.48xlarge has 192 vCPUs: 24 for each of eight trainers."""
+    experiment = tmp_path / "e.toml"
+    experiment.write_text('[cluster]\npreset = "2 x p5.48xlarge"\n[run]\ndevice = "cuda"\n')
+    assert "#SBATCH --cpus-per-task=24" in command("launch", "--print", "slurm", experiment, "--", "train.py").out
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ OPTIONS = {
     "testbed": EXPERIMENT,
     "doctor": ["--help", "--json", "--network", "--nproc", "-h"],
     "calibrate": sorted([*EXPERIMENT, "--fit", "CELLS"]),
-    "estimate": sorted([*EXPERIMENT, "--gpu", "--gpt", "--precision", "--workdir"]),
+    "estimate": sorted([*EXPERIMENT, "--gpu", "--gpt", "--model", "--precision", "--workdir"]),
 }
 
 

@@ -19,28 +19,34 @@ from sim.network.links import Links
 NCCL: dict[str, Any] = {"backend": "nccl", "device": "cuda"}
 DOCS = Path(__file__).parents[2] / "docs" / "presets.md"
 PUBLISHED = {
-    "DGX-1": ("V100", 400, 150),
-    "DGX A100": ("A100", 1600, 300),
-    "DGX H100": ("H100", 3200, 450),
-    "DGX H200": ("H200", 3200, 450),
-    "DGX B200": ("B200", 3200, 900),
-    "p3.16xlarge": ("V100", 25, 150),
-    "p3dn.24xlarge": ("V100", 100, 150),
-    "p4d.24xlarge": ("A100-40GB", 400, 300),
-    "p4de.24xlarge": ("A100", 400, 300),
-    "p5.48xlarge": ("H100", 3200, 450),
-    "p5e.48xlarge": ("H200", 3200, 450),
-    "p5en.48xlarge": ("H200", 3200, 450),
-    "p6-b200.48xlarge": ("B200", 3200, 900),
-    "a2-highgpu-8g": ("A100-40GB", 100, 300),
-    "a2-ultragpu-8g": ("A100", 100, 300),
-    "a3-ultragpu-8g": ("H200", 3200, 450),
-    "a4-highgpu-8g": ("B200", 3200, 900),
-    "ND40rs_v2": ("V100", 100, 150),
-    "ND96asr_v4": ("A100-40GB", 1600, 300),
-    "ND96isr_H100_v5": ("H100", 3200, 450),
+    "DGX-1": ("V100", 400, 150, 2 * 20),
+    "DGX A100": ("A100", 1600, 300, 2 * 64),
+    "DGX H100": ("H100", 3200, 450, 2 * 56),
+    "DGX H200": ("H200", 3200, 450, 2 * 56),
+    "DGX B200": ("B200", 3200, 900, 2 * 56),
+    "p3.16xlarge": ("V100", 25, 150, 64),
+    "p3dn.24xlarge": ("V100", 100, 150, 96),
+    "p4d.24xlarge": ("A100-40GB", 400, 300, 96),
+    "p4de.24xlarge": ("A100", 400, 300, 96),
+    "p5.48xlarge": ("H100", 3200, 450, 192),
+    "p5e.48xlarge": ("H200", 3200, 450, 192),
+    "p5en.48xlarge": ("H200", 3200, 450, 192),
+    "p6-b200.48xlarge": ("B200", 3200, 900, 192),
+    "a2-highgpu-8g": ("A100-40GB", 100, 300, 96),
+    "a2-ultragpu-8g": ("A100", 100, 300, 96),
+    "a3-ultragpu-8g": ("H200", 3200, 450, 224),
+    "a4-highgpu-8g": ("B200", 3200, 900, 224),
+    "ND40rs_v2": ("V100", 100, 150, 40),
+    "ND96asr_v4": ("A100-40GB", 1600, 300, 96),
+    "ND96amsr_A100_v4": ("A100", 1600, 300, 96),
+    "ND96isr_H100_v5": ("H100", 3200, 450, 96),
+    "ND96isr_H200_v5": ("H200", 3200, 450, 96),
+    "ND96isr_MI300X_v5": ("MI300X", 3200, 448, 96),
+    "g5.48xlarge": ("A10G", 100, 31.5, 192),
+    "DGX Spark": ("GB10", 200, None, 20),
 }
-"""GPU, Gbit/s a node to other nodes, GB/s of NVLink a GPU each way, by the documents that ``catalogue.toml`` names."""
+"""GPU, Gbit/s a node to other nodes, GB/s of a GPU to others of its node each way, and processors of a node, by the
+documents that ``catalogue.toml`` names."""
 
 
 def of(preset: str, run: dict[str, Any] | None = None, **cluster: Any) -> Experiment:
@@ -49,6 +55,35 @@ def of(preset: str, run: dict[str, Any] | None = None, **cluster: Any) -> Experi
 
 
 SPELLED = {
+    "P100": ("Tesla P100-SXM2-16GB",),
+    "P100-PCIe": ("Tesla P100-PCIE-16GB",),
+    "V100-16GB": ("Tesla V100-SXM2-16GB",),
+    "V100-PCIe": ("Tesla V100-PCIE-32GB",),
+    "V100-PCIe-16GB": ("Tesla V100-PCIE-16GB",),
+    "A100-PCIe-40GB": ("NVIDIA A100-PCIE-40GB",),
+    "A30": ("NVIDIA A30",),
+    "A10G": ("NVIDIA A10G",),
+    "A40": ("NVIDIA A40",),
+    "L40": ("NVIDIA L40",),
+    "H100-NVL": ("NVIDIA H100 NVL",),
+    "H200-NVL": ("NVIDIA H200 NVL",),
+    "GH200-144GB": ("NVIDIA GH200 144G HBM3e",),
+    "B300": ("NVIDIA B300 SXM6 AC",),
+    "GB300": ("NVIDIA GB300",),
+    "GB10": ("NVIDIA GB10", "DGX Spark", "NVIDIA DGX Spark"),
+    "MI210": ("AMD Instinct MI210",),
+    "MI250X": ("AMD INSTINCT MI250X (MCM) OAM AC MBA",),
+    "MI325X": ("AMD Instinct MI325X",),
+    "MI350X": ("AMD Instinct MI350X",),
+    "MI355X": ("AMD Instinct MI355X",),
+    "RTX A5000": ("NVIDIA RTX A5000", "A5000"),
+    "RTX A6000": ("NVIDIA RTX A6000", "A6000"),
+    "RTX PRO 6000": ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
+    "RTX 2080 Ti": ("NVIDIA GeForce RTX 2080 Ti",),
+    "RTX 3080": ("NVIDIA GeForce RTX 3080",),
+    "RTX 3090 Ti": ("NVIDIA GeForce RTX 3090 Ti",),
+    "RTX 4080": ("NVIDIA GeForce RTX 4080",),
+    "RTX 5080": ("NVIDIA GeForce RTX 5080",),
     "V100": ("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "V100-SXM2", "V100 32GB HBM2"),
     "A100-40GB": ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", "A100 40GB", "a100_40gb", "A100-40G"),
     "A100": ("NVIDIA A100-SXM4-80GB", "A100-SXM-80GB", "A100-SXM4-80GB", "A100 80 GB", "nvidia-a100-80gb"),
@@ -57,7 +92,7 @@ SPELLED = {
     "B200": ("NVIDIA B200", "B200-SXM6", "B200 180GB"),
     "A100-PCIe": ("NVIDIA A100 80GB PCIe", "NVIDIA A100-PCIE-80GB"),
     "H100-PCIe": ("NVIDIA H100 PCIe", "H100 PCIe 80GB HBM2e"),
-    "GH200": ("GH200 96GB HBM3",),
+    "GH200": ("GH200 96GB HBM3", "NVIDIA GH200 480GB"),
     "GB200": ("NVIDIA GB200",),
     "MI300X": ("AMD Instinct MI300X", "AMD Instinct MI300X OAM"),
     "T4": ("Tesla T4", "NVIDIA T4"),
@@ -70,23 +105,8 @@ SPELLED = {
     "RTX 5090": ("NVIDIA GeForce RTX 5090", "RTX 5090 32GB"),
 }
 """What ``nvidia-smi``, Kubernetes' node labels and data sheets call them."""
-OTHERS = ("H800", "A800-SXM4-80GB", "H20", "NVIDIA H100 NVL", "NVIDIA A100-PCIE-40GB", "NVIDIA GeForce RTX 4090 D", "RTX 4080", "L40")
-OTHERS += (
-    "Tesla V100-SXM2-16GB",
-    "Tesla V100-PCIE-32GB",
-    "NVIDIA H200 NVL",
-    "A100 64GB",
-    "A10G",
-    "RTX",
-    "Quadro RTX 6000",
-    "RTX 6000",
-    "H100 80GB HBM2e",
-    "MI250X",
-    "NVIDIA",
-    "",
-    "H100x8",
-)
-OTHERS += ("40 TFLOP/s", "40 TFLOP/s, 900 GB/s", "0x4 TFLOP/s, 900 GB/s, 24 GB")
+OTHERS = ("H800", "A800-SXM4-80GB", "H20", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "A100 64GB")
+OTHERS += ("RTX", "Quadro RTX 6000", "RTX 6000", "H100 80GB HBM2e", "RTX PRO 6000 Max-Q", "NVIDIA", "", "H100x8", "900 GB/s, 24 GB")
 
 
 def test_gpus_are_known_by_every_usual_name() -> None:
@@ -108,6 +128,26 @@ def test_another_gpu_is_none_of_the_catalogue(spelled: str) -> None:
     assert "H100 (80 GB)" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    ("spelled", "message"),
+    [
+        ("40 TFLOP/s", "lack the memory's rate and the memory's size"),
+        ("40 TFLOP/s, 24 GB", "lack the memory's rate"),
+        ("0x4 TFLOP/s, 900 GB/s, 24 GB", "lack TFLOP/s"),
+        ("40 TFLOP/s, 900 GB/s, 24 GB, 2 GB", "three figures"),
+        ("0 TFLOP/s, 900 GB/s, 24 GB", "no GPU has these figures"),
+        ("40 TFLOP/s, 0 GB/s, 24 GB", "no GPU has these figures"),
+        ("40 TFLOP/s, 900 TB/s, 24 GB", "no GPU has these figures"),
+        ("40 TFLOP/s, 900 GB/s, 24 MB", "no GPU has these figures"),
+    ],
+)
+def test_figures_that_no_gpu_has_are_refused(spelled: str, message: str) -> None:
+    """One that is missing by its name; and a memory that is not read in 1 ms to 10 s: a wrong unit."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        gpu_name(spelled, "--gpu")
+    assert gpu_named(str(caught.value.hint).split('"')[1], "--gpu").memory == 24 * 10**9
+
+
 def test_a_gpu_of_ones_own_has_the_figures_given() -> None:
     """TFLOP/s, the memory's rate and its size, in any usual spelling; the experiment's file keeps them."""
     spelled = "40 TFLOP/s, 1.5 TB/s, 24 GB"
@@ -121,27 +161,77 @@ def test_a_gpu_of_ones_own_has_the_figures_given() -> None:
 def test_cards_without_nvlink_meet_over_pcie() -> None:
     """PCIe 4.0 has 16 lanes of 16 Gbit/s, of which 128 of 130 bits are data; GeForce cards reach each other through the host's memory."""
     lanes = 16 * 16 * 128 / 130
-    for name, share in (("L40S", 1.0), ("RTX 4090", 0.5)):
+    for name, share in (("L40S", 1.0), ("RTX 4090", 0.5), ("L40S, no P2P", 0.5), ("L40S, no P2P, 100G per NIC", 0.5)):
         link = of(f"1 x 4 {name}", NCCL).cluster.intra
         assert link is not None
         assert link.bandwidth / 1e9 == pytest.approx(share * lanes, rel=0.01)
         assert link.framing == "none"
     for name, gpu in catalogue().gpus.items():
         assert 0 < gpu.flops_s["fp32"] <= gpu.flops_s["fp16"], name
-        assert 50 < gpu.flops_s["fp16"] / gpu.memory_bandwidth < 500, name
+        assert 25 < gpu.flops_s["fp16"] / gpu.memory_bandwidth < 500, name
+        assert gpu.flops_s["fp32"] <= gpu.flops_s.get("tf32", gpu.flops_s["fp32"]) <= gpu.flops_s["fp16"], name
+        assert gpu.flops_s.get("bf16", gpu.flops_s["fp16"]) == gpu.flops_s["fp16"], name
+        assert 0.01 < gpu.memory / gpu.memory_bandwidth < 0.5, name
+
+
+UNITS = {
+    "P100": (56, 1480, 256, 128),
+    "V100": (80, 1530, 1024, 128),
+    "V100-PCIe": (80, 1380, 1024, 128),
+    "T4": (40, 1590, 1024, 128),
+    "RTX 2080 Ti": (68, 1545, 512, 128),
+    "A100": (108, 1410, 2048, 128),
+    "A30": (56, 1440, 2048, 128),
+    "A10": (72, 1695, 1024, 256),
+    "A10G": (80, 1710, 512, 256),
+    "A40": (84, 1740, 1024, 256),
+    "RTX A5000": (64, 1695, 1024, 256),
+    "RTX A6000": (84, 1800, 1024, 256),
+    "RTX 3080": (68, 1710, 512, 256),
+    "RTX 3090": (82, 1695, 512, 256),
+    "RTX 3090 Ti": (84, 1860, 512, 256),
+    "L4": (58, 2040, 1024, 256),
+    "L40": (142, 2490, 512, 256),
+    "L40S": (142, 2520, 1024, 256),
+    "RTX 6000 Ada": (142, 2505, 1024, 256),
+    "RTX 4080": (76, 2505, 512, 256),
+    "RTX 4090": (128, 2520, 512, 256),
+    "H100": (132, 1830, 4096, 256),
+    "H100-PCIe": (114, 1620, 4096, 256),
+    "GB10": (48, 2525, 512, 256),
+    "RTX PRO 6000": (188, 2617, 1024, 256),
+    "RTX 5080": (84, 2617, 512, 256),
+    "RTX 5090": (170, 2407, 512, 256),
+    "MI210": (104, 1700, 1024, 256),
+    "MI250X": (110, 1700, 1024, 256),
+    "MI300X": (304, 2100, 2048, 256),
+    "MI350X": (256, 2200, 4096, 256),
+    "MI355X": (256, 2400, 4096, 256),
+}
+"""Multiprocessors, their MHz, and FLOP of one in a clock in fp16 with sums in fp32, and in fp32: GeForce cards, L40 and
+A10G have half of a chip's rate with sums in fp32."""
+
+
+def test_peaks_are_those_of_the_units_and_their_clocks() -> None:
+    """Within the rounding of data sheets, whose fp32 may be of another clock than their fp16."""
+    for name, (units, mhz, fp16, fp32) in UNITS.items():
+        flops = catalogue().gpus[name].flops_s
+        assert flops["fp16"] == pytest.approx(units * mhz * fp16 * 1e6, rel=0.015), name
+        assert flops["fp32"] == pytest.approx(units * mhz * fp32 * 1e6, rel=0.09), name
 
 
 def test_nodes_have_what_their_documents_say() -> None:
     """The rates of all interfaces add up to the node's, by NCCL."""
     assert PUBLISHED.keys() == catalogue().nodes.keys()
-    for name, (gpu, node_gbps, nvlink_gbytes) in PUBLISHED.items():
+    for name, (gpu, node_gbps, gbytes, cores) in PUBLISHED.items():
         cluster = of(f"2 x {name}", NCCL).cluster
-        assert cluster.intra is not None
-        assert (cluster.nodes, cluster.trainers_per_node, cluster.gpu) == (2, 8, gpu)
-        assert (cluster.node_bandwidth, cluster.intra.bandwidth) == (node_gbps * 10**9, nvlink_gbytes * 8 * 10**9), name
+        assert (cluster.nodes, cluster.trainers_per_node, cluster.gpu) == (2, 1 if gbytes is None else 8, gpu)
+        assert (cluster.node_bandwidth, cluster.cores_per_node) == (node_gbps * 10**9, cores), name
+        assert cluster.intra == gbytes if cluster.intra is None else cluster.intra.bandwidth == (gbytes or 0) * 8e9, name
 
 
 HOPPER = {"gpu": "H100", "collective": "nccl-hopper", "intra": {"bandwidth": "450 GB/s", "latency": "3.4 us"}}
+DGX = {"cores_per_node": 112}
 EIGHT = {"nodes": 8, "trainers_per_node": 8, "nics_per_node": 8, **HOPPER, "inter": {"bandwidth": "400 Gbit/s"}}
 
 
@@ -152,7 +242,7 @@ EIGHT = {"nodes": 8, "trainers_per_node": 8, "nics_per_node": 8, **HOPPER, "inte
         ("8 x 8 h100, 3200G per node", NCCL, EIGHT),
         ("8 x 8 H100, 8 x 400 Gbit/s", NCCL, EIGHT),
         ("8 x 8 H100, NDR per NIC", NCCL, EIGHT),
-        ("8 x DGX H100", NCCL, EIGHT),
+        ("8 x DGX H100", NCCL, EIGHT | DGX),
         ("8 x 8 H100, 400G per node", NCCL, EIGHT | {"nics_per_node": 1}),
         ("8 x 8 H100, 4 x 100G", NCCL, EIGHT | {"nics_per_node": 4, "inter": {"bandwidth": "100 Gbit/s"}}),
         ("16 x 1 V100, Ethernet 10G", {}, {"nodes": 16, "gpu": "V100", "inter": {"bandwidth": "10 Gbit/s", "latency": "50 us"}}),
@@ -187,6 +277,7 @@ def test_a_rate_of_nobody_is_refused_with_both_spellings() -> None:
         ("8 x DGX H10", "Did you mean 'DGX H100'"),
         ("8 x 8 H101, 400G per NIC", "nearest by name: H100"),
         ("8 x 8 H800, 400G per NIC", "nearest by name: H200, H100"),
+        ("1 x 8 H100, no P2P", "H100 has a fabric"),
         ("8 x H100, 400G", "8 x 1 H100"),
         ("8 x 8 H100, 70G per node", "say how many"),
         ("8 x 1 H100, HDR 400G", "not a network"),

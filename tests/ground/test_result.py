@@ -57,6 +57,7 @@ PUBLISHED_KEYS = [  # by hand, from the documented example of summary.json
     "testbed",
     "engine",
     "server_load",
+    "per_trainer",
     "foreign_cores",
     "loss_from",
 ]

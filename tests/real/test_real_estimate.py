@@ -67,6 +67,37 @@ def test_gpt_2_has_its_published_parameters_and_operations() -> None:
     assert found == layers + 2 * 512 * 64 * (LENGTH - 1) * BATCH
 
 
+BF16 = {"amp": True, "amp_configs": {"dtype": "bf16"}}
+SMALL_GPT2 = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50257, "positions": 1024}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "recompute", "parameters"),
+    [
+        ("gpt", SMALL_GPT2, [], 124_439_808),
+        ("gpt", SMALL_GPT2, ["blocks.0", "blocks.11"], 124_439_808),
+        ("llama", {"layers": 4, "tied": True}, [], 4 * 60_821_504 + 128256 * 2048 + 2048),
+        ("llama", {"layers": 4, "tied": False}, [], 4 * 60_821_504 + 128256 * 2048 + 2048),  # an embedding of its own computes nothing
+    ],
+)
+def test_model_flops_are_palms(model: str, options: dict[str, Any], recompute: list[str], parameters: int) -> None:
+    """6 N + 12 L H Q T a token (PaLM, appendix B): nothing for recomputing, all of causal attention, no mark-up for 50,257 words."""
+    strategy: dict[str, Any] = {**BF16, "recompute": bool(recompute), "recompute_configs": {"checkpoints": recompute}}
+    workload = {"model_options": options, "data_options": {"length": 512}}
+    flops = estimate(_experiment(model, strategy if recompute else BF16, **workload), "H100").flops
+    assert flops is not None
+    width = {"gpt": 768, "llama": 32 * 64}[model]
+    assert flops.per_step / (BATCH * 512) == pytest.approx(6 * parameters + 12 * options["layers"] * width * 512, rel=0.01)
+    assert (flops.peak_s, flops.precision) == (989.5e12, "bf16")
+
+
+def test_the_peak_is_that_of_the_models_products() -> None:
+    """In float32 the vector units'; with TF32, or where convolutions have it, the tensor cores'."""
+    found = [estimate(_experiment(), "H100").flops, estimate(_experiment(), "H100", tf32=True).flops]
+    found += [estimate(_experiment("resnet50", data_options={"image_size": 64}), "H100").flops]
+    assert [flops and (flops.peak_s, flops.precision) for flops in found] == [(67e12, "fp32"), (494.5e12, "tf32"), (494.5e12, "tf32")]
+
+
 def test_gpt_learns_the_next_token() -> None:
     """Its loss is the cross-entropy of each token after those before it; a change of a later token does not touch an earlier cost."""
     model = build_model("gpt", GPT, "float32", 0)
@@ -102,6 +133,12 @@ def test_an_operation_computes_and_moves() -> None:
     assert a100.seconds(Operation("memory", 0, 100, torch.float32)) == 1e-6
     worse = (989.5 / 3350) / (312 / 2039)
     assert h100.seconds(product) == pytest.approx(1e12 * worse / (0.5 * 989.5e12) + 1e9 / (0.5 * 3350e9))
+
+
+def test_no_product_is_faster_than_the_vector_units_share() -> None:
+    """A P100 has no tensor cores, and 1.5 times an A100's bytes for a FLOP would make its share 1.1."""
+    seconds = Roofline(gpu=catalogue().gpus["P100"]).seconds(Operation("matmul", 10**12, 0, torch.float16))
+    assert seconds == pytest.approx(1 / (0.822 * 21.2))
 
 
 def test_half_precision_softmax_is_widened_under_autocast_alone() -> None:
@@ -193,7 +230,7 @@ def test_recompute_runs_blocks_again() -> None:
         (_experiment(strategy={"amp": True, "amp_configs": {"dtype": "bf16"}}), "V100", "V100 has no bf16"),
         (_experiment("word2vec", optimizer="sgd"), "A100", "sparse gradients"),
         (_experiment(strategy={"build_strategy": {"fuse_elewise_add_act_ops": True}}), "A100", "compiled code"),
-        (_experiment(), "P100", "no such GPU"),
+        (_experiment(), "K80", "no such GPU"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(experiment: Experiment, gpu: str, what: str) -> None:

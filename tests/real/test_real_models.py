@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pydoc_data.topics
+import tomllib
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -17,10 +19,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.data import Batches, held_out, num_training_samples, open_batches, prepare
 from fleetbench.workloads.data.reader import Sampler
-from fleetbench.workloads.models.registry import INPUTS, MODELS, build_model, check_model
+from fleetbench.workloads.models.registry import INPUTS, MODELS, build_model, check_model, placeholder_model
 from real.layer_times import LayerClock
 from resnet50 import resnet50_gradients
 
@@ -29,7 +32,8 @@ TINY_BERT = {"vocab": 50, "hidden": 12, "layers": 2, "heads": 3, "ffn": 20, "pos
 TINY: dict[str, dict[str, int]] = {"resnet50": TINY_RESNET, "bert_base": TINY_BERT}
 SPARSE: dict[str, dict[str, int]] = {"wide_deep": {"rows": 50, "hidden": 8}, "word2vec": {"vocab": 50, "dim": 4}}
 TINY_GPT = {"vocab": 50, "hidden": 8, "layers": 1, "heads": 2, "positions": 16}
-SMALL = TINY | SPARSE | {"gpt": TINY_GPT}
+TINY_LLAMA = {"vocab": 50, "hidden": 8, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 6, "ffn": 12, "positions": 16}
+SMALL = TINY | SPARSE | {"gpt": TINY_GPT, "llama": TINY_LLAMA}
 SHAPES = {"features": (4, 32), "digits": (4, 8, 8), "images": (4, 3, 40, 40), "tokens": (4, 7), "clicks": (4, 39), "pairs": (4, 11)}
 
 
@@ -56,7 +60,7 @@ def test_models_are_a_function_of_their_seed(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     inputs = torch.zeros(SHAPES[INPUTS[name]], dtype=torch.int64 if INPUTS[name] in ("tokens", "pairs") else torch.float64)
-    assert one(inputs).shape == {"wide_deep": (4,), "gpt": (4, 6)}.get(name, (4, 10))
+    assert one(inputs).shape == {"wide_deep": (4,), "gpt": (4, 6), "llama": (4, 6)}.get(name, (4, 10))
 
 
 def test_unknown_options_are_refused_by_name() -> None:
@@ -101,6 +105,133 @@ def test_bert_bases_encoder_has_the_published_parameters() -> None:
         model: Any = MODELS["bert_base"]()
     assert sum(parameter.numel() for parameter in model.bert.parameters()) == 109_482_240
     assert sum(parameter.numel() for parameter in model.classifier.parameters()) == 768 * 2 + 2
+
+
+LLAMA = {"model_type": "llama", "hidden_act": "silu", "max_position_embeddings": 4096, "num_attention_heads": 32}
+PUBLISHED: list[tuple[int, dict[str, Any]]] = [
+    (
+        8_030_261_248,  # Llama-3-8B
+        LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+    ),
+    (6_738_415_616, LLAMA | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}),
+    (
+        7_241_732_096,  # Mistral-7B-v0.1
+        LLAMA
+        | {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+        | {"num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 32768, "sliding_window": 4096},
+    ),
+    (
+        494_032_768,  # Qwen2-0.5B
+        LLAMA
+        | {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+        | {
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+            "sliding_window": 2048,
+            "use_sliding_window": False,
+        },
+    ),
+    (
+        8_190_735_360,  # Qwen3-8B
+        LLAMA
+        | {"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128}
+        | {"num_key_value_heads": 8, "vocab_size": 151936},
+    ),
+    (
+        124_439_808,
+        {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_inner": None},
+    ),
+    (
+        109_482_240 + 768 * 2 + 2,  # bert-base-uncased, and the classifier
+        {"model_type": "bert", "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+        | {"intermediate_size": 3072, "max_position_embeddings": 512, "type_vocab_size": 2, "hidden_act": "gelu"},
+    ),
+]
+"""Parameters as published with the checkpoints, and of each ``config.json`` what says them."""
+
+
+def _experiment_of(config: object, folder: Path, **workload: Any) -> Experiment:
+    path = folder / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config), encoding="utf-8")
+    return Experiment.from_dict({"workload": {"model": str(path), "data": "synthetic", **workload}})
+
+
+@pytest.mark.parametrize(("count", "config"), PUBLISHED)
+def test_a_config_json_is_a_model_with_the_published_parameters(count: int, config: dict[str, Any], tmp_path: Path) -> None:
+    """Counted on the meta device; the resolved experiment names no file."""
+    experiment = _experiment_of(config, tmp_path)
+    model = placeholder_model(experiment.workload)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    (tmp_path / "config.json").unlink()
+    assert Experiment.from_dict(tomllib.loads(experiment.to_toml())) == experiment
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mixtral"}, "not a model_type"),
+        ({"model_type": ["llama"]}, "not a model_type"),
+        (PUBLISHED[0][1] | {"num_attention_heads": 0}, "for num_attention_heads"),
+        (PUBLISHED[2][1] | {"sliding_window": "4k"}, "for sliding_window"),
+        ([], "not a model_type"),
+        ("{", "not JSON"),
+        (PUBLISHED[0][1] | {"attention_bias": True}, "attention_bias = False"),
+        (PUBLISHED[5][1] | {"n_inner": 768}, "n_inner = 3072"),
+        (PUBLISHED[6][1] | {"type_vocab_size": 1}, "type_vocab_size = 2"),
+        ({"model_type": "llama", "vocab_size": 5}, "for hidden_size, num_hidden_layers"),
+    ],
+)
+def test_a_config_json_of_another_model_is_refused(config: object, message: str, tmp_path: Path) -> None:
+    """By what it is, or has, or lacks."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        _experiment_of(config, tmp_path)
+    assert "config.json" in str(caught.value)
+
+
+def test_options_beside_a_config_json_are_refused(tmp_path: Path) -> None:
+    """Those of the model that the file named before would change it unseen."""
+    with pytest.raises(ConfigError, match="has all options"):
+        _experiment_of(PUBLISHED[0][1], tmp_path, model_options={"layers": 2})
+
+
+def test_a_sliding_window_ends_the_positions(tmp_path: Path) -> None:
+    """Mistral's tokens see 4,096 before them, so that longer samples would be counted wrongly."""
+    assert _experiment_of(PUBLISHED[2][1], tmp_path).workload.model_options["positions"] == 4096
+    assert _experiment_of(PUBLISHED[3][1], tmp_path).workload.model_options["positions"] == 4096  # its own; the window is off
+
+
+def test_llama_is_the_papers_equations() -> None:
+    """Costs of a small model are those of the written-out decoder: complex rotations, and each head with its group's keys and values."""
+    model: Any = build_model("llama", TINY_LLAMA | {"qkv_bias": True, "qk_norm": True, "tied": False}, "float64", 0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(parameter.numel()))
+    tokens = torch.randint(50, (3, 7), generator=torch.Generator().manual_seed(0))
+
+    def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * norm.weight
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        angles = torch.outer(torch.arange(7.0, dtype=torch.float64), torch.tensor([1e4 ** (-i / 3) for i in range(3)]).double())
+        complexes = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((complexes.real, complexes.imag), -1)
+
+    hidden = model.tokens.weight[tokens]
+    for block in model.blocks:
+        x = normed(hidden, block.norm1)
+        queries, keys, values = ((x @ part.weight.T + part.bias).split(6, -1) for part in (block.query, block.key, block.value))
+        mixed = []
+        for head, query in enumerate(queries):
+            q, k = turned(normed(query, block.query_norm)), turned(normed(keys[head // 2], block.key_norm))
+            scores = (q @ k.mT / 6**0.5).masked_fill(torch.ones(7, 7).triu(1).bool(), -math.inf)
+            mixed.append(scores.softmax(-1) @ values[head // 2])
+        hidden = hidden + torch.cat(mixed, -1) @ block.output.weight.T
+        x = normed(hidden, block.norm2)
+        gate = x @ block.gate.weight.T
+        hidden = hidden + (gate * gate.sigmoid() * (x @ block.up.weight.T)) @ block.down.weight.T
+    logits = normed(hidden, model.norm) @ model.head.weight.T
+    expected = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(3, 6)
+    torch.testing.assert_close(model(tokens), expected)
 
 
 def test_bert_is_the_papers_equations() -> None:
@@ -265,7 +396,7 @@ def test_synthetic_images_are_normalised_bytes(tmp_path: Path) -> None:
         ({"model": "resnet50"}, r"workload\.data: is not what resnet50 is fed with"),
         ({"model": "bert_base"}, r"workload\.data: is not what bert_base is fed with"),
         ({"data": "imagenet:images"}, r"is not what digits_mlp is fed with.*\n.*resnet50"),
-        ({"data": "pydocs"}, r"is not what digits_mlp is fed with.*\n.*bert_base or gpt or word2vec"),
+        ({"data": "pydocs"}, r"is not what digits_mlp is fed with.*\n.*bert_base or gpt or llama or word2vec"),
         ({"model": "word2vec"}, r'is not what word2vec is fed with.*\n.*fed by workload\.data = "synthetic" or "pydocs" or "text:FILE";'),
         ({"model": "word2vec", "data": "pydocs", "data_options": {"subsample": 0}}, r"subsample: must be a number above 0"),
         ({"model": "word2vec", "data": "pydocs", "data_options": {"length": 3}}, r"data_options\.length: not an option.*\n.*min_count"),
@@ -299,7 +430,7 @@ def test_synthetic_data_feed_every_model(model: str, inputs: str, tmp_path: Path
     check_model(workload)
     prepare(workload, 0, tmp_path)
     batch, labels = open_batches(workload, tmp_path, _sampler(tmp_path)).batch(0)
-    output = {"wide_deep": (8,), "word2vec": (8, 6), "gpt": (8, 6)}.get(model, (8, 10))
+    output = {"wide_deep": (8,), "word2vec": (8, 6), "gpt": (8, 6), "llama": (8, 6)}.get(model, (8, 10))
     assert build_model(model, workload.model_options, "float32", 0)(batch).shape == output
     assert labels.dtype == torch.int64
     assert 0 <= int(labels.min()) <= int(labels.max()) < 10
@@ -311,7 +442,7 @@ def test_the_page_of_models_says_what_feeds_them_and_their_defaults() -> None:
     rows = {cells[1].strip(" `"): cells for line in page.splitlines() if len(cells := line.split("|")) == 7}
     for name, model in MODELS.items():
         _, _, _, options, _, fed, _ = rows[name]
-        spelled = [f"`{option.name}` {option.default}" for option in signature(model).parameters.values()]
+        spelled = [f"`{option.name}` {str(option.default).lower()}" for option in signature(model).parameters.values()]
         assert [part.strip() for part in options.split(",")] == spelled
         accepted = []
         for data in ("digits", "synthetic", "pydocs", "text:FILE", "imagenet:DIR"):

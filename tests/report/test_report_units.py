@@ -26,6 +26,7 @@ def test_an_error_keeps_its_sign() -> None:
 def test_changes_are_spelled_as_in_the_file() -> None:
     """Nested tables become dotted keys and booleans TOML's."""
     assert units.changes({"localsgd": True, "localsgd_configs": {"k_steps": 4}}) == "localsgd = true, localsgd_configs.k_steps = 4"
+    assert units.changes({"blocks": [f"b{number}" for number in range(32)]}) == "blocks = [b0, ..., b31] (32)"
     assert units.changes({}) == "Fleet's defaults"
 
 

@@ -6,6 +6,7 @@ A ring all-reduce of two trainers takes 2 latencies and its bytes over the bandw
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import pytest
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Tune
-from fleetbench.measurements import Memory
+from fleetbench.measurements import Memory, ModelFlops
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Profile, compute_key, name_profile
 from fleetbench.quantities import Bytes
 from fleetbench.result import step_s_of
 from fleetbench.stragglers import Blocks
 from fleetbench.strategy import DistributedStrategy
+from real.estimate.step import estimate
 from sim.many.sweep import Axis
 from sim.run import simulate
 from tuner.simulated import candidates
@@ -386,6 +388,47 @@ def test_servers_modes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {"bandwidth x 0.5", "latency x 2", "compute x 2"} < {case.assumption for case in found.cases}
     adam = ranked(_experiment(**servers, workload={"optimizer": "adam"}), out=tmp_path)
     assert any(str(note).startswith("GeoSGD is not tried") for note in adam.notes)
+
+
+def test_what_fits_only_recomputed_is_recomputed(tmp_path: Path) -> None:
+    """A memory for what two blocks keep and for one of them whole: each is computed again, in its time. A byte less is too little."""
+    options = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "positions": 32}
+    workload = {"model": "gpt", "model_options": options, "data": "synthetic", "data_options": {"length": 32}, "batch_size": 64}
+    plain = Experiment.from_dict({"workload": {**workload, "steps": 5}, "run": {"device": "cuda"}, "tune": {"thread_num": [1]}})
+    again = DistributedStrategy(recompute=True, recompute_configs={"checkpoints": ["blocks.0", "blocks.1"]})
+    whole, kept = estimate(plain, "A100"), estimate(plain.replace(strategy=again), "A100")
+    block = sum(layer.activation_bytes for layer in whole.tables[0].layers if layer.name.startswith("blocks.1."))
+    assert whole.memory is not None
+    assert kept.memory is not None
+    needed = kept.memory.peak + block
+    assert needed < whole.memory.peak
+    gpu, less = (f"1 TFLOP/s, 1 GB/s, {size / 1e6:.6f} MB" for size in (needed, needed - 1))
+    on = {name: plain.replace(cluster=dataclasses.replace(plain.cluster, gpu=name)) for name in (gpu, less)}
+    found, _ = tune_simulated(on[gpu], out=tmp_path)
+    assert (found.strategy, found.fits_in_memory, found.per_trainer.memory_bytes) == (again, True, needed)
+    table = estimate(on[gpu].replace(strategy=again), gpu).tables[0]
+    assert found.step_s == pytest.approx((table.forward_ns + table.backward_ns + table.update) / 1e9, rel=1e-3)
+    assert fits(candidates.with_compute(on[less], tmp_path).replace(strategy=again)) is False
+
+
+def test_answers_have_the_utilisation_of_a_gpu(tmp_path: Path) -> None:
+    """FLOPs of a tenth of what the GPU computes in the recommended step are an MFU of 10 %, in an answer, its size and a run of it."""
+    plain = _registry(tmp_path, "H100")
+    first, _ = tune_simulated(plain, out=tmp_path)
+    flops = ModelFlops(per_step=0.1 * first.step_s * 1e15, peak_s=1e15, precision="bf16")
+    named = name_profile(plain, dataclasses.replace(_profile(plain), flops=flops), tmp_path / "flops.toml")
+    found, folder = tune_simulated(named, out=tmp_path)
+    assert found.per_trainer.mfu == pytest.approx(0.1, rel=1e-6)
+    assert found.per_trainer.samples_per_s == pytest.approx(found.samples_per_s / 2)
+    assert found.per_trainer.memory_bytes == sum(found.memory.values())
+    stored = json.loads((folder / "recommendation.json").read_text(encoding="utf-8"))["per_trainer"]
+    assert (stored["mfu"], stored["peak_flops_s"]) == (found.per_trainer.mfu, 1e15)
+    (size,) = tune_sizes(_loader(named), Axis.parse("cluster.nodes=2"), out=tmp_path).sizes
+    assert size.per_trainer == found.per_trainer
+    summary = simulate(named.replace(strategy=found.strategy)).summary
+    assert summary.per_trainer is not None
+    assert summary.per_trainer["mfu"] == pytest.approx(0.1 * first.step_s * summary.steps / summary.wall_s)
+    assert summary.per_trainer["memory_bytes"] == found.per_trainer.memory_bytes
 
 
 def test_a_simulation_says_that_its_strategy_does_not_fit(tmp_path: Path) -> None:

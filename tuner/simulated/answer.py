@@ -23,6 +23,7 @@ from fleetbench.quantities import counted, hours_or_days
 from fleetbench.result import RunResult, parts_of
 from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.utilisation import Utilisation, utilisation
 from tuner.budget import seeds_of
 from tuner.learning import Learn, by_virtual_trainers
 from tuner.notes import Annotated, Note, Remark
@@ -102,6 +103,7 @@ class SimulatedRecommendation(Annotated):
     ``undelayed_s``, what compute is without delays: forward and backward of the layer table."""
     samples_per_s: float
     tokens_per_s: float | None
+    per_trainer: Utilisation
     speedup: float
     low: float
     """Lower end of the two-sided 90 % interval."""
@@ -247,19 +249,21 @@ class _Answering:
         low, high = (1.0, 1.0) if keeps else spread.interval(speedup)
         spread, interval = _with_updates(spread, gain, updates)
         arrives = not keeps and updates is not None
-        samples_per_s, tokens_per_s = candidates.samples_and_tokens(experiment, chosen_s)
+        memory = sharded.memory_of(experiment.replace(strategy=chosen)) or {}
+        one, trainers = utilisation(experiment, chosen_s, sum(memory.values()) or None), experiment.cluster.trainers
         rivals = [self._rival(other, step_s, interval if other == compared else ()) for other in others]
         return SimulatedRecommendation(
             experiment=experiment.digest(),
             name=experiment.name,
             compute=candidates.says(experiment),
-            trainers=experiment.cluster.trainers,
+            trainers=trainers,
             strategy=chosen,
             step_s=chosen_s,
             default_s=own_s,
             parts=self._parts(chosen),
-            samples_per_s=samples_per_s,
-            tokens_per_s=tokens_per_s,
+            samples_per_s=trainers * one.samples_per_s,
+            tokens_per_s=None if one.tokens_per_s is None else trainers * one.tokens_per_s,
+            per_trainer=one,
             speedup=speedup,
             target_loss=experiment.workload.target_loss if self.ways.updates else None,
             trained=len(self.ways.updates.get(self.ways.own, ())),
@@ -271,7 +275,7 @@ class _Answering:
             spread=spread,
             outside=outside,
             fits_in_memory=sharded.fits(experiment.replace(strategy=chosen)),
-            memory=sharded.memory_of(experiment.replace(strategy=chosen)) or {},
+            memory=memory,
             knobs=self._knobs(default, chosen),
             runners_up=tuple(rivals[:RUNNERS_UP]),
             cases=tuple(self._case(name, found, chosen) for name, found in {"as declared": step_s, **rows}.items()),
@@ -281,7 +285,7 @@ class _Answering:
             caveat="; ".join(filter(None, [OWN_DOES_NOT_FIT if sharded.fits(experiment) is False else "", self.ways.said_beside(chosen)]))
             or None,
             told=(
-                *self._caveats(chosen, interval[0] if arrives and interval else low, samples_per_s),
+                *self._caveats(chosen, interval[0] if arrives and interval else low, trainers * one.samples_per_s),
                 *ranking.notes,
                 *self.ways.notes,
                 *notes,
@@ -309,7 +313,8 @@ class _Answering:
         found = [
             _mean_parts([(experiment.replace(strategy=one), share) for one, share in levels], self.served) for experiment in experiments
         ]
-        table = on_cores(experiments[0], table_for(experiments[0]))
+        own = experiments[0].replace(strategy=chosen)
+        table = on_cores(own, table_for(own))
         means = {name: statistics.fmean(parts[name] for parts in found) for name in found[0]}
         return {"undelayed_s": (table.forward_ns + table.backward_ns) / 1e9, **means}
 

@@ -18,7 +18,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import OUTSIDE as BESIDE
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.rounds import levels
-from fleetbench.profile import profile_of
+from fleetbench.profile import name_profile, profile_of
 from fleetbench.result import RunResult, step_s_of
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
@@ -108,6 +108,7 @@ def ranked(
     step_s = {one.strategy: one.trial.simulated_s for one in tried}
     prices = {one.strategy: price for one in tried if (price := ways.seconds(one)) is not None}
     shards, told = sharded.candidates(experiment)
+    shards += [one for one in sharded.recomputed(experiment) if sharded.is_timed(experiment.replace(strategy=one))]
     shards = [one for one in shards if ways.arrives(one) and not (ways.in_vain and way_of(one) != way_of(own))]
     notes = [*found.notes, *told]
     for strategy in shards:
@@ -224,25 +225,32 @@ def with_compute(experiment: Experiment, out: Path) -> Experiment:
     if gpu is not None:
         from real.estimate.step import estimated
 
-        return estimated(experiment, gpu, out)
+        experiment = estimated(experiment, gpu, out)
+        return _with_recomputed(experiment, lambda strategy: estimated(experiment.replace(strategy=strategy), gpu, out))
     hint = "estimate them: fleetbench estimate EXPERIMENT.toml --gpu H100; name a cluster.gpu; or a workload.profile that was measured"
     raise ConfigError("the model's layer times are not known, and --simulate-only measures nothing", "workload.profile", hint=hint)
 
 
+def _with_recomputed(experiment: Experiment, estimated: Callable[[DistributedStrategy], Experiment]) -> Experiment:
+    """The experiment whose profile has a table for recomputing, too, where no strategy fits without; made where it is not there."""
+    again, first, path = sharded.recomputed(experiment), profile_of(experiment), Path(str(experiment.workload.profile))
+    if not again or first is None:
+        return experiment
+    both = path.with_name(f"{path.stem}-recompute.toml")
+    if both.exists():
+        return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(both)))
+    second = profile_of(estimated(again[0]))
+    assert second is not None
+    return name_profile(experiment, dataclasses.replace(first, tables=(*first.tables, *second.tables)), both)
+
+
 def says(experiment: Experiment) -> str:
-    """Where the layer times of an experiment with known compute come from, in words."""
+    """Where the layer times of an experiment with known compute come from, in words, and which delays are added."""
     profile = profile_of(experiment)
-    return "declared compute" if profile is None else profile.compute
+    return ("declared compute" if profile is None else profile.compute) + experiment.cluster.said_of_stragglers
 
 
 def caveats(experiment: Experiment) -> list[Note]:
     """What every answer says, and what an estimated profile says of itself."""
     profile = profile_of(experiment)
     return [Remark(text=text) for text in (OUTSIDE, *(profile.notes if profile is not None and profile.estimated is not None else ()))]
-
-
-def samples_and_tokens(experiment: Experiment, step_s: float) -> tuple[float, float | None]:
-    """Of all trainers together, a second; tokens where ``workload.data_options`` says how many a sample has."""
-    samples_per_s = experiment.cluster.trainers * experiment.workload.batch_size / step_s
-    length = experiment.workload.data_options.get("length")
-    return samples_per_s, samples_per_s * length if isinstance(length, int) else None

@@ -9,10 +9,10 @@ from fleetbench.fields import CALLED
 from fleetbench.hardware import gpu_named
 from fleetbench.plan.build import Plan, build_plan
 from fleetbench.plan.combination import Combination
-from fleetbench.plan.memory import trainer_bytes
+from fleetbench.plan.sharding import blocks_of
 from fleetbench.profile import profile_of, table_for
 from fleetbench.strategy import DistributedStrategy
-from sim.scenario import setting_of
+from sim import scenario
 from tuner.notes import Note, left_out
 
 EXCLUDED = ("fusion", "hierarchy", "communicators", "local steps")
@@ -60,18 +60,34 @@ def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[
     return [strategy for strategy in found if strategy != own], notes
 
 
+def recomputed(experiment: Experiment) -> list[DistributedStrategy]:
+    """The experiment's own strategy and the ``candidates``, recomputing every block, where none of them fits as it is."""
+    names = [gradient.name for layer in table_for(experiment).layers for gradient in layer.gradients]
+    blocks, tried = [name for name in blocks_of(names) if name], [experiment.strategy, *candidates(experiment)[0]]
+    if experiment.strategy.recompute or not blocks or any(fits(experiment.replace(strategy=one)) is not False for one in tried):
+        return []
+    return [one.replace(recompute=True, recompute_configs={"checkpoints": blocks}) for one in tried]
+
+
+def is_timed(experiment: Experiment) -> bool:
+    """Whether a profile has the strategy's layer table."""
+    try:
+        table_for(experiment)
+    except ConfigError:
+        return False
+    return True
+
+
 def plan_of(experiment: Experiment) -> Plan:
     """The plan of an experiment whose layer times are known. Raises ``ConfigError`` for what cannot be planned."""
     table = table_for(experiment)
-    return build_plan(experiment.strategy, table.by_readiness(), setting_of(experiment, table))
+    return build_plan(experiment.strategy, table.by_readiness(), scenario.setting_of(experiment, table))
 
 
 def memory_of(experiment: Experiment) -> dict[str, int] | None:
     """Bytes of a trainer by what they hold, as ``trainer_bytes``; none where its profile does not tell."""
     profile = profile_of(experiment)
-    if profile is None or profile.memory is None:
-        return None
-    return trainer_bytes(profile.memory, plan_of(experiment), Combination.of(experiment.strategy))
+    return None if profile is None or profile.memory is None else scenario.memory_of(experiment, plan_of(experiment))
 
 
 def fits(experiment: Experiment) -> bool | None:

@@ -14,6 +14,7 @@ from fleetbench.config import Config
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.utilisation import Utilisation, utilisation
 from sim.many.pool import naming
 from sim.many.sweep import Axis, Load
 from tuner.notes import Note
@@ -39,6 +40,7 @@ class Size(Config):
     """With the experiment's own strategy."""
     samples_per_s: float
     tokens_per_s: float | None
+    per_trainer: Utilisation
     efficiency: float
     """Samples a second and trainer, over the first value's."""
     days: float | None
@@ -157,7 +159,9 @@ def _size(value: str, experiment: Experiment, times: candidates.Times, searched:
     tune, trainers = experiment.tune, experiment.cluster.trainers
     strategy = candidates.choose(experiment, times)
     step_s = times[strategy]
-    samples_per_s, tokens_per_s = candidates.samples_and_tokens(experiment, step_s)
+    memory = sharded.memory_of(experiment.replace(strategy=strategy)) or {}
+    one = utilisation(experiment, step_s, sum(memory.values()) or None)
+    samples_per_s = trainers * one.samples_per_s
     seconds = (tune.samples or candidates.PER_SAMPLES) / samples_per_s
     price = tune.price_per_trainer_hour
     return Size(
@@ -168,8 +172,9 @@ def _size(value: str, experiment: Experiment, times: candidates.Times, searched:
         step_s=step_s,
         default_s=times[experiment.strategy],
         samples_per_s=samples_per_s,
-        tokens_per_s=tokens_per_s,
-        efficiency=1.0 if first is None else samples_per_s / trainers / (first.samples_per_s / first.trainers),
+        tokens_per_s=None if one.tokens_per_s is None else trainers * one.tokens_per_s,
+        per_trainer=one,
+        efficiency=1.0 if first is None else one.samples_per_s / first.per_trainer.samples_per_s,
         days=None if tune.samples is None else seconds / SECONDS_PER_DAY,
         cost=None if price is None else price * trainers * seconds / 3600,
         fits_in_memory=sharded.fits(experiment.replace(strategy=strategy)),

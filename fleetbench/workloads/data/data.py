@@ -22,7 +22,7 @@ from fleetbench.stragglers import splitmix64
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.reader import Read, Reader, Sampler, normalise
 from fleetbench.workloads.data.words import HELD_OUT_POSITION, Negatives, read_pairs, text_file, topics_file
-from fleetbench.workloads.models.registry import INPUTS, NUM_BYTES, check_model, data_source, model_option, sizes
+from fleetbench.workloads.models.registry import INPUTS, LOSSES, NUM_BYTES, check_model, data_source, model_option, sizes
 from fleetbench.workloads.models.sparse import NUM_CATEGORICAL, NUM_NUMERIC
 
 Array = npt.NDArray[np.generic]
@@ -183,7 +183,7 @@ def _synthetic(workload: Workload, seed: int) -> tuple[Array, Labels]:
     if inputs == "images":
         return _blotches(generator, size["samples"], size["image_size"], model_option(workload, "classes"))
     if inputs == "tokens":
-        classes = 1 if workload.model == "gpt" else model_option(workload, "classes")  # its loss reads no labels
+        classes = 1 if workload.model in LOSSES else model_option(workload, "classes")  # a decoder's loss reads no labels
         return _bags(generator, (size["samples"], size["length"]), model_option(workload, "vocab"), classes)
     features, classes = (64, 10) if inputs == "digits" else (model_option(workload, "features"), model_option(workload, "classes"))
     noise = float(workload.data_options.get("noise", 0.0))

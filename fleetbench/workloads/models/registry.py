@@ -12,7 +12,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.workload import ModelOption, Workload
 from fleetbench.workloads.models.resnet import resnet50
 from fleetbench.workloads.models.sparse import MOST_ROWS, SkipGram, WideDeep, click_loss, skip_gram_loss
-from fleetbench.workloads.models.transformers import Gpt, bert_base, next_token_loss
+from fleetbench.workloads.models.transformers import Gpt, Llama, bert_base, next_token_loss
 
 
 def mlp(features: int = 32, classes: int = 10, hidden: int = 64, depth: int = 2) -> nn.Module:
@@ -59,6 +59,7 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "resnet50": resnet50,
     "bert_base": bert_base,
     "gpt": Gpt,
+    "llama": Llama,
     "wide_deep": WideDeep,
     "word2vec": SkipGram,
 }
@@ -70,13 +71,14 @@ INPUTS: Mapping[str, str] = {
     "resnet50": "images",
     "bert_base": "tokens",
     "gpt": "tokens",
+    "llama": "tokens",
     "wide_deep": "clicks",
     "word2vec": "pairs",
 }
 """What a model is fed with: a batch of ``features`` (n), ``digits`` (8, 8), ``images`` (3, size, size), ``tokens`` (length),
 ``clicks`` (39 columns, see ``fleetbench.workloads.models.sparse``) or ``pairs`` (a word, its neighbour, and negatives)."""
 
-LOSSES: Mapping[str, Loss] = {"gpt": next_token_loss, "wide_deep": click_loss, "word2vec": skip_gram_loss}
+LOSSES: Mapping[str, Loss] = {"gpt": next_token_loss, "llama": next_token_loss, "wide_deep": click_loss, "word2vec": skip_gram_loss}
 """The loss of models whose loss is not cross-entropy."""
 
 _SAMPLES: Mapping[str, Callable[[Mapping[str, int]], tuple[int, ...]]] = {
@@ -164,9 +166,13 @@ def _check_model_options(name: str, options: Mapping[str, ModelOption]) -> None:
         hint = f"{name} takes {', '.join(known)}; --set 'workload.model_options={{}}' drops what a file has for another model"
         raise ConfigError(what, "workload.model", repr(name), hint)
     _check_options("model_options", options, known, name)
-    hidden, heads = (int({**known, **options}.get(option, 1)) for option in ("hidden", "heads"))
-    if hidden % heads:
-        raise ConfigError("does not divide hidden", "workload.model_options.heads", str(heads), f"a divisor of hidden = {hidden}")
+    all_options = {**known, **options}
+    for whole, part in (("hidden", "heads"), ("heads", "kv_heads")):
+        if int(all_options.get(whole, 1)) % (divisor := int(all_options.get(part, 1))):
+            hint = f"a divisor of {whole} = {all_options[whole]}"
+            raise ConfigError(f"does not divide {whole}", f"workload.model_options.{part}", str(divisor), hint)
+    if int(size := all_options.get("head_size", 2)) % 2:
+        raise ConfigError("must be even", "workload.model_options.head_size", str(size), "its numbers are turned in pairs")
 
 
 def _check_options(table: str, options: Mapping[str, ModelOption], known: Mapping[str, int | float], taker: str) -> None:
@@ -175,6 +181,10 @@ def _check_options(table: str, options: Mapping[str, ModelOption], known: Mappin
         where = f"workload.{table}.{option}"
         if option not in known:
             raise ConfigError("not an option here", where, repr(value), f"{taker} takes {', '.join(known) or 'none'}")
+        if isinstance(known[option], bool):
+            if not isinstance(value, bool):
+                raise ConfigError("must be true or false", where, repr(value), f"for example {option} = true")
+            continue
         hint = f"for example {option} = {known[option] or (0.1 if isinstance(known[option], float) else 64)}"
         if isinstance(known[option], float):
             if type(value) not in (int, float) or not 0 < float(value) < math.inf:

@@ -1,8 +1,11 @@
-"""Transformers: BERT (Devlin et al. 2018, arXiv 1810.04805), an encoder with a classifier, and GPT-2 (Radford et al. 2019), a decoder."""
+"""Transformers: BERT, an encoder with a classifier, and the decoders GPT-2 and Llama.
+
+Devlin et al. 2018, arXiv 1810.04805; Radford et al. 2019; Touvron et al. 2023, arXiv 2302.13971.
+"""
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention, silu
 
 _INITIAL_STD = 0.02
 _EPSILON = 1e-12
@@ -102,24 +105,108 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocab, bias=False)
         self.head.weight = self.tokens.weight
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=_INITIAL_STD)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+        _initialise(self)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Cross-entropies."""
         hidden = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             hidden = block(hidden)
-        logits = self.head(self.norm(hidden)[:, :-1])
-        return (
-            cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1).to(self.norm.weight.dtype)
+        return _costs(self.head(self.norm(hidden)[:, :-1]), tokens).to(self.norm.weight.dtype)
+
+
+def _costs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Cross-entropies ``(batch, length - 1)`` of all tokens but the first."""
+    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1)
+
+
+class LlamaBlock(nn.Module):
+    """Attention, whose groups of heads share keys and values, and a gated perceptron, each after an RMS norm and around a shortcut."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int, head_size: int, ffn: int, *, qkv_bias: bool, qk_norm: bool) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.norm1 = nn.RMSNorm(hidden)
+        self.query = nn.Linear(hidden, heads * head_size, bias=qkv_bias)
+        self.key = nn.Linear(hidden, kv_heads * head_size, bias=qkv_bias)
+        self.value = nn.Linear(hidden, kv_heads * head_size, bias=qkv_bias)
+        self.query_norm, self.key_norm = (nn.RMSNorm(head_size) if qk_norm else nn.Identity() for _ in range(2))
+        self.output = nn.Linear(heads * head_size, hidden, bias=False)
+        self.norm2 = nn.RMSNorm(hidden)
+        self.gate, self.up = (nn.Linear(hidden, ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, inputs: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """``(batch, length, hidden)`` to as much; ``angles`` of the rotary positions: ``(length, head_size / 2)``."""
+        batch, length, _ = inputs.shape
+        normed = self.norm1(inputs)
+        query, key, value = (
+            part(normed).view(batch, length, -1, self.head_size).transpose(1, 2) for part in (self.query, self.key, self.value)
         )
+        query, key = _rotated(self.query_norm(query), angles), _rotated(self.key_norm(key), angles)
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
+        inputs = inputs + self.output(mixed.transpose(1, 2).reshape(batch, length, -1))
+        normed = self.norm2(inputs)
+        return inputs + self.down(silu(self.gate(normed)) * self.up(normed))  # type: ignore[no-any-return]  # Module.__call__ is untyped
+
+
+def _rotated(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Heads ``(..., length, size)`` whose numbers i and i + size / 2 are turned by the angle i of their position."""
+    left, right = heads.chunk(2, -1)
+    cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+
+class Llama(nn.Module):
+    """Tokens ``(batch, length)``, int64, to costs as ``Gpt``: a decoder like Llama, Mistral and Qwen, with rotary positions."""
+
+    def __init__(  # noqa: PLR0913  # a model's options
+        self,
+        *,
+        vocab: int = 128256,
+        hidden: int = 2048,
+        layers: int = 16,
+        heads: int = 32,
+        kv_heads: int = 8,
+        head_size: int = 64,
+        ffn: int = 8192,
+        positions: int = 131072,
+        tied: bool = True,  # options are passed by name
+        qkv_bias: bool = False,  # as above
+        qk_norm: bool = False,  # as above
+    ) -> None:
+        """By default Llama 3.2 of 1,235,814,400 parameters. ``kv_heads`` divides ``heads``; the base of the rotary angles is 10,000."""
+        super().__init__()
+        self.positions, self.head_size = positions, head_size
+        self.tokens = nn.Embedding(vocab, hidden)
+        self.blocks = nn.ModuleList(
+            LlamaBlock(hidden, heads, kv_heads, head_size, ffn, qkv_bias=qkv_bias, qk_norm=qk_norm) for _ in range(layers)
+        )
+        self.norm = nn.RMSNorm(hidden)
+        self.head = nn.Linear(hidden, vocab, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+        _initialise(self)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Cross-entropies."""
+        hidden = self.tokens(tokens)
+        rates = 1e4 ** -(torch.arange(0, self.head_size, 2, device=tokens.device, dtype=hidden.dtype) / self.head_size)
+        angles = torch.outer(torch.arange(tokens.shape[1], device=tokens.device, dtype=hidden.dtype), rates)
+        for block in self.blocks:
+            hidden = block(hidden, angles)
+        return _costs(self.head(self.norm(hidden)[:, :-1]), tokens).to(self.norm.weight.dtype)
+
+
+def _initialise(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=_INITIAL_STD)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 def next_token_loss(costs: torch.Tensor, _labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Of ``Gpt``: the mean over tokens; ``reduction``: ``mean`` or ``sum`` over the batch."""
+    """Loss of a decoder: the mean over tokens; ``reduction``: ``mean`` or ``sum`` over the batch."""
     total = costs.mean(1).sum()
     return total / len(costs) if reduction == "mean" else total

@@ -1,0 +1,74 @@
+"""A model as Hugging Face publishes it: the ``config.json`` of a decoder or encoder as a registry model with its options."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fleetbench.digests import read_text
+from fleetbench.errors import ConfigError
+
+_LLAMA = {
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn": "intermediate_size",
+    "positions": "max_position_embeddings",
+}
+_GPT2 = {"vocab": "vocab_size", "hidden": "n_embd", "layers": "n_layer", "heads": "n_head", "positions": "n_positions"}
+_KINDS: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
+    "gpt2": ("gpt", _GPT2, {"tie_word_embeddings": True, "activation_function": "gelu_new", "add_cross_attention": False}),
+    "bert": ("bert_base", _LLAMA, {"hidden_act": "gelu", "type_vocab_size": 2, "is_decoder": False}),
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3"),
+        ("llama", _LLAMA, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}),
+    ),
+}
+"""By ``model_type``: the registry's model, its options' names there, and what all other keys that matter must be, if given."""
+_OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
+
+
+def expanded(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An undecoded experiment whose ``workload.model`` names a ``config.json``, with the registry's model and options.
+
+    Rotary bases and the epsilons of norms, which change no time, are the registry's. Raises ``ConfigError`` for a file
+    that cannot be read, of a model that the registry lacks, or beside options.
+    """
+    workload = data.get("workload")
+    if not isinstance(workload, Mapping) or not str(workload.get("model")).endswith(".json"):
+        return data
+    if workload.get("model_options"):
+        hint = "leave one of them out: --set 'workload.model_options={}' drops those of another model"
+        raise ConfigError("a config.json has all options", "workload.model_options", repr(workload["model_options"]), hint)
+    name, options = _read(str(workload["model"]))
+    return {**data, "workload": {**workload, "model": name, "model_options": options}}
+
+
+def _read(path: str) -> tuple[str, dict[str, Any]]:
+    try:
+        config = json.loads(read_text(path, "workload.model names this file"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not JSON: {error}", path, hint="workload.model names a config.json of Hugging Face") from None
+    kind = str(config.get("model_type") if isinstance(config, dict) else None)
+    if kind not in _KINDS:
+        hint = f"one of {', '.join(_KINDS)}; estimate your own script instead: fleetbench estimate --gpu H100 -- python train.py"
+        raise ConfigError("not a model_type that the registry has", f"{path}: model_type", repr(kind), hint)
+    model, keys, required = _KINDS[kind]
+    numbers = {key: config.get(key) for key in (*keys.values(), *_OPTIONAL) if key not in _OPTIONAL or config.get(key) is not None}
+    if wrong := [key for key, value in numbers.items() if type(value) is not int or value < 1]:
+        raise ConfigError(f"needs whole numbers from 1 for {', '.join(wrong)}", path, hint=f"as any config.json of {kind} has")
+    if kind == "gpt2":
+        required = {**required, "n_inner": 4 * config["n_embd"]}
+    for key, value in required.items():
+        if config.get(key) not in (None, value):
+            what = f"the registry's {model} has {key} = {value!r}"
+            raise ConfigError(what, f"{path}: {key}", repr(config[key]), "estimate your own script instead")
+    options: dict[str, Any] = {option: config[key] for option, key in keys.items()}
+    if model == "llama":
+        options["kv_heads"] = numbers.get("num_key_value_heads", options["heads"])
+        options["head_size"] = numbers.get("head_dim", options["hidden"] // options["heads"])
+        options |= {"tied": config.get("tie_word_embeddings", False), "qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3"}
+        if "sliding_window" in numbers and config.get("use_sliding_window", True):
+            # in the registry a token attends to all before it, which is the same up to there
+            options["positions"] = min(options["positions"], numbers["sliding_window"])
+    return model, options

@@ -1,0 +1,58 @@
+"""Utilisation: what one trainer, which is one GPU, does in a second, and how much of its GPU that takes.
+
+Model FLOPs utilisation (MFU; Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B) is the FLOPs that a model's
+forward and backward need, per second, as a share of the GPU's peak. What is computed again (``strategy.recompute``)
+does not count, and a causal mask saves nothing.
+"""
+
+from dataclasses import dataclass
+
+from fleetbench import units
+from fleetbench.config import Config
+from fleetbench.experiment import Experiment
+from fleetbench.profile import profile_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Utilisation(Config):
+    """One trainer's rates, and its memory."""
+
+    samples_per_s: float
+    tokens_per_s: float | None = None
+    """Tokens per second; none where ``workload.data_options`` has no ``length`` of a sample."""
+    mfu: float | None = None
+    """Model FLOPs utilisation; none, as the next two, where no estimate has counted FLOPs."""
+    peak_flops_s: float | None = None
+    """FLOP/s of dense products that the GPU's data sheet gives in ``precision``."""
+    precision: str | None = None
+    memory_bytes: int | None = None
+    """Bytes that a trainer needs at most; none where no profile says."""
+
+    @property
+    def line(self) -> str:
+        """In words."""
+        parts = [f"{self.samples_per_s:,.4g} samples/s"]
+        parts += [f"{self.tokens_per_s:,.0f} tokens/s"] if self.tokens_per_s is not None else []
+        parts += [f"MFU {units.percent(self.mfu)} of {self.peak}"] if self.mfu is not None else []
+        parts += [f"{units.size(self.memory_bytes)} of memory"] if self.memory_bytes is not None else []
+        return f"per {'trainer' if self.mfu is None else 'GPU'}: {', '.join(parts)}"
+
+    @property
+    def peak(self) -> str:
+        """What ``mfu`` is a share of, in words."""
+        return f"{(self.peak_flops_s or 0) / 1e12:,.4g} TFLOP/s (dense {self.precision})"
+
+
+def utilisation(experiment: Experiment, step_s: float, memory_bytes: int | None = None) -> Utilisation:
+    """The utilisation at so many seconds of a step, which is one forward and backward of ``workload.batch_size`` samples."""
+    profile, length = profile_of(experiment), experiment.workload.data_options.get("length")
+    samples_per_s = experiment.workload.batch_size / step_s
+    flops = None if profile is None else profile.flops
+    return Utilisation(
+        samples_per_s=samples_per_s,
+        tokens_per_s=samples_per_s * length if isinstance(length, int) else None,
+        mfu=None if flops is None else flops.per_step / step_s / flops.peak_s,
+        peak_flops_s=None if flops is None else flops.peak_s,
+        precision=None if flops is None else flops.precision,
+        memory_bytes=memory_bytes,
+    )

@@ -1,0 +1,31 @@
+"""Utilisation: rates of one trainer and MFU, by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fleetbench.experiment import Experiment
+from fleetbench.measurements import ModelFlops
+from fleetbench.profile import Profile, name_profile
+from fleetbench.utilisation import utilisation
+
+
+def test_a_trainers_rates_and_mfu_are_those_worked_out_by_hand(tmp_path: Path) -> None:
+    """4 samples of 10 tokens in half a second; 2e12 FLOPs in it are 4e12 a second, of 16e12 a quarter."""
+    experiment = Experiment.from_dict({"workload": {"model": "gpt", "data": "synthetic", "batch_size": 4, "data_options": {"length": 10}}})
+    flops = ModelFlops(per_step=2e12, peak_s=16e12, precision="bf16")
+    profile = Profile(machine="a GPU", created="now", tables=(), flops=flops)
+    one = utilisation(name_profile(experiment, profile, tmp_path / "profile.toml"), 0.5, 3 * 10**9)
+    assert (one.samples_per_s, one.tokens_per_s, one.mfu) == (8, 80, 0.25)
+    assert one.line == "per GPU: 8 samples/s, 80 tokens/s, MFU 25.0 % of 16 TFLOP/s (dense bf16), 3.00 GB of memory"
+    assert utilisation(Experiment(), 0.5).line == "per trainer: 64 samples/s"
+
+
+@pytest.mark.parametrize(("stragglers", "said"), [([], ""), (["jitter", "slow_rank", "jitter"], "(jitter, slow_rank)")])
+def test_a_heading_says_which_delays_are_added(stragglers: list[str], said: str) -> None:
+    """Each kind once."""
+    more = {"jitter": {"mean": 0.1}, "slow_rank": {"ranks": [0], "factor": 2.0}}
+    cluster = Experiment.from_dict({"cluster": {"stragglers": [{"kind": kind, **more[kind]} for kind in stragglers]}}).cluster
+    assert cluster.said_of_stragglers == (f", with stragglers as the file declares {said}" if said else "")
