@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 import tomli_w
 
 from fleetbench.cluster import Cluster
+from fleetbench.collective_logs import with_measured
 from fleetbench.config import Config, at_least, decode, defaults_of, encode
 from fleetbench.digests import digest_of, json_digest, read_text, read_toml, sealed, write_whole
 from fleetbench.environment import check_environment
@@ -186,10 +187,10 @@ class Experiment(Config):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Experiment:
-        """Decode plain TOML data, in which a ``cluster.preset`` stands for fields (``fleetbench.hardware.presets``)."""
+        """Decode plain TOML data: a ``cluster.preset`` stands for fields (``fleetbench.hardware.presets``), a log for points."""
         if (schema := data.get("schema", SCHEMA)) != SCHEMA:  # before its keys, which another schema may name otherwise
             raise ConfigError("not a schema of this version", "schema", repr(schema), f"this version reads schema {SCHEMA}")
-        return decode(expanded(data), cls, "")
+        return decode(expanded(with_measured(data)), cls, "")
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
@@ -297,6 +298,9 @@ def _replace_files(data: dict[str, Any], change: Callable[[str], str], *, folder
     for table, key in ((workload, "profile"), *named):
         if isinstance(table.get(key), str):
             table[key] = change(table[key])
+    if isinstance(logs := cluster.get("measured"), str | list):
+        named_logs = logs if isinstance(logs, list) else [logs]
+        cluster["measured"] = [change(one) if isinstance(one, str) else one for one in named_logs]
     prefix, colon, path = str(workload.get("data")).partition(":")
     if prefix + colon in _FILE_DATA and (folders or prefix != "imagenet"):
         workload["data"] = prefix + colon + change(path)
