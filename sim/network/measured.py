@@ -28,6 +28,11 @@ class Times:
         self._points = sorted(dict(points).items())
         self._half = max(bisect_right(self._points, self._points[-1][0] // 2, key=lambda point: point[0]) - 1, 0)
 
+    @property
+    def largest(self) -> int:
+        """The most bytes."""
+        return self._points[-1][0]
+
     def ns(self, nbytes: int) -> Fraction:
         """The time of ``nbytes``."""
         if nbytes <= self._points[0][0]:
@@ -65,6 +70,7 @@ class MeasuredNccl:
     - a tree: each level of nodes adds what it added between the next two numbers of nodes, of which one node is one where no two others
       were measured; with one number alone, times are to each other as the model's.
 
+    In a tree, whose time per byte still falls, sizes beyond the largest that tells add what the model adds.
     What no measurement tells takes the model's time.
     """
 
@@ -86,15 +92,17 @@ class MeasuredNccl:
 
     def route(self, nbytes: int) -> Route:
         """What a collective of ``nbytes`` takes."""
-        own, times = self._own.cost(nbytes), self._exact or self._curve(self._own.choice(nbytes))
+        own, way = self._own.cost(nbytes), _way(self._own.choice(nbytes))
+        times = self._exact or self._curve(way)
         if times is None:
             return self._own.route(nbytes)
         took_ns = times.ns(nbytes)
+        if not self._exact and way == TREE and nbytes > times.largest:
+            took_ns = times.ns(times.largest) + max(Fraction(0), own.total_ns - self._own.cost(times.largest).total_ns)
         latency_ns = min(own.latency_ns, int(took_ns))
         return self._own.route(nbytes, Cost(latency_ns, took_ns - latency_ns))
 
-    def _curve(self, choice: Choice) -> Times | None:
-        way = _way(choice)
+    def _curve(self, way: str) -> Times | None:
         if way not in self._curves:
             found = self._tree() if way == TREE else self._ring(way)
             self._curves[way] = Times(found) if len(dict(found)) > 1 else None

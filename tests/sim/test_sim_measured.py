@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import tomllib
 from collections.abc import Callable
@@ -88,6 +89,15 @@ def test_one_number_of_nodes_scales_a_tree_by_the_model() -> None:
     two, eight = (Nccl(GENERATIONS["nccl-hopper"], "all_reduce", range(4 * nodes), links(NCCL_ALGO="Tree")) for nodes in (2, 8))
     own = links(declared(2, lambda _, nbytes: round(2 * two.cost(nbytes).total_ns)), NCCL_ALGO="Tree")
     assert predicted(8, own) == [pytest.approx(2 * float(eight.cost(nbytes).total_ns), rel=1e-4) for nbytes in SIZES]
+
+
+def test_sizes_beyond_the_largest_add_what_the_model_adds() -> None:
+    """A tree of 16 nodes, of which 2 and 4 were measured until 1 MiB: from there on as much more as without measurements."""
+    small = (dataclasses.replace(one, points=one.points[:18]) for one in (declared(2, tree_ns), declared(4, tree_ns)))
+    own = links(*small, NCCL_ALGO="Tree")
+    way, model = MeasuredNccl("all_reduce", range(64), own), Nccl(GENERATIONS["nccl-hopper"], "all_reduce", range(64), own)
+    more_ns = model.cost(2**24).total_ns - model.cost(2**20).total_ns
+    assert way.route(2**24).cost.total_ns == tree_ns(16, 2**20) + more_ns
 
 
 @pytest.mark.parametrize("ranks", [range(0, 16, 4), range(4)])

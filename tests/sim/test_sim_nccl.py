@@ -183,6 +183,15 @@ def test_a_tree_takes_the_simple_latency_in_each_hop() -> None:
     assert [cost.latency_ns - costs[0].latency_ns for cost in costs] == [0, 2 * 4 * 28_000, 0]
 
 
+def test_nvls_trees_by_hand() -> None:
+    """Nodes of 8 H100: 25 us, and 2 x 20.9 for each level; 8 channels of 57.7 GB/s on two nodes, a ring's 360 on four."""
+    inter = Link(bandwidth=BitsPerSecond(400 * 10**9))
+    two, four = (gpus(8, nodes, 450, inter=inter, NCCL_ALGO="NVLSTree").cost(2**30) for nodes in (2, 4))
+    assert [cost.latency_ns for cost in (two, four)] == [25_000 + 2 * 20_900, 25_000 + 4 * 20_900]
+    assert two.transfer_ns == 2**30 * Fraction(30, 16) / (8 * Fraction("57.7"))
+    assert four.transfer_ns == 2**30 * Fraction(62, 32) / 360
+
+
 def test_pat_is_taken_where_the_environment_names_it() -> None:
     """An all-gather of 64 single GPUs: 8 us, 6 levels of 14 / 3.5 us and 2.8 us a rank, at three quarters of the bandwidth."""
     pat = gpus(1, 64, 100, inter=SLINGSHOT, kind="all_gather", NCCL_ALGO="PAT")
