@@ -38,11 +38,13 @@ class Link(Config):
     flow_limit: BitsPerSecond | None = None
     """The most that one connection carries, as clouds limit a TCP flow below the interface. A communicator has one between two ranks."""
     efficiency: float | None = None
-    """Part of the payload's bandwidth that NCCL's collectives reach. Default: 0.92 over ``infiniband`` and ``roce``, where 0.74 to 0.97
-    was measured (reports/nccl_model), and 1 over others; TCP on 200 Gbit/s reached 0.2. Gloo and ``payload`` leave it out."""
+    """Part of the payload's bandwidth that NCCL's collectives reach. Default: 0.95 over ``infiniband`` and ``roce``,
+    where 0.74 to 0.97 was measured (reports/nccl_model), and 1 over others; TCP on 200 Gbit/s reached 0.2. Gloo and
+    ``payload`` leave it out."""
     simple_latency: Nanoseconds | None = None
-    """Least time of a ring's step, and of a tree's hop, in NCCL's Simple protocol between nodes. Default: that of NCCL's model, 14 us and
-    twice ``latency``, in each message between nodes; on Slingshot 42 and 48 us were measured."""
+    """Least time of a ring's step, and of a tree's hop, in NCCL's Simple protocol between nodes. Default: that of NCCL's
+    model, 14 us and twice ``latency`` in each message between nodes, and in a ring's step at least 9.5 us, as on
+    InfiniBand; on Slingshot 42 and 48 us were measured."""
 
     def carried(self, backend: str, *, between_nodes: bool) -> Link:
         """The link that carries this one's payload with no framing. Raises ``ConfigError`` for an ``mtu`` that its framing has not."""
@@ -159,7 +161,8 @@ class Cluster(Config):
     collective: CollectiveAlgorithm = "ring"
     """How the simulator carries collectives out; ``measured`` is by the points of ``measured``, or else of the profile."""
     measured: tuple[Measured, ...] = ()
-    """Measured collectives, for ``measured`` and ``nccl-`` collectives; a name among them is that of a file with nccl-tests' output."""
+    """Measured collectives, for ``measured`` and ``nccl-`` collectives; a text among them names a file with nccl-tests'
+    output."""
     host_bandwidth: BitsPerSecond | None = None
     """What a host copies and sums a second in gloo's all-reduce (``collective = "gloo"``), and as a parameter server of what it receives
     and sends; by default copies and sums take no time. All-reduces in flight together do not slow each other's."""

@@ -93,7 +93,7 @@ def with_measured(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _measured(path: str) -> list[dict[str, Any]]:
-    """A log's collectives by kind and number of ranks, as ``Measured`` is written; the median of a size that is there several times."""
+    """A log's collectives by kind and number of ranks, as ``Measured`` is written; of a repeated size, the median."""
     hint = "name the output of nccl-tests, or write the points: { trainers = 8, points = [...] }"
     text = text_of(read_file(path, hint, "cluster.measured")) or ""
     kinds = dict.fromkeys(run.name if run.name in KINDS else NAME for run in _runs(text))
@@ -111,9 +111,9 @@ def _measured(path: str) -> list[dict[str, Any]]:
 
 
 def all_reduces(text: str, path: str, say: Callable[[str], None], kind: str = NAME) -> list[AllReduce] | None:
-    """The correct all-reduces of a text, or collectives of another kind; none where it is no such output. ``say`` hears what was left out.
+    """The correct all-reduces of a text, or collectives of another kind; none where it is no such output.
 
-    Raises ``ConfigError`` where there is none that is correct.
+    ``say`` hears what was left out. Raises ``ConfigError`` where there is none that is correct.
     """
     runs = _runs(text)
     if not runs:

@@ -37,7 +37,7 @@ CLASSES = {"to 2 KiB": (0, 2**11), "4 to 32 KiB": (2**12, 2**15), "64 KiB to 1 M
 ALPS = {"generation": "nccl-hopper", "gpus": 4, "gbytes": 450, "nics": 4, "gbit": 200}
 POLARIS = {"generation": "nccl-ampere", "gpus": 4, "gbytes": 300, "nics": 2, "gbit": 200}
 """As declared: GB/s of NVLink each way, interfaces of a node, Gbit/s of each."""
-FABRIC = {"alps": {"simple_us": 42}, "polaris": {"simple_us": 48, "efficiency": 0.74}}
+FABRIC = {"alps": {"simple_us": 42, "efficiency": 0.92}, "polaris": {"simple_us": 48, "efficiency": 0.74}}
 """What was read from given rows: the time of a ring's step where it no longer falls, and bus bandwidth at the largest sizes."""
 
 
@@ -169,16 +169,40 @@ def main() -> None:
     published(module)
 
 
+H100 = {"generation": "nccl-hopper", "gpus": 8, "gbytes": 450, "nics": 8, "gbit": 400}
+A100 = {"generation": "nccl-ampere", "gpus": 8, "gbytes": 300, "nics": 8, "gbit": 200}
+RING = {"NCCL_ALGO": "Ring"}
+SIMPLE = RING | {"NCCL_PROTO": "Simple"}
+GIB = 2**30
+PUBLISHED: list[tuple[str, dict[str, Any], int, int, float, str]] = [
+    ("8 H100, 8 GiB: 480 GB/s of bus bandwidth", H100, 1, 8 * GIB, 1.75 * 8 * GIB / 480e3, "nccl-tests 212"),
+    ("the same, NCCL_ALGO=Ring: 365 GB/s", H100 | RING, 1, 8 * GIB, 1.75 * 8 * GIB / 365e3, "nccl-tests 212"),
+    ("8 H800, 8 GiB: 215 GB/s", H100 | {"gbytes": 200}, 1, 8 * GIB, 1.75 * 8 * GIB / 215e3, "nccl 1374"),
+    ("2 nodes of 8 H20, 8 B", H100, 2, 8, 47, "nccl 1244"),
+    ("16 nodes of 8 H100, 8 B", H100, 16, 8, 62, "nccl 1469"),
+    ("the same, 4 KiB", H100, 16, 4096, 77, "nccl 1469"),
+    ("the same, 64 MiB: 150 GB/s", H100, 16, 64 * MIB, 2 * 127 / 128 * 64 * MIB / 150e3, "nccl 1469"),
+    ("5 nodes of 8 H100, 4 x 400 Gbit/s, Ring, 1 MiB", H100 | {"nics": 4} | RING, 5, MIB, 354.9, "nccl 1368"),
+    ("the same, 1 GiB: 190 GB/s", H100 | {"nics": 4} | RING, 5, GIB, 2 * 39 / 40 * GIB / 190e3, "nccl 1368"),
+    ("the same, Tree, 1 GiB: 150 GB/s", H100 | {"nics": 4, "NCCL_ALGO": "Tree"}, 5, GIB, 2 * 39 / 40 * GIB / 150e3, "nccl 1368"),
+    ("3 nodes of 8 A100, 4 x 200 Gbit/s, 32 MiB", A100 | {"nics": 4}, 3, 33_554_440, 732.9, "nccl-tests 119"),
+    ("248 nodes of 8 H200, 512 MiB: 350 GB/s", H100, 248, 512 * MIB, 2 * 512 * MIB / 350e3, "nccl-tests 283"),
+    *(
+        (f"128 nodes of 8, a Simple ring, {size} GiB", H100 | SIMPLE, 128, size * GIB, us, "nccl-tests 322")
+        for size, us in ((1, 19_355), (2, 20_218), (4, 25_377), (8, 47_078), (16, 93_457))
+    ),
+]
+"""Of github.com/NVIDIA, by repository and number of the issue; us. Where it does not say, 8 x 400 Gbit/s of InfiniBand are assumed."""
+
+
 def published(module: Any) -> None:
-    """Bus bandwidth of one node, as NCCL's maintainers and users publish it."""
-    print("\n| all-reduce | published | before | now |\n|---|---|---|---|")
-    node = {"generation": "nccl-hopper", "gpus": 8, "nics": 8, "gbit": 400}
-    cases = [("8 H100, 8 GiB, GB/s", 480, 450, {}), ("the same, NCCL_ALGO=Ring", 365, 450, {"NCCL_ALGO": "Ring"}), ("8 H800, 8 GiB, GB/s", 215, 200, {})]  # fmt: skip  # noqa: E501
-    for name, gbps, gbytes, environment in cases:
-        fields = node | {"gbytes": gbytes}
-        now, earlier = product({}, **fields, **environment), before(module, **fields) if module is not None else None
-        shown = "" if earlier is None else f"{1.75 * 2**33 / earlier(1, 2**33) / 1e3:.0f}"
-        print(f"| {name} | {gbps} | {shown} | {1.75 * 2**33 / now(1, 2**33) / 1e3:.0f} |")
+    """What NCCL's maintainers and users published, with nothing declared but rates."""
+    print("\n| all-reduce | source | published, us | now | before |\n|---|---|---|---|---|")
+    for name, fields, nodes, size, us, source in PUBLISHED:
+        now = f"{product({}, **fields)(nodes, size):.0f} ({product({}, **fields)(nodes, size) / us - 1:+.0%})"
+        plain = {key: value for key, value in fields.items() if not key.startswith("NCCL")}
+        earlier = "" if module is None else f"{before(module, **plain)(nodes, size) / us - 1:+.0%}"
+        print(f"| {name} | {source} | {us:.0f} | {now} | {earlier} |")
 
 
 if __name__ == "__main__":

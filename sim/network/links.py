@@ -137,7 +137,7 @@ class Links:
         return Fraction(of_nodes) / Fraction(repr(self.racks.oversubscription))  # the decimal that a file writes
 
     def points_among(self, kind: Collective, ranks: int) -> tuple[CollectivePoint, ...]:
-        """What collectives of a kind among so many ranks were measured to take; nothing where none but all-reduces were measured.
+        """What collectives of a kind among so many ranks were measured to take; nothing of a kind that was not measured.
 
         Raises ``ConfigError`` for all-reduces of which others were measured, or fewer than two sizes.
         """

@@ -67,8 +67,8 @@ class MeasuredNccl:
     Among as many ranks on as many nodes they take what was measured. Elsewhere, where NCCL's model takes
 
     - a ring: a step takes what it took with as many bytes in the same protocol;
-    - a tree: each level of nodes adds what it added between the next two numbers of nodes, of which one node is one where no two others
-      were measured; with one number alone, times are to each other as the model's.
+    - a tree: each level of nodes adds what it added between the next two numbers of nodes, of which one node is one
+      where no two others were measured; with one number alone, times are to each other as the model's.
 
     In a tree, whose time per byte still falls, sizes beyond the largest that tells add what the model adds.
     What no measurement tells takes the model's time.

@@ -1,19 +1,21 @@
 """NCCL: the algorithm and the protocol that it takes, by its own cost model, and what they take.
 
-The choice is that of ``src/graph/tuning.cc`` of github.com/NVIDIA/nccl (5067397c, ``ncclTunerConstants_t``): of every pair of
-algorithm and protocol, time = latency + bytes / bandwidth, and the shortest is taken. Its maintainers say that the model assumes a
-perfect network, so the time of what is taken differs from it in three ways:
+The choice is that of ``src/graph/tuning.cc`` of github.com/NVIDIA/nccl (5067397c, ``ncclTunerConstants_t``): of
+every pair of algorithm and protocol, time = latency + bytes / bandwidth, and the shortest is taken. Its maintainers
+say that the model assumes a perfect network, so the time of what is taken differs from it in three ways:
 
 - NCCL counts on ``BELIEVED`` of the interfaces' rate, and gets what the link carries (``Link.efficiency``).
-- Steps of a Simple ring between nodes overlap: a step takes its bytes' time or its latency, whichever is longer.
-- A link may declare the ``simple_latency`` of its fabric: a step of such a ring and a hop of such a tree take that at least.
+- The latency of a Simple ring between nodes passes beside its bytes: the ring takes the longer of both.
+- A link may declare the ``simple_latency`` of its fabric: a step of such a ring, and a hop of a Simple tree, take
+  that at least.
 
-What is declared as a link's latency is added to a message between nodes, twice in Simple, as NCCL adds what its network plugin tells.
-NVLS is taken on nodes of more than ``DIRECT`` Hopper GPUs on NVLink, which have an NVSwitch, and NVLSTree between them. PAT is taken
-only where ``NCCL_ALGO`` of ``run.environment`` names it. That variable, ``NCCL_PROTO`` and ``NCCL_NVLS_ENABLE`` are followed.
+What is declared as a link's latency is added to a message between nodes, twice in Simple, as NCCL adds what its
+network plugin tells. NVLS is taken on nodes of more than ``DIRECT`` Hopper GPUs on NVLink, which have an NVSwitch,
+and NVLSTree between them. PAT is taken only where ``NCCL_ALGO`` of ``run.environment`` names it. That variable,
+``NCCL_PROTO`` and ``NCCL_NVLS_ENABLE`` are followed.
 
-Left out: PCI inside nodes (NVLink is assumed) and CollNet. Channels are as many as NCCL finds on NVLink, one for each link's
-``CHANNEL_GBPS``, and between nodes one for each interface, and for each 48 GB/s of a fast one.
+Left out: PCI inside nodes (NVLink is assumed) and CollNet. Channels are as many as NCCL finds on NVLink, one for each
+link's ``CHANNEL_GBPS``, and between nodes one for each interface, and for each 48 GB/s of a fast one.
 """
 
 import math
@@ -56,13 +58,16 @@ WIRE = {"LL": Fraction(2), "LL128": Fraction(128, 120), "Simple": Fraction(1)}
 """Bytes on the wire for each byte: LL sends a flag with every word, LL128 one in every 128 bytes."""
 INTER_CHANNEL_GBPS = 48
 BELIEVED = Fraction(57, 100)
-"""Part of the interfaces' rate by which NCCL chooses between nodes. With 0.55 to 0.60 the model changes its choice at all sizes
-where times on 2, 4 and 16 nodes of Alps show it; Polaris allows it, too (reports/nccl_model)."""
+"""Part of the interfaces' rate by which NCCL chooses between nodes. With 0.55 to 0.60 the model changes its choice at
+all sizes where times on 2, 4 and 16 nodes of Alps show it; Polaris allows it, too (reports/nccl_model)."""
+STEP_NS = 9_500
+"""Least time of a step of a Simple ring between nodes: all-reduces of 1 and 2 GiB among 1,024 GPUs on InfiniBand took
+9.5 and 9.9 us a step, in which bytes take 2.6 and 5.2 (github.com/NVIDIA/nccl-tests, issue 322)."""
 NVLS_NS, NVLS_NET_NS, PAT_NS, PAT_RANK_NS = 25_000, 20_900, 8_000, 2_800
-"""``hwLatencies`` of NVLS inside a node, and of NVLSTree between nodes; PAT's base latency, and what it adds for each rank."""
+"""``hwLatencies`` of NVLS inside a node, and of NVLSTree between nodes; PAT's base latency, and that of each rank."""
 NVLS_SHARE = Fraction("0.765")
-"""An all-reduce's bytes over NVLink's payload: 275 of 360 GB/s on 8 H100, 123 of 160 on 8 H800 (github.com/NVIDIA/nccl-tests, issue
-212; github.com/NVIDIA/nccl, issue 1374)."""
+"""An all-reduce's bytes over NVLink's payload: 275 of 360 GB/s on 8 H100, 123 of 160 on 8 H800
+(github.com/NVIDIA/nccl-tests, issue 212; github.com/NVIDIA/nccl, issue 1374)."""
 DIRECT, NVLINK_GBPS = 4, 100
 """GPUs that NVLink connects without a switch, and GB/s that PCIe does not reach."""
 
@@ -178,9 +183,10 @@ class Nccl:
         own = self._of(choice.method, choice.protocol, nbytes, self._bus_gbps)
         latency_ns, transfer_ns = own.latency_ns, nbytes / own.gbps
         if self.nodes > 1 and choice.protocol == "Simple":
-            if choice.method == "ring":
+            if choice.method == "ring" and self._kind not in ("reduce", "broadcast"):
                 base_ns = BASE_NS["ring"][-1]
-                steps_ns = latency_ns - base_ns if self._simple_ns is None else self.steps * self._simple_ns
+                own_ns = max(latency_ns - base_ns, self.steps * STEP_NS)
+                steps_ns = own_ns if self._simple_ns is None else self.steps * self._simple_ns
                 latency_ns = base_ns + max(0, steps_ns - half_up(transfer_ns))
             elif choice.method == "tree" and self._simple_ns is not None:
                 latency_ns += 2 * self.levels * max(0, self._simple_ns - self._hop_ns("tree", "Simple"))
@@ -261,7 +267,10 @@ def _methods(kind: Collective, environment: Mapping[str, str], nodes: int, *, is
 
 
 def _left(asked: str, names: tuple[_Name, ...]) -> tuple[_Name, ...]:
-    """What ``NCCL_ALGO`` or ``NCCL_PROTO`` leaves of names: those of a list, or after ``^`` all others; all of a list with functions."""
+    """What ``NCCL_ALGO`` or ``NCCL_PROTO`` leaves of names: those that it lists, or after ``^`` all others.
+
+    A list for each function (``allreduce:ring``) leaves all.
+    """
     words = asked.lower().removeprefix("^").split(",")
     if not asked or ":" in asked:
         return names

@@ -117,7 +117,7 @@ def ways(model: Nccl, powers: range) -> str:
     return " ".join(choice.method[0] + choice.protocol[-1] for choice in found)
 
 
-SLINGSHOT = Link(bandwidth=BitsPerSecond(200 * 10**9))
+SLINGSHOT = Link(bandwidth=BitsPerSecond(200 * 10**9), efficiency=0.92)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +166,19 @@ def test_a_step_of_a_ring_takes_its_bytes_or_its_latency(power: int, nodes: int,
     cost = gpus(4, nodes, 450, inter=inter, NCCL_ALGO="Ring", NCCL_PROTO="Simple").cost(nbytes)
     step_ns = nbytes / ranks / float(4 * 25 * Fraction(4096, 4122) * Fraction("0.92"))
     assert float(cost.total_ns) == pytest.approx(8_400 + 2 * (ranks - 1) * max(simple_ns, step_ns), rel=1e-6)
+
+
+@pytest.mark.parametrize(("gib", "published_us"), [(1, 19_355), (2, 20_218), (8, 47_078), (16, 93_457)])
+def test_a_ring_of_1024_gpus_takes_what_was_published(gib: int, published_us: int) -> None:
+    """By rates among 1,024 GPUs on InfiniBand (github.com/NVIDIA/nccl-tests, issue 322); the first gave ``STEP_NS``."""
+    model = gpus(8, 128, 450, inter=Link(bandwidth=BitsPerSecond(400 * 10**9)), NCCL_ALGO="Ring", NCCL_PROTO="Simple")
+    assert float(model.cost(gib * 2**30).total_ns) / 1e3 == pytest.approx(published_us, rel=0.04)
+
+
+def test_a_broadcast_has_no_steps_to_wait_for() -> None:
+    """Its chunks follow each other along the ring: 8.4 us and one hop of 14, whatever the number of ranks."""
+    model = gpus(8, 128, 450, inter=SLINGSHOT, kind="broadcast", NCCL_PROTO="Simple")
+    assert model.cost(2**20).latency_ns == 8_400 + 14_000
 
 
 def test_a_declared_delay_hides_under_the_bytes_of_a_slow_link() -> None:
