@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from fleetbench.config import Config, at_least
 from fleetbench.errors import ConfigError
-from fleetbench.framing import DEFAULT_MTU, Framing, default_framing, payload_share
+from fleetbench.framing import DEFAULT_MTU, Framing, default_efficiency, default_framing, payload_share
 from fleetbench.hardware import gpu_name
 from fleetbench.measurements import CollectivePoint
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
@@ -36,6 +37,14 @@ class Link(Config):
     """``bandwidth`` is what arrives: no framing is taken off."""
     flow_limit: BitsPerSecond | None = None
     """The most that one connection carries, as clouds limit a TCP flow below the interface. A communicator has one between two ranks."""
+    efficiency: float | None = None
+    """Part of the payload's bandwidth that NCCL's collectives reach. Default: 0.95 over ``infiniband`` and ``roce``,
+    where 0.74 to 0.97 was measured (reports/nccl_model), and 1 over others; TCP on 200 Gbit/s reached 0.2. Gloo and
+    ``payload`` leave it out."""
+    simple_latency: Nanoseconds | None = None
+    """Least time of a ring's step, and of a tree's hop, in NCCL's Simple protocol between nodes. Default: that of NCCL's
+    model, 14 us and twice ``latency`` in each message between nodes, and in a ring's step at least 9.5 us, as on
+    InfiniBand; on Slingshot 42 and 48 us were measured."""
 
     def carried(self, backend: str, *, between_nodes: bool) -> Link:
         """The link that carries this one's payload with no framing. Raises ``ConfigError`` for an ``mtu`` that its framing has not."""
@@ -45,19 +54,24 @@ class Link(Config):
         if self.mtu is not None:
             _check_mtu(framing, self.mtu)
         share = payload_share(framing, self.mtu)
+        if backend == "nccl":
+            share *= default_efficiency(framing) if self.efficiency is None else Fraction(repr(self.efficiency))
         return Link(
             bandwidth=BitsPerSecond(max(1, round(self.bandwidth * share))),
             latency=self.latency,
             payload=True,
+            simple_latency=self.simple_latency,
             flow_limit=None if self.flow_limit is None else BitsPerSecond(max(1, round(self.flow_limit * share))),
         )
 
     def _validate(self) -> None:
         at_least(self, 0, "bandwidth", "flow_limit", above=True)
-        at_least(self, 0, "latency")
+        at_least(self, 0, "efficiency", most=1, above=True)
+        at_least(self, 0, "latency", "simple_latency")
         at_least(self, LEAST_MTU, "mtu", most=LARGEST_MTU)
-        if self.payload and (self.framing is not None or self.mtu is not None):
-            raise ConfigError("payload = true excludes framing and mtu", "payload", "true", "drop framing and mtu, or payload")
+        if self.payload and (self.framing is not None or self.mtu is not None or self.efficiency is not None):
+            hint = "drop framing, mtu and efficiency, or payload"
+            raise ConfigError("payload = true excludes framing, mtu and efficiency", "payload", "true", hint)
         if self.mtu is not None and self.framing is not None:
             _check_mtu(self.framing, self.mtu)
 
@@ -90,8 +104,10 @@ class Racks(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured(Config):
-    """What all-reduces took among so many trainers, by nccl-tests or a paper."""
+    """Times of collectives of one kind among so many trainers, by nccl-tests or a paper."""
 
+    kind: Literal["all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast"] = "all_reduce"
+    """Collective that was timed."""
     trainers: int
     points: tuple[CollectivePoint, ...]
 
@@ -144,7 +160,9 @@ class Cluster(Config):
     """Per node, between nodes, each way."""
     collective: CollectiveAlgorithm = "ring"
     """How the simulator carries collectives out; ``measured`` is by the points of ``measured``, or else of the profile."""
-    measured: Measured | None = None
+    measured: tuple[Measured, ...] = ()
+    """Measured collectives, for ``measured`` and ``nccl-`` collectives; a text among them names a file with nccl-tests'
+    output."""
     host_bandwidth: BitsPerSecond | None = None
     """What a host copies and sums a second in gloo's all-reduce (``collective = "gloo"``), and as a parameter server of what it receives
     and sends; by default copies and sums take no time. All-reduces in flight together do not slow each other's."""
@@ -208,8 +226,9 @@ class Cluster(Config):
         at_least(self, 1, "nodes", "trainers_per_node", "nics_per_node", "cores_per_node")
         at_least(self, 0, "first_exchange", "servers")
         at_least(self, 0, "host_bandwidth", above=True)
-        if self.measured is not None and self.collective != "measured":
-            raise ConfigError('points are for collective = "measured"', "measured", f"collective = {self.collective!r}", "choose one")
+        if self.measured and self.collective != "measured" and not self.collective.startswith("nccl-"):
+            hint = 'set collective = "measured", or an nccl- collective, or drop measured'
+            raise ConfigError("is for measured and nccl- collectives", "measured", f"collective = {self.collective!r}", hint)
         if self.gpu is not None:
             object.__setattr__(self, "gpu", gpu_name(self.gpu, "gpu"))
         if self.server_placement == "shared" and self.servers > self.nodes:

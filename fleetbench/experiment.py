@@ -20,6 +20,7 @@ import tomli_w
 
 from fleetbench import hugging_face
 from fleetbench.cluster import Cluster
+from fleetbench.collective_logs import with_measured
 from fleetbench.config import Config, at_least, decode, defaults_of, encode
 from fleetbench.digests import digest_of, json_digest, read_text, read_toml, sealed, write_whole
 from fleetbench.environment import check_environment
@@ -190,11 +191,11 @@ class Experiment(Config):
         """Decode plain TOML data.
 
         ``cluster.preset`` stands for fields (``fleetbench.hardware.presets``), and a ``config.json`` as ``workload.model``
-        for a model with its options (``fleetbench.hugging_face``).
+        for a model with its options (``fleetbench.hugging_face``), a log in ``cluster.measured`` for its points.
         """
         if (schema := data.get("schema", SCHEMA)) != SCHEMA:  # before its keys, which another schema may name otherwise
             raise ConfigError("not a schema of this version", "schema", repr(schema), f"this version reads schema {SCHEMA}")
-        return decode(expanded(hugging_face.expanded(data)), cls, "")
+        return decode(expanded(hugging_face.expanded(with_measured(data))), cls, "")
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
@@ -303,6 +304,9 @@ def _replace_files(data: dict[str, Any], change: Callable[[str], str], *, folder
     for table, key in ((workload, "profile"), *models, *named):
         if isinstance(table.get(key), str):
             table[key] = change(table[key])
+    if isinstance(logs := cluster.get("measured"), str | list):
+        named_logs = logs if isinstance(logs, list) else [logs]
+        cluster["measured"] = [change(one) if isinstance(one, str) else one for one in named_logs]
     prefix, colon, path = str(workload.get("data")).partition(":")
     if prefix + colon in _FILE_DATA and (folders or prefix != "imagenet"):
         workload["data"] = prefix + colon + change(path)

@@ -25,6 +25,8 @@ DEFAULT_MTU: dict[Framing, int] = {"tcp": 1500, "roce": 4096, "infiniband": 4096
 TCP_IN_PACKET = 52
 AROUND_PACKET: dict[Framing, int] = {"tcp": 14, "roce": 58, "infiniband": 26}
 NVLINK_SHARE = Fraction(4, 5)
+VERBS_EFFICIENCY = Fraction(19, 20)
+"""The middle of six that were published or measured: 0.92 to 0.97 (reports/nccl_model)."""
 
 
 def payload_share(framing: Framing, mtu: int | None = None) -> Fraction:
@@ -43,3 +45,8 @@ def default_framing(backend: str, *, between_nodes: bool) -> Framing:
     if backend == "nccl":
         return "infiniband" if between_nodes else "nvlink"
     return "tcp" if between_nodes else "none"
+
+
+def default_efficiency(framing: Framing) -> Fraction:
+    """The part of the payload's bandwidth that NCCL's collectives reach; see ``Link.efficiency``."""
+    return VERBS_EFFICIENCY if framing in ("infiniband", "roce") else Fraction(1)

@@ -48,7 +48,7 @@ AGAIN = (
     Script("simulate_only/session.py", spread=0.001),
 )
 ELSEWHERE = {
-    "calibrate": "needs the table of ddl-benchmarks, which states no licence",
+    "calibrate, nccl_model/nodes": "need tables of ddl-benchmarks, and of Alps and Polaris, which state no licence",
     "gpu": "needs a CUDA device",
     "fidelity, testbed, network/declared, parameter_server": "need root, network namespaces and a quiet machine for half an hour",
     "quickstart, planted_truths, your_script, profile, strategies": "take times of real runs: a quiet machine for an hour",

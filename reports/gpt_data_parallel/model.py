@@ -19,8 +19,7 @@ from fleetbench.profile import Communication, Profile, compute_key
 from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
-from sim.network.links import Links
-from sim.network.routes import MeasuredAllReduce
+from sim.network.measured import Times
 
 DATA = Path(__file__).parent / "data.csv"
 TABLES = Path(__file__).parents[1] / "nccl_model" / "data"
@@ -128,9 +127,8 @@ def points(gpus: int) -> tuple[CollectivePoint, ...]:
 
 def all_reduce_s(shape: Shape) -> float:
     """What the gradients' all-reduce takes by the measured table, on the line of its last two points beyond it."""
-    links = Links(trainers_per_node=shape.gpus, intra=NVLINK, inter=None)
-    table = MeasuredAllReduce(points(shape.gpus), range(shape.gpus), links)
-    return float(table.took_ns(GRADIENT_BYTES * shape.params)) / 1e9
+    table = Times((point.nbytes, point.took) for point in points(shape.gpus))
+    return float(table.ns(GRADIENT_BYTES * shape.params)) / 1e9
 
 
 def compute_s(shape: Shape, constants: Constants) -> tuple[float, float, float]:

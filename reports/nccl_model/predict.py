@@ -16,12 +16,11 @@ import numpy as np
 from forms import GENERATIONS, GPUS, MIB, Form, errors, fit, forms, score, table
 
 from fleetbench.cluster import Link
-from fleetbench.measurements import CollectivePoint
-from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
+from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from sim.network.links import Links
+from sim.network.measured import Times
 from sim.network.nccl import GENERATIONS as CONSTANTS
 from sim.network.nccl import Nccl
-from sim.network.routes import MeasuredAllReduce
 
 FIGURE = Path(__file__).parent / "errors.png"
 BARE = Form("line", MIB)
@@ -85,12 +84,8 @@ def _as_table() -> None:
         for gpus in GPUS:
             sizes, times = table(generation, gpus)
             kept = np.log2(sizes) % 1 == 0
-            points = tuple(
-                CollectivePoint(nbytes=Bytes(int(size)), took=Nanoseconds(round(ns)))
-                for size, ns in zip(sizes[kept], times[kept], strict=True)
-            )
-            found = MeasuredAllReduce(points, range(gpus), _links(gpus, 300))
-            own = np.array([float(found.took_ns(int(size))) for size in sizes[~kept]]) / times[~kept] - 1
+            found = Times((int(size), round(ns)) for size, ns in zip(sizes[kept], times[kept], strict=True))
+            own = np.array([float(found.ns(int(size))) for size in sizes[~kept]]) / times[~kept] - 1
             print(f"| {gpus} {generation.upper()} | {kept.sum()} | {_mean(own):.2%} | {np.abs(own).max():.2%} |")
 
 
@@ -101,7 +96,7 @@ def _as_nccl() -> None:
         for gpus in GPUS:
             sizes, times = table(generation, gpus)
             model = Nccl(CONSTANTS[name], "all_reduce", range(gpus), _links(gpus, 20 * NVLINKS[generation]))
-            own = np.array([float(model.choice(int(size)).total_ns(int(size))) for size in sizes]) / times - 1
+            own = np.array([float(model.cost(int(size)).total_ns) for size in sizes]) / times - 1
             small, large = own[sizes <= 64 * MIB], own[sizes >= 128 * MIB]
             cells = [f"{part.mean():+.1%} in the mean, {_mean(part):.1%} off" for part in (small, large)]
             print(f"| {gpus} {generation.upper()} | " + " | ".join(cells) + " |")

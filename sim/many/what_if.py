@@ -116,7 +116,7 @@ def with_infinite_bandwidth(experiment: Experiment) -> Experiment:
     )
     carried = "ring" if cluster.collective == "measured" else cluster.collective
     quick = dataclasses.replace(
-        cluster, collective=carried, measured=None, intra=_infinite(intra), inter=_infinite(inter), node_overrides=overrides, racks=None
+        cluster, collective=carried, measured=(), intra=_infinite(intra), inter=_infinite(inter), node_overrides=overrides, racks=None
     )
     if cluster.trainers == 1 and not cluster.servers:
         return experiment

@@ -17,6 +17,7 @@ from fleetbench.cluster import Link, Measured, Racks
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint
+from fleetbench.plan.operations import Collective
 from fleetbench.profile import Communication, communication_of, links_for
 
 Port = tuple[str, int, str]
@@ -55,14 +56,16 @@ class Links:
     """Of the nodes whose interfaces are others."""
     measured: Communication | None = None
     """What collectives were measured to see."""
-    declared: Measured | None = None
-    """Measured all-reduces that the cluster names; they go before those of ``measured``."""
+    declared: tuple[Measured, ...] = ()
+    """Measured collectives that the cluster names; they go before those of ``measured``."""
     collective: str = "ring"
     """Who carries collectives out: ``cluster.collective``."""
     communicator: int = 0
     """Of the collectives that pass: each communicator has connections of its own."""
     host_ns_per_byte: Fraction = Fraction(0)
     """What a host takes to copy and sum a byte of gloo's all-reduce."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of ``run.environment``, of which some choose what NCCL does."""
     first_ranks: tuple[int, ...] = ()
     """Of every node, where nodes have different numbers of trainers."""
 
@@ -85,6 +88,7 @@ class Links:
             measured=communication_of(experiment),
             declared=cluster.measured,
             collective=cluster.collective,
+            environment=experiment.run.environment,
             first_ranks=() if cluster.is_even else tuple(accumulate(cluster.trainers_by_node, initial=0))[:-1],
             host_ns_per_byte=Fraction(0) if host is None else Fraction(8 * 10**9, host),
         )
@@ -102,6 +106,10 @@ class Links:
         """The number of a rank inside its node."""
         return rank - self.first_ranks[self.node(rank)] if self.first_ranks else rank % self.trainers_per_node
 
+    def between(self, node: int) -> Link:
+        """The link of a node's interface to other nodes."""
+        return _known(self.inter_of.get(node, self.inter))
+
     def hop(self, sender: int, receiver: int) -> Hop:
         """The way from one rank to another: between nodes, with the latency of the later end."""
         nodes = (self.node(sender), self.node(receiver))
@@ -109,7 +117,7 @@ class Links:
             inside = self._intra(nodes[0])
             ports: list[Port] = [("intra", sender, "out"), ("intra", receiver, "in")]
             return Hop(inside.latency, tuple(ports), self._connection(sender, receiver, [inside]))
-        ends = [self._inter(node) for node in nodes]
+        ends = [self.between(node) for node in nodes]
         latency_ns = max(link.latency for link in ends)
         ports = [("inter", self._interface(sender), "out"), ("inter", self._interface(receiver), "in")]
         if self.racks is not None and nodes[0] // self.racks.nodes != nodes[1] // self.racks.nodes:
@@ -122,28 +130,33 @@ class Links:
         if kind == "intra":
             return self._intra(self.node(number)).bandwidth
         if kind == "inter":
-            return self._inter(number // self.nics_per_node).bandwidth
+            return self.between(number // self.nics_per_node).bandwidth
         assert self.racks is not None
         nodes = range(number * self.racks.nodes, min((number + 1) * self.racks.nodes, self.nodes))
-        of_nodes = self.nics_per_node * sum(self._inter(node).bandwidth for node in nodes)
+        of_nodes = self.nics_per_node * sum(self.between(node).bandwidth for node in nodes)
         return Fraction(of_nodes) / Fraction(repr(self.racks.oversubscription))  # the decimal that a file writes
 
-    def points_among(self, ranks: int) -> tuple[CollectivePoint, ...]:
-        """What all-reduces among so many ranks were measured to take.
+    def points_among(self, kind: Collective, ranks: int) -> tuple[CollectivePoint, ...]:
+        """What collectives of a kind among so many ranks were measured to take; nothing of a kind that was not measured.
 
-        Raises ``ConfigError`` where others were measured, or fewer than two sizes.
+        Raises ``ConfigError`` for all-reduces of which others were measured, or fewer than two sizes.
         """
-        source = self.declared or self.measured
-        points = () if source is None else source.points
-        if source is None or ranks != source.trainers or len({point.nbytes for point in points}) < 2:
-            known = f"{len(points)} sizes among {source.trainers}" if source is not None and points else "no size"
+        found = next((one.points for one in reversed(self.declared) if (one.kind, one.trainers) == (kind, ranks)), ())
+        if kind != "all_reduce" or found:
+            return found
+        known = {one.trainers: one.points for one in self.declared if one.kind == kind}
+        if not known and self.measured is not None and self.measured.points:
+            known = {self.measured.trainers: self.measured.points}
+        found = known.get(ranks, ())
+        if len({point.nbytes for point in found}) < 2:
+            told = ", ".join(f"{len(points)} sizes among {trainers}" for trainers, points in known.items()) or "no size"
             raise ConfigError(
-                f"needs all-reduces measured among {ranks} trainers, of two sizes at least, and knows {known}",
+                f"needs all-reduces measured among {ranks} trainers, of two sizes at least, and knows {told}",
                 "cluster.collective",
                 "'measured'",
                 "give cluster.measured, take the profile with as many trainers as meet in an all-reduce, or choose an algorithm: ring, ...",
             )
-        return points
+        return found
 
     def slower(self, port: Port, collectives: int) -> tuple[float, float]:
         """How many times as long a port is busy with bytes, and latencies take, when so many collectives in flight pass it."""
@@ -164,9 +177,6 @@ class Links:
 
     def _intra(self, node: int) -> Link:
         return _known(self.intra_of.get(node, self.intra))
-
-    def _inter(self, node: int) -> Link:
-        return _known(self.inter_of.get(node, self.inter))
 
 
 def _known(link: Link | None) -> Link:

@@ -1,22 +1,28 @@
-"""NCCL's cost model: the algorithm and the protocol that NCCL would take, and what it believes they take.
+"""NCCL: the algorithm and the protocol that it takes, by its own cost model, and what they take.
 
-After ``src/graph/tuning.cc`` of github.com/NVIDIA/nccl (its master's constants, in ``ncclTunerConstants_t``):
-of every pair of algorithm (ring, tree) and protocol (LL, LL128, Simple), time = latency + bytes / bandwidth,
-and the shortest is taken. Latencies are NCCL's own; what is declared for the link between nodes is added to a
-message's way between them, twice in Simple, as NCCL adds what its network plugin tells. Bandwidths are the
-declared links': inside a node a trainer's, between nodes that of all interfaces that the ranks of a node use,
-which NCCL's rings and trees go through side by side. Its maintainers say that the model assumes a perfect network.
+The choice is that of ``src/graph/tuning.cc`` of github.com/NVIDIA/nccl (5067397c, ``ncclTunerConstants_t``): of
+every pair of algorithm and protocol, time = latency + bytes / bandwidth, and the shortest is taken. Its maintainers
+say that the model assumes a perfect network, so the time of what is taken differs from it in three ways:
 
-Left out: PCI inside nodes (NVLink is assumed), CollNet, NVLS and PAT, which need hardware or an environment
-that a cluster's file does not tell of. Channels are as many as NCCL finds on NVLink, one for each link's
-``CHANNEL_GBPS``, and between nodes one for each interface, and for each 48 GB/s of a fast one.
+- NCCL counts on ``BELIEVED`` of the interfaces' rate, and gets what the link carries (``Link.efficiency``).
+- The latency of a Simple ring between nodes passes beside its bytes: the ring takes the longer of both.
+- A link may declare the ``simple_latency`` of its fabric: a step of such a ring, and a hop of a Simple tree, take
+  that at least.
+
+What is declared as a link's latency is added to a message between nodes, twice in Simple, as NCCL adds what its
+network plugin tells. NVLS is taken on nodes of more than ``DIRECT`` Hopper GPUs on NVLink, which have an NVSwitch,
+and NVLSTree between them. PAT is taken only where ``NCCL_ALGO`` of ``run.environment`` names it. That variable,
+``NCCL_PROTO`` and ``NCCL_NVLS_ENABLE`` are followed.
+
+Left out: PCI inside nodes (NVLink is assumed) and CollNet. Channels are as many as NCCL finds on NVLink, one for each
+link's ``CHANNEL_GBPS``, and between nodes one for each interface, and for each 48 GB/s of a fast one.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, TypeVar
 
 from fleetbench.plan.operations import Collective
 from sim.clock import half_up
@@ -25,15 +31,18 @@ from sim.network.links import Links, Port
 from sim.network.turns import taken_in_turns
 from sim.network.work import Cost, Route, Work
 
+_Name = TypeVar("_Name", bound=str)
+
 Protocol = Literal["LL", "LL128", "Simple"]
 PROTOCOLS: tuple[Protocol, ...] = ("LL", "LL128", "Simple")
-Method = Literal["tree", "ring"]
+Method = Literal["ring", "tree", "nvls", "nvlstree", "pat"]
+METHODS: tuple[Method, ...] = ("ring", "tree", "nvls", "nvlstree", "pat")
 
-BASE_NS: dict[Method, tuple[int, int, int]] = {"tree": (6_800, 14_000, 8_400), "ring": (6_600, 14_000, 8_400)}
+BASE_NS = {"tree": (6_800, 14_000, 8_400), "ring": (6_600, 14_000, 8_400)}
 """``baseLatencies``, by protocol."""
-NVLINK_NS: dict[Method, tuple[int, int, int]] = {"tree": (600, 1_250, 4_000), "ring": (600, 1_900, 3_400)}
+NVLINK_NS = {"tree": (600, 1_250, 4_000), "ring": (600, 1_900, 3_400)}
 """``hwLatencies`` of a hop inside a node."""
-NET_NS: dict[Method, tuple[int, int, int]] = {"tree": (5_000, 8_500, 14_000), "ring": (2_700, 4_000, 14_000)}
+NET_NS = {"tree": (5_000, 8_500, 14_000), "ring": (2_700, 4_000, 14_000)}
 """``hwLatencies`` of a hop between nodes."""
 POST_NS = 1_000
 """``getNetOverhead`` on an Intel processor: what posting to the network takes at least in each step of a ring; three times in Simple."""
@@ -48,6 +57,19 @@ TREE_CORRECTION: dict[Protocol, tuple[float, ...]] = {
 WIRE = {"LL": Fraction(2), "LL128": Fraction(128, 120), "Simple": Fraction(1)}
 """Bytes on the wire for each byte: LL sends a flag with every word, LL128 one in every 128 bytes."""
 INTER_CHANNEL_GBPS = 48
+BELIEVED = Fraction(57, 100)
+"""Part of the interfaces' rate by which NCCL chooses between nodes. With 0.55 to 0.60 the model changes its choice at
+all sizes where times on 2, 4 and 16 nodes of Alps show it; Polaris allows it, too (reports/nccl_model)."""
+STEP_NS = 9_500
+"""Least time of a step of a Simple ring between nodes: all-reduces of 1 and 2 GiB among 1,024 GPUs on InfiniBand took
+9.5 and 9.9 us a step, in which bytes take 2.6 and 5.2 (github.com/NVIDIA/nccl-tests, issue 322)."""
+NVLS_NS, NVLS_NET_NS, PAT_NS, PAT_RANK_NS = 25_000, 20_900, 8_000, 2_800
+"""``hwLatencies`` of NVLS inside a node, and of NVLSTree between nodes; PAT's base latency, and that of each rank."""
+NVLS_SHARE = Fraction("0.765")
+"""An all-reduce's bytes over NVLink's payload: 275 of 360 GB/s on 8 H100, 123 of 160 on 8 H800
+(github.com/NVIDIA/nccl-tests, issue 212; github.com/NVIDIA/nccl, issue 1374)."""
+DIRECT, NVLINK_GBPS = 4, 100
+"""GPUs that NVLink connects without a switch, and GB/s that PCIe does not reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +86,21 @@ class Generation:
     """``perChMaxTreeBws``."""
     plateau: float
     channel_gbps: int
-    """Of a channel inside a node."""
+    """GB/s of a channel inside a node."""
+    nvls_tree: tuple[float, float, float] | None = None
+    """``perChMaxNVLSTreeBws``; none of GPUs without NVLS."""
 
 
 GENERATIONS = {
     "nccl-volta": Generation((39.0, 39.0, 20.4), (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (26.5, 18.5, 10.0), 1.9, 20),
     "nccl-ampere": Generation((87.7, 22.5, 19.0), (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (24.0, 23.6, 17.8), 1.4, 20),
-    "nccl-hopper": Generation((141.0, 39.0, 20.4), (36.7, 36.7, 36.7), (36.7, 36.7, 29.0), (38.7, 41.4, 36.0), 1.4, 30),
+    "nccl-hopper": Generation((141.0, 39.0, 20.4), (36.7, 36.7, 36.7), (36.7, 36.7, 29.0), (38.7, 41.4, 36.0), 1.4, 30, (0.0, 57.7, 45.5)),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What NCCL would take for one collective."""
+    """What NCCL may take for one collective."""
 
     method: Method
     protocol: Protocol
@@ -90,95 +114,172 @@ class Choice:
 
 
 class Nccl:
-    """One kind of collective among some ranks, as NCCL of one GPU generation sees it."""
+    """One kind of collective among some ranks, as NCCL of one GPU generation carries it out."""
 
     def __init__(self, generation: Generation, kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> None:
-        self._generation = generation
-        self._kind = kind
-        self._size = len(ranks)
+        self._generation, self._kind, self._size = generation, kind, len(ranks)
         self._scale = len(ranks) if rows else 1  # NCCL counts what every rank has in the end
         members: dict[int, list[int]] = {}
         for rank in ranks:
             members.setdefault(links.node(rank), []).append(rank)
         by_node = {node: len({links.local_rank(rank) % links.nics_per_node for rank in own}) for node, own in members.items()}
         interfaces = min(by_node.values())
-        self._nodes = len(members)
+        self.nodes = len(members)
         self._work = Work(links).traffic(*_counts(members, by_node, links))
         self._bus_gbps = self._work.bits_per_s / (8 * 10**9)
         others = (rank for own in list(members.values())[1:] for rank in own)
         self._added_ns = max((links.hop(rank, ranks[0]).latency_ns for rank in others), default=0)
-        if self._nodes == 1:
+        declared = [] if self.nodes == 1 else [links.between(node).simple_latency for node in members]
+        self._simple_ns = max((own for own in declared if own is not None), default=None)
+        self._inside_gbps = Fraction(0)
+        if len(ranks) > self.nodes:
+            rates = [links.bits_per_s(("intra", own[0], "out")) for own in members.values() if len(own) > 1]
+            self._inside_gbps = Fraction(min(rates)) / (8 * 10**9)
+        if self.nodes == 1:
             self._channels = max(1, int(self._bus_gbps / generation.channel_gbps))
         else:
             self._channels = interfaces * max(1, -(-self._bus_gbps // (interfaces * INTER_CHANNEL_GBPS)))
+        is_switched = links.trainers_per_node > DIRECT and self._inside_gbps > NVLINK_GBPS
+        self._methods = _methods(kind, links.environment, self.nodes, is_switched=is_switched and generation.nvls_tree is not None)
+        self._protocols = _left(links.environment.get("NCCL_PROTO", ""), PROTOCOLS)
 
     def choices(self, nbytes: int) -> list[Choice]:
-        """All that NCCL chooses from, for ``nbytes`` in every rank's buffer."""
-        return [self._ring(protocol, nbytes) for protocol in PROTOCOLS] + (
-            [self._tree(protocol, nbytes) for protocol in PROTOCOLS] if self._kind == "all_reduce" else []
-        )
+        """All that NCCL chooses from, for ``nbytes`` in every rank's buffer, each as it believes it to be."""
+        bus = self._bus_gbps if self.nodes == 1 else BELIEVED * self._bus_gbps
+        pairs = [(method, protocol) for method in self._methods for protocol in self._protocols if _has(method, protocol)]
+        return [self._of(method, protocol, nbytes, bus) for method, protocol in pairs or [("ring", "Simple")]]
 
     def choice(self, nbytes: int) -> Choice:
-        """The one that it takes."""
+        """The one that it takes, as it believes it to be."""
         return min(self.choices(self._scale * nbytes), key=lambda choice: choice.total_ns(self._scale * nbytes))
 
-    def route(self, nbytes: int) -> Route:
+    def cost(self, nbytes: int) -> Cost:
         """What a collective of ``nbytes`` takes."""
+        return self._cost(self.choice(nbytes), self._scale * nbytes)
+
+    def route(self, nbytes: int, cost: Cost | None = None) -> Route:
+        """The ports of a collective of ``nbytes``, with what it takes, or was measured to take."""
         choice, total = self.choice(nbytes), self._scale * nbytes
-        passes = 2 if choice.method == "tree" else Fraction(self._steps, self._size)
-        on_wire = total * passes * WIRE[choice.protocol]
-        cost = Cost(choice.latency_ns, total / choice.gbps)
-        messages = self._steps if choice.method == "ring" else 0
-        return self._work.routed(cost, on_wire, taken_in_turns(cost.latency_ns, half_up(cost.transfer_ns), messages))
-
-    def _ring(self, protocol: Protocol, nbytes: int) -> Choice:
-        generation, scale = self._generation, min(self._nodes, 3) - 1
-        bus = self._bus_gbps
-        if protocol == "LL":
-            bus = min(_exact(generation.ll_max[scale]), bus / 2)
-        elif protocol == "LL128":
-            bus = min(bus * _exact(0.92), self._channels * _exact(generation.ring_ll128[scale]))
-        return Choice("ring", protocol, self._ring_latency_ns(protocol, nbytes), bus * Fraction(self._size, self._steps))
-
-    def _ring_latency_ns(self, protocol: Protocol, nbytes: int) -> int:
-        column = PROTOCOLS.index(protocol)
-        is_simple = protocol == "Simple"
-        inside_ns = NVLINK_NS["ring"][column]
-        between_ns = NET_NS["ring"][column] + (2 if is_simple else 1) * self._added_ns
-        base_ns = BASE_NS["ring"][column]
-        if self._kind in ("reduce", "broadcast"):
-            return base_ns + (inside_ns if self._nodes == 1 else between_ns)
-        crossings = 0 if self._nodes == 1 else (2 if self._kind == "all_reduce" else 1) * (self._nodes - 1)
-        if self._nodes > 1:
-            inside_ns = max(inside_ns, POST_NS * (3 if is_simple else 1))
-        latency_ns = base_ns + (self._steps - crossings) * inside_ns + crossings * between_ns
-        is_plateau = is_simple and self._nodes > 1 and self._kind == "all_reduce"
-        if is_plateau and nbytes >= PLATEAU_BYTES * self._channels * self._size:
-            return round(latency_ns * _exact(self._generation.plateau))
-        return latency_ns
-
-    def _tree(self, protocol: Protocol, nbytes: int) -> Choice:
-        generation, scale, column = self._generation, min(self._nodes, 3) - 1, PROTOCOLS.index(protocol)
-        bus = min(self._bus_gbps * _exact(0.92), self._channels * _exact(generation.tree[scale]))
-        if protocol == "LL":
-            bus = min(bus / _exact(3.8), _exact(generation.ll_max[scale]))
-        elif protocol == "LL128":
-            kept = Fraction(7, 9) if self._nodes == 1 else Fraction(120, 128)
-            bus = min(bus * kept, self._channels * _exact(generation.tree_ll128[scale]))
-        power = max((nbytes >> 6).bit_length() - 1, 0)
-        correction = TREE_CORRECTION[protocol]
-        if power < len(correction):
-            bus *= _exact(correction[power])
-        between_ns = NET_NS["tree"][column] + (2 if protocol == "Simple" else 1) * self._added_ns
-        chain, levels = self._size // self._nodes - 1, self._nodes.bit_length() - 1
-        return Choice("tree", protocol, BASE_NS["tree"][column] + 2 * (chain * NVLINK_NS["tree"][column] + levels * between_ns), bus / 2)
+        cost = cost or self._cost(choice, total)
+        passes = {"ring": Fraction(self.steps, self._size), "nvls": Fraction(1)}.get(choice.method, 2)
+        messages = self.steps if choice.method == "ring" else 0
+        return self._work.routed(
+            cost, total * passes * WIRE[choice.protocol], taken_in_turns(cost.latency_ns, half_up(cost.transfer_ns), messages)
+        )
 
     @property
-    def _steps(self) -> int:
+    def steps(self) -> int:
         """Steps of a ring in which a rank sends a P-th of the buffer."""
         if self._kind == "all_reduce":
             return 2 * (self._size - 1)
         return self._size if self._kind in ("reduce", "broadcast") else self._size - 1
+
+    @property
+    def levels(self) -> int:
+        """Levels of a tree of nodes."""
+        return self.nodes.bit_length() - 1
+
+    def _cost(self, choice: Choice, nbytes: int) -> Cost:
+        own = self._of(choice.method, choice.protocol, nbytes, self._bus_gbps)
+        latency_ns, transfer_ns = own.latency_ns, nbytes / own.gbps
+        if self.nodes > 1 and choice.protocol == "Simple":
+            if choice.method == "ring" and self._kind not in ("reduce", "broadcast"):
+                base_ns = BASE_NS["ring"][-1]
+                own_ns = max(latency_ns - base_ns, self.steps * STEP_NS)
+                steps_ns = own_ns if self._simple_ns is None else self.steps * self._simple_ns
+                latency_ns = base_ns + max(0, steps_ns - half_up(transfer_ns))
+            elif choice.method == "tree" and self._simple_ns is not None:
+                latency_ns += 2 * self.levels * max(0, self._simple_ns - self._hop_ns("tree", "Simple"))
+        return Cost(latency_ns, transfer_ns)
+
+    def _of(self, method: Method, protocol: Protocol, nbytes: int, bus: Fraction) -> Choice:
+        """A method with so many GB/s between nodes, or inside one."""
+        if method == "ring":
+            return self._ring(protocol, nbytes, bus)
+        if method == "tree":
+            return self._tree(protocol, nbytes, bus)
+        if method == "pat":
+            latency_ns = PAT_NS + self.levels * self._hop_ns("tree", protocol) * 2 // 7 + PAT_RANK_NS * self._size
+            return Choice(method, protocol, latency_ns, bus * Fraction(3, 4))
+        switch = NVLS_SHARE * self._inside_gbps
+        if method == "nvls" or self._generation.nvls_tree is None:
+            return Choice(method, protocol, NVLS_NS, switch)
+        between = min(bus * (2 if self.nodes == 2 else 1), self._channels * _exact(self._generation.nvls_tree[min(self.nodes, 3) - 1]))
+        latency_ns = NVLS_NS + 2 * self.levels * (NVLS_NET_NS + 2 * self._added_ns)
+        return Choice(method, protocol, latency_ns, min(switch, between * Fraction(self._size, self.steps)))
+
+    def _hop_ns(self, method: Literal["tree", "ring"], protocol: Protocol) -> int:
+        """Latency of a message between nodes; with one rank on each, a ring's is a tree's."""
+        own = NET_NS["tree" if self._size == self.nodes else method][PROTOCOLS.index(protocol)]
+        return own + (2 if protocol == "Simple" else 1) * self._added_ns
+
+    def _ring(self, protocol: Protocol, nbytes: int, bus: Fraction) -> Choice:
+        generation, scale = self._generation, min(self.nodes, 3) - 1
+        if protocol == "LL":
+            bus = min(_exact(generation.ll_max[scale]), bus / 2)
+        elif protocol == "LL128":
+            bus = min(bus * _exact(0.92), self._channels * _exact(generation.ring_ll128[scale]))
+        return Choice("ring", protocol, self._ring_latency_ns(protocol, nbytes), bus * Fraction(self._size, self.steps))
+
+    def _ring_latency_ns(self, protocol: Protocol, nbytes: int) -> int:
+        column = PROTOCOLS.index(protocol)
+        is_simple = protocol == "Simple"
+        inside_ns, between_ns, base_ns = NVLINK_NS["ring"][column], self._hop_ns("ring", protocol), BASE_NS["ring"][column]
+        if self._kind in ("reduce", "broadcast"):
+            return base_ns + (inside_ns if self.nodes == 1 else between_ns)
+        crossings = 0 if self.nodes == 1 else (2 if self._kind == "all_reduce" else 1) * (self.nodes - 1)
+        if self.nodes > 1:
+            inside_ns = max(inside_ns, POST_NS * (3 if is_simple else 1))
+        latency_ns = base_ns + (self.steps - crossings) * inside_ns + crossings * between_ns
+        is_plateau = is_simple and self.nodes > 1 and self._kind == "all_reduce"
+        if is_plateau and nbytes >= PLATEAU_BYTES * self._channels * self._size:
+            return round(latency_ns * _exact(self._generation.plateau))
+        return latency_ns
+
+    def _tree(self, protocol: Protocol, nbytes: int, bus: Fraction) -> Choice:
+        generation, scale, column = self._generation, min(self.nodes, 3) - 1, PROTOCOLS.index(protocol)
+        twice = 2 if self.nodes == 2 else 1  # each of two nodes is a leaf of one tree and the root of the other
+        bus = twice * min(bus * _exact(0.92), self._channels * _exact(generation.tree[scale]))
+        if protocol == "LL":
+            bus = min(bus / _exact(3.8), _exact(generation.ll_max[scale]))
+        elif protocol == "LL128":
+            kept = Fraction(7, 9) if self.nodes == 1 else Fraction(120, 128)
+            bus = min(bus * kept, twice * self._channels * _exact(generation.tree_ll128[scale]))
+        power = max((nbytes >> 6).bit_length() - 1, 0)
+        correction = TREE_CORRECTION[protocol]
+        if power < len(correction):
+            bus *= _exact(correction[power])
+        chain = self._size // self.nodes - 1
+        latency_ns = BASE_NS["tree"][column] + 2 * (chain * NVLINK_NS["tree"][column] + self.levels * self._hop_ns("tree", protocol))
+        return Choice("tree", protocol, latency_ns, bus / 2)
+
+
+def _methods(kind: Collective, environment: Mapping[str, str], nodes: int, *, is_switched: bool) -> tuple[Method, ...]:
+    """Algorithms that NCCL has for such a collective, the fastest first where several are as fast."""
+    asked = environment.get("NCCL_ALGO", "")
+    if kind != "all_reduce":
+        own = ["ring", *(["pat"] if "pat" in asked.lower() and kind in ("all_gather", "reduce_scatter") and nodes > 1 else [])]
+    else:
+        nvls = ["nvls" if nodes == 1 else "nvlstree"] if is_switched and environment.get("NCCL_NVLS_ENABLE") != "0" else []
+        own = ["ring", "tree", *nvls]
+    left = _left(asked, METHODS)
+    return tuple(method for method in METHODS if method in own and method in left)
+
+
+def _left(asked: str, names: tuple[_Name, ...]) -> tuple[_Name, ...]:
+    """What ``NCCL_ALGO`` or ``NCCL_PROTO`` leaves of names: those that it lists, or after ``^`` all others.
+
+    A list for each function (``allreduce:ring``) leaves all.
+    """
+    words = asked.lower().removeprefix("^").split(",")
+    if not asked or ":" in asked:
+        return names
+    return tuple(name for name in names if (name.lower() in words) != asked.startswith("^"))
+
+
+def _has(method: Method, protocol: Protocol) -> bool:
+    """Whether NCCL has a method with a protocol."""
+    return method in ("ring", "tree") or protocol == "Simple"
 
 
 def _counts(members: Mapping[int, list[int]], interfaces: Mapping[int, int], links: Links) -> tuple[dict[Port, int], Fraction]:

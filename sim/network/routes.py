@@ -1,55 +1,18 @@
 """Routes: what every collective of a run takes alone, and which ports it keeps busy; no clock is in it."""
 
 import dataclasses
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from fractions import Fraction
 
 from fleetbench.experiment import Experiment
-from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.operations import Collective, Operation
-from sim.clock import half_up
 from sim.network.algorithms import ALGORITHMS, Ranks, ring
 from sim.network.gloo import SegmentedRing, gloo
 from sim.network.links import Links
+from sim.network.measured import Measured, MeasuredNccl
 from sim.network.nccl import GENERATIONS, Nccl
-from sim.network.turns import taken_in_turns
 from sim.network.work import Cost, Route, Work
 
-
-class MeasuredAllReduce:
-    """Times between two points lie on the line between them.
-
-    Beyond the largest they lie on the line from the largest that is at most half of it, because neighbours may lie
-    so close that their noise is all that line would show; before the smallest they are its own.
-    """
-
-    def __init__(self, points: Sequence[CollectivePoint], ranks: Ranks, links: Links) -> None:
-        """``points`` has two sizes at least."""
-        self._points = sorted({point.nbytes: point.took for point in points}.items())
-        self._half = max(bisect_right(self._points, self._points[-1][0] // 2, key=lambda point: point[0]) - 1, 0)
-        self._ring = ring("all_reduce", ranks, links)
-        self._messages = 2 * (len(ranks) - 1)
-        self._latency_ns = self._ring.route(0).cost.latency_ns
-
-    def route(self, nbytes: int) -> Route:
-        """What an all-reduce of ``nbytes`` takes; of it, what a ring's messages take before any byte is latency."""
-        took_ns = self.took_ns(nbytes)
-        latency_ns = min(self._latency_ns, int(took_ns))
-        turns = taken_in_turns(latency_ns, half_up(took_ns - latency_ns), self._messages)
-        return self._ring.routed(Cost(latency_ns, took_ns - latency_ns), nbytes, turns)
-
-    def took_ns(self, nbytes: int) -> Fraction:
-        """The time of ``nbytes``."""
-        if nbytes <= self._points[0][0]:
-            return Fraction(self._points[0][1])
-        above = bisect_left(self._points, nbytes, key=lambda point: point[0])
-        first, second = (above - 1, above) if above < len(self._points) else (self._half, -1)
-        (small, fast_ns), (large, slow_ns) = self._points[first], self._points[second]
-        return max(fast_ns + Fraction(slow_ns - fast_ns, large - small) * (nbytes - small), Fraction(0))
-
-
-Way = Work | SegmentedRing | MeasuredAllReduce | Nccl
+Way = Work | SegmentedRing | Measured | Nccl | MeasuredNccl
 """One kind of collective among some ranks; its ``route`` is what it takes with so many bytes in every rank's buffer."""
 
 
@@ -90,12 +53,13 @@ def way(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> 
     """What ``links.collective`` does for such a collective."""
     name = links.collective
     if name == "measured":
-        if kind == "all_reduce":
-            return MeasuredAllReduce(links.points_among(len(ranks)), ranks, links)
-        return ring(kind, ranks, links, rows=rows)
+        points = links.points_among(kind, len(ranks))
+        return Measured(kind, points, ranks, links) if points else ring(kind, ranks, links, rows=rows)
     if name == "gloo":
         return gloo(kind, ranks, links, rows=rows)
     if name in GENERATIONS:
+        if not rows and any(one.kind == kind for one in links.declared):
+            return MeasuredNccl(kind, ranks, links)
         return Nccl(GENERATIONS[name], kind, ranks, links, rows=rows)
     return ALGORITHMS[name](kind, ranks, links, rows=rows)
 

@@ -32,6 +32,11 @@ class Cost:
     latency_ns: int
     transfer_ns: Fraction
 
+    @property
+    def total_ns(self) -> Fraction:
+        """Both."""
+        return self.latency_ns + self.transfer_ns
+
 
 @dataclass(frozen=True, slots=True)
 class Route:

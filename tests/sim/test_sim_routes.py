@@ -19,7 +19,8 @@ from fleetbench.plan.operations import Operation
 from fleetbench.profile import Communication
 from fleetbench.quantities import Bytes, Nanoseconds
 from sim.network.links import Hop, Links
-from sim.network.routes import MeasuredAllReduce, Routes
+from sim.network.measured import Measured, Times
+from sim.network.routes import Routes
 from sim.run import simulate
 
 EVERY: tuple[CollectiveAlgorithm, ...] = (
@@ -39,6 +40,11 @@ def _points(*sizes: tuple[int, int]) -> tuple[CollectivePoint, ...]:
 
 
 POINTS = _points((1_000, 5_000), (2_000, 5_500), (10_000, 11_900))
+
+
+def times(points: tuple[CollectivePoint, ...]) -> Times:
+    """Their times by size."""
+    return Times((point.nbytes, point.took) for point in points)
 
 
 class Counted(Links):
@@ -101,21 +107,20 @@ def test_the_file_says_who_carries_collectives_out(collective: CollectiveAlgorit
 
 def test_a_measured_all_reduce_by_hand() -> None:
     """On the points' lines: 5000 at 1000 bytes, 5250 at 1500, 8700 at 6000; below, the first; beyond, 0.8 ns a byte on."""
-    found = MeasuredAllReduce(POINTS, (0, 1), Links(trainers_per_node=1, intra=None, inter=link(8, 10)))
-    assert [found.took_ns(size) for size in (1_000, 1_500, 2_000, 6_000, 10_000, 20_000)] == [5_000, 5_250, 5_500, 8_700, 11_900, 19_900]
-    assert found.took_ns(0) == found.took_ns(10) == 5_000
-    noisy = MeasuredAllReduce((*POINTS, *_points((9_999, 11_950))), (0, 1), Links(trainers_per_node=1, intra=None, inter=link(8)))
-    assert noisy.took_ns(20_000) == 19_900
-    cost = found.route(6_000).cost
+    found = times(POINTS)
+    assert [found.ns(size) for size in (1_000, 1_500, 2_000, 6_000, 10_000, 20_000)] == [5_000, 5_250, 5_500, 8_700, 11_900, 19_900]
+    assert found.ns(0) == found.ns(10) == 5_000
+    assert times((*POINTS, *_points((9_999, 11_950)))).ns(20_000) == 19_900
+    cost = Measured("all_reduce", POINTS, (0, 1), Links(trainers_per_node=1, intra=None, inter=link(8, 10))).route(6_000).cost
     assert (cost.latency_ns, cost.transfer_ns) == (20, 8_680)
 
 
 @given(st.integers(0, 50_000), st.integers(0, 50_000))
 def test_a_measured_all_reduce_does_not_fall(small: int, large: int) -> None:
     """Rising points make a rising line."""
-    found = MeasuredAllReduce(POINTS, (0, 1), Links(trainers_per_node=1, intra=None, inter=link(8)))
+    found = times(POINTS)
     small, large = sorted((small, large))
-    assert found.took_ns(small) <= found.took_ns(large)
+    assert found.ns(small) <= found.ns(large)
 
 
 def test_a_run_takes_what_its_profile_measured() -> None:
@@ -152,5 +157,5 @@ def test_points_of_a_cluster_go_before_those_of_its_profile() -> None:
     assert end - start == 5_250
     with pytest.raises(ConfigError, match=r"(?s)among 3 trainers.*3 sizes among 2.*HINT"):
         simulate(experiment(3, 2))
-    with pytest.raises(ConfigError, match=r'(?s)points are for collective = "measured"'):
+    with pytest.raises(ConfigError, match=r"(?s)is for measured and nccl- collectives.*HINT"):
         experiment(2, 2, "ring")

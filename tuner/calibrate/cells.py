@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fleetbench.collective_logs import all_reduces
 from fleetbench.config import nearest
 from fleetbench.errors import ConfigError
 from fleetbench.file_kinds import kind_of, read_file, text_of
-from tuner.calibrate.collective_logs import all_reduces
 
 GPUS = "gpus"
 """A setting of a cell: the number of all nodes' trainers together."""

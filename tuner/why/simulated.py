@@ -136,7 +136,7 @@ def _cluster(seen: Seen, links: Links, faster: float, slow: tuple[SlowRank, ...]
         intra=link,
         inter=link,
         collective="measured" if ranks > 1 else "ring",
-        measured=Measured(trainers=ranks, points=points) if ranks > 1 else None,
+        measured=(Measured(trainers=ranks, points=points),) if ranks > 1 else (),
         stragglers=slow,
     )
 

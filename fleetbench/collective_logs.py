@@ -1,7 +1,7 @@
-"""Collective logs: all-reduces in the output of nccl-tests (2.0 and later, and its JSON) and of osu_allreduce.
+"""Collective logs: times in the output of nccl-tests (2.0 and later, and its JSON), and all-reduces of osu_allreduce.
 
-A reader finds runs, and a run's rows. One function decides for every format which rows are correct all-reduces
-of all ranks, by what each row says itself: its run's name, the groups that ran at once, ``redop``, ``root``,
+A reader finds runs, and a run's rows. One function decides for every format which rows are correct collectives
+of a kind among all ranks, by what each row says itself: its run's name, the groups that ran at once, ``redop``, ``root``,
 ``#wrong``, and that
 
     algbw = size / time,    busbw = 2 (n - 1) / n algbw,
@@ -15,15 +15,19 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
+from statistics import median
 from typing import Any, NamedTuple
 
 from fleetbench.errors import ConfigError
+from fleetbench.file_kinds import read_file, text_of
 from fleetbench.quantities import counted
 
 NAME = "all_reduce"
+KINDS = (NAME, "reduce_scatter", "all_gather")
+"""Kinds whose times a cluster may take from a log; all but an all-reduce have to be named by it."""
 _MODERN = ["size", "count", "type", "redop", "root", *(2 * ["time", "algbw", "busbw", "#wrong"])]
 """Columns of nccl-tests 2.13 and later, for a table that was copied without its header."""
 _UNCHECKED = "N/A"
@@ -75,28 +79,58 @@ class AllReduce(NamedTuple):
     """None where the output does not say."""
 
 
-def all_reduces(text: str, path: str, say: Callable[[str], None]) -> list[AllReduce] | None:
-    """The correct all-reduces of a text; none where it is no such output. ``say`` hears what was left out.
+def with_measured(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An undecoded experiment with the points of the logs that its ``cluster.measured`` names, instead of them.
 
-    Raises ``ConfigError`` where there is no correct all-reduce.
+    Raises ``ConfigError`` for a file that holds no correct collective, or does not say among how many ranks.
     """
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours
-    runs = next((runs for read in READERS if (runs := [run for run in read(plain) if run.rows])), [])
+    cluster = data.get("cluster")
+    if not isinstance(cluster, Mapping) or not isinstance(measured := cluster.get("measured", ()), str | Mapping | list):
+        return data
+    entries = measured if isinstance(measured, list) else [measured]
+    found = [one for entry in entries for one in (_measured(entry) if isinstance(entry, str) else [entry])]
+    return {**data, "cluster": {**cluster, "measured": found}}
+
+
+def _measured(path: str) -> list[dict[str, Any]]:
+    """A log's collectives by kind and number of ranks, as ``Measured`` is written; of a repeated size, the median."""
+    hint = "name the output of nccl-tests, or write the points: { trainers = 8, points = [...] }"
+    text = text_of(read_file(path, hint, "cluster.measured")) or ""
+    kinds = dict.fromkeys(run.name if run.name in KINDS else NAME for run in _runs(text))
+    times: dict[tuple[str, int | None, int], list[float]] = {}
+    for kind in kinds:
+        for one in all_reduces(text, path, lambda _: None, kind) or ():
+            times.setdefault((kind, one.ranks, one.nbytes), []).append(one.seconds)
+    if not times or any(ranks is None for _, ranks, _ in times):
+        what = "does not say how many ranks took part" if times else "is no output of nccl-tests"
+        raise ConfigError(what, "cluster.measured", repr(path), hint)
+    found: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
+    for (kind, ranks, nbytes), seconds in times.items():
+        found.setdefault((kind, ranks), []).append({"nbytes": f"{nbytes} B", "took": f"{median(seconds) * 1e6:.3f} us"})
+    return [{"kind": kind, "trainers": ranks, "points": points} for (kind, ranks), points in found.items()]
+
+
+def all_reduces(text: str, path: str, say: Callable[[str], None], kind: str = NAME) -> list[AllReduce] | None:
+    """The correct all-reduces of a text, or collectives of another kind; none where it is no such output.
+
+    ``say`` hears what was left out. Raises ``ConfigError`` where there is none that is correct.
+    """
+    runs = _runs(text)
     if not runs:
         return None
     found: list[AllReduce] = []
     left_out: Counter[str] = Counter()
     num_unchecked = 0
     for run in runs:
-        n, reasons = _reasons(run)
+        n, reasons = _reasons(run, kind)
         left_out.update(filter(None, reasons))
         kept = [row for row, reason in zip(run.rows, reasons, strict=True) if reason is None]
         num_unchecked += sum(_UNCHECKED in row.wrong for row in kept)
         found += [AllReduce(f"{path}, {row.where}", row.nbytes, float(row.us) * 1e-6, n) for row in kept]
     words = "; ".join(f"{counted(number, 'row')} {reason}" for reason, number in left_out.items())
     if not found:
-        hint = "run all_reduce_perf among all ranks, built with MPI=1 for several processes, with its check"
-        raise ConfigError("holds no correct all-reduce", path, words, hint)
+        hint = f"run {kind}_perf among all ranks, built with MPI=1 for several processes, with its check"
+        raise ConfigError(f"holds no correct {kind.replace('_', '-')}", path, words, hint)
     if words:
         say(f"left out of {path}: {words}")
     if any(one.ranks is None for one in found):
@@ -106,14 +140,22 @@ def all_reduces(text: str, path: str, say: Callable[[str], None]) -> list[AllRed
     return found
 
 
-def _reasons(run: Run) -> tuple[int | None, list[str | None]]:
-    """Ranks of a run, and why each of its rows is no correct all-reduce; none of one that is.
+def _runs(text: str) -> list[Run]:
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours
+    return next((runs for read in READERS if (runs := [run for run in read(plain) if run.rows])), [])
+
+
+def _reasons(run: Run, kind: str) -> tuple[int | None, list[str | None]]:
+    """Ranks of a run, and why each of its rows is no correct collective of a kind; none of one that is.
 
     Rates of small rows do not tell the collective. Such a row counts as the others of its run do; in a run
     without a name at least one of these has to tell it.
     """
-    n = max(run.n or 0, _ranks_by_rates(run.rows) or 0) or None  # who copies output may leave ranks out
-    reasons = [_reason(run, row, n) for row in run.rows]
+    by_rates = _ranks_by_rates(run.rows) if kind == NAME else None
+    n = max(run.n or 0, by_rates or 0) or None  # who copies output may leave ranks out
+    reasons = [_reason(run, row, n, kind) for row in run.rows]
+    if kind != NAME:
+        return n, reasons
     is_mixed = any(reason and reason.startswith(_OTHER) for reason in reasons)
     told_of = None if is_mixed else n
     tells = [reason is None and _tells(row, told_of) for row, reason in zip(run.rows, reasons, strict=True)]
@@ -123,18 +165,20 @@ def _reasons(run: Run) -> tuple[int | None, list[str | None]]:
     return n, [reason or (None if own else small) for reason, own in zip(reasons, tells, strict=True)]
 
 
-def _reason(run: Run, row: Row, n: int | None) -> str | None:
+def _reason(run: Run, row: Row, n: int | None, kind: str) -> str | None:
     us, has_rates = _number(row.us) or 1.0, row.rates is not None
     rate = row.nbytes * 1e-3 / us
     off = rate / us * _half_digit(row.us)
-    is_like = _has_factor(row, *((1.0, 2.0) if n is None else [2 * (n - 1) / n] * 2))
+    most = 2 if kind == NAME else 1
+    is_like = _has_factor(row, *((most / 2, most) if n is None else [most * (n - 1) / n] * 2))
+    has_redop = row.redop not in ("", "none")
     alg, _ = row.rates or ("", "")
     wrong: dict[str, bool] = {
-        f"of {run.name}": run.name not in (None, NAME),
+        f"of {run.name}": run.name != kind and (run.name is not None or kind != NAME),
         f"of {len(run.groups)} groups at once (NCCL_TESTS_SPLIT)": len(run.groups) > 1,
         "of 0 bytes": not row.nbytes,
         "without a time of the collective": not row.us,
-        f"{_OTHER}, without redop or with a root": row.redop in ("", "none") or row.root != "-1",
+        f"{_OTHER}, without redop or with a root": has_redop == (kind == "all_gather") or row.root != "-1",
         "whose sums were wrong": run.failed or any(_number(one) for one in row.wrong),
         f"{_OTHER}, whose results in place nobody checks": len({one == _UNCHECKED for one in row.wrong}) > 1,
         "of a collective without a name": run.name is None and not has_rates,

@@ -1,0 +1,154 @@
+"""Measured collectives of NCCL: taken as they are, and carried over to other numbers of ranks by laws that hold here exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomli_w
+from benchmark_outputs import ALL_REDUCE, OTHERS, nccl_tests
+from sim_cases import carried_ns, link
+
+from fleetbench.cluster import Measured as Declared
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.measurements import CollectivePoint
+from fleetbench.quantities import Bytes, Nanoseconds
+from sim.network.links import Links
+from sim.network.measured import MeasuredNccl
+from sim.network.nccl import GENERATIONS, Nccl
+from sim.run import simulate
+
+SIZES = tuple(2**power for power in range(3, 33))
+LEVEL_NS = 31_000
+
+
+def tree_ns(nodes: int, nbytes: int) -> int:
+    """A time that grows by as much for every level of nodes."""
+    return 9_000 + nbytes // 50 + int(math.log2(nodes)) * (LEVEL_NS + nbytes // 100)
+
+
+def ring_ns(nodes: int, nbytes: int) -> int:
+    """Steps that take 40 us until 3 MiB, and then 15 us for each."""
+    share = nbytes / (4 * nodes)
+    return round(2 * (4 * nodes - 1) * max(40_000, 15_000 * share / 2**20))
+
+
+def links(*declared: Declared, **environment: str) -> Links:
+    """Nodes of 4 GPUs with an interface each."""
+    return Links(
+        trainers_per_node=4,
+        nics_per_node=4,
+        intra=link(3_600),
+        inter=link(200),
+        collective="nccl-hopper",
+        declared=declared,
+        environment=environment,
+    )
+
+
+def declared(nodes: int, took: Callable[[int, int], int], kind: str = "all_reduce") -> Declared:
+    """All sizes on so many nodes of 4."""
+    points = tuple(CollectivePoint(nbytes=Bytes(nbytes), took=Nanoseconds(took(nodes, nbytes))) for nbytes in SIZES)
+    return Declared(kind=kind, trainers=4 * nodes, points=points)  # type: ignore[arg-type]  # one of its kinds
+
+
+def predicted(nodes: int, own: Links) -> list[float]:
+    """Of all sizes on so many nodes."""
+    way = MeasuredNccl("all_reduce", range(4 * nodes), own)
+    return [float(way.route(nbytes).cost.total_ns) for nbytes in SIZES]
+
+
+@pytest.mark.parametrize("known", [(2, 4), (1, 4), (4, 8), (2, 64)])
+def test_trees_grow_by_what_a_level_adds(known: tuple[int, int]) -> None:
+    """On 16 nodes, from two numbers of nodes, the first of which may be one node."""
+    own = links(*(declared(nodes, tree_ns) for nodes in known), NCCL_ALGO="Tree")
+    assert predicted(16, own) == [pytest.approx(tree_ns(16, nbytes), rel=1e-4) for nbytes in SIZES]
+
+
+@pytest.mark.parametrize("known", [(2,), (4, 8), (32,)])
+def test_steps_of_rings_take_what_they_took_with_as_many_bytes(known: tuple[int, ...]) -> None:
+    """On 16 nodes, from others; between two sizes of a step within a twentieth, because the law has a knee."""
+    own = links(*(declared(nodes, ring_ns) for nodes in known), NCCL_ALGO="Ring", NCCL_PROTO="Simple")
+    assert predicted(16, own)[10:] == [pytest.approx(ring_ns(16, nbytes), rel=0.05) for nbytes in SIZES[10:]]
+
+
+def test_what_was_measured_is_taken() -> None:
+    """Among as many ranks on as many nodes, whatever NCCL's model says; halfway between two sizes, half of each."""
+    way = MeasuredNccl("all_reduce", range(16), links(declared(4, ring_ns)))
+    assert [way.route(nbytes).cost.total_ns for nbytes in SIZES] == [ring_ns(4, nbytes) for nbytes in SIZES]
+    assert way.route(3 * 2**24).cost.total_ns == (ring_ns(4, 2**25) + ring_ns(4, 2**26)) / 2
+
+
+def test_one_number_of_nodes_scales_a_tree_by_the_model() -> None:
+    """What takes twice the model's time on 2 nodes takes twice the model's on 8."""
+    two, eight = (Nccl(GENERATIONS["nccl-hopper"], "all_reduce", range(4 * nodes), links(NCCL_ALGO="Tree")) for nodes in (2, 8))
+    own = links(declared(2, lambda _, nbytes: round(2 * two.cost(nbytes).total_ns)), NCCL_ALGO="Tree")
+    assert predicted(8, own) == [pytest.approx(2 * float(eight.cost(nbytes).total_ns), rel=1e-4) for nbytes in SIZES]
+
+
+def test_sizes_beyond_the_largest_add_what_the_model_adds() -> None:
+    """A tree of 16 nodes, of which 2 and 4 were measured until 1 MiB: from there on as much more as without measurements."""
+    small = (dataclasses.replace(one, points=one.points[:18]) for one in (declared(2, tree_ns), declared(4, tree_ns)))
+    own = links(*small, NCCL_ALGO="Tree")
+    way, model = MeasuredNccl("all_reduce", range(64), own), Nccl(GENERATIONS["nccl-hopper"], "all_reduce", range(64), own)
+    more_ns = model.cost(2**24).total_ns - model.cost(2**20).total_ns
+    assert way.route(2**24).cost.total_ns == tree_ns(16, 2**20) + more_ns
+
+
+@pytest.mark.parametrize("ranks", [range(0, 16, 4), range(4)])
+def test_other_shapes_take_the_model(ranks: range) -> None:
+    """One rank on each of four nodes, and one node alone, are not what 16 ranks on four nodes tell of."""
+    own = links(declared(4, ring_ns))
+    way, model = MeasuredNccl("all_reduce", ranks, own), Nccl(GENERATIONS["nccl-hopper"], "all_reduce", ranks, own)
+    assert [way.route(nbytes).cost for nbytes in SIZES] == [model.cost(nbytes) for nbytes in SIZES]
+
+
+def experiment(folder: Path, measured: object, trainers: int = 8, collective: str = "nccl-hopper") -> Experiment:
+    """One bucket of 16 MiB on one node."""
+    layers = [{"name": "block", "params": 2**22, "forward": "100 ns", "backward": "200 ns"}]
+    cluster = {"trainers_per_node": trainers, "collective": collective, "intra": {"bandwidth": "450 GB/s", "latency": "0 s"}}
+    data = {
+        "workload": {"model": "layers", "layers": layers, "steps": 1},
+        "cluster": {**cluster, "measured": measured},
+        "run": {"warmup_steps": 0},
+    }
+    (folder / "experiment.toml").write_text(tomli_w.dumps(data), encoding="utf-8")
+    return Experiment.load(folder / "experiment.toml")
+
+
+@pytest.mark.parametrize("collective", ["nccl-hopper", "measured"])
+def test_a_log_gives_the_times_of_a_run(tmp_path: Path, collective: str) -> None:
+    """The file lies beside the experiment's; a bucket of 16 MiB takes what all_reduce_perf printed, in microseconds with a hundredth."""
+    (tmp_path / "perf.log").write_text(nccl_tests(), encoding="utf-8")
+    found = experiment(tmp_path, ["perf.log"], collective=collective)
+    start, end = carried_ns(simulate(found))["all_reduce 0"]
+    assert end - start == pytest.approx(1e9 * ALL_REDUCE.seconds(8, 2**24), abs=10)
+    assert Experiment.from_dict(tomllib.loads(found.to_toml())) == found
+
+
+def test_a_log_may_hold_several_kinds(tmp_path: Path) -> None:
+    """One output of three programs, and points written by hand, which one table may be."""
+    kinds = (ALL_REDUCE, *OTHERS[:2])
+    (tmp_path / "perf.log").write_text("".join(nccl_tests(collective=one) for one in kinds), encoding="utf-8")
+    points = [{"nbytes": "1 MB", "took": "3 ms"}, {"nbytes": "2 MB", "took": "4 ms"}]
+    found = experiment(tmp_path, ["perf.log", {"trainers": 16, "points": points}]).cluster.measured
+    assert [(one.kind, one.trainers) for one in found] == [*((one.name, 8) for one in kinds), ("all_reduce", 16)]
+    for one, printed in zip(found, kinds, strict=False):
+        printed_ns = [pytest.approx(1e9 * printed.seconds(8, point.nbytes), rel=0.01) for point in one.points]
+        assert [point.took for point in one.points] == printed_ns
+    assert experiment(tmp_path, {"trainers": 16, "points": points}).cluster.measured == found[-1:]
+
+
+@pytest.mark.parametrize(
+    ("text", "match"), [("no table\n", "is no output of nccl-tests"), (nccl_tests(wrong=3), "holds no correct all-reduce")]
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, match: str) -> None:
+    """With the file's name and a hint."""
+    (tmp_path / "perf.log").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"(?s){match}.*HINT|perf\.log.*{match}.*HINT"):
+        experiment(tmp_path, "perf.log")
