@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, NoReturn, Protocol
 
@@ -22,10 +22,12 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.why.change import DdpChange
 from fleetbench.why.observed import Model
 from real.job.driver_watch import watch_driver
+from real.processes.roles import TUNING
 
 GROUPS = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 """The module that gathers and scatters."""
-_WHERE = "fully_shard"
+WHERE = "fully_shard"
+"""Where an error says that it is."""
 
 
 class ShardedModel:
@@ -43,6 +45,7 @@ class ShardedModel:
         """All units by name, the model's own first."""
         self.inner = {name: each for name, each in self.units.items() if name and not any(map(is_unit, [*each.modules()][1:]))}
         """Units without another one inside, but for the model itself."""
+        self._names = {id(own): name for name, own in module.named_parameters()}
         self._own = {name: [group.post_forward_mesh_info for group in groups_of(each)] for name, each in self.inner.items()}
         self._threads = torch.get_num_threads()
         self.group: Any = dist.group.WORLD
@@ -52,6 +55,34 @@ class ShardedModel:
         """Each unit's group of parameters, as torch has them; modules that are one unit together have one."""
         found = {id(group): group for each in self.units.values() for group in groups_of(each)}
         return iter(found.values())
+
+    def named(self, group: Any) -> Iterator[tuple[str, Any]]:
+        """The shards of a group's parameters, by the names that the model has for them."""
+        for own in group.fsdp_params:
+            yield self._names[id(own.sharded_param)], own.sharded_param
+
+    @contextmanager
+    def gathered(self) -> Iterator[Callable[[], None]]:
+        """All parameters stay gathered, and nothing is exchanged; what is yielded drops the gradients, and is called after each step."""
+        groups = list(self.groups())
+        before = [(each.post_forward_mesh_info, each.reshard_after_backward, each.reduce_grads) for each in groups]
+
+        def clear() -> None:
+            for own in (each for group in groups for each in group.fsdp_params):
+                own.unsharded_accumulated_grad = own.unsharded_param.grad = None
+
+        for group in groups:
+            group.post_forward_mesh_info, group.reshard_after_backward, group.reduce_grads = None, False, False
+        for unit in self.units.values():
+            unit.unshard()
+        try:
+            yield clear
+        finally:
+            clear()
+            for group, own in zip(groups, before, strict=True):
+                group.post_forward_mesh_info, group.reshard_after_backward, group.reduce_grads = own
+            for unit in self.units.values():
+                unit.reshard()
 
     def change(self, change: DdpChange) -> None:
         """What ``change`` does not name is as the script has it."""
@@ -89,7 +120,7 @@ class ShardedModel:
     def own_strategy(self) -> DistributedStrategy:
         """The strategy that does what the script's calls do. Raises ``ConfigError`` for what no strategy keeps."""
         self._refuse()
-        trained = next(group for group in self.groups() if any(own.sharded_param.requires_grad for own in group.fsdp_params))
+        trained = next(filter(_trains, self.groups()))
         policy, world = trained.mp_policy, dist.get_world_size()
         wire = policy.reduce_dtype if policy.reduce_dtype not in (None, policy.param_dtype) else None
         return DistributedStrategy(
@@ -98,7 +129,7 @@ class ShardedModel:
                 stage=3,
                 sharding_degree=0 if self.degree == world else self.degree,
                 reshard_after_forward=self.reshards,
-                blocks=tuple(name for name, each in self.units.items() if name and groups_of(each)),
+                blocks=tuple(name for name, each in self.units.items() if name and any(map(_trains, groups_of(each)))),
             ),
             broadcast_buffers=False,
             thread_num=self._threads,
@@ -111,11 +142,11 @@ class ShardedModel:
         together = [group for group in self.groups() if len(getattr(group, "modules", ())) > 1]
         if together:
             hint = "give each module a call of its own while the script is profiled, tuned or launched with a strategy"
-            raise ConfigError("makes several modules one unit, which no strategy does", _WHERE, str(len(together)), hint)
+            raise ConfigError("makes several modules one unit, which no strategy does", WHERE, str(len(together)), hint)
         meshes = {tuple(group.mesh_info.mesh.shape) for group in self.groups()}
         if len(meshes) > 1 or next(self.groups()).mesh_info.mesh.size() != world:
             hint = "give all calls one mesh, of all ranks: tensor, expert and pipeline parallelism are outside of strategies"
-            raise ConfigError("is given meshes that no strategy has", _WHERE, " and ".join(map(str, sorted(meshes))), hint)
+            raise ConfigError("is given meshes that no strategy has", WHERE, " and ".join(map(str, sorted(meshes))), hint)
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -128,6 +159,10 @@ def groups_of(unit: nn.Module) -> list[Any]:
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]  # noqa: SLF001  # torch has no public name for it
     found = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on
     return list(found) if found is not None else [each for each in [state._fsdp_param_group] if each is not None]  # noqa: SLF001  # as above
+
+
+def _trains(group: Any) -> bool:
+    return any(own.sharded_param.requires_grad for own in group.fsdp_params)
 
 
 def _reshards(group: Any) -> bool | int:
@@ -143,6 +178,11 @@ def gathered_nbytes(group: Any) -> int:
 def scattered_nbytes(group: Any) -> int:
     """Bytes of a unit's gradients as they travel."""
     return _nbytes(group, group.mp_policy.reduce_dtype or group.mp_policy.param_dtype)
+
+
+def gathered_dtype(group: Any, parameter: torch.Tensor) -> str:
+    """The type that a parameter travels in, and computes in."""
+    return str(group.mp_policy.param_dtype or parameter.dtype).removeprefix("torch.")
 
 
 def _nbytes(group: Any, dtype: torch.dtype | None) -> int:
@@ -222,8 +262,13 @@ def refuse_mixed(models: Iterable[nn.Module]) -> None:
     """Raise ``ConfigError`` where some are DistributedDataParallel, and some have units of ``fully_shard``."""
     known = list(models)
     if any(isinstance(each, DistributedDataParallel) for each in known) and any(is_unit(part) for each in known for part in each.modules()):
-        hint = "use one of the two for all models that train: fully_shard with a mesh of replicas (HSDP) does what both would"
-        raise ConfigError("trains beside models of DistributedDataParallel, and steps of both are not told apart", _WHERE, hint=hint)
+        raise mixed()
+
+
+def mixed() -> ConfigError:
+    """The error of a process that trains a sharded model and a DistributedDataParallel."""
+    hint = "use one of the two for all models that train: fully_shard with a mesh of replicas (HSDP) does what both would"
+    return ConfigError("trains beside models of DistributedDataParallel, and steps of both are not told apart", WHERE, hint=hint)
 
 
 def follow(module: ModuleType, hearer: Hearer) -> None:
@@ -235,7 +280,7 @@ def follow(module: ModuleType, hearer: Hearer) -> None:
 
 
 def _refuse_first(*_: Any, **__: Any) -> NoReturn:
-    if dist.is_initialized():
+    if dist.is_initialized() and TUNING in os.environ:
         watch_driver(dist.get_rank())  # which hears of the error
     hint = "shard by fully_shard (FSDP2): Trainer and Accelerate do with fsdp_version=2, Lightning with ModelParallelStrategy"
     raise ConfigError("is FSDP1, which is not looked at, profiled or tuned", "FullyShardedDataParallel", hint=hint)
