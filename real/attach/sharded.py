@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fleetbench.errors import ConfigError
+from fleetbench.overview import overview
 from fleetbench.plan.sharding import degree_of
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.why.change import DdpChange
@@ -80,6 +82,8 @@ class Sharded:
             self._collective.driven.step_done()
 
     def _attach(self, model: ShardedModel, optimizers: list[Optimizer]) -> None:
+        from real.collective import Collective, arrive  # which a script that only imports fully_shard need not pay for
+
         own, ordered = model.own_strategy(), _ordered()
         if self.is_attached and TUNING in os.environ:
             hint = "shard one model, by a call with the model itself after those with its blocks; freeze others without fully_shard"
@@ -91,12 +95,14 @@ class Sharded:
         self._model = model
         if TUNING not in os.environ:
             assert ordered is not None
+            arrive(dist.get_rank())  # which a launcher waits to hear
+            if dist.get_rank() == 0:
+                print(overview(ordered), file=sys.stderr)  # noqa: T201  # as fleet.init does
             model.change(DdpChange(reshard_after_forward=reshard_of(ordered, own), threads=ordered.thread_num))
         else:
             if len(optimizers) > 1:
                 hint = "put all parameters into the groups of one optimizer"
                 raise ConfigError("has several optimizers, and a step ends with one", WHERE, str(len(optimizers)), hint)
-            from real.collective import Collective  # which a script that only imports fully_shard need not pay for
             from real.sharded_legs import ShardedSwitch
 
             self._collective = Collective(own, _TIMEOUT_S)
