@@ -196,7 +196,7 @@ def in_words_of(library: Library, text: str) -> str:
 def _libraries(plain: Settings) -> dict[str, str]:
     if plain.reshards is not None or plain.degree is not None:
         hsdp = f'ParallelismConfig(dp_replicate_size=int(os.environ["WORLD_SIZE"]) // {plain.degree}, dp_shard_size={plain.degree})'
-        given = {} if plain.reshards is None else {name: text.format(plain.reshards) for name, text in _SHARDING.items()}
+        given: dict[str, str] = {} if plain.reshards is None else {name: text.format(plain.reshards) for name, text in _SHARDING.items()}
         if plain.degree:
             given = {"Accelerate": ", ".join([*filter(None, [given.get("Accelerate")]), f"Accelerator(..., parallelism_config={hsdp})"])}
         return given | {"Lightning": "ModelParallelStrategy(), whose module calls fully_shard in configure_model, as above"}

@@ -21,6 +21,7 @@ from fleetbench.sharding_configs import ShardingConfigs
 from fleetbench.strategy import DistributedStrategy
 from real.job.script_session import ScriptSession
 from real.leg import Leg
+from real.processes.diagnosis import LegFailed
 from real.profile.costs import points_of_blocks
 from tuner.pytorch import in_words_of, page_of
 
@@ -171,3 +172,18 @@ def test_libraries_are_told_in_their_words() -> None:
     page = page_of(other(sharding_degree=4), OWN, "USE it: 1.2x")
     assert "dp_shard_size=4" in page
     assert "ModelParallelStrategy" in page
+
+
+@pytest.mark.slow
+def test_legs_of_replicas_start_the_script_again(tmp_path: Path) -> None:
+    """On four ranks a shard group of two has its own launch, whose mesh is checked there; the script's own mesh is no strategy's to change."""
+    base = Experiment.load(str(resources.files("fleetbench").joinpath("script.toml")))
+    command = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "4", SCRIPT, str(tmp_path)]
+    with ScriptSession([*command, "plain"], base) as session:
+        run = session.run(Leg(strategy=other(sharding_degree=2), steps=4, warmup_steps=2))
+        assert run.plan.shard_ranks == 2
+        assert Counter(span.name.split()[0] for span in run.spans)["all_gather"] == 4 * 6 * 7
+    with ScriptSession([*command, "hybrid"], base) as session:
+        assert session.experiment.strategy == other(sharding_degree=2)
+        with pytest.raises(LegFailed, match="is the script's mesh"):
+            session.run(Leg(strategy=OWN, steps=4, warmup_steps=2))
