@@ -80,6 +80,7 @@ else:
     fully_shard(model, **given)
 beside = DistributedDataParallel(nn.Linear(4, 4)) if kind == "mixed" else None
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+another = None if beside is None else torch.optim.SGD(beside.parameters(), lr=0.01)
 counts: Counter[str] = Counter()
 
 
@@ -104,8 +105,9 @@ with (folder / f"losses{rank}").open("a", encoding="ascii") as losses:
         tokens = torch.randint(0, 50, (4, 8), generator=torch.Generator().manual_seed(1000 * step + rank))
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         loss.backward()
-        if beside is not None:
+        if beside is not None and another is not None:
             beside(torch.ones(2, 4)).sum().backward()
+            another.step()
         optimizer.step()
         optimizer.zero_grad()
         losses.write(f"{loss.item().hex()}\n")

@@ -176,7 +176,7 @@ def test_libraries_are_told_in_their_words() -> None:
 
 @pytest.mark.slow
 def test_legs_of_replicas_start_the_script_again(tmp_path: Path) -> None:
-    """On four ranks a shard group of two has its own launch, whose mesh is checked there; the script's own mesh is no strategy's to change."""
+    """On four ranks a shard group of two has its own launch, whose mesh is checked there; a mesh of the script's own stays."""
     base = Experiment.load(str(resources.files("fleetbench").joinpath("script.toml")))
     command = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "4", SCRIPT, str(tmp_path)]
     with ScriptSession([*command, "plain"], base) as session:
