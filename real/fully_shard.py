@@ -137,6 +137,23 @@ class ShardedModel:
             bf16_allreduce=wire is torch.bfloat16,
         )
 
+    @torch.no_grad()
+    def refuse_different_replicas(self) -> None:
+        """Raise ``ConfigError`` where replicas of a shard differ: ``fully_shard`` leaves each rank the parameters that it has made.
+
+        Without replicas that makes one model of all ranks' parts; with them each would train another one.
+        """
+        mesh = next(self.groups()).mesh_info.mesh
+        shards = [own.sharded_param.to_local().double() for group in self.groups() for own in group.fsdp_params]
+        sums = torch.stack([torch.stack([each.sum(), each.square().sum()]) for each in shards])
+        first = sums.clone()
+        dist.broadcast(first, group=mesh.get_group(0), group_src=0)
+        differs = (sums != first).any().int()
+        dist.all_reduce(differs)
+        if differs:
+            hint = "give all ranks one seed before the model is made (torch.manual_seed), or load one checkpoint"
+            raise ConfigError("ranks begin from different parameters, and replicas (HSDP) would train different models", WHERE, hint=hint)
+
     def _refuse(self) -> None:
         world = dist.get_world_size()
         together = [group for group in self.groups() if len(getattr(group, "modules", ())) > 1]
@@ -172,12 +189,13 @@ def _reshards(group: Any) -> bool | int:
 
 def gathered_nbytes(group: Any) -> int:
     """Bytes of a unit's parameters as they travel."""
-    return _nbytes(group, group.mp_policy.param_dtype)
+    return _nbytes(group.fsdp_params, group.mp_policy.param_dtype)
 
 
 def scattered_nbytes(group: Any) -> int:
     """Bytes of a unit's gradients as they travel."""
-    return _nbytes(group, group.mp_policy.reduce_dtype or group.mp_policy.param_dtype)
+    trained = [own for own in group.fsdp_params if own.sharded_param.requires_grad]
+    return _nbytes(trained, group.mp_policy.reduce_dtype or group.mp_policy.param_dtype)
 
 
 def gathered_dtype(group: Any, parameter: torch.Tensor) -> str:
@@ -185,8 +203,8 @@ def gathered_dtype(group: Any, parameter: torch.Tensor) -> str:
     return str(group.mp_policy.param_dtype or parameter.dtype).removeprefix("torch.")
 
 
-def _nbytes(group: Any, dtype: torch.dtype | None) -> int:
-    parameters = [own.sharded_param for own in group.fsdp_params]
+def _nbytes(of: Iterable[Any], dtype: torch.dtype | None) -> int:
+    parameters = [own.sharded_param for own in of]
     return sum(own.numel() * (own.dtype if dtype is None else dtype).itemsize for own in parameters)
 
 

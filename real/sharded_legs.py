@@ -9,14 +9,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import Collective, Operation
@@ -146,6 +148,7 @@ class ShardedSwitch(Trained):
         self.model: nn.Module = living.module
         self.optimizer = optimizer
         self.living = living
+        self._evaluated: set[int] = set()
         self.engine = self.open(self.own_strategy, keep_times=False)
 
     def open(self, strategy: DistributedStrategy, *, first_step: int = 1, keep_times: bool = True) -> ShardedEngine:
@@ -173,9 +176,20 @@ class ShardedSwitch(Trained):
         engine.on_step = beat
         return engine
 
+    def forward(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> AbstractContextManager[None]:
+        """The context of a forward; one without gradients follows the step before it, whose end it delays."""
+        if not torch.is_grad_enabled():
+            self._evaluated.add(self.engine.step)
+            return nullcontext()
+        if self.batch_size is None:
+            leaves = tree_leaves((inputs, named))
+            self.batch_size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
+        return self.engine.forward()
+
     def results(self, _leg: Leg) -> dict[str, Any]:
-        """Nothing."""
-        return {}
+        """The steps after which the script has evaluated its model."""
+        evaluated, self._evaluated = sorted(self._evaluated), set()
+        return {"evaluated": evaluated}
 
     def measuring(self, _leg: Leg) -> Any:
         """See ``Trained``."""
@@ -200,7 +214,7 @@ class ShardedProfileLeg:
         switch, living = self._switch, self._switch.living
         self.engine = engine = switch.open(leg.strategy, first_step=1 - leg.warmup_steps)
         engine.on_step = on_step
-        with living.gathered() as clear:
+        with living.gathered() as clear, replaced(torch.amp.GradScaler, "step", _unless_scaling):
             clock = LayerClock(living.module, clock_of(switch.device))
             clock.attach()
             try:
@@ -231,6 +245,20 @@ class ShardedProfileLeg:
 
     def update_done(self) -> None:
         """Nothing is counted of gradients."""
+
+
+def _unless_scaling(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A scaler's step, which finds no gradients here."""
+
+    def refused(scaler: torch.amp.GradScaler, *arguments: Any, **named: Any) -> Any:
+        if scaler.is_enabled():
+            hint = "train in bfloat16, which needs no scaler, or compare launches with different arguments of fully_shard"
+            raise ConfigError(
+                "unscales gradients, and there are none while the layers of a sharded model are timed", "GradScaler", hint=hint
+            )
+        return step(scaler, *arguments, **named)
+
+    return refused
 
 
 def plan_of(living: ShardedModel, strategy: DistributedStrategy, trainers: int, trainers_per_node: int) -> Plan:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from real.collective import Collective
     from real.sharded_legs import ShardedSwitch
 
-_TIMEOUT_S = 120.0
-
 
 class Sharded:
     """Life cycle: made as ``fully_shard`` is imported -> ``is_attached`` at the first forward of a model that an optimizer may follow.
@@ -46,6 +44,8 @@ class Sharded:
         self._switch: ShardedSwitch | None = None
         self._collective: Collective | None = None
         self._model: ShardedModel | None = None
+        self._has_mesh = False
+        """Whether calls were given a mesh of the strategy's."""
 
     def arguments(self, unit: Any, named: dict[str, Any]) -> dict[str, Any]:
         """A mesh of the strategy's degree, and over how many neighbours an innermost unit is spread after its forward."""
@@ -55,22 +55,23 @@ class Sharded:
         configs, world = strategy.sharding_configs, dist.get_world_size()
         changed: dict[str, Any] = {}
         if named.get("mesh") is None and (degree := degree_of(configs, world)) < world:
-            changed["mesh"] = _mesh(degree)
+            changed["mesh"], self._has_mesh = _mesh(degree), True
         is_inner = not isinstance(unit, (list, tuple)) and not any(map(is_unit, unit.modules()))
         if is_inner and type(configs.reshard_after_forward) is int:
             changed["reshard_after_forward"] = configs.reshard_after_forward
         return named | changed
 
-    def around(self, model: ShardedModel, _inputs: tuple[Any, ...], _named: dict[str, Any]) -> AbstractContextManager[Any]:
+    def around(self, model: ShardedModel, inputs: tuple[Any, ...], named: dict[str, Any]) -> AbstractContextManager[Any]:
         """The leg's engine, in a forward with gradients of an attached model."""
-        if not torch.is_grad_enabled() or not self._job.may_attach():
+        if self._switch is not None and model is self._model:
+            return self._switch.forward(inputs, named)
+        if model is self._model or not torch.is_grad_enabled() or not self._job.may_attach():
             return nullcontext()
-        optimizers = self._job.optimizers.holding(model.module)
-        if model is not self._model and optimizers:
+        if optimizers := self._job.optimizers.holding(model.module):
             if TUNING in os.environ and not self.is_attached:
                 watch_driver(dist.get_rank())  # which hears of errors
             self._attach(model, optimizers)
-        return nullcontext() if self._switch is None or model is not self._model else self._switch.engine.forward()
+        return nullcontext() if self._switch is None or model is not self._model else self._switch.forward(inputs, named)
 
     def follows(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's steps end the steps of a leg."""
@@ -82,7 +83,8 @@ class Sharded:
             self._collective.driven.step_done()
 
     def _attach(self, model: ShardedModel, optimizers: list[Optimizer]) -> None:
-        from real.collective import Collective, arrive  # which a script that only imports fully_shard need not pay for
+        from real.attach.attaching import timeout_s  # which a script that only imports fully_shard need not pay for
+        from real.collective import Collective, arrive
 
         own, ordered = model.own_strategy(), _ordered()
         if self.is_attached and TUNING in os.environ:
@@ -92,6 +94,8 @@ class Sharded:
             raise mixed()
         if ordered is not None:
             refuse_others(ordered, own)
+        if self._has_mesh:
+            model.refuse_different_replicas()
         self._model = model
         if TUNING not in os.environ:
             assert ordered is not None
@@ -105,7 +109,7 @@ class Sharded:
                 raise ConfigError("has several optimizers, and a step ends with one", WHERE, str(len(optimizers)), hint)
             from real.sharded_legs import ShardedSwitch
 
-            self._collective = Collective(own, _TIMEOUT_S)
+            self._collective = Collective(own, timeout_s())
             driven, role = self._collective.driven, self._collective.role
             assert driven is not None
             self._switch = ShardedSwitch(model, optimizers[0], self._collective.communicators, role.trainers_per_node or 1)

@@ -24,7 +24,7 @@ steps = int(sys.argv[3]) if len(sys.argv) > 3 else 100_000
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 store = os.environ.get("FLEETBENCH_STORE")
 dist.init_process_group("gloo", **({} if store is None else {"init_method": f"file://{store}", "rank": rank, "world_size": world}))
-torch.manual_seed(0)
+torch.manual_seed(rank if kind == "unseeded" else 0)
 torch.set_num_threads(1)
 
 

@@ -187,3 +187,15 @@ def test_legs_of_replicas_start_the_script_again(tmp_path: Path) -> None:
         assert session.experiment.strategy == other(sharding_degree=2)
         with pytest.raises(LegFailed, match="is the script's mesh"):
             session.run(Leg(strategy=OWN, steps=4, warmup_steps=2))
+
+
+@pytest.mark.slow
+def test_replicas_that_differ_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each rank has a seed of its own: sharded over all that is one model, and with replicas it would be two."""
+    other(sharding_degree=2).save(tmp_path / "recommended.toml")
+    assert launch("unseeded", tmp_path / "alone", 4) == 0
+    assert (
+        launch("unseeded", tmp_path / "file", 4, "--strategy", str(tmp_path / "recommended.toml"), "--log-dir", str(tmp_path / "log")) == 4
+    )
+    said = capfd.readouterr().err + "".join(log.read_text(encoding="utf-8") for log in tmp_path.glob("log/*"))
+    assert "ranks begin from different parameters" in said
