@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fleetbench.cli.main import main
+from fleetbench.cluster import Cluster
 from fleetbench.errors import FleetbenchError
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
@@ -24,6 +25,7 @@ from real.leg import Leg
 from real.processes.diagnosis import LegFailed
 from real.profile.costs import points_of_blocks
 from tuner.pytorch import in_words_of, page_of
+from tuner.simulated.sharded import of_script
 
 SCRIPT = str(Path(__file__).with_name("fsdp_script.py"))
 BLOCKS = ("layers.0", "layers.1", "layers.2")
@@ -172,6 +174,20 @@ def test_libraries_are_told_in_their_words() -> None:
     page = page_of(other(sharding_degree=4), OWN, "USE it: 1.2x")
     assert "dp_shard_size=4" in page
     assert "ModelParallelStrategy" in page
+
+
+def test_the_strategies_that_are_tried() -> None:
+    """Each degree that divides the ranks, with and without resharding; a script's own degree and number of neighbours stay beside these."""
+
+    def tried(own: DistributedStrategy, trainers: int) -> list[tuple[int, bool | int]]:
+        asked = Experiment(name="asked", cluster=Cluster(trainers_per_node=trainers), strategy=own)
+        found = [one.sharding_configs for one in of_script(asked)]
+        return [(one.sharding_degree, one.reshard_after_forward) for one in found]
+
+    assert tried(OWN, 4) == [(0, True), (0, False), (2, True), (2, False)]
+    assert tried(OWN, 2) == [(0, True), (0, False)]
+    assert tried(other(sharding_degree=2, reshard_after_forward=False), 4) == [(2, False), (2, True)]
+    assert tried(other(reshard_after_forward=2), 4) == [(0, 2), (0, True), (0, False), (2, True), (2, False)]
 
 
 @pytest.mark.slow
