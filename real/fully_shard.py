@@ -72,7 +72,11 @@ class ShardedModel:
                 own.unsharded_accumulated_grad = own.unsharded_param.grad = None
 
         for group in groups:
-            group.post_forward_mesh_info, group.reshard_after_backward, group.reduce_grads = None, False, False
+            group.post_forward_mesh_info, group.reshard_after_backward, group.reduce_grads = (
+                None,
+                False,
+                False,
+            )
         for unit in self.units.values():
             unit.unshard()
         try:
@@ -152,7 +156,11 @@ class ShardedModel:
         dist.all_reduce(differs)
         if differs:
             hint = "give all ranks one seed before the model is made (torch.manual_seed), or load one checkpoint"
-            raise ConfigError("ranks begin from different parameters, and replicas (HSDP) would train different models", WHERE, hint=hint)
+            raise ConfigError(
+                "ranks begin from different parameters, and replicas (HSDP) would train different models",
+                WHERE,
+                hint=hint,
+            )
 
     def _refuse(self) -> None:
         world = dist.get_world_size()
@@ -286,7 +294,11 @@ def refuse_mixed(models: Iterable[nn.Module]) -> None:
 def mixed() -> ConfigError:
     """The error of a process that trains a sharded model and a DistributedDataParallel."""
     hint = "use one of the two for all models that train: fully_shard with a mesh of replicas (HSDP) does what both would"
-    return ConfigError("trains beside models of DistributedDataParallel, and steps of both are not told apart", WHERE, hint=hint)
+    return ConfigError(
+        "trains beside models of DistributedDataParallel, and steps of both are not told apart",
+        WHERE,
+        hint=hint,
+    )
 
 
 def follow(module: ModuleType, hearer: Hearer) -> None:

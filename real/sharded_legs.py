@@ -142,7 +142,11 @@ class ShardedSwitch(Trained):
     """
 
     def __init__(
-        self, living: ShardedModel, optimizer: torch.optim.Optimizer, communicators: Communicators, trainers_per_node: int
+        self,
+        living: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        communicators: Communicators,
+        trainers_per_node: int,
     ) -> None:
         super().__init__(communicators, living.own_strategy(), trainers_per_node)
         self.model: nn.Module = living.module
@@ -254,7 +258,9 @@ def _unless_scaling(step: Callable[..., Any]) -> Callable[..., Any]:
         if scaler.is_enabled():
             hint = "train in bfloat16, which needs no scaler, or compare launches with different arguments of fully_shard"
             raise ConfigError(
-                "unscales gradients, and there are none while the layers of a sharded model are timed", "GradScaler", hint=hint
+                "unscales gradients, and there are none while the layers of a sharded model are timed",
+                "GradScaler",
+                hint=hint,
             )
         return step(scaler, *arguments, **named)
 
@@ -269,5 +275,9 @@ def plan_of(living: ShardedModel, strategy: DistributedStrategy, trainers: int, 
         for name, own in living.named(group)
         if own.requires_grad
     ]
-    setting = Setting(trainers=trainers, trainers_per_node=trainers_per_node, order=tuple(gradient.name for gradient in gradients))
+    setting = Setting(
+        trainers=trainers,
+        trainers_per_node=trainers_per_node,
+        order=tuple(gradient.name for gradient in gradients),
+    )
     return build_plan(strategy, gradients[::-1], setting)

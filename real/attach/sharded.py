@@ -83,7 +83,9 @@ class Sharded:
             self._collective.driven.step_done()
 
     def _attach(self, model: ShardedModel, optimizers: list[Optimizer]) -> None:
-        from real.attach.attaching import timeout_s  # which a script that only imports fully_shard need not pay for
+        from real.attach.attaching import (
+            timeout_s,
+        )  # which a script that only imports fully_shard need not pay for
         from real.collective import Collective, arrive
 
         own, ordered = model.own_strategy(), _ordered()
@@ -130,10 +132,20 @@ def refuse_others(strategy: DistributedStrategy, own: DistributedStrategy) -> No
     world = dist.get_world_size()
     if strategy.sharding and degree_of(configs, world) != degree_of(known, world):
         hint = "leave mesh=... out of the calls, or set sharding_degree to its ranks of a shard group"
-        raise ConfigError("is the script's mesh, and the strategy has another one", WHERE, f"{degree_of(known, world)} ranks", hint)
+        raise ConfigError(
+            "is the script's mesh, and the strategy has another one",
+            WHERE,
+            f"{degree_of(known, world)} ranks",
+            hint,
+        )
     if configs.blocks not in ((), known.blocks):
         hint = "leave blocks out: the units are those that the script gives to fully_shard"
-        raise ConfigError("are others than the script's units", "strategy.sharding_configs.blocks", ", ".join(configs.blocks), hint)
+        raise ConfigError(
+            "are others than the script's units",
+            "strategy.sharding_configs.blocks",
+            ", ".join(configs.blocks),
+            hint,
+        )
     same = strategy.replace(sharding_configs=known, thread_num=own.thread_num, broadcast_buffers=own.broadcast_buffers)
     if others := [name for name in {**same.changes(), **own.changes()} if same.changes().get(name) != own.changes().get(name)]:
         hint = "leave it as the script has it; fleet's four lines carry out other strategies"

@@ -96,7 +96,13 @@ def counted(name: str) -> None:
     setattr(dist, name, call)
 
 
-for name in ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+for name in (
+    "all_gather_single",
+    "reduce_scatter_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_reduce",
+):
     if hasattr(dist, name):
         counted(name)
 with (folder / f"losses{rank}").open("a", encoding="ascii") as losses:

@@ -68,7 +68,11 @@ def launch(kind: str, folder: Path, ranks: int, *words: str) -> int:
     ],
 )
 def test_what_is_printed_and_a_file_do_the_same(
-    ranks: int, configs: dict[str, Any], expected: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: int,
+    configs: dict[str, Any],
+    expected: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The printed lines in the script's place, and the file under ``launch``, ask for the same collectives; losses are the script's own.
 
@@ -99,7 +103,9 @@ def test_what_is_printed_and_a_file_do_the_same(
 
 
 @pytest.fixture(scope="module")
-def driven(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[RunResult], list[dict[str, Any]], list[list[str]], Experiment]:
+def driven(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[list[RunResult], list[dict[str, Any]], list[list[str]], Experiment]:
     """Legs of two ranks: as the script is (the first, and two more), without resharding, and layer times; with the losses of all steps."""
     folder = tmp_path_factory.mktemp("driven")
     base = Experiment.load(str(resources.files("fleetbench").joinpath("script.toml")))
@@ -133,7 +139,10 @@ def test_legs_gather_as_their_strategy_says(driven: Driven) -> None:
         parts = table[["forward_s", "backward_s", "stall_s", "update_s"]].sum(axis=1) if "stall_s" in table else None
         assert len(table) == 10
         assert parts is None or (parts > 0).all()
-    assert [(block.name, block.nbytes) for block in driven[0][0].plan.blocks] == [("", 4 * REST), *((name, 4 * BLOCK) for name in BLOCKS)]
+    assert [(block.name, block.nbytes) for block in driven[0][0].plan.blocks] == [
+        ("", 4 * REST),
+        *((name, 4 * BLOCK) for name in BLOCKS),
+    ]
 
 
 def test_layers_are_timed_without_an_exchange(driven: Driven) -> None:
@@ -211,7 +220,16 @@ def test_replicas_that_differ_are_refused(tmp_path: Path, capfd: pytest.CaptureF
     other(sharding_degree=2).save(tmp_path / "recommended.toml")
     assert launch("unseeded", tmp_path / "alone", 4) == 0
     assert (
-        launch("unseeded", tmp_path / "file", 4, "--strategy", str(tmp_path / "recommended.toml"), "--log-dir", str(tmp_path / "log")) == 4
+        launch(
+            "unseeded",
+            tmp_path / "file",
+            4,
+            "--strategy",
+            str(tmp_path / "recommended.toml"),
+            "--log-dir",
+            str(tmp_path / "log"),
+        )
+        == 4
     )
     said = capfd.readouterr().err + "".join(log.read_text(encoding="utf-8") for log in tmp_path.glob("log/*"))
     assert "ranks begin from different parameters" in said

@@ -20,7 +20,21 @@ def launch(*words: str) -> list[str]:
 
 def test_a_slow_rank_is_told_from_gathers_and_scatters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 1 sleeps in its forward; gathers and scatters are told apart, and losses are those of the script alone."""
-    assert main(["why", "--json", "--seconds", "10", "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "slow")]) == 0
+    assert (
+        main(
+            [
+                "why",
+                "--json",
+                "--seconds",
+                "10",
+                "--out",
+                str(tmp_path / "runs"),
+                "--",
+                *launch(str(tmp_path), "slow"),
+            ]
+        )
+        == 0
+    )
     answer = json.loads(capsys.readouterr().out)
     causes = {cause["name"]: cause for cause in answer["causes"]}
     assert answer["causes"][0]["name"] == "a slow rank"
