@@ -11,7 +11,14 @@ T = TypeVar("T")
 Need = Literal["", "target", "rounding", "nodes", "loop", "waiting", "model"]
 """The condition that an experiment must meet before a search of the field means anything; ``tuner.space.needs`` checks it."""
 _COLLECTIVE = Literal["plan clock", "plan virtual digits", "plan way", "plan virtual way", "plan virtual way restarts"]
-_COMPUTE = Literal["plan clock time", "plan clock memory", "plan clock time restarts", "plan way time", "plan virtual way time restarts"]
+_COMPUTE = Literal[
+    "plan clock restarts",
+    "plan clock time",
+    "plan clock memory",
+    "plan clock time restarts",
+    "plan way time",
+    "plan virtual way time restarts",
+]
 _OF_SERVERS = Literal["servers way", "way", "simulated clock", "plan pieces clock", "plan servers clock time", "plan virtual servers way"]
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from fleetbench.config import Config, at_least
 from fleetbench.errors import ConfigError
+from fleetbench.knobs import Knob
 
 _PARALLEL = "fleetbench is about data parallelism: split the model's layers by torch's own tensor or pipeline parallelism"
 _PADDLES = {
@@ -31,7 +32,7 @@ class ShardingConfigs(Config):
 
     stage: Literal[1, 2, 3] = 1
     """1 shards the optimizer's state, 2 also gradients, 3 also parameters."""
-    sharding_degree: int = 0
+    sharding_degree: int = Knob("plan clock restarts", "sharding")(0)
     """Trainers of a shard group, which divide all trainers; with fewer than all, groups are replicas of each other (HSDP). 0: all."""
     reshard_after_forward: bool | int = True
     """Stage 3: a block's parameters are freed after its forward, and gathered again for its backward. A number: they stay spread over so

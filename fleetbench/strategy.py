@@ -342,7 +342,7 @@ class DistributedStrategy(Config):
     gradient_merge: bool = _MERGE(False)
     gradient_merge_configs: GradientMergeConfigs = _MERGE(GradientMergeConfigs())
 
-    sharding: bool = _SHARDED(False)
+    sharding: bool = _SHARDED._replace(says="plan clock restarts")(False)
     sharding_configs: ShardingConfigs = _SHARDED(ShardingConfigs())
 
     a_sync: bool = _SERVED(False)

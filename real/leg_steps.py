@@ -154,17 +154,22 @@ def not_finite(stopwatch: Stopwatch, model: nn.Module, num_steps: int) -> dict[s
         loss = timed.record.loss
         if loss is not None and not math.isfinite(loss):
             return {"what": f"the loss was {loss}", "step": number}
-    if all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters()):
+    if all(bool(torch.isfinite(_own_part(parameter)).all()) for parameter in model.parameters()):
         return None
     return {"what": "a parameter was NaN or infinite", "step": num_steps}
+
+
+def _own_part(parameter: Any) -> torch.Tensor:
+    """The parameter, or this rank's shard of it."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # type: ignore[no-any-return]  # a DTensor's
 
 
 @contextmanager
 def keeping_gradients(model: nn.Module) -> Iterator[None]:
     """Whatever happens inside, ``.grad`` are what they were."""
-    gradients = [parameter.grad for parameter in model.parameters()]
+    held = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         yield
     finally:
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        for parameter, gradient in held:
             parameter.grad = gradient

@@ -1,7 +1,7 @@
 """PyTorch: a recommendation as settings of PyTorch itself, and of what wraps it: ``recommended.md``.
 
-What DistributedDataParallel has an argument or a communication hook for needs no fleetbench afterwards. All else is applied by
-``fleetbench launch --strategy`` to the script as it is, or by the four lines.
+What DistributedDataParallel or ``fully_shard`` has an argument or a hook for needs no fleetbench afterwards. All else is applied
+by ``fleetbench launch --strategy`` to the script as it is, or by the four lines.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from fleetbench.config import encode, flat
 from fleetbench.experiment import Experiment
@@ -23,7 +24,8 @@ from sim.scenario import setting_of
 _ALL_IN_ONE_MB = 1 << 20
 """Cap of a bucket, in MiB, that no model reaches."""
 _OF_PYTORCH = re.compile(
-    r"(DistributedDataParallel|DataLoader)\(\.\.\., (.*?)\)|model\.register_comm_hook\(None, [\w.]*default_hooks\.(\w+)_compress_hook\)"
+    r"(DistributedDataParallel|DataLoader|fully_shard)\(\.\.\., (.*?)\)|"
+    r"model\.register_comm_hook\(None, [\w.]*default_hooks\.(\w+)_compress_hook\)"
 )
 _CALLS: dict[Library, str] = {
     "Accelerate": "Accelerator(..., kwargs_handlers=[DistributedDataParallelKwargs({})])",
@@ -35,6 +37,17 @@ _HOOKS: dict[Library, str] = {
     "Accelerate": "comm_hook=DDPCommunicationHookType.{1}",
     "Lightning": "ddp_comm_hook=default_hooks.{0}_compress_hook",
 }
+_SHARDING: dict[Library, str] = {
+    "Trainer": 'TrainingArguments(..., fsdp_config={{..., "fsdp_version": 2, "reshard_after_forward": {}}})',
+    "Accelerate": "FullyShardedDataParallelPlugin(..., fsdp_version=2, reshard_after_forward={})",
+}
+"""How a library is given what ``fully_shard`` does after a forward; a module of Lightning's calls it in ``configure_model`` itself."""
+_SETTINGS = {
+    "thread_num": "threads",
+    "sharding_configs.reshard_after_forward": "reshards",
+    "sharding_configs.sharding_degree": "degree",
+}
+"""Attributes of ``Settings`` that have the values of fields."""
 _WIRES = {"fp16_allreduce": "fp16", "bf16_allreduce": "bf16"}
 
 
@@ -50,6 +63,10 @@ class Settings:
     accumulate: int | None = None
     """Backwards an update."""
     lr_scale: float | None = None
+    reshards: bool | int | None = None
+    """The argument of ``fully_shard`` for blocks."""
+    degree: int | None = None
+    """Ranks of a shard group of ``fully_shard``, and of its mesh's last dimension."""
     others: dict[str, object] = field(default_factory=dict)
     """Fields that PyTorch has no setting for."""
 
@@ -77,8 +94,8 @@ def in_pytorch(strategy: DistributedStrategy, default: DistributedStrategy, buck
             found.arguments[name] = getattr(strategy, name)
         elif name in _WIRES and (strategy.fp16_allreduce or strategy.bf16_allreduce):
             found.wire = _WIRES[name] if getattr(strategy, name) else found.wire
-        elif name == "thread_num":
-            found.threads = strategy.thread_num
+        elif name in _SETTINGS and (default.sharding or name == "thread_num"):
+            setattr(found, _SETTINGS[name], attrgetter(name)(strategy))
         elif name == "lr_scale":
             found.lr_scale = strategy.lr_scale / default.lr_scale
         elif name in ("gradient_merge", "gradient_merge_configs.k_steps") and strategy.gradient_merge_configs.avg:
@@ -97,13 +114,15 @@ def page_of(strategy: DistributedStrategy, default: DistributedStrategy, line: s
         parts += [f"PyTorch itself has no setting for {names}. fleetbench applies it:", *_by_fleetbench()]
         return "\n".join(parts)
     parts += ["## In plain PyTorch", ""]
+    if plain.reshards is not None or plain.degree is not None:
+        parts += ["Beside the arguments that your script gives to it:", "", "```python", *_shards(plain), "```", ""]
     if plain.arguments or plain.wire is not None:
         parts += ["Beside the arguments that your script gives it:", "", "```python", *_script(plain), "```", ""]
     parts += [f"- {text}" for text in _beside(plain)]
     if libraries := _libraries(plain):
         parts += ["", "## Where a library wraps the model", "", "| library | what to add |", "|---|---|"]
         parts += [f"| {name} | `{text}` |" for name, text in libraries.items()]
-    return "\n".join([*parts, "", "## Without a change of the script", *_by_fleetbench()])
+    return "\n".join([*parts, "", "## Without a change of the script", *_by_fleetbench(sharded=default.sharding)])
 
 
 def _script(plain: Settings) -> list[str]:
@@ -114,6 +133,29 @@ def _script(plain: Settings) -> list[str]:
         lines = [f"from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import {hook}", *lines]
         lines.append(f"model.register_comm_hook(None, {hook})")
     return lines
+
+
+def _shards(plain: Settings) -> list[str]:
+    lines, given = ["from torch.distributed.fsdp import fully_shard", ""], ""
+    if plain.degree:
+        given = ", mesh=mesh"
+        lines = [
+            "import torch",
+            "import torch.distributed as dist",
+            "from torch.distributed.device_mesh import init_device_mesh",
+            *lines,
+            'device = "cuda" if torch.cuda.is_available() else "cpu"',
+            f"shape = (dist.get_world_size() // {plain.degree}, {plain.degree})",
+            "# replicas need the same parameters from the begin on: one seed on all ranks, or one checkpoint",
+            'mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))',
+        ]
+    reshards = "" if plain.reshards is None else f", reshard_after_forward={plain.reshards}"
+    return [
+        *lines,
+        "for block in blocks:  # those that your script gives to it",
+        f"    fully_shard(block{given}{reshards})",
+        f"fully_shard(model{given})",
+    ]
 
 
 def _beside(plain: Settings) -> list[str]:
@@ -138,6 +180,8 @@ def in_words_of(library: Library, text: str) -> str:
 
     def called(call: re.Match[str]) -> str:
         name, given, wire = call.groups()
+        if name == "fully_shard":
+            return _SHARDING[library].format(given.rpartition("=")[2]) if library in _SHARDING else call[0]
         if library == "Trainer" and name:
             prefix = "ddp_" if name == "DistributedDataParallel" else "dataloader_"
             return f"TrainingArguments(..., {prefix}{given.replace(', ', f', {prefix}')})"
@@ -151,6 +195,12 @@ def in_words_of(library: Library, text: str) -> str:
 
 
 def _libraries(plain: Settings) -> dict[str, str]:
+    if plain.reshards is not None or plain.degree is not None:
+        hsdp = f'ParallelismConfig(dp_replicate_size=int(os.environ["WORLD_SIZE"]) // {plain.degree}, dp_shard_size={plain.degree})'
+        given: dict[str, str] = {} if plain.reshards is None else {name: text.format(plain.reshards) for name, text in _SHARDING.items()}
+        if plain.degree:
+            given = {"Accelerate": ", ".join([*filter(None, [given.get("Accelerate")]), f"Accelerator(..., parallelism_config={hsdp})"])}
+        return given | {"Lightning": "ModelParallelStrategy(), whose module calls fully_shard in configure_model, as above"}
     if not plain.arguments and plain.wire is None and plain.accumulate is None:
         return {}
     names = {"bucket_cap_mb": "ddp_bucket_cap_mb", "find_unused_parameters": "ddp_find_unused_parameters"}
@@ -177,13 +227,14 @@ def _spelled(arguments: Mapping[str, object]) -> list[str]:
     return [f"{name}={value!r}" for name, value in arguments.items()]
 
 
-def _by_fleetbench() -> list[str]:
+def _by_fleetbench(*, sharded: bool = False) -> list[str]:
     launch = "fleetbench launch --strategy recommended.toml -- torchrun --nproc-per-node N train.py"
     lines = [
         "from fleetbench import fleet, DistributedStrategy",
         "",
         'fleet.init(DistributedStrategy.load("recommended.toml"))',
-        "model = fleet.distributed_model(model)  # in place of DistributedDataParallel(model)",
+        f"model = fleet.distributed_model(model)  # in place of {'fully_shard' if sharded else 'DistributedDataParallel(model)'}",
+        *(["optimizer = torch.optim.AdamW(model.parameters())  # after it, as yours is"] if sharded else []),
         "optimizer = fleet.distributed_optimizer(optimizer)",
     ]
     return ["", "```bash", launch, "```", "", "or, in the script:", "", "```python", *lines, "```", ""]

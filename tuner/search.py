@@ -136,6 +136,30 @@ def search(
     return dataclasses.replace(found, notes=(*space.notes, *found.notes))
 
 
+def search_listed(
+    experiment: Experiment,
+    candidates: Sequence[DistributedStrategy],
+    name_of: Callable[[DistributedStrategy], str],
+    step_s: StepS,
+    progress: Callable[[int, int], None] | None,
+    notes: Sequence[Note] = (),
+) -> Search:
+    """Simulate the experiment's own strategy, the first of the candidates, and the others. Raises what ``step_s`` raises of its own."""
+    tell, left, found = progress or (lambda *_: None), [*notes], list[Tried]()
+    for done, strategy in enumerate(candidates):
+        tell(done, len(candidates))
+        try:
+            trial = Trial(number=done, parameters=parameters_of(strategy), simulated_s=step_s(strategy))
+        except ConfigError as error:
+            if strategy == experiment.strategy:
+                raise
+            left.append(left_out(name_of(strategy), "is not simulated", error))
+        else:
+            found.append(Tried(trial, strategy, f"candidate {done}", None if found else "default"))
+    tell(len(candidates), len(candidates))
+    return Search(tuple(found), tuple(left))
+
+
 def shortened(experiment: Experiment, least: int | None = None) -> Window:
     """The experiment with at least so many counted steps, whole rounds of every strategy that is tried; those of a trial where none.
 

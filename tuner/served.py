@@ -17,9 +17,8 @@ from sim.servers.simulate import hosts_of
 from tuner.budget import largest_geo_k
 from tuner.learning import Progress
 from tuner.notes import Note, left_out
-from tuner.recommendation import Trial
-from tuner.search import Search, StepS, Tried, Window, with_steps
-from tuner.space import name_of, parameters_of
+from tuner.search import Search, StepS, Window, search_listed, with_steps
+from tuner.space import name_of
 
 MERGED = (4, 16)
 """Gradients of one push, in the asynchronous mode."""
@@ -41,20 +40,8 @@ def refuse_unpriced(experiment: Experiment) -> None:
 
 def search_modes(experiment: Experiment, step_s: StepS, progress: Progress | None = None) -> Search:
     """Simulate the experiment's own mode and the others. Raises what ``step_s`` raises of its own."""
-    tell, notes, found = progress or (lambda *_: None), list[Note](), list[Tried]()
-    candidates = _modes(experiment, notes)
-    for done, strategy in enumerate(candidates):
-        tell(done, len(candidates))
-        try:
-            trial = Trial(number=done, parameters=parameters_of(strategy), simulated_s=step_s(strategy))
-        except ConfigError as error:
-            if strategy == experiment.strategy:
-                raise
-            notes.append(left_out(name_of(strategy), "is not simulated", error))
-        else:
-            found.append(Tried(trial, strategy, f"mode {done}", None if found else "default"))
-    tell(len(candidates), len(candidates))
-    return Search(tuple(found), tuple(notes))
+    notes = list[Note]()
+    return search_listed(experiment, _modes(experiment, notes), name_of, step_s, progress, notes)
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Window:

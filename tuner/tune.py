@@ -29,8 +29,9 @@ from tuner.notes import Cost, Note, Remark, left_out
 from tuner.pytorch import bucket_sizes_mb
 from tuner.real_runs import RealRuns, Runner
 from tuner.recommendation import Arm, Recommendation
-from tuner.search import Search, StepS, search
+from tuner.search import Search, StepS, search, search_listed
 from tuner.served import refuse_unpriced, search_modes
+from tuner.simulated import sharded
 from tuner.simulated.candidates import shortened, step_time
 from tuner.space import search_space, way_of
 from tuner.study import Recorded
@@ -225,6 +226,8 @@ def _search(
     step_s = Recorded(step_time(short) if simulate is None else lambda strategy: step_s_of(simulate(short.replace(strategy=strategy))))
     if experiment.strategy.mode == "ps":
         return search_modes(experiment, step_s, progress), step_s
+    if experiment.strategy.sharding:
+        return search_listed(experiment, sharded.of_script(experiment), sharded.name_of, step_s, progress), step_s
     advised, not_taken = advice_for(experiment, table_for(experiment))
     found = search(experiment, search_space(experiment), advised, out=out, step_s=step_s, progress=progress)
     notes = [left_out(f"Fleet's advice of {what}", "is not taken", why) for what, _, why in (text.partition(": ") for text in not_taken)]

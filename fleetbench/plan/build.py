@@ -44,6 +44,8 @@ class Plan:
     """Blocks of a sharded model, in the order of the forward; empty where every trainer has all of the model."""
     holds_scatters: bool = False
     """The backward waits for each block's scatter."""
+    holds_gathers: bool = False
+    """Compute waits for each gather from its begin."""
 
     @functools.cached_property
     def shard_ranks(self) -> int:
@@ -126,6 +128,8 @@ class Setting:
     holds_scatters: bool = False
     """The backward of a sharded model waits for each block's scatter: ``fully_shard`` hands it to the host's thread where there are no
     streams, so with gloo; a gather is then handed over beside compute."""
+    is_scripts: bool = False
+    """A script calls ``fully_shard`` itself: its last block is gathered again too, and with gloo compute waits for each gather."""
     order: tuple[str, ...] = ()
     """Names of the gradients as the model has them, which its fragments follow; none: in the reverse order of readiness."""
 
@@ -183,7 +187,7 @@ def _sharded(strategy: DistributedStrategy, gradients: Sequence[Gradient], setti
     in_order = sorted(named, key=lambda one: (one[0] == REST, max(position[name] for name in one[1].gradients)))
     ids = {name: number for number, (name, _) in enumerate(in_order)}
     named = [(name, dataclasses.replace(bucket, id=ids[name])) for name, bucket in named]
-    blocks, exchange = lay_out_blocks(named, strategy, setting.trainers)
+    blocks, exchange = lay_out_blocks(named, strategy, setting.trainers, keeps_last=not setting.is_scripts)
     return Plan(
         trainers=setting.trainers,
         buckets=tuple(sorted((bucket for _, bucket in named), key=lambda bucket: bucket.id)),
@@ -193,4 +197,5 @@ def _sharded(strategy: DistributedStrategy, gradients: Sequence[Gradient], setti
         buffers_nbytes=setting.buffers_nbytes if strategy.broadcast_buffers else 0,
         blocks=blocks,
         holds_scatters=setting.holds_scatters,
+        holds_gathers=setting.holds_scatters and setting.is_scripts,
     )

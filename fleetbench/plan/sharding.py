@@ -127,9 +127,12 @@ def grouped_by_block(gradients: Sequence[Gradient], strategy: DistributedStrateg
 
 
 def lay_out_blocks(
-    named: Sequence[tuple[str, Bucket]], strategy: DistributedStrategy, trainers: int
+    named: Sequence[tuple[str, Bucket]], strategy: DistributedStrategy, trainers: int, *, keeps_last: bool = True
 ) -> tuple[tuple[Block, ...], Operations]:
-    """The blocks in the order of the forward, and the exchange of their buckets, with ids 0, 1, ... in the buckets' order."""
+    """The blocks in the order of the forward, and the exchange of their buckets, with ids 0, 1, ... in the buckets' order.
+
+    ``keeps_last``: the last block stays from its forward to its backward, which follows at once.
+    """
     configs, degree = strategy.sharding_configs, degree_of(strategy.sharding_configs, trainers)
     if strategy.is_local and degree == trainers:
         what, hint = "makes all trainers one worker, which has nobody to average with", "set it to the trainers of a worker, fewer than all"
@@ -166,7 +169,7 @@ def lay_out_blocks(
             name=name,
             bucket=bucket.id,
             nbytes=-(-bucket.numel // degree) * degree * gathered_bytes(configs, bucket.dtype),
-            regathers=again and name != REST and place != last,
+            regathers=again and name != REST and not (keeps_last and place == last),
         )
         for place, (name, bucket) in enumerate(named)
     )

@@ -154,7 +154,13 @@ class _Gates:
     """Ids of the gathers on their way, by block."""
 
     def before(self, block: int, phase: str) -> Operations:
-        """As a block is about to begin: it waits for its own parameters, and the next block's set out. The first block's set out there."""
+        """As a block is about to begin: it waits for its own parameters, and the next block's set out. The first block's set out there.
+
+        Where compute waits for gathers, a block's own set out, and no others.
+        """
+        if self.build.plan.holds_gathers:
+            own = self._gather(phase, block)
+            return (*own, self.build.operation("gate", after=(own[0].id,))) if own else ()
         first = self._gather(phase, 0) if (block, phase) == (0, "forward") else ()
         after = self.gathered.pop(block, None)
         gate = () if after is None else (self.build.operation("gate", after=(after,)),)

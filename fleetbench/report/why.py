@@ -30,6 +30,8 @@ _LABELS: dict[Kind, str] = {
     "evaluate": "evaluation",
     "save": "saving",
     "gradients": "gradients that the backward does not hide",
+    "gathers": "parameters that are gathered beside no compute",
+    "regathers": "parameters that are gathered again for the backward",
     "buffers": "buffers sent before each forward",
     "unused": "the search for unused parameters",
     "collective": "collectives of the script's own",

@@ -26,12 +26,18 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model(Config):
-    """A DistributedDataParallel model and its own settings."""
+    """A model of DistributedDataParallel, or of ``fully_shard``, and its own settings."""
 
     nbytes: int
     """Bytes of all gradients."""
     bucket_nbytes: tuple[int, ...] = ()
-    """Bytes of each bucket, in the order of their exchange, after the first step."""
+    """Bytes of each bucket, in the order of their exchange, after the first step; or of each unit of ``fully_shard``, the model first."""
+    gathered_nbytes: int = 0
+    """Bytes of the parameters that ``fully_shard`` gathers for a forward; 0: the model is DDP's."""
+    regathered_nbytes: int = 0
+    """Bytes of those among them that are gathered again for the backward."""
+    shard_ranks: int = 1
+    """Ranks that share out the parameters."""
     bucket_cap_mb: float | None = None
     """MiB; none: torch's default, with a first bucket of 1 MiB."""
     find_unused_parameters: bool = False

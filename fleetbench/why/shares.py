@@ -15,6 +15,8 @@ Kind = Literal[
     "evaluate",
     "save",
     "gradients",
+    "gathers",
+    "regathers",
     "buffers",
     "unused",
     "collective",
@@ -22,10 +24,11 @@ Kind = Literal[
     "device",
 ]
 """What a rank does: waits for its next batch; computes a forward, a backward or an update; runs other code of the script's loop; evaluates;
-saves. Or exchanges: gradients after the backward's compute has ended, buffers before a forward, the search for unused parameters, other
-collectives of the script's. ``idle``: a device that waits for its host; ``device``: one that computes what no other kind names."""
+saves. Or exchanges: gradients after the backward's compute has ended, parameters of ``fully_shard`` (``regathers``: again in the backward),
+buffers before a forward, the search for unused parameters, other collectives of the script's. ``idle``: a device that waits for its host;
+``device``: one that computes what no other kind names."""
 COMPUTE: tuple[Kind, ...] = ("forward", "backward", "device", "optimizer")
-EXCHANGES: tuple[Kind, ...] = ("gradients", "buffers", "collective")
+EXCHANGES: tuple[Kind, ...] = ("gradients", "gathers", "regathers", "buffers", "collective")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

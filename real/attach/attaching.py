@@ -94,7 +94,7 @@ class Attached:
         if self._job is None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore" if is_driven else "default", FieldHasNoEffect)
-                fleet.init(strategy, timeout_s=_timeout_s())
+                fleet.init(strategy, timeout_s=timeout_s())
             assert isinstance(fleet.job, Collective)
             self._job = fleet.job
         refuse_settings(model)
@@ -112,7 +112,7 @@ class Attached:
                 buffer.copy_(before)
 
 
-def _timeout_s() -> float:
+def timeout_s() -> float:
     """What the script's process group allows a collective: a rank may evaluate alone while the others wait for it."""
     group = dist.distributed_c10d._get_default_group()  # noqa: SLF001  # torch has no public name for it
     found = (getattr(backend.options, "_timeout", None) for backend in map(group._get_backend, group._device_types))  # noqa: SLF001  # as above

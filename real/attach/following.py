@@ -24,6 +24,12 @@ def follow(module: ModuleType) -> None:
         from real.attach.ddp import replace
 
         replace(module, job)
+    elif "fsdp" in module.__name__:
+        from real import fully_shard
+        from real.attach.sharded import Sharded
+
+        job.sharded = job.sharded or Sharded(job)
+        fully_shard.follow(module, job.sharded)
     else:
         job.optimizers.follow(module, job.follows, job.stepped)
 

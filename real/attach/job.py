@@ -12,6 +12,7 @@ from real.processes.attached import FOUR_LINES, NEVER_CALLED, note_attached, not
 if TYPE_CHECKING:
     from real.attach.attaching import Attached
     from real.attach.ddp import DistributedDataParallel
+    from real.attach.sharded import Sharded
 
 
 class Job:
@@ -25,19 +26,25 @@ class Job:
         self._num_seen: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
         """Optimizers that were made before a model's last forward."""
         self._attached: Attached | None = None
+        self.sharded: Sharded | None = None
+        """What it does with models of ``fully_shard``, once that is imported."""
         self._why_not = NEVER_CALLED
         self._process = os.getpid()
         atexit.register(self._note_end)
 
     def before_forward(self, model: "DistributedDataParallel") -> None:
         """A forward whose gradients are wanted is about to run."""
-        if self._attached is None and not self._may_attach():
+        if self._attached is None and not self.may_attach():
             return
         num_before = self._num_seen.get(model, 0)
         optimizers = self.optimizers.holding(model) if num_before != self.optimizers.num_made else ()
         self._num_seen[model] = self.optimizers.num_made
         if not model.is_attached and not optimizers:
             return
+        if self.sharded is not None and self.sharded.is_attached:
+            from real.fully_shard import mixed
+
+            raise mixed()
         if self._attached is None:
             from real.attach.attaching import Attached
 
@@ -47,19 +54,21 @@ class Job:
 
     def follows(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's steps are the job's updates."""
-        return self._attached is not None and self._attached.follows(optimizer)
+        return any(each is not None and each.follows(optimizer) for each in (self._attached, self.sharded))
 
     def stepped(self, _optimizer: Optimizer) -> None:
         """A step has ended in which the model came to be attached."""
-        assert self._attached is not None
-        self._attached.stepped()
+        for each in (self._attached, self.sharded):
+            if each is not None:
+                each.stepped()
 
     @property
     def attached(self) -> "Attached | None":
         """What the job does with the process's models, once it is attached."""
         return self._attached
 
-    def _may_attach(self) -> bool:
+    def may_attach(self) -> bool:
+        """Whether this is the script's own process, and leaves the strategy to the job."""
         known = sys.modules.get("real.fleet")
         if known is None or known.fleet.job is None:
             return self._process == os.getpid()  # not a DataLoader's worker
@@ -67,6 +76,6 @@ class Job:
         return False
 
     def _note_end(self) -> None:
-        if self._attached is None and self._process == os.getpid():
-            self._may_attach()
+        if self._attached is None and not (self.sharded and self.sharded.is_attached) and self._process == os.getpid():
+            self.may_attach()
             note_unattached(self._why_not)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -38,6 +38,9 @@ from real.leg import Leg
 from real.leg_steps import Beat, LegEngine, Trained, begin_leg, keeping_gradients
 from real.processes.exits import at_exit
 from real.processes.place import Place
+
+if TYPE_CHECKING:
+    from real.sharded_legs import ShardedSwitch
 
 
 class EngineSwitch(Trained):
@@ -194,7 +197,7 @@ class RankLegs:
         at_exit(steps.exits)
         return steps
 
-    def begin(self, switch: EngineSwitch) -> None:
+    def begin(self, switch: EngineSwitch | ShardedSwitch) -> None:
         """The script is ready to train: follow the optimizer's steps from now on, and begin the first leg."""
         self._legs = self._of_script(switch)
         follow_steps(switch.optimizer, self.step_done)
@@ -226,7 +229,7 @@ class RankLegs:
         with suppress(StopIteration):
             self._engine = cast("Engine", self._legs.send(is_over))  # a script has no other
 
-    def _of_script(self, switch: EngineSwitch) -> Generator[LegEngine, bool | None, None]:
+    def _of_script(self, switch: EngineSwitch | ShardedSwitch) -> Generator[LegEngine, bool | None, None]:
         """Beats count the process's steps, whatever a leg, or a checkpoint that was loaded, calls them: errors name the script's own."""
         is_stopped = yield from self.orders(switch, lambda number, _step: self._beats.beat(number, self._num_steps + 1))
         if is_stopped:

@@ -18,7 +18,7 @@ from pathlib import Path
 from fleetbench.errors import ConfigError
 from real.processes.roles import ATTACH, STRATEGY
 
-NEVER_CALLED = "no DistributedDataParallel model was called whose parameters an optimizer holds"
+NEVER_CALLED = "no model of DistributedDataParallel or fully_shard was called whose parameters an optimizer holds"
 FOUR_LINES = "the script calls fleet.init itself, and what it gives to it counts"
 WAY_OUT = (
     "put fleet's lines into the script: fleet.init(), model = fleet.distributed_model(model), "

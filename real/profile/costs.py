@@ -150,6 +150,31 @@ def points_of(whole: RunResult, averaged: RunResult) -> tuple[CollectivePoint, .
     return tuple(found)
 
 
+def points_of_blocks(sharded: RunResult) -> tuple[CollectivePoint, ...]:
+    """What a gather and a scatter of each block of a sharded model took in the loop, together, as an all-reduce of as many bytes does.
+
+    Each counts from when its last rank has come: it took no longer than on the rank where it was shortest. Where replicas meet in a
+    scatter, it is taken to last as long as a gather.
+    """
+    plan = sharded.plan
+    found = []
+    for block in sorted(plan.blocks, key=lambda block: block.nbytes):
+        gathers, scatters = (_shortest(sharded, f"{kind} {block.bucket}") for kind in ("all_gather", "reduce_scatter"))
+        if len(gathers) and len(scatters):
+            found.append(_point(block.nbytes, gathers + typical(scatters if plan.shard_ranks == plan.trainers else gathers)))
+    return tuple(found)
+
+
+def _shortest(result: RunResult, name: str) -> Floats:
+    """Of each collective of that name, its seconds on the rank where it is the shortest."""
+    by_rank: dict[int, list[Span]] = {}
+    for span in result.spans:
+        if span.stream.startswith(COMMUNICATION) and span.name == name:
+            by_rank.setdefault(span.rank, []).append(span)
+    ordered = [sorted(spans, key=lambda span: span.start_ns) for spans in by_rank.values()]
+    return np.array([min(span.duration_ns for span in together) * 1e-9 for together in zip(*ordered, strict=False)])
+
+
 def _point(nbytes: int, took_s: Floats) -> CollectivePoint:
     return CollectivePoint(
         nbytes=Bytes(nbytes),

@@ -19,6 +19,9 @@ Three legs per thread count, three more for communication:
 - ``quantised``, where the strategy sends outer differences in INT8: the same in one bucket, in INT8.
 
 All but ``queued, two in flight`` keep one collective in flight (``sync_nccl_allreduce``).
+
+A script that calls ``fully_shard`` has two legs: ``layers``, whose parameters stay gathered, and ``as it is``, whose gathers and
+scatters say what communication costs.
 """
 
 import dataclasses
@@ -58,6 +61,7 @@ from real.profile.costs import (
     fit_points,
     link_of_two,
     points_of,
+    points_of_blocks,
     quantising,
     settled,
     sharing_notes,
@@ -137,7 +141,9 @@ class Legs:
 
 
 def measured_part(strategy: DistributedStrategy) -> DistributedStrategy:
-    """The compute part, with the update apart from the backward, so that it can be told from it."""
+    """The compute part, with the update apart from the backward, so that it can be told from it; a sharded strategy is as it is."""
+    if strategy.sharding:
+        return strategy
     return _computed(strategy.without("build_strategy.enable_backward_optimizer_op_deps"))
 
 
@@ -252,6 +258,8 @@ def _computing(experiment: Experiment, **changes: Any) -> Experiment:
 
 def _num_legs(experiment: Experiment, quiet: Experiment) -> int:
     counts = len(searched_threads(experiment))
+    if experiment.strategy.sharding:
+        return 2
     return 3 * counts + 3 + experiment.strategy.quantises if quiet.cluster.trainers > 1 else 2 * counts
 
 
@@ -269,6 +277,8 @@ class _Measuring:
         self._notes: list[str] = []
 
     def take(self, *, stragglers: bool) -> Taken:
+        if self._own.sharding:
+            return self._take_sharded(stragglers=stragglers)
         own = self._own.thread_num
         tables: dict[int, LayerTable] = {}
         threads: dict[int, Threads] = {}
@@ -282,6 +292,48 @@ class _Measuring:
                 local = {name: getattr(tables[own], name) for name in ("merge", "local_update", "local_compute")}
                 table = dataclasses.replace(table, **local)
                 tables[number], threads[number] = self._beside(strategy, table, run, hockney)
+        return self._taken(tables, threads, whole, communication, stragglers=stragglers)
+
+    def _take_sharded(self, *, stragglers: bool) -> Taken:
+        """Gathers and scatters stand for all-reduces of as many bytes; with gloo nothing travels beside compute."""
+        own, trainers = self._own.thread_num, self._quiet.cluster.trainers
+        parts = self._legs.layers(self._own)
+        self._memory = memory_of(parts)
+        run = self._legs.run("as it is", self._own, STRAGGLER_STEPS if stragglers else STEPS)
+        table = settled(table_of(compute_key(self._experiment, self._own), parts), run)
+        degree, points = run.plan.shard_ranks, points_of_blocks(run)
+        table = dataclasses.replace(table, update=Nanoseconds(degree * table.update))  # which a trainer has done of its shard
+        hockney = fit_points(points, degree)
+        if hockney.line.statement is not None:
+            self._notes.append(f"the link: {hockney.line.statement}")
+        communication = Communication(
+            backend=self._quiet.run.backend,
+            trainers=trainers,
+            link=hockney.link,
+            between="nodes" if self._quiet.cluster.nodes > 1 else "trainers",
+            points=points,
+            largest_residual=round(hockney.line.largest_residual, 4),
+        )
+        threads = Threads(
+            thread_num=own,
+            step=Nanoseconds(round(typical(step_times(run.steps).to_numpy()) * 1e9)),
+            compute=Nanoseconds(table.forward_ns + table.backward_ns),
+            contention=0.0,
+            collective_contention=0.0,
+            unexplained=0.0,
+        )
+        return self._taken({own: table}, {own: threads}, run, communication, stragglers=stragglers)
+
+    def _taken(
+        self,
+        tables: dict[int, LayerTable],
+        threads: dict[int, Threads],
+        whole: RunResult,
+        communication: Communication | None,
+        *,
+        stragglers: bool,
+    ) -> Taken:
+        """The profile of these; ``whole``: the run whose compute tells of stragglers."""
         fit = fit_stragglers(compute_times(whole)) if stragglers else None
         if fit is not None and fit.entries:
             share = fit.base * 1e-9 / typical(compute_times(whole))

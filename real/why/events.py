@@ -23,6 +23,7 @@ from torch.utils.data import dataloader
 
 from fleetbench.why.observed import Loader
 from fleetbench.why.shares import Kind
+from real.fully_shard import GROUPS, waits_for_gather
 
 _COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single",
@@ -58,6 +59,8 @@ class Events:
         self._thread = threading.get_ident()
         self._backwards: deque[list[Any]] = deque(maxlen=_MOST_BACKWARDS)
         """The last backwards."""
+        self._is_in_unit = False
+        """Whether ``fully_shard`` gathers or scatters."""
         self._begun: list[int] = []
         self._loop_lines: set[str] | None = None
         """The script's lines from which a library steps the optimizer: what happens there is the library's."""
@@ -135,6 +138,10 @@ class Events:
         yield DistributedDataParallel, "_post_forward", self._search
         for name in _COLLECTIVES:
             yield dist, name, self._collective
+        if (groups := sys.modules.get(GROUPS)) is not None:
+            yield groups.FSDPParamGroup, "unshard", self._gathers
+            yield groups.FSDPParamGroup, "wait_for_unshard", self._gathers
+            yield groups, "foreach_reduce", functools.partial(self._within, "gradients")
         if (fleet := sys.modules.get("real.engine.executor")) is not None:
             yield fleet.Executor, "wait", functools.partial(self._around, "gradients")
             yield fleet.ModelBuffers, "send", functools.partial(self._around, "buffers")
@@ -152,6 +159,19 @@ class Events:
         def noted(*arguments: Any, **named: Any) -> Any:
             with self._noting(kind):
                 return function(*arguments, **named)
+
+        return noted
+
+    def _within(self, kind: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Note a function of ``fully_shard``, whose collectives are no script's."""
+
+        def noted(*arguments: Any, **named: Any) -> Any:
+            self._is_in_unit = True
+            try:
+                with self._noting(kind):
+                    return function(*arguments, **named)
+            finally:
+                self._is_in_unit = False
 
         return noted
 
@@ -173,6 +193,17 @@ class Events:
 
         return step
 
+    def _gathers(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Of what gathers a unit's parameters, the call that waits for it: others would be no meeting of ranks."""
+
+        def gathers(group: Any, *arguments: Any, **named: Any) -> Any:
+            if not waits_for_gather(group, function.__name__, *arguments, **named):
+                return function(group, *arguments, **named)
+            is_again = group._training_state.name == "PRE_BACKWARD"  # noqa: SLF001  # torch has no public name for it
+            return self._within("regathers" if is_again else "gathers", function)(group, *arguments, **named)
+
+        return gathers
+
     def _search(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def post_forward(model: DistributedDataParallel, output: Any) -> Any:
             finds = model.find_unused_parameters and not model.static_graph and torch.is_grad_enabled()
@@ -186,7 +217,7 @@ class Events:
 
         def collective(*arguments: Any, **named: Any) -> Any:
             groups = [each for each in (*arguments, *named.values()) if isinstance(each, dist.ProcessGroup)]
-            is_of_all = all(group is dist.group.WORLD for group in groups)
+            is_of_all = not self._is_in_unit and all(group is dist.group.WORLD for group in groups)
             return noted(*arguments, **named) if is_of_all and not named.get("async_op") else function(*arguments, **named)
 
         return collective

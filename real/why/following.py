@@ -1,4 +1,4 @@
-"""Following: DistributedDataParallel's forward in a process of a job that is looked at."""
+"""Following: forwards of DistributedDataParallel and of ``fully_shard``'s models in a process of a job that is looked at."""
 
 import functools
 import itertools
@@ -16,14 +16,17 @@ from real.job.driver_watch import end_script
 from real.processes.attached import NEVER_CALLED, note_unattached
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import nn
 
+    from real.fully_shard import ShardedModel
     from real.why.fleet_model import FleetModel
     from real.why.observer import Observer
 
 
 _MOST_STEPS, _LONGEST_S = 50, 20.0
-"""Optimizer steps and seconds without DDP after which a process gives up: nothing of it can be looked at."""
+"""Optimizer steps and seconds without DDP and ``fully_shard`` after which a process gives up: nothing of it can be looked at."""
 
 
 @functools.cache
@@ -32,13 +35,13 @@ def _observers() -> list["Observer"]:
     return []
 
 
-def observer_of(model: "nn.Module", fleet: "FleetModel | None" = None) -> "Observer | None":
-    """The process's observer, which comes with the first forward with gradients of a model, a DDP or one of fleet's; none before."""
+def observer_of(model: "nn.Module", living: "FleetModel | ShardedModel | None" = None) -> "Observer | None":
+    """The process's observer, which comes with the first forward with gradients of a model; none before. Without ``living`` it is a DDP."""
     if not _observers() and torch.is_grad_enabled():
         from real.why.observer import Observer
         from real.why.settings import LivingDdp
 
-        _observers().append(Observer(model, fleet or LivingDdp(model)))
+        _observers().append(Observer(model, living or LivingDdp(model)))
     return _observers()[0] if _observers() else None
 
 
@@ -46,8 +49,25 @@ def follow(module: ModuleType) -> None:
     """Look at a process from its first forward with gradients of a DDP on; ``module`` has just been imported."""
     if module.__name__ == "torch.nn.parallel.distributed":
         _follow_ddp(module)
+    elif "fsdp" in module.__name__:
+        from real import fully_shard
+
+        fully_shard.follow(module, _Looking())
     else:
         _follow_steps(module)
+
+
+class _Looking:
+    """Looks at models of ``fully_shard``, whose calls stay as they are."""
+
+    def arguments(self, _unit: Any, named: dict[str, Any]) -> dict[str, Any]:
+        """The script's."""
+        return named
+
+    def around(self, model: "ShardedModel", inputs: tuple[Any, ...], named: dict[str, Any]) -> "AbstractContextManager[None]":
+        """The observer's."""
+        observer = observer_of(model.module, model)
+        return nullcontext() if observer is None else observer.forward(model.module, inputs, named)
 
 
 def _follow_steps(module: ModuleType) -> None:

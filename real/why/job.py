@@ -23,7 +23,7 @@ _NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH,P2
 
 
 class LookedAt:
-    """A command that trains with DistributedDataParallel, as it is. A context manager: entering starts it, leaving ends it.
+    """A command that trains with DistributedDataParallel or ``fully_shard``. A context manager: entering starts it, leaving ends it.
 
     A rank that fails or hangs ends the command within ``run.timeout``, by name; its output is kept then.
     """
@@ -76,7 +76,7 @@ class LookedAt:
     def look(self, look: Look, progress: Progress | None = None) -> list[Mapping[str, Any]]:
         """Every rank's part of a look, by rank; ``is_over`` says whether the script has ended before, and parts may be missing then.
 
-        Raises ``ConfigError`` where no DistributedDataParallel model trains.
+        Raises ``ConfigError`` where no model of DistributedDataParallel or ``fully_shard`` trains.
         """
         assert self._launch is not None
         is_first = not self._launch.num_orders
@@ -84,6 +84,6 @@ class LookedAt:
         self.is_over = not parts or not all(part["complete"] for part in parts.values())
         if not parts and is_first:
             why = self._launch.unattached or "it ended before a model's first step"
-            hint = "wrap the model with DistributedDataParallel; what else trains several ranks is not looked at"
+            hint = "wrap it with DistributedDataParallel, or shard it with fully_shard; what else trains several ranks is not looked at"
             raise ConfigError(f"has no step that could be looked at: {why}", "the command", " ".join(self._command), hint)
         return [parts[rank] for rank in sorted(parts)]

@@ -1,4 +1,4 @@
-"""Observer: a rank's part in ``fleetbench why``, beside the script's own DistributedDataParallel."""
+"""Observer: a rank's part in ``fleetbench why``, beside the script's own DistributedDataParallel or ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from fleetbench.config import encode
 from fleetbench.errors import ConfigError
 from fleetbench.why.change import DdpChange
 from fleetbench.why.observed import RankLog
+from real.fully_shard import ShardedModel, refuse_mixed
 from real.job.driver_watch import end_script, watch_driver
 from real.job.folder import BeatWriter, RankSide
 from real.processes.attached import note_attached
@@ -61,7 +62,7 @@ class Observer:
     first optimizer that steps and holds parameters of that model. All ranks look at the same steps.
     """
 
-    def __init__(self, model: nn.Module, living: LivingDdp | FleetModel) -> None:
+    def __init__(self, model: nn.Module, living: LivingDdp | FleetModel | ShardedModel) -> None:
         self._model, self._living = model, living
         self._rank, self._group = dist.get_rank(), living.group
         watch_driver(self._rank)
@@ -93,6 +94,7 @@ class Observer:
         self._beats.beat(self._number, self._num_steps + 1)  # a rank that hangs before its forward is a step behind the others
         if not any(model is known for known in self._models):
             self._models.append(model)
+            refuse_mixed(self._models)
             self._time_models()
         if self._optimizer is None and model is self._model and torch.is_grad_enabled():
             self._num_forwards += 1

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fleetbench.quantities import MIB
 from fleetbench.why.change import DdpChange
 from fleetbench.why.observed import Library, Model
+from real.fully_shard import is_unit
 from real.older_torch import known, without_first_sync
 
 _PLAIN = ("", "None", "N/A")
@@ -20,7 +21,7 @@ _PLAIN = ("", "None", "N/A")
 
 def library_of(model: nn.Module) -> Library:
     """The library that has wrapped a model; called as its forward begins."""
-    if not isinstance(model, DistributedDataParallel):
+    if not isinstance(model, DistributedDataParallel) and not is_unit(model):
         return "fleet"
     calls = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)]
     if any(name.startswith("transformers.trainer") for name in calls):

@@ -79,11 +79,8 @@ ROWS: dict[str, str] = {
     },
     "gradient_merge": "planned learnt way",
     **{f"gradient_merge_configs.{name}": "planned learnt way" for name in MERGED},
-    "sharding": "planned clock",
-    **{
-        f"sharding_configs.{name}": "planned clock"
-        for name in ("stage", "sharding_degree", "reshard_after_forward", "param_dtype", "blocks")
-    },
+    **dict.fromkeys(("sharding", "sharding_configs.sharding_degree"), "planned clock restarts"),
+    **{f"sharding_configs.{name}": "planned clock" for name in ("stage", "reshard_after_forward", "param_dtype", "blocks")},
     "a_sync": "served way",
     **{f"a_sync_configs.{name}": "served way" for name in SENT.split()},
     "a_sync_configs.runtime_split_send_recv": "way",

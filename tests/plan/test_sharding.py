@@ -11,7 +11,7 @@ from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.replay import Decider
 from fleetbench.plan.sharding import blocks_of, groups_of
-from fleetbench.plan.training import family
+from fleetbench.plan.training import CollectiveTraining, family
 from fleetbench.quantities import Nanoseconds
 from fleetbench.sharding_configs import ShardingConfigs
 from fleetbench.strategy import DistributedStrategy
@@ -79,14 +79,33 @@ def test_a_bucket_a_block_in_the_order_of_readiness() -> None:
     assert Plan.from_dict(plan.to_dict()) == plan
 
 
+def test_a_scripts_own_blocks_wait_for_their_gathers() -> None:
+    """Torch frees the last block too, and gathers it again at once; with gloo, a gather begins as its block does, and compute waits."""
+    gradients = [Gradient(name=name, numel=10, ready=Nanoseconds(100 * number)) for number, name in enumerate(reversed(GPT), start=1)]
+    strategy = DistributedStrategy(sharding=True).replace(sharding_configs={"stage": 3})
+    setting = Setting(trainers=4, order=tuple(GPT), is_scripts=True, holds_scatters=True)
+    plan = build_plan(strategy, gradients, setting)
+    assert [block.regathers for block in plan.blocks] == [False, True, True]
+    assert told_of(family(strategy, plan), plan, 1)[0] == [
+        *("all_gather world 128", "gate", "all_gather world 80", "gate", "all_gather world 80", "gate"),
+        *("all_gather world 80", "gate", "reduce_scatter world 80", "gate"),
+        *("all_gather world 80", "gate", "reduce_scatter world 80", "gate"),
+        *("reduce_scatter world 128", "gate", "update"),
+    ]
+
+
 def operations(configs: dict[str, Any], also: dict[str, Any] | None = None, steps: int = 1, trainers: int = 4) -> list[list[str]]:
     """What each step starts, as ``kind group bytes``."""
-    from fleetbench.plan.drive import answers, events_of
-
     plan = plan_of(configs, trainers, **(also or {}))
     strategy = DistributedStrategy().replace(sharding=True, sharding_configs=configs, **(also or {}))
-    decider = Decider.start(family(strategy, plan), 0)
-    found = []
+    return told_of(family(strategy, plan), plan, steps)
+
+
+def told_of(training: CollectiveTraining, plan: Plan, steps: int) -> list[list[str]]:
+    """What each step of a training starts, as ``kind group bytes``."""
+    from fleetbench.plan.drive import answers, events_of
+
+    decider, found = Decider.start(training, 0), []
     for step in range(1, steps + 1):
         decided = [one for event in events_of(plan, step) for one in answers(decider, event, lambda _: 0.0)]
         found.append([f"{own.kind} {own.group} {own.nbytes}".replace(" world 0", "") for one in decided for own in one.operations])

@@ -1,5 +1,6 @@
 """Sharded strategies that --simulate-only tries, and the memory that a trainer needs under any."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -76,6 +77,32 @@ def is_timed(experiment: Experiment) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def of_script(experiment: Experiment) -> list[DistributedStrategy]:
+    """What a script's calls of ``fully_shard`` may do otherwise without other training; its own come first.
+
+    Blocks reshard after their forward, or stay; where a shard group is all trainers, there may be smaller ones, replicas of each other.
+    """
+    own, trainers = experiment.strategy, experiment.cluster.trainers
+    configs = own.sharding_configs
+    degrees = [configs.sharding_degree]
+    if not configs.sharding_degree:
+        degrees += [degree for degree in range(2, trainers) if trainers % degree == 0]
+    found = [
+        own.replace(sharding_configs=dataclasses.replace(configs, sharding_degree=degree, reshard_after_forward=again))
+        for degree in degrees
+        for again in dict.fromkeys([configs.reshard_after_forward, True, False])
+        if type(again) is bool or degree == configs.sharding_degree
+    ]
+    return list(dict.fromkeys([own, *found]))
+
+
+def name_of(strategy: DistributedStrategy) -> str:
+    """A sharded strategy in words."""
+    configs = strategy.sharding_configs
+    within = f" among {configs.sharding_degree} neighbours" if configs.sharding_degree else ""
+    return f"reshard_after_forward = {configs.reshard_after_forward}{within}"
 
 
 def plan_of(experiment: Experiment) -> Plan:

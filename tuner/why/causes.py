@@ -120,7 +120,7 @@ class Seen:
 
 def causes_of(seen: Seen) -> list[Cause]:
     """The causes; those of less than 2 % of a step are left out, but not settings whose costs no share shows."""
-    found = [*_ranks(seen), *_network(seen), *_buffers(seen), *_seldom(seen), *_loop(seen)]
+    found = [*_ranks(seen), *_network(seen), *_regathers(seen), *_buffers(seen), *_seldom(seen), *_loop(seen)]
     least = LEAST_SHARE * seen.shares.step_s
     return [cause for cause in found if cause.seconds >= least] + [*_unused(seen), *_threads(seen)]
 
@@ -193,10 +193,11 @@ def _more_workers(seen: Seen, rank: int) -> str:
 def _network(seen: Seen) -> Iterator[Cause]:
     if len(seen.logs) == 1:
         return
-    own_s, num = seen.shares.of("gradients"), len(seen.model.bucket_nbytes)
-    told = [
-        f"{size(seen.model.nbytes)} of gradients in {counted(num, 'bucket')}, of which the backward does not hide {milliseconds(own_s)} ms"
-    ]
+    own_s, num, model = seen.shares.of("gradients"), len(seen.model.bucket_nbytes), seen.model
+    units = counted(num, "unit" if model.gathered_nbytes else "bucket")
+    told = [f"{size(model.nbytes)} of gradients in {units}, of which the backward does not hide {milliseconds(own_s)} ms"]
+    if model.gathered_nbytes:
+        told[0] += f", and {size(model.gathered_nbytes)} of parameters, which are gathered for {milliseconds(seen.shares.of('gathers'))} ms"
     remarks, faster = list[Remark](), None
     if seen.links is not None:
         told[0] += f"; an all-reduce gets {seen.links.busbw_bytes_per_s * 8e-9:.3g} Gbit/s on this job's links"
@@ -208,7 +209,7 @@ def _network(seen: Seen) -> Iterator[Cause]:
     yield Cause(
         name=NETWORK,
         what=". ".join([*told, *(remark.what.rstrip(".") for remark in remarks[:2])]),
-        shares=seen.shares.part("gradients"),
+        shares=seen.shares.part("gradients", "gathers"),
         remedy=remarks[0].remedy if remarks else "",
         spares=False,
         interface=faster[1] if faster else None,
@@ -227,6 +228,19 @@ def _buffers(seen: Seen) -> Iterator[Cause]:
             remedy="DistributedDataParallel(..., broadcast_buffers=False)",
             change=DdpChange(broadcast_buffers=False),
             trains_differently="each rank keeps its own statistics in between, and rank 0's are saved" if changes else "",
+        )
+
+
+def _regathers(seen: Seen) -> Iterator[Cause]:
+    shares, model = seen.shares.part("regathers"), seen.model
+    if shares:
+        more = model.regathered_nbytes * (model.shard_ranks - 1) // model.shard_ranks
+        yield Cause(
+            name="parameters are gathered twice",
+            what=f"{size(model.regathered_nbytes)} of parameters are freed after their forward, and gathered again for the backward",
+            shares=shares,
+            remedy=f"fully_shard(..., reshard_after_forward=False), if each rank has {size(more)} to spare",
+            change=DdpChange(reshard_after_forward=False),
         )
 
 

@@ -26,7 +26,7 @@ from tuner.pytorch import in_words_of
 from tuner.why.causes import LEAST_SHARE, NETWORK, Cause, Seen, causes_of
 from tuner.why.explanation import Explanation
 from tuner.why.from_traces import causes_of_traces
-from tuner.why.simulated import Simulated, simulated_of
+from tuner.why.simulated import Additive, Simulated, simulated_of
 from tuner.why.trials import try_change
 
 _STEPS, _WATCHED = 400, 0.2
@@ -84,11 +84,13 @@ def explain(
         if traced is not None:
             seen = replace(seen, shares=traced.shares)
             notes += traced.shares.notes
-        elif not (job.is_over or logs[0].scales_loss or logs[0].wrapper == "fleet"):  # a skipped step may be one rank's alone
+        elif not (
+            job.is_over or logs[0].scales_loss or logs[0].wrapper == "fleet" or seen.model.gathered_nbytes
+        ):  # a skipped step may be one rank's alone
             seen = replace(seen, alone=_alone(job, seen.shares.step_s, notes, tell))
         if job.is_over:
             notes.append("the script ended by itself, so that not all was measured, and no remedy was tried")
-        simulated = simulated_of(seen)
+        simulated = simulated_of(seen) if traced is None else None
         if simulated is None and seen.alone is not None:
             notes.append("no remedy is simulated: the step as it is comes out wrong")
         causes = [_simulate(cause, seen, simulated) for cause in causes_of(seen)] if traced is None else list(causes_of_traces(traced))
@@ -114,7 +116,7 @@ def explain(
     )
 
 
-def _all_s(causes: Sequence[Cause], seen: Seen, simulated: Simulated | None) -> float | None:
+def _all_s(causes: Sequence[Cause], seen: Seen, simulated: Simulated | Additive | None) -> float | None:
     """Seconds of a step with all remedies that leave training as it is; None where the gain of none is known.
 
     Those that were simulated are simulated together; those that were tried alone gain what they gained there.
@@ -176,7 +178,7 @@ def _numbers(seen: Seen) -> dict[str, float]:
     return numbers
 
 
-def _simulate(cause: Cause, seen: Seen, simulated: Simulated | None) -> Cause:
+def _simulate(cause: Cause, seen: Seen, simulated: Simulated | Additive | None) -> Cause:
     """The cause with a step's seconds without it; a remedy that gains nothing is none."""
     if simulated is None or not (cause.spares or cause.interface is not None):
         return cause
@@ -185,8 +187,8 @@ def _simulate(cause: Cause, seen: Seen, simulated: Simulated | None) -> Cause:
     return replace(cause, simulated_s=after_s, remedy=cause.remedy if gains or cause.change is not None else "")
 
 
-def _better_buckets(seen: Seen, simulated: Simulated | None) -> Iterator[Cause]:
-    if simulated is None or len(seen.logs) == 1:
+def _better_buckets(seen: Seen, simulated: Simulated | Additive | None) -> Iterator[Cause]:
+    if simulated is None or isinstance(simulated, Additive) or len(seen.logs) == 1:
         return
     cap, after_s = simulated.best_cap(_CAPS)
     if after_s >= (1 - _GAIN) * seen.shares.step_s:
@@ -204,16 +206,16 @@ def _better_buckets(seen: Seen, simulated: Simulated | None) -> Iterator[Cause]:
     )
 
 
-def _network(causes: Sequence[Cause], seen: Seen, simulated: Simulated | None) -> list[Cause]:
+def _network(causes: Sequence[Cause], seen: Seen, simulated: Simulated | Additive | None) -> list[Cause]:
     """The causes, with what a step would be without the network's, unless other buckets hide a good part of it.
 
     Where no setting makes the link faster, gradients of 16 bits are the remedy, if they gain a tenth of a step.
     """
-    step_s, exposed_s = seen.shares.step_s, seen.shares.of("gradients")
+    step_s, exposed_s = seen.shares.step_s, seen.shares.of("gradients", "gathers")
     hidden_s = max((step_s - cause.simulated_s for cause in causes if cause.name == BUCKETS and cause.simulated_s is not None), default=0.0)
     if simulated is None or hidden_s >= _HIDDEN * exposed_s:
         return list(causes)
-    halved_s = simulated.step_s((), wire=0.5)
+    halved_s = step_s if isinstance(simulated, Additive) else simulated.step_s((), wire=0.5)
     named: dict[str, str] = {}
     if not seen.model.comm_hook and seen.model.dtype == "float32" and halved_s < (1 - _GAIN_OF_ROUNDING) * step_s:
         hook = "bf16_compress_hook" if seen.logs[0].backend == "nccl" else "fp16_compress_hook"

@@ -16,7 +16,7 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.why.buckets import DdpBucket, buckets_of
 from fleetbench.why.links import Links
 from fleetbench.why.observed import Readiness
-from fleetbench.why.shares import Share
+from fleetbench.why.shares import EXCHANGES, Share, total_s
 from fleetbench.workload import HostWork, LayerSpec, Workload
 from sim.run import simulate
 from tuner.why.causes import Cause, Seen
@@ -93,6 +93,20 @@ class Simulated:
         )
 
 
+class Additive:
+    """Steps of ``fully_shard`` without streams: its units are gathered and scattered beside no compute, so that parts of a step add up."""
+
+    def __init__(self, seen: Seen) -> None:
+        self._shares = seen.shares
+
+    def step_s(self, causes: Sequence[Cause]) -> float:
+        """Seconds of a step with the remedies of these causes."""
+        spared = {share for cause in causes if cause.spares for share in cause.shares}
+        faster = max((cause.interface or 1.0 for cause in causes), default=1.0)
+        exchanges = [share for share in self._shares.shares if share.kind in EXCHANGES and share.rank is None and share not in spared]
+        return self._shares.step_s - total_s(spared) - total_s(exchanges) * (1 - 1 / faster)
+
+
 def _beside(alone: Readiness, seen: Seen) -> Readiness:
     """Readiness with forward and backward as long as they were seen to take in steps that exchange."""
     seen_s, alone_ns = seen.shares.of("forward", "backward"), alone.forward_ns + alone.backward_ns
@@ -141,8 +155,10 @@ def _cluster(seen: Seen, links: Links, faster: float, slow: tuple[SlowRank, ...]
     )
 
 
-def simulated_of(seen: Seen) -> Simulated | None:
+def simulated_of(seen: Seen) -> Simulated | Additive | None:
     """The job's steps by the simulator; None where too little is known of it, or the step as it is comes out wrong."""
+    if seen.model.gathered_nbytes:
+        return Additive(seen)
     if seen.alone is None or seen.links is None or not seen.alone.names:
         return None
     try:

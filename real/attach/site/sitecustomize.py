@@ -1,6 +1,6 @@
 """Python runs this at the start of every process of a command that fleetbench starts; see ``real.attach``.
 
-It waits for two of torch's modules, and imports nothing before. A ``sitecustomize`` that would have run without it runs after it.
+It waits for four of torch's modules, and imports nothing before. A ``sitecustomize`` that would have run without it runs after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-_AWAITED = {"torch.nn.parallel.distributed", "torch.optim.optimizer"}
+_AWAITED = {
+    "torch.nn.parallel.distributed",
+    "torch.optim.optimizer",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+}
 _HERE = path.dirname(path.abspath(__file__))  # noqa: PTH100, PTH120  # pathlib takes longer, too
 
 

@@ -1,0 +1,168 @@
+"""Sharded: the job's part in a process whose script calls ``fully_shard``: arguments of a strategy, and the legs of a driver."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fleetbench.errors import ConfigError
+from fleetbench.overview import overview
+from fleetbench.plan.sharding import degree_of
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.why.change import DdpChange
+from real.fully_shard import WHERE, ShardedModel, is_unit, mixed
+from real.job.driver_watch import watch_driver
+from real.job.folder import RankSide
+from real.leg import Leg
+from real.processes.attached import note_attached
+from real.processes.roles import STRATEGY, TUNING
+
+if TYPE_CHECKING:
+    from real.attach.job import Job
+    from real.attach.optimizers import Optimizer
+    from real.collective import Collective
+    from real.sharded_legs import ShardedSwitch
+
+
+class Sharded:
+    """Life cycle: made as ``fully_shard`` is imported -> ``is_attached`` at the first forward of a model that an optimizer may follow.
+
+    The strategy is that of a file, or of a driver's first leg: what changes the calls of ``fully_shard`` takes another start.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.is_attached = False
+        self._switch: ShardedSwitch | None = None
+        self._collective: Collective | None = None
+        self._model: ShardedModel | None = None
+        self._has_mesh = False
+        """Whether calls were given a mesh of the strategy's."""
+
+    def arguments(self, unit: Any, named: dict[str, Any]) -> dict[str, Any]:
+        """A mesh of the strategy's degree, and over how many neighbours an innermost unit is spread after its forward."""
+        strategy = _ordered() if self._job.may_attach() else None
+        if strategy is None:
+            return named
+        configs, world = strategy.sharding_configs, dist.get_world_size()
+        changed: dict[str, Any] = {}
+        if named.get("mesh") is None and (degree := degree_of(configs, world)) < world:
+            changed["mesh"], self._has_mesh = _mesh(degree), True
+        is_inner = not isinstance(unit, (list, tuple)) and not any(map(is_unit, unit.modules()))
+        if is_inner and type(configs.reshard_after_forward) is int:
+            changed["reshard_after_forward"] = configs.reshard_after_forward
+        return named | changed
+
+    def around(self, model: ShardedModel, inputs: tuple[Any, ...], named: dict[str, Any]) -> AbstractContextManager[Any]:
+        """The leg's engine, in a forward with gradients of an attached model."""
+        if self._switch is not None and model is self._model:
+            return self._switch.forward(inputs, named)
+        if model is self._model or not torch.is_grad_enabled() or not self._job.may_attach():
+            return nullcontext()
+        if optimizers := self._job.optimizers.holding(model.module):
+            if TUNING in os.environ and not self.is_attached:
+                watch_driver(dist.get_rank())  # which hears of errors
+            self._attach(model, optimizers)
+        return nullcontext() if self._switch is None or model is not self._model else self._switch.forward(inputs, named)
+
+    def follows(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's steps end the steps of a leg."""
+        return self._switch is not None and self._switch.optimizer is optimizer
+
+    def stepped(self) -> None:
+        """A step has ended that had begun before its optimizer was known."""
+        if self._collective is not None and self._collective.driven is not None:
+            self._collective.driven.step_done()
+
+    def _attach(self, model: ShardedModel, optimizers: list[Optimizer]) -> None:
+        from real.attach.attaching import (
+            timeout_s,
+        )  # which a script that only imports fully_shard need not pay for
+        from real.collective import Collective, arrive
+
+        own, ordered = model.own_strategy(), _ordered()
+        if self.is_attached and TUNING in os.environ:
+            hint = "shard one model, by a call with the model itself after those with its blocks; freeze others without fully_shard"
+            raise ConfigError("shards several models, and legs are of one", WHERE, type(model.module).__name__, hint)
+        if self._job.attached is not None:
+            raise mixed()
+        if ordered is not None:
+            refuse_others(ordered, own)
+        if self._has_mesh:
+            model.refuse_different_replicas()
+        self._model = model
+        if TUNING not in os.environ:
+            assert ordered is not None
+            arrive(dist.get_rank())  # which a launcher waits to hear
+            if dist.get_rank() == 0:
+                print(overview(ordered), file=sys.stderr)  # noqa: T201  # as fleet.init does
+            model.change(DdpChange(reshard_after_forward=reshard_of(ordered, own), threads=ordered.thread_num))
+        else:
+            if len(optimizers) > 1:
+                hint = "put all parameters into the groups of one optimizer"
+                raise ConfigError("has several optimizers, and a step ends with one", WHERE, str(len(optimizers)), hint)
+            from real.sharded_legs import ShardedSwitch
+
+            self._collective = Collective(own, timeout_s())
+            driven, role = self._collective.driven, self._collective.role
+            assert driven is not None
+            self._switch = ShardedSwitch(model, optimizers[0], self._collective.communicators, role.trainers_per_node or 1)
+            driven.begin(self._switch)
+        self.is_attached = True
+        note_attached()
+
+
+def reshard_of(strategy: DistributedStrategy, own: DistributedStrategy) -> bool | None:
+    """What a strategy changes of the innermost units' resharding; none: they do as the script, or its calls, say."""
+    wanted, known = (one.sharding_configs.stage == 3 and one.sharding_configs.reshard_after_forward for one in (strategy, own))
+    return None if wanted == known else bool(wanted)
+
+
+def refuse_others(strategy: DistributedStrategy, own: DistributedStrategy) -> None:
+    """Raise ``ConfigError`` for a strategy that differs from the script's own in more than its units do after a forward, and its mesh."""
+    configs, known = strategy.sharding_configs, own.sharding_configs
+    world = dist.get_world_size()
+    if strategy.sharding and degree_of(configs, world) != degree_of(known, world):
+        hint = "leave mesh=... out of the calls, or set sharding_degree to its ranks of a shard group"
+        raise ConfigError(
+            "is the script's mesh, and the strategy has another one",
+            WHERE,
+            f"{degree_of(known, world)} ranks",
+            hint,
+        )
+    if configs.blocks not in ((), known.blocks):
+        hint = "leave blocks out: the units are those that the script gives to fully_shard"
+        raise ConfigError(
+            "are others than the script's units",
+            "strategy.sharding_configs.blocks",
+            ", ".join(configs.blocks),
+            hint,
+        )
+    same = strategy.replace(sharding_configs=known, thread_num=own.thread_num, broadcast_buffers=own.broadcast_buffers)
+    if others := [name for name in {**same.changes(), **own.changes()} if same.changes().get(name) != own.changes().get(name)]:
+        hint = "leave it as the script has it; fleet's four lines carry out other strategies"
+        raise ConfigError("is not applied to a script that calls fully_shard itself", f"strategy.{others[0]}", hint=hint)
+
+
+@cache
+def _ordered() -> DistributedStrategy | None:
+    """The strategy of a file, or of the driver's first leg; none where that is the script's own."""
+    if TUNING not in os.environ:
+        return DistributedStrategy.load(Path(os.environ[STRATEGY]))
+    leg = RankSide.of_environment().wait_for(0, Leg)
+    return None if leg is None or leg.start == "as_is" else leg.strategy
+
+
+@cache
+def _mesh(degree: int) -> DeviceMesh:
+    """Replicas of shard groups of so many neighbours, on the devices that ``fully_shard`` takes."""
+    shape = (dist.get_world_size() // degree, degree)
+    return init_device_mesh(torch._C._get_accelerator().type, shape, mesh_dim_names=("replicate", "shard"))  # noqa: SLF001  # as fully_shard does

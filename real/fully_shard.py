@@ -1,0 +1,316 @@
+"""fully_shard: torch's own, with a hearer that may change the arguments of its calls and stands around forwards (FSDP2)."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from fleetbench.errors import ConfigError
+from fleetbench.sharding_configs import ShardingConfigs
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.why.change import DdpChange
+from fleetbench.why.observed import Model
+from real.job.driver_watch import watch_driver
+from real.processes.roles import TUNING
+
+GROUPS = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+"""The module that gathers and scatters."""
+WHERE = "fully_shard"
+"""Where an error says that it is."""
+
+
+class ShardedModel:
+    """A model that its script has sharded: ``module`` is the unit whose forward runs first, with the units inside.
+
+    ``change`` lets the innermost units reshard after their forward, or not, from the next step on; the arguments of all others stay
+    the script's.
+    """
+
+    can_change = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.units = {name: each for name, each in module.named_modules() if is_unit(each)}
+        """All units by name, the model's own first."""
+        self.inner = {name: each for name, each in self.units.items() if name and not any(map(is_unit, [*each.modules()][1:]))}
+        """Units without another one inside, but for the model itself."""
+        self._names = {id(own): name for name, own in module.named_parameters()}
+        self._own = {name: [group.post_forward_mesh_info for group in groups_of(each)] for name, each in self.inner.items()}
+        self._threads = torch.get_num_threads()
+        self.group: Any = dist.group.WORLD
+        self.device_type: str = next(self.groups()).mesh_info.mesh.device_type
+
+    def groups(self) -> Iterator[Any]:
+        """Each unit's group of parameters, as torch has them; modules that are one unit together have one."""
+        found = {id(group): group for each in self.units.values() for group in groups_of(each)}
+        return iter(found.values())
+
+    def named(self, group: Any) -> Iterator[tuple[str, Any]]:
+        """The shards of a group's parameters, by the names that the model has for them."""
+        for own in group.fsdp_params:
+            yield self._names[id(own.sharded_param)], own.sharded_param
+
+    @contextmanager
+    def gathered(self) -> Iterator[Callable[[], None]]:
+        """All parameters stay gathered, and nothing is exchanged; what is yielded drops the gradients, and is called after each step."""
+        groups = list(self.groups())
+        before = [(each.post_forward_mesh_info, each.reshard_after_backward, each.reduce_grads) for each in groups]
+
+        def clear() -> None:
+            for own in (each for group in groups for each in group.fsdp_params):
+                own.unsharded_accumulated_grad = own.unsharded_param.grad = None
+
+        for group in groups:
+            group.post_forward_mesh_info, group.reshard_after_backward, group.reduce_grads = (
+                None,
+                False,
+                False,
+            )
+        for unit in self.units.values():
+            unit.unshard()
+        try:
+            yield clear
+        finally:
+            clear()
+            for group, own in zip(groups, before, strict=True):
+                group.post_forward_mesh_info, group.reshard_after_backward, group.reduce_grads = own
+            for unit in self.units.values():
+                unit.reshard()
+
+    def change(self, change: DdpChange) -> None:
+        """What ``change`` does not name is as the script has it."""
+        torch.set_num_threads(change.threads or self._threads)
+        reshards = change.reshard_after_forward
+        for name, unit in self.inner.items():
+            for group, own in zip(groups_of(unit), self._own[name], strict=True):  # as torch's set_reshard_after_forward
+                group.post_forward_mesh_info = own if reshards is None else group.mesh_info if reshards else None
+
+    @property
+    def reshards(self) -> bool | int:
+        """What most of the inner units do after their forward: reshard, or not, or over so many neighbours."""
+        found = [_reshards(group) for each in self.inner.values() for group in groups_of(each)]
+        return Counter(found).most_common(1)[0][0] if found else False
+
+    @property
+    def degree(self) -> int:
+        """Ranks that share out the model's parameters."""
+        return int(next(self.groups()).mesh_info.shard_mesh_size)
+
+    def described(self, *, buffers_change: bool) -> Model:
+        """The model as an observer reports it: what is gathered and scattered in a step, and the type of its parameters."""
+        sizes = [(gathered_nbytes(group), group) for group in self.groups()]
+        again = [nbytes for nbytes, group in sizes if group.post_forward_mesh_info is not None]
+        return Model(
+            nbytes=sum(scattered_nbytes(group) for _, group in sizes),
+            bucket_nbytes=tuple(scattered_nbytes(group) for _, group in sizes),
+            gathered_nbytes=sum(nbytes for nbytes, _ in sizes),
+            regathered_nbytes=sum(again),
+            shard_ranks=self.degree,
+            buffers_change=buffers_change,
+            dtype=str(next(self.module.parameters()).dtype).removeprefix("torch."),
+        )
+
+    def own_strategy(self) -> DistributedStrategy:
+        """The strategy that does what the script's calls do. Raises ``ConfigError`` for what no strategy keeps."""
+        self._refuse()
+        trained = next(filter(_trains, self.groups()))
+        policy, world = trained.mp_policy, dist.get_world_size()
+        wire = policy.reduce_dtype if policy.reduce_dtype not in (None, policy.param_dtype) else None
+        return DistributedStrategy(
+            sharding=True,
+            sharding_configs=ShardingConfigs(
+                stage=3,
+                sharding_degree=0 if self.degree == world else self.degree,
+                reshard_after_forward=self.reshards,
+                blocks=tuple(name for name, each in self.units.items() if name and any(map(_trains, groups_of(each)))),
+            ),
+            broadcast_buffers=False,
+            thread_num=self._threads,
+            fp16_allreduce=wire is torch.float16,
+            bf16_allreduce=wire is torch.bfloat16,
+        )
+
+    @torch.no_grad()
+    def refuse_different_replicas(self) -> None:
+        """Raise ``ConfigError`` where replicas of a shard differ: ``fully_shard`` leaves each rank the parameters that it has made.
+
+        Without replicas that makes one model of all ranks' parts; with them each would train another one.
+        """
+        mesh = next(self.groups()).mesh_info.mesh
+        shards = [own.sharded_param.to_local().double() for group in self.groups() for own in group.fsdp_params]
+        sums = torch.stack([torch.stack([each.sum(), each.square().sum()]) for each in shards])
+        first = sums.clone()
+        dist.broadcast(first, group=mesh.get_group(0), group_src=0)
+        differs = (sums != first).any().int()
+        dist.all_reduce(differs)
+        if differs:
+            hint = "give all ranks one seed before the model is made (torch.manual_seed), or load one checkpoint"
+            raise ConfigError(
+                "ranks begin from different parameters, and replicas (HSDP) would train different models",
+                WHERE,
+                hint=hint,
+            )
+
+    def _refuse(self) -> None:
+        world = dist.get_world_size()
+        together = [group for group in self.groups() if len(getattr(group, "modules", ())) > 1]
+        if together:
+            hint = "give each module a call of its own while the script is profiled, tuned or launched with a strategy"
+            raise ConfigError("makes several modules one unit, which no strategy does", WHERE, str(len(together)), hint)
+        meshes = {tuple(group.mesh_info.mesh.shape) for group in self.groups()}
+        if len(meshes) > 1 or next(self.groups()).mesh_info.mesh.size() != world:
+            hint = "give all calls one mesh, of all ranks: tensor, expert and pipeline parallelism are outside of strategies"
+            raise ConfigError("is given meshes that no strategy has", WHERE, " and ".join(map(str, sorted(meshes))), hint)
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called with it."""
+    return hasattr(module, "_get_fsdp_state")
+
+
+def groups_of(unit: nn.Module) -> list[Any]:
+    """A unit's groups of parameters, as torch has them: one, none where all its parameters are in other units, rarely several."""
+    state: Any = unit._get_fsdp_state()  # type: ignore[operator]  # noqa: SLF001  # torch has no public name for it
+    found = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on
+    return list(found) if found is not None else [each for each in [state._fsdp_param_group] if each is not None]  # noqa: SLF001  # as above
+
+
+def _trains(group: Any) -> bool:
+    return any(own.sharded_param.requires_grad for own in group.fsdp_params)
+
+
+def _reshards(group: Any) -> bool | int:
+    info = group.post_forward_mesh_info
+    return False if info is None else True if info is group.mesh_info else int(info.shard_mesh_size)
+
+
+def gathered_nbytes(group: Any) -> int:
+    """Bytes of a unit's parameters as they travel."""
+    return _nbytes(group.fsdp_params, group.mp_policy.param_dtype)
+
+
+def scattered_nbytes(group: Any) -> int:
+    """Bytes of a unit's gradients as they travel."""
+    trained = [own for own in group.fsdp_params if own.sharded_param.requires_grad]
+    return _nbytes(trained, group.mp_policy.reduce_dtype or group.mp_policy.param_dtype)
+
+
+def gathered_dtype(group: Any, parameter: torch.Tensor) -> str:
+    """The type that a parameter travels in, and computes in."""
+    return str(group.mp_policy.param_dtype or parameter.dtype).removeprefix("torch.")
+
+
+def _nbytes(of: Iterable[Any], dtype: torch.dtype | None) -> int:
+    parameters = [own.sharded_param for own in of]
+    return sum(own.numel() * (own.dtype if dtype is None else dtype).itemsize for own in parameters)
+
+
+def waits_for_gather(group: Any, name: str, async_op: bool = False) -> bool:
+    """Whether this call of a group's ``unshard`` or ``wait_for_unshard`` waits until its parameters are gathered, on the host."""
+    gathered = group._all_gather_result  # noqa: SLF001  # torch has no public name for it
+    if name == "unshard":
+        return gathered is None and not group.is_unsharded and not async_op
+    return gathered is not None and gathered.all_gather_work is not None
+
+
+class Hearer(Protocol):
+    """What a job does with the calls of ``fully_shard``, and with the forwards of models that these have sharded."""
+
+    def arguments(self, unit: Any, named: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that a call gets in the place of the script's."""
+        ...
+
+    def around(self, model: ShardedModel, inputs: tuple[Any, ...], named: dict[str, Any]) -> AbstractContextManager[Any]:
+        """The context that a model's forward runs in."""
+        ...
+
+
+class _Forwards:
+    """Hooks units. The first one whose forward runs is a model; hooks of those inside go then."""
+
+    def __init__(self, hearer: Hearer) -> None:
+        self._hearer, self._owner = hearer, os.getpid()
+        self._handles: dict[int, list[RemovableHandle]] = {}
+        self._models: dict[int, ShardedModel] = {}
+        self._open: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
+
+    def hook(self, unit: nn.Module) -> None:
+        """Hear of its forwards."""
+        eager: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001  # as torch's own hooks
+        begins, ends = (eager(functools.partial(each)) for each in (self._begins, self._ends))
+        self._handles[id(unit)] = [
+            unit.register_forward_pre_hook(begins, prepend=True, with_kwargs=True),
+            unit.register_forward_hook(ends, always_call=True),
+        ]
+
+    def _begins(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if self._open or os.getpid() != self._owner:  # a forward within another's, or in a fork, such as a loader's
+            return
+        if id(module) not in self._models:
+            self._models[id(module)] = model = ShardedModel(module)
+            for inner in [*model.units.values()][1:]:
+                for handle in self._handles.pop(id(inner), ()):
+                    handle.remove()
+        context = self._hearer.around(self._models[id(module)], inputs, named)
+        context.__enter__()
+        self._open.append((module, context))
+
+    def _ends(self, module: nn.Module, *_: object) -> None:
+        if self._open and self._open[-1][0] is module:
+            self._open.pop()[1].__exit__(None, None, None)
+
+
+def _replace(module: ModuleType, hearer: Hearer) -> None:
+    own, forwards = module.fully_shard, _Forwards(hearer)
+
+    @functools.wraps(own)
+    def fully_shard(units: Any, **named: Any) -> Any:
+        result = own(units, **hearer.arguments(units, named))
+        for unit in units if isinstance(units, (list, tuple)) else [units]:
+            forwards.hook(unit)
+        return result
+
+    module.fully_shard = fully_shard  # type: ignore[attr-defined]  # it has one
+
+
+def refuse_mixed(models: Iterable[nn.Module]) -> None:
+    """Raise ``ConfigError`` where some are DistributedDataParallel, and some have units of ``fully_shard``."""
+    known = list(models)
+    if any(isinstance(each, DistributedDataParallel) for each in known) and any(is_unit(part) for each in known for part in each.modules()):
+        raise mixed()
+
+
+def mixed() -> ConfigError:
+    """The error of a process that trains a sharded model and a DistributedDataParallel."""
+    hint = "use one of the two for all models that train: fully_shard with a mesh of replicas (HSDP) does what both would"
+    return ConfigError(
+        "trains beside models of DistributedDataParallel, and steps of both are not told apart",
+        WHERE,
+        hint=hint,
+    )
+
+
+def follow(module: ModuleType, hearer: Hearer) -> None:
+    """Let the hearer know of calls of ``fully_shard``; the class of FSDP1 is refused. ``module`` has just been imported."""
+    if module.__name__.endswith("fully_sharded_data_parallel"):
+        module.FullyShardedDataParallel.__init__ = _refuse_first
+    else:
+        _replace(module, hearer)
+
+
+def _refuse_first(*_: Any, **__: Any) -> NoReturn:
+    if dist.is_initialized() and TUNING in os.environ:
+        watch_driver(dist.get_rank())  # which hears of the error
+    hint = "shard by fully_shard (FSDP2): Trainer and Accelerate do with fsdp_version=2, Lightning with ModelParallelStrategy"
+    raise ConfigError("is FSDP1, which is not looked at, profiled or tuned", "FullyShardedDataParallel", hint=hint)

@@ -1,0 +1,235 @@
+"""Scripts that call ``fully_shard`` themselves: what is printed for them, a strategy's file, and a driver's legs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections import Counter
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleetbench.cli.main import main
+from fleetbench.cluster import Cluster
+from fleetbench.errors import FleetbenchError
+from fleetbench.experiment import Experiment
+from fleetbench.result import RunResult
+from fleetbench.sharding_configs import ShardingConfigs
+from fleetbench.strategy import DistributedStrategy
+from real.job.script_session import ScriptSession
+from real.leg import Leg
+from real.processes.diagnosis import LegFailed
+from real.profile.costs import points_of_blocks
+from tuner.pytorch import in_words_of, page_of
+from tuner.simulated.sharded import of_script
+
+SCRIPT = str(Path(__file__).with_name("fsdp_script.py"))
+BLOCKS = ("layers.0", "layers.1", "layers.2")
+BLOCK, REST = 32 * 64 + 64 + 64 * 32 + 32, 50 * 32 + 32 * 50 + 50
+"""Parameters of a block, and of what lies in none."""
+OWN = DistributedStrategy(sharding=True, sharding_configs=ShardingConfigs(stage=3, blocks=BLOCKS), broadcast_buffers=False)
+
+
+def other(**configs: Any) -> DistributedStrategy:
+    """The script's own strategy with other fields of ``sharding_configs``."""
+    return OWN.replace(sharding_configs=dataclasses.replace(OWN.sharding_configs, **configs))
+
+
+def collectives(folder: Path) -> list[str]:
+    """The collectives of rank 0's last step."""
+    return (folder / "counts0").read_text(encoding="ascii").splitlines()
+
+
+def losses(folder: Path, ranks: int) -> list[list[str]]:
+    """Each rank's."""
+    return [(folder / f"losses{rank}").read_text(encoding="ascii").split() for rank in range(ranks)]
+
+
+def launch(kind: str, folder: Path, ranks: int, *words: str) -> int:
+    """A launch of eight steps; its exit code."""
+    folder.mkdir()
+    return main(["launch", *words, "--nproc", str(ranks), SCRIPT, str(folder), kind, "8"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "configs", "expected"),
+    [
+        (2, {"reshard_after_forward": False}, {f"gather {4 * BLOCK}": 3, f"gather {4 * REST}": 1}),
+        pytest.param(
+            4,
+            {"reshard_after_forward": False, "sharding_degree": 2},
+            {f"gather {4 * BLOCK}": 3, f"gather {4 * REST}": 1},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_is_printed_and_a_file_do_the_same(
+    ranks: int,
+    configs: dict[str, Any],
+    expected: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The printed lines in the script's place, and the file under ``launch``, ask for the same collectives; losses are the script's own.
+
+    Gathers have 4 bytes for each parameter of a block.
+    """
+    strategy = other(**configs)
+    strategy.save(tmp_path / "recommended.toml")
+    (printed,) = re.findall(r"```python\n(.*?)```", page_of(strategy, OWN, "USE it: 1.2x"), re.DOTALL)[:1]
+    assert launch("plain", tmp_path / "plain", ranks) == 0
+    assert launch("plain", tmp_path / "file", ranks, "--strategy", str(tmp_path / "recommended.toml")) == 0
+    monkeypatch.setenv("PRINTED_LINES", printed)
+    assert launch("plain", tmp_path / "printed", ranks) == 0
+    found = collectives(tmp_path / "printed")
+    assert collectives(tmp_path / "file") == found
+    gathers: Counter[str] = Counter()
+    for line in found:
+        name, nbytes, number = line.split()
+        gathers["gather " + nbytes] += int(number) if name.startswith("all_gather") else 0
+    assert {name: number for name, number in gathers.items() if number} == expected
+    assert collectives(tmp_path / "plain") != found
+    own = losses(tmp_path / "plain", ranks)
+    for other_folder in ("file", "printed"):
+        if ranks == 2:
+            assert losses(tmp_path / other_folder, ranks) == own
+        else:  # sums of four are rounded in another order
+            values = [[float.fromhex(each) for rank in one for each in rank] for one in (losses(tmp_path / other_folder, ranks), own)]
+            np.testing.assert_allclose(*values, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def driven(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[list[RunResult], list[dict[str, Any]], list[list[str]], Experiment]:
+    """Legs of two ranks: as the script is (the first, and two more), without resharding, and layer times; with the losses of all steps."""
+    folder = tmp_path_factory.mktemp("driven")
+    base = Experiment.load(str(resources.files("fleetbench").joinpath("script.toml")))
+    command = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "2", SCRIPT, str(folder), "plain"]
+    with ScriptSession(command, base) as session:
+        own, kept = session.experiment.strategy, other(reshard_after_forward=False)
+        runs = [session.run(Leg(strategy=one, steps=5, warmup_steps=2)) for one in (own, kept, own)]
+        parts = session.run_profile(Leg(strategy=own, steps=4, warmup_steps=2, profile=True))
+        runs.append(session.run(Leg(strategy=own, steps=5, warmup_steps=2)))
+        return runs, parts, losses(folder, 2), session.experiment
+
+
+Driven = tuple[list[RunResult], list[dict[str, Any]], list[list[str]], Experiment]
+
+
+def test_the_default_is_the_script(driven: Driven, tmp_path: Path) -> None:
+    """Its strategy says what the calls do; losses are those of the script alone, to the bit, also in legs without resharding."""
+    _, _, seen, experiment = driven
+    assert experiment.strategy == OWN
+    assert (experiment.cluster.trainers, experiment.workload.optimizer) == (2, "adam")
+    assert main(["launch", "--nproc", "2", SCRIPT, str(tmp_path), "plain", "34"]) == 0
+    assert [own[:34] for own in seen] == losses(tmp_path, 2)
+
+
+def test_legs_gather_as_their_strategy_says(driven: Driven) -> None:
+    """Seven gathers a step where blocks are gathered again, four where they stay; four scatters; as before after layers were timed."""
+    for run, gathers in zip(driven[0], (7, 4, 7, 7), strict=True):
+        names = Counter(span.name.split()[0] for span in run.spans)
+        assert (names["all_gather"], names["reduce_scatter"]) == (2 * 7 * gathers, 2 * 7 * 4)
+        table = run.steps[run.steps["step"] >= 1]
+        parts = table[["forward_s", "backward_s", "stall_s", "update_s"]].sum(axis=1) if "stall_s" in table else None
+        assert len(table) == 10
+        assert parts is None or (parts > 0).all()
+    assert [(block.name, block.nbytes) for block in driven[0][0].plan.blocks] == [
+        ("", 4 * REST),
+        *((name, 4 * BLOCK) for name in BLOCKS),
+    ]
+
+
+def test_layers_are_timed_without_an_exchange(driven: Driven) -> None:
+    """Each layer has a forward, each gradient a time; memory is that of all shards together."""
+    runs, parts, _, _ = driven
+    for part in parts:
+        assert [*part["layers"]["layers"]][:3] == ["tokens", "layers.0.up", "layers.0.down"]
+        assert all(ready is not None and ready >= 0 for step in part["layers"]["ready"] for ready in step)
+        assert len(part["backward"]) == len(part["layers"]["forward"]) >= 3
+        assert part["memory"]["parameters"] == part["memory"]["gradients"] == 4 * (3 * BLOCK + REST)
+    points = points_of_blocks(runs[0])
+    assert [point.nbytes for point in points] == [4 * REST, *[4 * BLOCK] * 3]
+    assert all(point.took > 0 for point in points)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("together", "makes several modules one unit"),
+        pytest.param("mixed", "trains beside models of DistributedDataParallel", marks=pytest.mark.slow),
+        pytest.param("first", "is FSDP1", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_not_driven(kind: str, what: str, tmp_path: Path) -> None:
+    """A driver hears why."""
+    base = Experiment.load(str(resources.files("fleetbench").joinpath("script.toml")))
+    command = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "2", SCRIPT, str(tmp_path), kind]
+    with pytest.raises(FleetbenchError, match=what), ScriptSession(command, base):
+        pass
+
+
+def test_libraries_are_told_in_their_words() -> None:
+    """As Trainer and Accelerate take it; a module of Lightning's calls ``fully_shard`` itself."""
+    remedy = "fully_shard(..., reshard_after_forward=False)"
+    assert in_words_of("Trainer", remedy).endswith('fsdp_config={..., "fsdp_version": 2, "reshard_after_forward": False})')
+    assert in_words_of("Accelerate", remedy) == "FullyShardedDataParallelPlugin(..., fsdp_version=2, reshard_after_forward=False)"
+    assert in_words_of("Lightning", remedy) == remedy
+    page = page_of(other(sharding_degree=4), OWN, "USE it: 1.2x")
+    assert "dp_shard_size=4" in page
+    assert "ModelParallelStrategy" in page
+
+
+def test_the_strategies_that_are_tried() -> None:
+    """Each degree that divides the ranks, with and without resharding; a script's own degree and number of neighbours stay beside these."""
+
+    def tried(own: DistributedStrategy, trainers: int) -> list[tuple[int, bool | int]]:
+        asked = Experiment(name="asked", cluster=Cluster(trainers_per_node=trainers), strategy=own)
+        found = [one.sharding_configs for one in of_script(asked)]
+        return [(one.sharding_degree, one.reshard_after_forward) for one in found]
+
+    assert tried(OWN, 4) == [(0, True), (0, False), (2, True), (2, False)]
+    assert tried(OWN, 2) == [(0, True), (0, False)]
+    assert tried(other(sharding_degree=2, reshard_after_forward=False), 4) == [(2, False), (2, True)]
+    assert tried(other(reshard_after_forward=2), 4) == [(0, 2), (0, True), (0, False), (2, True), (2, False)]
+
+
+@pytest.mark.slow
+def test_legs_of_replicas_start_the_script_again(tmp_path: Path) -> None:
+    """On four ranks a shard group of two has its own launch, whose mesh is checked there; a mesh of the script's own stays."""
+    base = Experiment.load(str(resources.files("fleetbench").joinpath("script.toml")))
+    command = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "4", SCRIPT, str(tmp_path)]
+    with ScriptSession([*command, "plain"], base) as session:
+        run = session.run(Leg(strategy=other(sharding_degree=2), steps=4, warmup_steps=2))
+        assert run.plan.shard_ranks == 2
+        assert Counter(span.name.split()[0] for span in run.spans)["all_gather"] == 4 * 6 * 7
+    with ScriptSession([*command, "hybrid"], base) as session:
+        assert session.experiment.strategy == other(sharding_degree=2)
+        with pytest.raises(LegFailed, match="is the script's mesh"):
+            session.run(Leg(strategy=OWN, steps=4, warmup_steps=2))
+
+
+@pytest.mark.slow
+def test_replicas_that_differ_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each rank has a seed of its own: sharded over all that is one model, and with replicas it would be two."""
+    other(sharding_degree=2).save(tmp_path / "recommended.toml")
+    assert launch("unseeded", tmp_path / "alone", 4) == 0
+    assert (
+        launch(
+            "unseeded",
+            tmp_path / "file",
+            4,
+            "--strategy",
+            str(tmp_path / "recommended.toml"),
+            "--log-dir",
+            str(tmp_path / "log"),
+        )
+        == 4
+    )
+    said = capfd.readouterr().err + "".join(log.read_text(encoding="utf-8") for log in tmp_path.glob("log/*"))
+    assert "ranks begin from different parameters" in said
