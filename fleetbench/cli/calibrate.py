@@ -26,6 +26,8 @@ from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import hours_or_days
 
+SECONDS_PER_HOUR = 3600
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -134,7 +136,7 @@ def _print_sizes(found: Larger) -> None:
             f"{size.local_batch:g}",
             _triple([units.seconds(value) for value in one.step_s]),
             f"{one.samples_per_s[1]:,.4g}",
-            hours_or_days(found.seconds(one)[1] / 3600),
+            units.seconds(took) if (took := found.seconds(one)[1]) < SECONDS_PER_HOUR else hours_or_days(took / SECONDS_PER_HOUR),
             *([] if spent is None else [_triple([f"{money:,.2f}" for money in spent])]),
             "measured" if size in found.measured else verdict(one),
         )

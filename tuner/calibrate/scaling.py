@@ -28,12 +28,12 @@ Draws = npt.NDArray[np.float64]
 NUM_DRAWS, NUM_KEPT = 40_000, 4_000
 BUCKET_BYTES = 25 * 2**20
 """Bytes of one collective, as DDP's buckets have by default."""
-MISFIT, MISFIT_PER_DOUBLING = 0.02, 0.035
+MISFIT, MISFIT_PER_DOUBLING = 0.02, 0.04
 """Scales of log seconds of one size about the law: of a measured one, and for each doubling of GPUs or batch beyond."""
 TAIL = 3
 """Degrees of freedom of Student's t for the latter: some sizes are far off, as where a library takes another algorithm."""
-NARROWED = 0.8
-"""A parameter counts as fitted if its posterior is narrower than this share of its prior."""
+TOLD = 0.25
+"""A parameter counts as fitted if its posterior is narrower than its prior by this share of it, or as far from its median."""
 LEVELS = (0.05, 0.5, 0.95)
 
 
@@ -130,8 +130,8 @@ class Scaling:
     log_scale: Draws
     reference: tuple[float, float]
     """Seconds of a step of the smallest measured size, and its local batch."""
-    narrowing: Mapping[str, float]
-    """Width of each parameter's posterior over its prior's; parameters that are declared are left out."""
+    told: Mapping[str, float]
+    """By which share of its prior's width each parameter's posterior is narrower, or moved; declared ones are left out."""
     z: Draws
     """Variates of Student's t for what a size is off by, one for each draw."""
 
@@ -168,7 +168,7 @@ class Scaling:
             values={name: draws[kept] for name, draws in values.items()},
             log_scale=log_scale,
             reference=reference,
-            narrowing={name: float(draws[kept].std()) for name, draws in z.items()},
+            told={name: float(max(1 - draws[kept].std(), abs(draws[kept].mean()))) for name, draws in z.items()},
             z=random.standard_t(TAIL, NUM_KEPT),
         )
 
@@ -197,10 +197,10 @@ class Scaling:
     def parameters(self) -> list[dict[str, Any]]:
         """Each parameter that is not declared: its name, meaning, interval, and whether the table narrowed it."""
         found = []
-        for name, width in self.narrowing.items():
+        for name, share in self.told.items():
             low, median, high = np.quantile(self.values[name], LEVELS).tolist()
             row = {"name": name, "words": PRIORS[name].words, "low": low, "median": median, "high": high}
-            found.append(row | {"from": "fitted" if width < NARROWED else "prior"})
+            found.append(row | {"from": "fitted" if share > TOLD else "prior"})
         return found
 
 
