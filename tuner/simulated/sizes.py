@@ -216,6 +216,7 @@ class _Law:
             return cls()
         sizes = ", ".join(f"{point.batch_size:,}" for point in points)
         note = f"samples to the target are by {source}, of global batches of {sizes}; other batches by a law"
+        note += " (of which one batch says little)" if len(points) == 1 and noise is None else ""
         return cls(points=points, noise=noise, note=f"{note}, for learning rates that are tuned for their batch")
 
     def comparable(self, experiment: Experiment, times: candidates.Times) -> candidates.Times:
@@ -239,9 +240,11 @@ def _trained(experiments: Sequence[Experiment], out: Path, learn: Learn) -> tupl
     """What virtual trainers take to the target with their best learning rate, at the global batches that there is time for."""
     found: dict[int, ReferencePoint] = {}
     end = time.process_time() + experiments[0].tune.search_seconds
-    for experiment in sorted(experiments, key=_global_batch):
-        batch, left_s = _global_batch(experiment), end - time.process_time()
-        if batch in found or left_s <= 0 or not is_trainable(experiment):
+    by_batch = {_global_batch(experiment): experiment for experiment in experiments}
+    smallest, *others = sorted(by_batch)
+    for number, batch in enumerate([smallest, *others[-1:], *others[:-1]]):  # the ends first: one size says little of others
+        experiment, left_s = by_batch[batch], (end - time.process_time()) / max(1, 2 - number)
+        if left_s <= 0 or not is_trainable(experiment):
             continue
         with trainings(experiment, out, learn, {}, left_s, "sizes") as trained:
             trained.climb(experiment.strategy, experiment.tune.lr_scale or RATES)
