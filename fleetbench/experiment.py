@@ -54,6 +54,25 @@ def _searched(cls: type) -> type:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReferencePoint(Config):
+    """Runs to the target at one batch size, with the learning rate that suits it."""
+
+    batch_size: int
+    """Samples of an update, of all trainers together."""
+    samples: float
+    """Mean number of samples to the target."""
+    runs: int = 1
+    """Number of runs, of different seeds."""
+    sd: float | None = None
+    """Standard deviation of ``samples`` from run to run."""
+
+    def _validate(self) -> None:
+        at_least(self, 1, "batch_size", "runs")
+        at_least(self, 0, "samples", above=True)
+        at_least(self, 0, "sd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 @_searched
 class Tune(Config):
     """How ``fleetbench tune`` searches, and how it decides."""
@@ -92,6 +111,8 @@ class Tune(Config):
     """With ``--simulate-only``: samples to train on in all, for days and money."""
     price_per_trainer_hour: float | None = None
     """Of one trainer, in any currency; servers are not counted."""
+    reference_points: tuple[ReferencePoint, ...] = ()
+    """With ``--simulate-only --sweep``: runs to the target at one batch size or several, by which a law says how many samples any takes."""
     local_steps: tuple[int, ...] = SEARCHES["local_steps"][1].values
     """Values of K that may be searched; used only where ``workload.target_loss`` prices them."""
     diloco: bool = True

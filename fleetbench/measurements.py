@@ -72,6 +72,8 @@ class GradientNoise(Config):
     """Over the first steps of a leg that exchanges nothing; see ``real.gradient_noise``."""
 
     steps: int
+    batch_size: int | None = None
+    """Samples of a joint batch of all trainers; none in older profiles."""
     scale: float | None = None
     """Gradient noise scale, in joint batches of all trainers; none where it is more than ``steps`` of them, which these cannot tell."""
     drift: float

@@ -149,11 +149,10 @@ def price_ways(
     workload, run = experiment.workload, experiment.run
     if workload.target_loss is not None and run.launcher == "command":
         return _of_script(experiment, found, step_s)
-    if learn is None or workload.target_loss is None or workload.model == LAYERS or run.device == "emulated":
+    if learn is None or not learns(experiment):
         return Ways()
-    import torch  # which a search without a target does not need
-
-    if (least_s := _least_s(experiment)) > experiment.tune.search_seconds and not (run.device == "cuda" and torch.cuda.is_available()):
+    if not is_trainable(experiment):
+        least_s = _least_s(experiment)
         takes = f"they would take about {least_s:,.0f} s of a core to the target, or more (tune.search_seconds)"
         return Ways(notes=(left_out("virtual trainers", "are not asked", takes), _BY_STEPS))
     own = way_of(experiment.strategy)
@@ -315,6 +314,21 @@ def _in_words(steps: Sequence[float | None]) -> str:
     if len(arrived) < len(steps):
         words.append(f"{len(arrived)} of {len(steps)} arrive")
     return f"{statistics.fmean(arrived):.0f}" + (f" ({', '.join(words)})" if words else "")
+
+
+def learns(experiment: Experiment) -> bool:
+    """Whether there is a loss to learn, and a target for it."""
+    return experiment.workload.target_loss is not None and experiment.workload.model != LAYERS and experiment.run.device != "emulated"
+
+
+def is_trainable(experiment: Experiment) -> bool:
+    """Whether virtual trainers can reach a target within ``tune.search_seconds``, or have a GPU for it."""
+    if not learns(experiment):
+        return False
+    import torch  # which a search without a target does not need
+
+    has_gpu = experiment.run.device == "cuda" and torch.cuda.is_available()
+    return has_gpu or _least_s(experiment) <= experiment.tune.search_seconds
 
 
 def _least_s(experiment: Experiment) -> float:

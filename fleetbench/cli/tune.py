@@ -48,7 +48,7 @@ def register(commands: Commands) -> None:
     add_strategy(parser)
     add_json(parser, "the recommendation")
     parser.add_argument("--simulate-only", action="store_true", help="run nothing: the answer for a cluster that one does not have")
-    sweep = "with --simulate-only: the best strategy at each value of a key, such as cluster.nodes=1,2,4 or 1..8; a table and a picture"
+    sweep = "with --simulate-only: the best strategy at each value of a key, such as cluster.nodes=1,2,4 or 1..8; twice: at every pair"
     parser.add_argument("--sweep", metavar="KEY=V1,V2,...", action="append", help=sweep)
     text = "go on from this earlier tuning's folder: say what has moved since, and measure only what that changes"
     parser.add_argument("--from", dest="earlier", type=Path, metavar="FOLDER", help=text)
@@ -147,9 +147,9 @@ def _asks_for_simulations(arguments: argparse.Namespace) -> bool:
         if arguments.sweep is not None:
             raise ConfigError("asks for simulations alone", "--sweep", repr(arguments.sweep[0]), "add --simulate-only")
         return False
-    if len(arguments.sweep or ()) > 1:
-        hint = "one key a command; `fleetbench sim` takes a second --sweep"
-        raise ConfigError("is given more than once", "--sweep", ", ".join(arguments.sweep), hint)
+    if len(arguments.sweep or ()) > 2:
+        hint = "at most two keys, such as cluster.nodes and workload.batch_size"
+        raise ConfigError("is given more than twice", "--sweep", ", ".join(arguments.sweep), hint)
     if arguments.command_line:
         hint = "profile the script, and name its workload.profile in an experiment file"
         raise ConfigError("does not go with a command, which would not be started", "--simulate-only", hint=hint)
@@ -250,10 +250,10 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from sim.many.sweep import Axis
     from tuner.simulated.sizes import tune_sizes
 
-    axis = Axis.parse(arguments.sweep[0])
+    axes = [Axis.parse(text) for text in arguments.sweep]
     load_experiment(arguments)  # says its notes
     with progress.steps("sizes", lines=True) as advance:
-        found = tune_sizes(lambda more: load_with_notes(arguments, more)[0], axis, out=arguments.out, progress=advance)
+        found = tune_sizes(lambda more: load_with_notes(arguments, more)[0], *axes, out=arguments.out, progress=advance)
     folder = arguments.out / f"{found.name}-sizes-{new_run_id()}"
     folder.mkdir(parents=True)
     write_whole(folder / "sizes.json", sealed_json(encode(found)))
@@ -262,13 +262,19 @@ def _sweep(arguments: argparse.Namespace) -> int:
         emit((folder / "sizes.json").read_text(encoding="utf-8"))
         return 0
     emit_table(_sizes_table(found))
+    first = found.sizes[0]
     for strategy, letter in _letters(found).items():
         emit(f"{letter}: {units.changes(strategy.changes())}")
     emit("efficiency: samples/s of one trainer, as a share of the first row's")
     if (one := found.sizes[0].per_trainer).mfu is not None:
         emit(f"MFU: model FLOPs of a GPU, as a share of {one.peak}")
     if found.price_per_trainer_hour is not None:
-        emit(f"cost is of {found.priced_samples:.3g} samples at {found.price_per_trainer_hour:g} an hour and trainer")
+        of = "a run to the target" if first.samples else f"{found.priced_samples:.3g} samples"
+        emit(f"cost is of {of} at {found.price_per_trainer_hour:g} an hour and trainer")
+    for which, size in found.least.items():
+        low, high = (hours_or_days(24 * end) for end in size.days_interval)
+        spent = "" if size.cost is None else f", at a cost of {size.cost:,.2f}"
+        emit(f"{which} at the target: {found.key} = {size.value}, in {hours_or_days(24 * (size.days or 0))} [{low}, {high}]{spent}")
     emit("\n".join(f"note: {note}" for note in found.notes))
     emit(f"table: {folder / 'sizes.json'}\npicture: {folder / 'sizes.png'}")
     return 0
@@ -279,6 +285,7 @@ def _sizes_table(found: Sizes) -> Table:
     per_gpu = "samples/s/GPU" if first.tokens_per_s is None else "tokens/s/GPU"
     columns = [found.key, "trainers", "step", "own step", per_gpu, "efficiency"]
     columns += ["MFU"] if first.per_trainer.mfu is not None else []
+    columns += ["samples to target"] if first.samples else []
     columns += ["takes"] if first.days is not None else []
     columns += ["cost"] if first.cost is not None else []
     table = new_table(f"{found.name}: SIMULATED, {found.compute}", *columns, "memory", "strategy")
@@ -289,6 +296,7 @@ def _sizes_table(found: Sizes) -> Table:
         cells = [size.value, f"{size.trainers:,}", units.seconds(size.step_s), units.seconds(size.default_s)]
         cells += [f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", units.percent(size.efficiency)]
         cells += [units.percent(own.mfu)] if own.mfu is not None else []
+        cells += [f"{size.samples[1]:.3g} [{size.samples[0]:.3g}, {size.samples[2]:.3g}]"] if size.samples else []
         cells += [hours_or_days(24 * size.days)] if size.days is not None else []
         cells += [f"{size.cost:,.2f}"] if size.cost is not None else []
         memory = units.size(own.memory_bytes) if own.memory_bytes else "unknown"

@@ -350,12 +350,16 @@ class _Measuring:
             communication=communication,
             threads=tuple(threads[number] for number in sorted(threads)),
             memory=self._memory,
-            gradient_noise=None if self._legs.noise is None else GradientNoise(**self._legs.noise),
+            gradient_noise=self._noise(),
             stragglers=fit,
             foreign_cores=self._legs.foreign_cores,
             notes=tuple(self._notes),
         )
         return Taken(experiment=self._experiment, profile=profile, runs=self._legs.runs)
+
+    def _noise(self) -> GradientNoise | None:
+        batch_size = self._quiet.cluster.trainers * self._quiet.workload.batch_size
+        return None if self._legs.noise is None else GradientNoise(batch_size=batch_size, **self._legs.noise)
 
     def _communication(self, whole: RunResult) -> tuple[Hockney | None, Communication | None]:
         """What communication costs among the launch's trainers, beside ``whole``; nothing for one trainer."""

@@ -62,3 +62,36 @@ def test_bad_tables_exit_2(command: Callable[..., Any], tmp_path: Path) -> None:
     assert ended.code == 2
     assert "line 2" in ended.err
     assert "HINT" in ended.err
+
+
+RUNS = "gpus,gpus_per_node,local_batch,epoch_s,epoch_samples\n8,8,32,10,2560\n8,8,32,10.1,2560\n16,8,32,5.2,2560\n"
+"""Steps of 1, 1.01 and 1.04 s."""
+
+
+def test_a_table_of_runs_gives_larger_sizes_without_an_experiment(command: Callable[..., Any], tmp_path: Path) -> None:
+    """The step of measured sizes is theirs; 64 GPUs are faster, and what was not measured is called a prior."""
+    (tmp_path / "runs.csv").write_text(RUNS, encoding="utf-8")
+    arguments = ["calibrate", tmp_path / "runs.csv", "--gpus", "64", "--set", 'cluster.preset="1 x 8 H100, 400G per NIC"']
+    found = json.loads(command(*arguments, "--out", tmp_path, "--parameters", "25.6e6", "--json").out)
+    assert [one["measured"] for one in found["sizes"]] == [True, True, False]
+    assert abs(found["sizes"][0]["step_s"][1] - 1.005) < 0.02
+    assert found["sizes"][2]["faster"] > 0.95
+    assert found["declared"]["gradient_bytes"] == 4 * 25.6e6
+    assert {row["from"] for row in found["parameters"] if row["name"] != "noise"} == {"prior"}
+    shown = command(*arguments, "--out", tmp_path, "--set", "tune.price_per_trainer_hour=2", "--global-batch", "512").out
+    assert all(words in shown for words in ("8 x 8", "cost", "yes (", "bytes of the gradients", "spread from run to run"))
+
+
+def test_what_does_not_go_with_sizes_exits_2(command: Callable[..., Any], tmp_path: Path) -> None:
+    """Options of sizes beside --fit, numbers that are none, FLOPs of an unknown GPU, an epoch without its samples."""
+    (tmp_path / "runs.csv").write_text(RUNS, encoding="utf-8")
+    (tmp_path / "epochs.csv").write_text("gpus,gpus_per_node,local_batch,epoch_s\n8,8,32,10\n", encoding="utf-8")
+    for table, options in (
+        ("runs.csv", ("--fit", "compute", "--parameters", "5")),
+        ("runs.csv", ("--gpus", "8,x")),
+        ("runs.csv", ("--gpus", "8", "--flops", "1e9")),
+        ("epochs.csv", ("--gpus", "8")),
+    ):
+        ended = command("calibrate", tmp_path / table, *options, "--out", tmp_path)
+        assert ended.code == 2
+        assert "HINT" in ended.err

@@ -34,7 +34,7 @@ OPTIONS = {
     "evaluate": sorted([*EXPERIMENT, "--against", "--checkpoint", "--samples", "--tolerance", "--vectors"]),
     "testbed": EXPERIMENT,
     "doctor": ["--help", "--json", "--network", "--nproc", "-h"],
-    "calibrate": sorted([*EXPERIMENT, "--fit", "CELLS"]),
+    "calibrate": sorted([*EXPERIMENT, "--fit", "--flops", "--global-batch", "--gpus", "--parameters", "CELLS"]),
     "estimate": sorted([*EXPERIMENT, "--gpu", "--gpt", "--model", "--precision", "--workdir"]),
 }
 

@@ -61,6 +61,17 @@ def test_a_sweep_prints_a_table_and_draws_a_picture(command: Callable, experimen
     assert "note: at cluster.nodes = 1: all " in printed
 
 
+def test_reference_points_tell_where_the_target_is_reached_first(command: Callable, experiment: Files, tmp_path: Path) -> None:
+    """Four times the batch takes ten times the samples: one trainer is there first, and cheapest."""
+    points = "tune.reference_points=[{batch_size=32,samples=1e6,runs=9},{batch_size=128,samples=1e7,runs=9}]"
+    asked = ("--simulate-only", "--sweep", "cluster.nodes=1,2,4", "--set", points, "--set", "tune.price_per_trainer_hour=2")
+    ended = command("tune", experiment(), *TWO, *asked, "--out", tmp_path / "runs")
+    assert ended.code == 0, ended.err
+    assert "soonest at the target: cluster.nodes = 1, in " in ended.out
+    assert "cheapest at the target: cluster.nodes = 1, in " in ended.out
+    assert "samples to target are by tune.reference_points" in ended.out.replace("the target", "target")
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
@@ -69,7 +80,7 @@ def test_a_sweep_prints_a_table_and_draws_a_picture(command: Callable, experimen
         (("--simulate-only", "--workdir", "here"), "--workdir"),
         (("--simulate-only", "--sweep", "cluster.nodes"), "--sweep"),
         (("--simulate-only", "--sweep", "cluster.nodes=0,1"), "cluster.nodes=0"),
-        (("--simulate-only", "--sweep", "cluster.nodes=1,2", "--sweep", "run.seed=1,2"), "run.seed=1,2"),
+        (("--simulate-only", *("--sweep", "run.seed=1,2") * 3), "run.seed=1,2"),
         (("--simulate-only", "--set", "tune.samples=0"), "samples"),
         (("--simulate-only", "--set", "tune.price_per_trainer_hour=-1"), "price_per_trainer_hour"),
     ],

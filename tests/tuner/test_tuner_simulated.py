@@ -26,6 +26,7 @@ from fleetbench.strategy import DistributedStrategy
 from real.estimate.step import estimate
 from sim.many.sweep import Axis
 from sim.run import simulate
+from tuner.learning import Arrival
 from tuner.simulated import candidates
 from tuner.simulated.answer import SimulatedRecommendation, tune_simulated
 from tuner.simulated.assumptions import scaled
@@ -324,6 +325,49 @@ def test_sizes_are_priced(tmp_path: Path) -> None:
     )
     assert whole.sizes[0].days == pytest.approx(1.0, rel=1e-4)
     assert whole.sizes[0].cost == pytest.approx(86.4, rel=1e-4)
+
+
+def test_reference_points_choose_the_number_of_trainers(tmp_path: Path) -> None:
+    """Steps of 12 ms of 32 samples and 22 ms of 64: with as many samples for both two are sooner, and one is cheaper."""
+    points = [{"batch_size": batch, "samples": 2.304e8, "runs": 100, "sd": 0.0} for batch in (16, 32, 64, 128)]
+    flat = _experiment(tune={"price_per_trainer_hour": 3.6, "reference_points": points})
+    found = tune_sizes(_loader(flat), Axis.parse("cluster.nodes=1,2"), out=tmp_path)
+    assert [size.days for size in found.sizes] == pytest.approx([1.0, 22 / 24], rel=0.02)
+    assert {name: size.trainers for name, size in found.least.items()} == {"soonest": 2, "cheapest": 1}
+    assert all(size.days_interval[0] < (size.days or 0) < size.days_interval[1] for size in found.sizes)
+    assert tune_sizes(_loader(_experiment()), Axis.parse("cluster.nodes=1"), out=tmp_path).least == {}
+
+
+def test_two_axes_try_every_pair(tmp_path: Path) -> None:
+    """Of declared layers a step of 128 samples takes as long as one of 32, and the law then prefers it on two trainers."""
+    points = [{"batch_size": 32, "samples": 1e6, "runs": 9}, {"batch_size": 64, "samples": 1.01e6, "runs": 9}]
+    found = tune_sizes(
+        _loader(_experiment(tune={"reference_points": points})),
+        Axis.parse("cluster.nodes=1,2"),
+        Axis.parse("workload.batch_size=32,128"),
+        out=tmp_path,
+    )
+    assert found.key == "cluster.nodes, workload.batch_size"
+    assert [size.value for size in found.sizes] == ["1, 32", "2, 32", "1, 128", "2, 128"]
+    assert [size.searched for size in found.sizes] == [True] * 4
+    assert found.least["soonest"].value == "2, 128"
+
+
+def test_virtual_trainers_give_the_points_of_a_sweep(tmp_path: Path) -> None:
+    """1,000 steps for one trainer, 500 for two, at every rate; four have no time, and the law says about as many samples for them."""
+    taught = _experiment(
+        workload={"model": "digits_mlp", "layers": [], "target_loss": 0.5}, cluster={"gpu": "A100"}, run={"device": "cuda"}
+    )
+
+    def learn(experiment: Experiment, _: float) -> Arrival:
+        if experiment.cluster.trainers > 2:
+            raise TimeoutError
+        return Arrival(1000.0 / experiment.cluster.trainers)
+
+    found = tune_sizes(_loader(taught), Axis.parse("cluster.nodes=1,2,4"), out=tmp_path, learn=learn)
+    assert [size.samples[1] for size in found.sizes] == pytest.approx([32_000] * 3, rel=0.15)
+    assert any("virtual trainers" in note for note in found.notes)
+    assert {size.strategy.local_steps for size in found.sizes} == {1}  # whose samples the law does not tell
 
 
 def test_sizes_between_two_searched_ones_carry_their_strategies(tmp_path: Path) -> None:

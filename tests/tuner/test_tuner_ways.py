@@ -588,4 +588,4 @@ def test_simulation_alone_says_where_virtual_trainers_are_not_asked(tmp_path: Pa
     assert any(note.startswith("virtual trainers are not asked") for note in found.notes)
     assert any("local steps cost in loss is not simulated" in note for note in found.notes)
     sizes = tune_sizes(lambda _: large, Axis.parse("run.seed=0"), out=tmp_path)
-    assert any(note.startswith("a sweep trains nothing") for note in sizes.notes)
+    assert any(note.startswith("what local steps cost in loss is not simulated in a sweep") for note in sizes.notes)

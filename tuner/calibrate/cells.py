@@ -14,14 +14,22 @@ from fleetbench.file_kinds import kind_of, read_file, text_of
 
 GPUS = "gpus"
 """A setting of a cell: the number of all nodes' trainers together."""
+GLOBAL_BATCH = "global_batch"
+"""A setting of a cell: samples of a step of all trainers together."""
 SECONDS, RATE, SIZE, WEIGHT, SD = "seconds", "samples_per_s", "all_reduce_bytes", "weight", "sd"
-_COLUMNS = (SECONDS, RATE, SIZE, WEIGHT, SD)
+EPOCH, EPOCH_SAMPLES = "epoch_s", "epoch_samples"
+"""Seconds of an epoch and its samples, which together are a rate."""
+_COLUMNS = (SECONDS, RATE, SIZE, WEIGHT, SD, EPOCH, EPOCH_SAMPLES)
 _AS_TOML = {"True": "true", "False": "false"}
 """How Python writes truth, and how TOML does."""
 _CALLED: dict[tuple[str, float], str] = {
     ("cluster.nodes", 1.0): "nodes num_nodes n_nodes nnodes",
     ("cluster.trainers_per_node", 1.0): "gpus/node num_gpus/node ranks/node trainers/node processes/node ppn",
     (GPUS, 1.0): "gpus num_gpus n_gpus ngpus total_gpus ranks num_ranks world_size trainers",
+    ("workload.batch_size", 1.0): "local_batch batch_size batch/gpu samples/gpu",
+    (GLOBAL_BATCH, 1.0): "global_batch total_batch global_batch_size",
+    (EPOCH, 1.0): "epoch_seconds seconds/epoch s/epoch",
+    (EPOCH_SAMPLES, 1.0): "samples/epoch images/epoch",
     (SECONDS, 1.0): "s step_s step_seconds step_time_s step_time_seconds seconds/step s/step time_s",
     (SECONDS, 1e-3): "ms step_ms step_time_ms ms/step time_ms",
     (SECONDS, 1e-6): "us time_us",
@@ -131,8 +139,8 @@ def _columns(names: Sequence[str], where: str) -> list[tuple[str, float]]:
     keys = [key for key, _ in found]
     if len(set(keys)) < len(keys):
         raise ConfigError("names a column twice", where, repr(max(keys, key=keys.count)), "keep one of them")
-    if SECONDS not in keys and RATE not in keys:
-        what, hint = f"needs a column {SECONDS} or {RATE}", "seconds of a step, or samples of all trainers"
+    if SECONDS not in keys and RATE not in keys and not {EPOCH, EPOCH_SAMPLES} <= {*keys}:
+        what, hint = f"needs a column {SECONDS} or {RATE}", f"seconds of a step, samples of all trainers, or {EPOCH} and {EPOCH_SAMPLES}"
         raise ConfigError(what, where, ", ".join(names), hint)
     return found
 
@@ -140,6 +148,8 @@ def _columns(names: Sequence[str], where: str) -> list[tuple[str, float]]:
 def _cell(columns: Sequence[tuple[str, float]], values: Sequence[str], where: str) -> Cell:
     row = {key: text for (key, _), text in zip(columns, values, strict=True) if key and text}
     numbers = {key: _number(row[key], f"{where}, {key}") for key in _COLUMNS if key in row}
+    if {EPOCH, EPOCH_SAMPLES} <= numbers.keys():
+        numbers.setdefault(RATE, numbers[EPOCH_SAMPLES] / numbers[EPOCH])
     if (SECONDS in numbers) == (RATE in numbers):
         hint = "drop a row that was not measured; leave the other column empty"
         raise ConfigError(f"needs one of {SECONDS} and {RATE}", where, "both" if SECONDS in numbers else "neither", hint)

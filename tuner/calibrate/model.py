@@ -178,7 +178,7 @@ def _simulated(
     return _Simulated(own, table, cell.all_reduce_bytes, measured_s)
 
 
-def _of_gpus(cluster: Cluster, gpus: str, *, has_nodes: bool) -> Cluster:
+def of_gpus(cluster: Cluster, gpus: str, *, has_nodes: bool) -> Cluster:
     """The cluster with so many trainers: on one node, if it has room for them, else on whole nodes."""
     number, per_node = int(gpus) if gpus.isdecimal() else 0, cluster.trainers_per_node
     nodes = cluster.nodes if has_nodes else max(1, number // per_node)
@@ -199,7 +199,7 @@ def _settled(experiment: Experiment, data: Mapping[str, Any], settings: Settings
         apply_override(changed, f"{key}={value}")
     own = Experiment.from_dict(changed) if settings else experiment
     if gpus is not None:
-        own = own.replace(cluster=_of_gpus(own.cluster, gpus, has_nodes="cluster.nodes" in of_file))
+        own = own.replace(cluster=of_gpus(own.cluster, gpus, has_nodes="cluster.nodes" in of_file))
     strategy, workload = own.strategy, own.workload
     if strategy.mode == "ps":
         hint = "drop rows of parameter servers, and simulate them with the links that the other rows give"

@@ -3,26 +3,40 @@
 The smallest, the largest and each doubling between them is searched whole. At the values in between, the best strategies of the
 two searched neighbours compete, with the experiment's own. The best are then simulated again as for one cluster alone
 (``over_seeds``), so that both answers have the same step; which of several within 0.2 % is recommended, no assumption decides here.
+
+How many samples each global batch takes to the target, runs at some batch sizes tell: those of the experiment, or else virtual trainers'.
+The law of ``samples_to_target`` carries them to the others, and tells where the time to the target, and its price, are least.
 """
 
+import itertools
+import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
-from fleetbench.experiment import Experiment
+from fleetbench.experiment import Experiment, ReferencePoint
+from fleetbench.profile import profile_of
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.utilisation import Utilisation, utilisation
 from sim.many.pool import naming
 from sim.many.sweep import Axis, Load
+from tuner.learning import Learn, by_virtual_trainers, trainings
 from tuner.notes import Note
+from tuner.samples_to_target import Noise, samples_to_target
 from tuner.simulated import candidates, sharded
+from tuner.simulated.uncertainty import spread_of, ways_outside
+from tuner.space import way_of
+from tuner.ways import RATES, is_trainable
 
 CARRIED = 5
 """Of the best strategies of a searched neighbour."""
 SECONDS_PER_DAY = 86_400
+SEED_SPREAD = 0.16
+"""Standard deviation between seeds of what small models take to a target, as a share: virtual trainers train one seed a batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +58,13 @@ class Size(Config):
     efficiency: float
     """Samples a second and trainer, over the first value's."""
     days: float | None
-    """To ``tune.samples``."""
+    """Days to ``tune.samples``, or where ``samples`` is known to the target."""
     cost: float | None
-    """Of ``tune.samples``, or of a million samples where there is no such number; none without ``tune.price_per_trainer_hour``."""
+    """Cost of the same, or of a million samples where neither is known; none without ``tune.price_per_trainer_hour``."""
+    samples: tuple[float, ...] = ()
+    """Samples of one run to the target with this global batch: low, median and high of a 90 % interval; empty where nothing tells them."""
+    days_interval: tuple[float, ...] = ()
+    """Both ends of the 90 % interval of ``days`` to the target, by the seeds, the law and the simulator's error."""
     fits_in_memory: bool | None
 
 
@@ -67,38 +85,55 @@ class Sizes(Config):
         """What ``cost`` is the cost of."""
         return self.samples or candidates.PER_SAMPLES
 
+    @property
+    def least(self) -> dict[str, Size]:
+        """The size that is at the target first, and the cheapest, by their medians; nothing where no law tells them."""
+        told = [size for size in self.sizes if size.samples]
+        found = {"soonest": min(told, key=lambda size: size.days or 0.0)} if told else {}
+        return found | ({"cheapest": min(told, key=lambda size: size.cost or 0.0)} if told and told[0].cost is not None else {})
 
-def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, int], None] | None = None) -> Sizes:
-    """The best strategy at each value of the axis.
+
+def tune_sizes(
+    load: Load, *axes: Axis, out: Path, progress: Callable[[int, int], None] | None = None, learn: Learn = by_virtual_trainers
+) -> Sizes:
+    """The best strategy at each value of the axis, or at each pair of values of two.
 
     Args:
         load: gives the experiment with overrides, as for ``sim.many.sweep``.
-        axis: the key and its values.
+        axes: the key and its values; a second one, such as ``workload.batch_size``, repeats the first at each of its values.
         out: where large searches are kept.
         progress: told how many values are done.
+        learn: the seam to virtual trainers, as for ``tune_simulated``.
 
     Raises:
         ConfigError: a value does not fit the experiment, or cannot be simulated; the message names it.
     """
     tell = progress or (lambda *_: None)
+    first_axis, *others = axes
+    points = [tuple(reversed(values)) for values in itertools.product(*(axis.values for axis in (*others, first_axis)))]
+    keys = [first_axis.key, *(axis.key for axis in reversed(others))]
+    settings = [[f"{key}={value}" for key, value in zip(keys, point, strict=True)] for point in points]
     experiments: list[Experiment] = []
-    for value in axis.values:  # all, before the first is estimated
-        with naming(f"the point {axis.key}={value}"):
-            experiments.append(load([f"{axis.key}={value}"]))
+    for setting in settings:  # all, before the first is estimated
+        with naming(f"the point {' '.join(setting)}"):
+            experiments.append(load(setting))
     experiments = [candidates.with_compute(experiment, out) for experiment in experiments]
-    anchors = _anchors([experiment.cluster.trainers for experiment in experiments])
+    width, anchors = len(first_axis.values), list[int]()
+    for begin in range(0, len(points), width):
+        anchors += [begin + own for own in _anchors([one.cluster.trainers for one in experiments[begin : begin + width]])]
+    law = _Law.of(experiments, out, learn)
     best: dict[int, candidates.Times] = {}
     times: dict[int, candidates.Times] = {}
     noted: dict[Note, list[str]] = {}
     order = [*anchors, *(index for index in range(len(experiments)) if index not in anchors)]
     for done, index in enumerate(order):
         tell(done, len(order))
-        with naming(f"the point {axis.key}={axis.values[index]}"):
+        with naming(f"the point {' '.join(settings[index])}"):
             if index in anchors:
                 ranking = candidates.ranked(experiments[index], out=out)
-                best[index] = ranking.step_s
+                best[index] = law.comparable(experiments[index], ranking.step_s)
                 for note in ranking.notes:
-                    noted.setdefault(note, []).append(axis.values[index])
+                    noted.setdefault(note, []).append(", ".join(points[index]))
             else:
                 below, above = max(anchor for anchor in anchors if anchor < index), min(anchor for anchor in anchors if anchor > index)
                 best[index] = _carried(experiments[index], [best[below], best[above]])
@@ -106,16 +141,16 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
     tell(len(order), len(order))
     first = experiments[0]
     sizes: list[Size] = []
-    for index, (value, experiment) in enumerate(zip(axis.values, experiments, strict=True)):
-        sizes.append(_size(value, experiment, times[index], index in anchors, sizes[0] if sizes else None))
-    notes = [str(note) if len(of) == len(anchors) else f"at {axis.key} = {', '.join(of)}: {note}" for note, of in noted.items()]
-    notes += map(str, candidates.caveats(first))
-    if first.workload.target_loss is not None:
-        notes.append("a sweep trains nothing: what local steps cost in loss is not simulated; ask for one size without --sweep")
-    notes.append("batch_size is a trainer's: the global batch grows with the trainers, and what that costs in loss is not simulated")
+    for index, (point, experiment) in enumerate(zip(points, experiments, strict=True)):
+        sizes.append(_size(", ".join(point), experiment, times[index], index in anchors, sizes[0] if sizes else None, law))
+    key = ", ".join(keys)
+    notes = [str(note) if len(of) == len(anchors) else f"at {key} = {'; '.join(of)}: {note}" for note, of in noted.items()]
+    notes += [*map(str, candidates.caveats(first)), law.note]
+    if first.workload.target_loss is not None and not law.points:
+        notes.append("what local steps cost in loss is not simulated in a sweep; ask for one size without --sweep")
     return Sizes(
         name=first.name,
-        key=axis.key,
+        key=key,
         compute=candidates.says(first),
         samples=first.tune.samples,
         price_per_trainer_hour=first.tune.price_per_trainer_hour,
@@ -155,15 +190,89 @@ def _of_best(experiment: Experiment, ranking: candidates.Times) -> candidates.Ti
     return {strategy: statistics.fmean(measure(strategy) for measure in measures) for strategy in asked}
 
 
-def _size(value: str, experiment: Experiment, times: candidates.Times, searched: bool, first: Size | None) -> Size:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Law:
+    """What tells samples to the target by global batch."""
+
+    points: tuple[ReferencePoint, ...] = ()
+    noise: Noise | None = None
+    note: str = "batch_size is a trainer's: the global batch grows with the trainers, and what that costs in loss is not simulated"
+
+    @classmethod
+    def of(cls, experiments: Sequence[Experiment], out: Path, learn: Learn) -> "_Law":
+        """By the file's points; else by virtual trainers, as far as ``tune.search_seconds`` go; else by a profile's noise scale."""
+        first = experiments[0]
+        tune, profile = first.tune, profile_of(first)
+        measured = None if profile is None else profile.gradient_noise
+        noise = None
+        if measured is not None and measured.batch_size is not None:
+            scale = measured.steps if measured.scale is None else measured.scale
+            noise = Noise(samples=scale * measured.batch_size, at_least=measured.scale is None)
+        points, source = tune.reference_points, "tune.reference_points"
+        if not points and (points := _trained(experiments, out, learn)):
+            source = "virtual trainers"
+        if not points and noise is not None and tune.samples is not None:
+            points = (ReferencePoint(batch_size=_global_batch(first), samples=tune.samples),)
+            source = "the profile's gradient noise scale, and tune.samples for the first row's batch"
+        if not points:
+            return cls()
+        sizes = ", ".join(f"{point.batch_size:,}" for point in points)
+        note = f"samples to the target are by {source}, of global batches of {sizes}; other batches by a law"
+        note += " (of which one batch says little)" if len(points) == 1 and noise is None else ""
+        return cls(points=points, noise=noise, note=f"{note}, for learning rates that are tuned for their batch")
+
+    def comparable(self, experiment: Experiment, times: candidates.Times) -> candidates.Times:
+        """Strategies that train as the experiment's own, whose samples the law tells; all, where there is none."""
+        own = way_of(experiment.strategy)
+        return {one: step_s for one, step_s in times.items() if way_of(one) == own} if self.points else times
+
+    def samples(self, experiment: Experiment) -> tuple[float, ...]:
+        """Samples of one run to the target: low, median, high; empty without points."""
+        return samples_to_target(self.points, _global_batch(experiment), self.noise) if self.points else ()
+
+
+def _global_batch(experiment: Experiment) -> int:
+    """Samples of an update."""
+    strategy = experiment.strategy
+    merged = strategy.gradient_merge_configs.k_steps if strategy.gradient_merge else 1
+    return experiment.cluster.trainers * experiment.workload.batch_size * merged
+
+
+def _trained(experiments: Sequence[Experiment], out: Path, learn: Learn) -> tuple[ReferencePoint, ...]:
+    """What virtual trainers take to the target with their best learning rate, at the global batches that there is time for."""
+    found: dict[int, ReferencePoint] = {}
+    end = time.process_time() + experiments[0].tune.search_seconds
+    by_batch = {_global_batch(experiment): experiment for experiment in experiments}
+    smallest, *others = sorted(by_batch)
+    for number, batch in enumerate([smallest, *others[-1:], *others[:-1]]):  # the ends first: one size says little of others
+        experiment, left_s = by_batch[batch], (end - time.process_time()) / max(1, 2 - number)
+        if left_s <= 0 or not is_trainable(experiment):
+            continue
+        with trainings(experiment, out, learn, {}, left_s, "sizes") as trained:
+            trained.climb(experiment.strategy, experiment.tune.lr_scale or RATES)
+        steps = [arrival.steps for arrival in trained.arrivals.values() if arrival is not None]
+        if steps:
+            samples = min(steps) * experiment.cluster.trainers * experiment.workload.batch_size
+            found[batch] = ReferencePoint(batch_size=batch, samples=samples, sd=SEED_SPREAD * samples)
+    return tuple(found.values())
+
+
+def _size(value: str, experiment: Experiment, times: candidates.Times, searched: bool, first: Size | None, law: _Law) -> Size:
     tune, trainers = experiment.tune, experiment.cluster.trainers
     strategy = candidates.choose(experiment, times)
     step_s = times[strategy]
     memory = sharded.memory_of(experiment.replace(strategy=strategy)) or {}
     one = utilisation(experiment, step_s, sum(memory.values()) or None)
     samples_per_s = trainers * one.samples_per_s
-    seconds = (tune.samples or candidates.PER_SAMPLES) / samples_per_s
-    price = tune.price_per_trainer_hour
+    samples = law.samples(experiment)
+    seconds = (samples[1] if samples else tune.samples or candidates.PER_SAMPLES) / samples_per_s
+    price, days = tune.price_per_trainer_hour, seconds / SECONDS_PER_DAY
+    ends: list[float] = []
+    if samples:
+        profile, half = profile_of(experiment), spread_of([1.0], ways_outside(experiment)).model
+        estimated = 0.0 if profile is None else profile.estimated or 0.0
+        for end, side in ((samples[0], -1), (samples[2], 1)):
+            ends.append(days * math.exp(side * math.hypot(math.log(end / samples[1]), half, estimated)))
     return Size(
         value=value,
         trainers=trainers,
@@ -175,7 +284,9 @@ def _size(value: str, experiment: Experiment, times: candidates.Times, searched:
         tokens_per_s=None if one.tokens_per_s is None else trainers * one.tokens_per_s,
         per_trainer=one,
         efficiency=1.0 if first is None else one.samples_per_s / first.per_trainer.samples_per_s,
-        days=None if tune.samples is None else seconds / SECONDS_PER_DAY,
+        days=days if samples or tune.samples is not None else None,
         cost=None if price is None else price * trainers * seconds / 3600,
         fits_in_memory=sharded.fits(experiment.replace(strategy=strategy)),
+        samples=samples,
+        days_interval=tuple(ends),
     )
