@@ -1,4 +1,4 @@
-"""Figures that commands of docs/simulate_only.md, sharding.md and estimate.md print; ``python reports/simulate_only/session.py``.
+"""Figures that commands of docs/simulate_only.md, which_sharding.md and estimate.md print; ``python reports/simulate_only/session.py``.
 
 It writes session.csv. No random numbers but the experiment's seeds: the same every time. Minutes of one core.
 """
@@ -19,7 +19,9 @@ SIMULATED = {
     "100 Gbit/s": ("--set", "cluster.inter.bandwidth=100 Gbit/s"),
     "one node 30 % slow": ("--set", "cluster.node_overrides=[{nodes=[3], slowdown=1.3}]"),
 }
-SHARDED = {"400 Gbit/s": (), "100 Gbit/s": ("--set", "cluster.inter.bandwidth=100 Gbit/s")}
+_SLOW = ("--set", "cluster.inter.bandwidth=100 Gbit/s")
+_SHORT = ("--set", "strategy.sharding=true", "--set", 'strategy.sharding_configs={stage=3, param_dtype="bfloat16"}')
+SHARDED = {"400 Gbit/s": (), "100 Gbit/s": _SLOW, "400 Gbit/s, BF16 gathers": _SHORT, "100 Gbit/s, BF16 gathers": (*_SLOW, *_SHORT)}
 KEPT = ("num_trials", "default_s", "step_s", "speedup", "samples_per_s", "tokens_per_s", "fits_in_memory")
 PER_GPU = ("mfu", "memory_bytes")
 ESTIMATED = ("--gpt", "350M", "--gpu", "H100", "--precision", "bf16")

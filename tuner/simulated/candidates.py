@@ -211,7 +211,8 @@ def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
     return [*parameters_of(strategy).items(), ("way", way_of(strategy)), ("mode", (strategy.a_sync, strategy.a_sync_configs.k_steps > 0))]
 
 
-OUTSIDE = "outside of this answer: tensor, pipeline, context and expert parallelism; parameters are gathered in their own type"
+OUTSIDE = "outside of this answer: tensor, pipeline, context and expert parallelism"
+GATHERED = 'parameters are gathered in their own type. HINT: sharding_configs.param_dtype = "bfloat16" in the file has them in 16 bits'
 
 
 def with_compute(experiment: Experiment, out: Path) -> Experiment:
@@ -253,4 +254,7 @@ def says(experiment: Experiment) -> str:
 def caveats(experiment: Experiment) -> list[Note]:
     """What every answer says, and what an estimated profile says of itself."""
     profile = profile_of(experiment)
-    return [Remark(text=text) for text in (OUTSIDE, *(profile.notes if profile is not None and profile.estimated is not None else ()))]
+    own = experiment.strategy
+    may_halve = own.amp and own.amp_configs.dtype == "bf16" and own.sharding_configs.param_dtype == "own" and experiment.tune.sharding
+    outside = [OUTSIDE, *([GATHERED] if may_halve and experiment.cluster.trainers > 1 else [])]
+    return [Remark(text=text) for text in (*outside, *(profile.notes if profile is not None and profile.estimated is not None else ()))]
