@@ -1,8 +1,10 @@
-"""Published throughputs of sharded trainings beside simulated ones: ``python reports/sharding/published.py``, two minutes on one core.
+"""Published throughputs of sharded trainings beside simulated ones: ``python reports/sharding/published.py``.
 
-``published.csv`` says what was trained, where, and how fast. Layer times are estimated for the GPU that a row names, from two blocks of
-its model, and the step is simulated on the preset of its cluster. Two closed forms are printed beside it, each with one share of the
-GPU's peak, fitted to the rows that are not kept aside. Nothing else is fitted here.
+It takes 80 seconds on one core. ``published.csv`` says what was trained, where, and how fast. Layer times are
+estimated for the GPU that a row names, from two blocks of its model, and the step is simulated on the preset of
+its cluster. Closed forms are printed beside it, with shares of the GPU's peak that are fitted to the rows that are
+not kept aside. Nothing else is fitted here. ``published.py given`` leaves out the rows that are kept aside, and
+``published.py fp32`` lets all parameters be gathered and all gradients be reduced in FP32.
 """
 
 from __future__ import annotations
@@ -32,10 +34,18 @@ from tuner.simulated.assumptions import changed
 
 DATA = Path(__file__).with_suffix(".csv")
 OPERATIONS = ("norm1", "key", "output", "norm2", "up")
-"""Modules of a block that are computed again where every second matrix product is kept (torchtitan's selection by operation)."""
+"""Modules of a block that are computed again where every second matrix product is kept (torchtitan)."""
 SHARES = {"none": 0.0, "full": 1.0, "operations": 1 / 3}
 """Of a forward's matrix products, what the backward computes again; of ``OPERATIONS`` about."""
+RIVALS = (
+    ("compute", 0.0, False),
+    ("compute and bytes", 1.0, False),
+    ("compute, by generation", 0.0, True),
+    ("compute and bytes, by generation", 1.0, True),
+)
+"""Closed forms: a name, how much of the exchange is added, and whether each generation of GPUs has its share."""
 BYTES = {"bf16": 2, "fp32": 4}
+PARAM_DTYPES = {"bf16": "bfloat16", "fp32": "own"}
 
 
 class Norm(nn.Module):
@@ -193,6 +203,11 @@ class Run:
         return self.number("micro_batch") * self.number("length")
 
     @property
+    def generation(self) -> str:
+        """``A100``, or ``H100`` for all of Hopper."""
+        return "A100" if self.row["gpu"].startswith("A100") else "H100"
+
+    @property
     def half_width(self) -> float:
         """Of the interval that the product states for compute estimated for this GPU, as a share."""
         return half_width(self.row["gpu"])
@@ -225,7 +240,7 @@ class Run:
         nodes = self.number("gpus") // self.number("per_node")
         accumulation = self.number("accumulation")
         merge = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": accumulation}} if accumulation > 1 else {}
-        configs = {"stage": self.number("stage"), "sharding_degree": self.number("degree"), "param_dtype": "bfloat16"}
+        configs = {"stage": self.number("stage"), "sharding_degree": self.number("degree"), "param_dtype": PARAM_DTYPES[row["gather"]]}
         strategy = {"sharding": True, "sharding_configs": configs, "amp": True, "amp_configs": {"dtype": "bf16"}}
         return Experiment.from_dict(
             {
@@ -300,13 +315,20 @@ class Predicted:
 
 
 def predictions(runs: Sequence[Run]) -> dict[str, list[Predicted]]:
-    """Of each run, in order: by the simulator, and by both closed forms, fitted to the runs that are given."""
+    """Of each run, in order: by the simulator, and by closed forms, fitted to the runs that are given."""
     given = [run for run in runs if run.row["kept_aside"] == "no"]
     found = {"simulated": [Predicted.of(run.simulated, run.half_width) for run in runs]}
-    for name, exchange in (("compute", 0.0), ("compute and bytes", 1.0)):
-        share = median(run.peak_s / max(run.tokens / run.measured - exchange * run.exchange_s, 1e-9) for run in given)
-        print(f"{name}: {share:.3f} of the peak")
-        found[name] = [_closed(run, share, exchange) for run in runs]
+    for name, exchange, by_generation in RIVALS:
+        shares = {
+            generation: median(
+                run.peak_s / (run.tokens / run.measured - exchange * run.exchange_s)
+                for run in given
+                if run.generation == generation or not by_generation
+            )
+            for generation in ("A100", "H100")
+        }
+        print(name, "of the peak:", ", ".join(f"{generation} {share:.3f}" for generation, share in shares.items()))
+        found[name] = [_closed(run, shares[run.generation], exchange) for run in runs]
     return found
 
 
@@ -325,11 +347,17 @@ def main() -> None:
     """All tables."""
     with DATA.open(encoding="utf-8") as file:
         runs = [Run(row) for row in csv.DictReader(file)]
-    if sys.argv[1:] == ["given"]:
+    if "given" in sys.argv:
         runs = [run for run in runs if run.row["kept_aside"] == "no"]
+    if "fp32" in sys.argv:
+        runs = [Run({**run.row, "gather": "fp32", "reduce": "fp32"}) for run in runs]
     found = predictions(runs)
-    print("\n| run | computed again | compiled | measured | simulated | low | high | inside | compute | and bytes |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        "\n| run | computed again | compiled | measured | simulated | low | high | inside | "
+        + " | ".join(name for name, *_ in RIVALS)
+        + " |"
+    )
+    print("|---" * (8 + len(RIVALS)) + "|")
     for place, run in enumerate(runs):
         one, row = found["simulated"][place], run.row
         errors = " | ".join(f"{found[name][place].value / run.measured - 1:+.0%}" for name in list(found)[1:])
