@@ -96,7 +96,7 @@ def _measured(path: str) -> list[dict[str, Any]]:
     """A log's collectives by kind and number of ranks, as ``Measured`` is written; of a repeated size, the median."""
     hint = "name the output of nccl-tests, or write the points: { trainers = 8, points = [...] }"
     text = text_of(read_file(path, hint, "cluster.measured")) or ""
-    kinds = dict.fromkeys(run.name if run.name in KINDS else NAME for run in _runs(text))
+    kinds = dict.fromkeys(run.name or NAME for run in _runs(text) if run.name is None or run.name in KINDS) or {NAME: None}
     times: dict[tuple[str, int | None, int], list[float]] = {}
     for kind in kinds:
         for one in all_reduces(text, path, lambda _: None, kind) or ():

@@ -57,6 +57,9 @@ def _read(path: str) -> tuple[str, dict[str, Any]]:
     numbers = {key: config.get(key) for key in (*keys.values(), *_OPTIONAL) if key not in _OPTIONAL or config.get(key) is not None}
     if wrong := [key for key, value in numbers.items() if type(value) is not int or value < 1]:
         raise ConfigError(f"needs whole numbers from 1 for {', '.join(wrong)}", path, hint=f"as any config.json of {kind} has")
+    heads, hidden = (config[keys[name]] for name in ("heads", "hidden"))
+    if config.get("head_dim") is None and hidden % heads:
+        raise ConfigError("does not divide the width", f"{path}: {keys['heads']}", repr(heads), f"{keys['hidden']} is {hidden}")
     if kind == "gpt2":
         required = {**required, "n_inner": 4 * config["n_embd"]}
     for key, value in required.items():

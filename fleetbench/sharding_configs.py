@@ -39,7 +39,7 @@ class ShardingConfigs(Config):
     many neighbours, who gather them again among themselves."""
     param_dtype: Literal["own", "bfloat16"] = "own"
     """Type in which parameters are gathered and computed with; shards, gradients' sums and updates keep the parameter's own. ``"bfloat16"``
-    needs ``amp`` in BF16; normalisations then read their weights in BF16, too."""
+    needs ``amp`` in BF16; what passes between blocks is then in BF16, too, as are the weights that normalisations read."""
     blocks: tuple[str, ...] = ()
     """Names of the submodules that are gathered as a whole, in the order of the forward; none: each module of the model's lists."""
 

@@ -23,6 +23,7 @@ from fleetbench.why.change import DdpChange
 from fleetbench.why.observed import Model
 from real.job.driver_watch import watch_driver
 from real.processes.roles import TUNING
+from real.sharding.waits import groups_of
 
 GROUPS = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 """The module that gathers and scatters."""
@@ -49,6 +50,8 @@ class ShardedModel:
         self._own = {name: [group.post_forward_mesh_info for group in groups_of(each)] for name, each in self.inner.items()}
         self._threads = torch.get_num_threads()
         self.group: Any = dist.group.WORLD
+        self.has_own_mesh = False
+        """The script has given a mesh to its calls, so that another degree is none that it could have."""
         self.device_type: str = next(self.groups()).mesh_info.mesh.device_type
 
     def groups(self) -> Iterator[Any]:
@@ -131,7 +134,7 @@ class ShardedModel:
             sharding=True,
             sharding_configs=ShardingConfigs(
                 stage=3,
-                sharding_degree=0 if self.degree == world else self.degree,
+                sharding_degree=0 if self.degree == world and not self.has_own_mesh else self.degree,
                 reshard_after_forward=self.reshards,
                 blocks=tuple(name for name, each in self.units.items() if name and any(map(_trains, groups_of(each)))),
             ),
@@ -140,6 +143,14 @@ class ShardedModel:
             fp16_allreduce=wire is torch.float16,
             bf16_allreduce=wire is torch.bfloat16,
         )
+
+    def notes(self) -> tuple[str, ...]:
+        """What the strategy does not say of the script's calls."""
+        policy = next(filter(_trains, self.groups())).mp_policy
+        if None in (policy.param_dtype, policy.reduce_dtype) or policy.reduce_dtype.itemsize <= policy.param_dtype.itemsize:
+            return ()
+        names = (str(kind).removeprefix("torch.") for kind in (policy.reduce_dtype, policy.param_dtype))
+        return ("the script reduces gradients in {}, and simulated scatters carry {}: fewer bytes".format(*names),)
 
     @torch.no_grad()
     def refuse_different_replicas(self) -> None:
@@ -177,13 +188,6 @@ class ShardedModel:
 def is_unit(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called with it."""
     return hasattr(module, "_get_fsdp_state")
-
-
-def groups_of(unit: nn.Module) -> list[Any]:
-    """A unit's groups of parameters, as torch has them: one, none where all its parameters are in other units, rarely several."""
-    state: Any = unit._get_fsdp_state()  # type: ignore[operator]  # noqa: SLF001  # torch has no public name for it
-    found = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on
-    return list(found) if found is not None else [each for each in [state._fsdp_param_group] if each is not None]  # noqa: SLF001  # as above
 
 
 def _trains(group: Any) -> bool:
@@ -275,9 +279,9 @@ def _replace(module: ModuleType, hearer: Hearer) -> None:
     own, forwards = module.fully_shard, _Forwards(hearer)
 
     @functools.wraps(own)
-    def fully_shard(units: Any, **named: Any) -> Any:
-        result = own(units, **hearer.arguments(units, named))
-        for unit in units if isinstance(units, (list, tuple)) else [units]:
+    def fully_shard(module: Any, **named: Any) -> Any:
+        result = own(module, **hearer.arguments(module, named))
+        for unit in module if isinstance(module, (list, tuple)) else [module]:
             forwards.hook(unit)
         return result
 
@@ -313,4 +317,4 @@ def _refuse_first(*_: Any, **__: Any) -> NoReturn:
     if dist.is_initialized() and TUNING in os.environ:
         watch_driver(dist.get_rank())  # which hears of the error
     hint = "shard by fully_shard (FSDP2): Trainer and Accelerate do with fsdp_version=2, Lightning with ModelParallelStrategy"
-    raise ConfigError("is FSDP1, which is not looked at, profiled or tuned", "FullyShardedDataParallel", hint=hint)
+    raise ConfigError("is FSDP1, which is not supported", "FullyShardedDataParallel", hint=hint)

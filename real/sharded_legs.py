@@ -149,6 +149,7 @@ class ShardedSwitch(Trained):
         trainers_per_node: int,
     ) -> None:
         super().__init__(communicators, living.own_strategy(), trainers_per_node)
+        self.notes = living.notes()
         self.model: nn.Module = living.module
         self.optimizer = optimizer
         self.living = living
@@ -159,9 +160,8 @@ class ShardedSwitch(Trained):
         """Change to ``strategy``; the next step is ``first_step``."""
         if hasattr(self, "engine"):
             self.engine.close()
-        own = self.own_strategy.sharding_configs.reshard_after_forward
-        wanted = strategy.sharding_configs.reshard_after_forward
-        self.living.change(DdpChange(reshard_after_forward=None if wanted == own else bool(wanted), threads=strategy.thread_num))
+        reshards = reshard_of(strategy, self.own_strategy)
+        self.living.change(DdpChange(reshard_after_forward=reshards, threads=strategy.thread_num))
         self.engine = ShardedEngine(
             self.living,
             self.optimizer,
@@ -265,6 +265,12 @@ def _unless_scaling(step: Callable[..., Any]) -> Callable[..., Any]:
         return step(scaler, *arguments, **named)
 
     return refused
+
+
+def reshard_of(strategy: DistributedStrategy, own: DistributedStrategy) -> bool | None:
+    """What a strategy changes of the innermost units' resharding; none: they do as the script, or its calls, say."""
+    wanted, known = (one.sharding_configs.stage == 3 and one.sharding_configs.reshard_after_forward for one in (strategy, own))
+    return None if wanted == known else bool(wanted)
 
 
 def plan_of(living: ShardedModel, strategy: DistributedStrategy, trainers: int, trainers_per_node: int) -> Plan:

@@ -146,7 +146,7 @@ def _shards(plain: Settings) -> list[str]:
             *lines,
             'device = "cuda" if torch.cuda.is_available() else "cpu"',
             f"shape = (dist.get_world_size() // {plain.degree}, {plain.degree})",
-            "# replicas need the same parameters from the begin on: one seed on all ranks, or one checkpoint",
+            "# replicas need the same parameters before training starts: one seed on all ranks, or one checkpoint",
             'mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))',
         ]
     reshards = "" if plain.reshards is None else f", reshard_after_forward={plain.reshards}"

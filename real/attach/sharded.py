@@ -46,9 +46,12 @@ class Sharded:
         self._model: ShardedModel | None = None
         self._has_mesh = False
         """Whether calls were given a mesh of the strategy's."""
+        self._has_own_mesh = False
+        """Whether the script gives one."""
 
     def arguments(self, unit: Any, named: dict[str, Any]) -> dict[str, Any]:
         """A mesh of the strategy's degree, and over how many neighbours an innermost unit is spread after its forward."""
+        self._has_own_mesh |= named.get("mesh") is not None
         strategy = _ordered() if self._job.may_attach() else None
         if strategy is None:
             return named
@@ -87,7 +90,9 @@ class Sharded:
             timeout_s,
         )  # which a script that only imports fully_shard need not pay for
         from real.collective import Collective, arrive
+        from real.sharded_legs import reshard_of
 
+        model.has_own_mesh = self._has_own_mesh
         own, ordered = model.own_strategy(), _ordered()
         if self.is_attached and TUNING in os.environ:
             hint = "shard one model, by a call with the model itself after those with its blocks; freeze others without fully_shard"
@@ -118,12 +123,6 @@ class Sharded:
             driven.begin(self._switch)
         self.is_attached = True
         note_attached()
-
-
-def reshard_of(strategy: DistributedStrategy, own: DistributedStrategy) -> bool | None:
-    """What a strategy changes of the innermost units' resharding; none: they do as the script, or its calls, say."""
-    wanted, known = (one.sharding_configs.stage == 3 and one.sharding_configs.reshard_after_forward for one in (strategy, own))
-    return None if wanted == known else bool(wanted)
 
 
 def refuse_others(strategy: DistributedStrategy, own: DistributedStrategy) -> None:

@@ -296,9 +296,12 @@ class _Measuring:
 
     def _take_sharded(self, *, stragglers: bool) -> Taken:
         """Gathers and scatters stand for all-reduces of as many bytes; with gloo nothing travels beside compute."""
+        if self._quiet.run.backend != "gloo":
+            hint = "fleetbench why looks at the script; tune --simulate-only chooses a sharding from the model's shape"
+            what = "gathers and scatters on streams of their own, whose time is not told from compute yet: profile and tune need gloo"
+            raise ConfigError(what, "the backend", self._quiet.run.backend, hint)
         own, trainers = self._own.thread_num, self._quiet.cluster.trainers
         parts = self._legs.layers(self._own)
-        self._memory = memory_of(parts)
         run = self._legs.run("as it is", self._own, STRAGGLER_STEPS if stragglers else STEPS)
         table = settled(table_of(compute_key(self._experiment, self._own), parts), run)
         degree, points = run.plan.shard_ranks, points_of_blocks(run)

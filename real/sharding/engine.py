@@ -414,12 +414,12 @@ class ShardedEngine:
 
     def _step_ends(self, *_: Any) -> None:
         self._control.end()
-        self.stopwatch.update_ends()
         if self._phase == "update":
             if self.rounds is not None:
                 self.rounds.step_ends(self.step, overflows=self._overflows)
             elif self._closes:
                 self.stopwatch.closes_round(1)
+            self.stopwatch.update_ends()
             self.num_updates += self._closes and not self._overflows
             self._phase = "idle"
             self.merged = 0 if self._closes else self.merged + 1

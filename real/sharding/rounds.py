@@ -10,7 +10,7 @@ import torch
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.drive import answers, events_of
 from fleetbench.plan.events import Flush
-from fleetbench.plan.operations import Operations, wire_bytes
+from fleetbench.plan.operations import Operation, Operations, wire_bytes
 from fleetbench.plan.replay import Decider
 from fleetbench.plan.state import State, closed_round
 from fleetbench.plan.training import begin_anew
@@ -61,6 +61,8 @@ class Rounds:
         self.decider.state = begin_anew(saved, self.decider.strategy, self.decider.rank, same_strategy=same_strategy)
         for own, shards in zip(self.agreed, self._shards, strict=True):
             own.copy_(_flat(shards))
+        for own in self.velocity:
+            own.zero_()
         for own, found in zip(self.velocity, agreed_velocity, strict=False):
             own.copy_(found)
 
@@ -72,24 +74,28 @@ class Rounds:
             return
         self._stopwatch.stall_begins()
         self._stopwatch.arrives(of_average=True)
+        distances = {operation.bucket: self._averaged(operation) for operation in averages}
+        self._stopwatch.stall_ends()
         outer = self._what.outer
-        for operation in averages:
-            bucket = operation.bucket
+        for bucket, step in distances.items():
             assert bucket is not None
-            agreed, own = self.agreed[bucket], self._shards[bucket]
-            self._stopwatch.sends(wire_bytes(operation, len(self._communicators.part(operation.group))))
-            distance = (agreed - _flat(own)).to(getattr(torch, operation.wire_dtype or "float32"))
-            self._communicators.all_reduce(distance, "mean", operation.group, operation.communicator)
-            step = distance.to(agreed.dtype)
             if outer is not None and outer.momentum:
                 velocity = self.velocity[bucket].mul_(outer.momentum).add_(step)
-                step = step.add(velocity, alpha=outer.momentum) if outer.nesterov else velocity
-            agreed.sub_(step, alpha=1.0 if outer is None else outer.lr)
+                step = step.add(velocity, alpha=outer.momentum) if outer.nesterov else velocity  # noqa: PLW2901  # what is stepped
+            agreed = self.agreed[bucket].sub_(step, alpha=1.0 if outer is None else outer.lr)
             place = 0
-            for shard in own:
+            for shard in self._shards[bucket]:
                 shard.copy_(agreed[place : place + shard.numel()].view_as(shard))
                 place += shard.numel()
-        self._stopwatch.stall_ends()
+
+    def _averaged(self, operation: Operation) -> torch.Tensor:
+        """How far the workers have come in the round, in the mean."""
+        assert operation.bucket is not None
+        self._stopwatch.sends(wire_bytes(operation, len(self._communicators.part(operation.group))))
+        agreed = self.agreed[operation.bucket]
+        distance = (agreed - _flat(self._shards[operation.bucket])).to(getattr(torch, operation.wire_dtype or "float32"))
+        self._communicators.all_reduce(distance, "mean", operation.group, operation.communicator)
+        return distance.to(agreed.dtype)
 
 
 def _flat(shards: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -81,7 +81,7 @@ class MeasuredNccl:
         self._num_ranks = len(ranks)
         self._sets: list[tuple[Nccl, int, Times]] = []
         for one in links.declared:
-            if one.kind == kind:
+            if one.kind == kind and (links.inter is not None or one.trainers <= links.trainers_per_node):  # else between nodes
                 model = Nccl(generation, kind, range(one.trainers), links)
                 if model.nodes == 1 or one.trainers * self._own.nodes == len(ranks) * model.nodes:
                     self._sets.append((model, one.trainers, Times((point.nbytes, point.took) for point in one.points)))

@@ -57,6 +57,18 @@ def declared(nodes: int, took: Callable[[int, int], int], kind: str = "all_reduc
     return Declared(kind=kind, trainers=4 * nodes, points=points)  # type: ignore[arg-type]  # one of its kinds
 
 
+def test_measurements_of_more_nodes_tell_one_node_nothing() -> None:
+    """A box without a network, and a log of sixteen GPUs: as without the log."""
+    table = {"model": "layers", "layers": [{"name": "a", "params": 10**6, "forward": "1 ms", "backward": "1 ms"}]}
+    log = {"trainers": 16, "points": [{"nbytes": "1 MiB", "took": "90 us"}, {"nbytes": "64 MiB", "took": "900 us"}]}
+    box = {"preset": "1 x 8 H100", "collective": "nccl-hopper"}
+    run = {"device": "cuda", "backend": "nccl"}
+    alone, beside = (
+        simulate(Experiment.from_dict({"workload": table, "cluster": box | more, "run": run})) for more in ({}, {"measured": [log]})
+    )
+    assert beside.summary.wall_s == alone.summary.wall_s
+
+
 def predicted(nodes: int, own: Links) -> list[float]:
     """Of all sizes on so many nodes."""
     way = MeasuredNccl("all_reduce", range(4 * nodes), own)

@@ -161,17 +161,19 @@ def known_of(experiment: Experiment, out: Path, parameters: float | None, flops:
     if cluster.inter is not None and cluster.node_bandwidth is not None:
         carried = cluster.inter.carried(experiment.transport, between_nodes=True).bandwidth / cluster.inter.bandwidth
         between = cluster.node_bandwidth * carried / 8
-    nbytes = None if parameters is None else 4 * parameters
-    if flops is not None:
-        if gpu is None:
-            raise ConfigError("needs the GPU", "--flops", f"{flops:g}", "--set cluster.gpu=H100, or a cluster.preset")
-        rates = gpu_named(gpu, "cluster.gpu").flops_s
-        work_s = flops / (EFFICIENCY * rates.get("bf16", rates["fp16"]))
-    elif has_model and parameters is None:
+    nbytes: float | None = None
+    if has_model:
         experiment = with_compute(experiment, out)
         table, profile = table_for(experiment), profile_of(experiment)
         nbytes = sum(gradient.nbytes for layer in table.layers for gradient in layer.gradients)
         work_s = (table.forward_ns + table.backward_ns + table.update) / 1e9 / experiment.workload.batch_size
         estimated = None if profile is None else profile.estimated
         work_sd = MEASURED_SD if estimated is None else estimated / 1.645
+    if parameters is not None:
+        nbytes = 4 * parameters
+    if flops is not None:
+        if gpu is None:
+            raise ConfigError("needs the GPU", "--flops", f"{flops:g}", "--set cluster.gpu=H100, or a cluster.preset")
+        rates = gpu_named(gpu, "cluster.gpu").flops_s
+        work_s, work_sd = flops / (EFFICIENCY * rates.get("bf16", rates["fp16"])), EFFICIENCY_SD
     return Known(gradient_bytes=nbytes, inside=inside, between=between, work_s=work_s, work_sd=work_sd)

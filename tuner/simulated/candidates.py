@@ -212,7 +212,7 @@ def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
 
 
 OUTSIDE = "outside of this answer: tensor, pipeline, context and expert parallelism"
-GATHERED = 'parameters are gathered in their own type. HINT: sharding_configs.param_dtype = "bfloat16" in the file has them in 16 bits'
+GATHERED = 'parameters are gathered in their own type. HINT: param_dtype = "bfloat16" halves them (docs/sharding.md says what it changes)'
 
 
 def with_compute(experiment: Experiment, out: Path) -> Experiment:

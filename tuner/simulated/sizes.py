@@ -88,7 +88,7 @@ class Sizes(Config):
     @property
     def least(self) -> dict[str, Size]:
         """The size that is at the target first, and the cheapest, by their medians; nothing where no law tells them."""
-        told = [size for size in self.sizes if size.samples]
+        told = [size for size in self.sizes if size.samples and size.fits_in_memory is not False]
         found = {"soonest": min(told, key=lambda size: size.days or 0.0)} if told else {}
         return found | ({"cheapest": min(told, key=lambda size: size.cost or 0.0)} if told and told[0].cost is not None else {})
 
