@@ -207,7 +207,7 @@ def test_another_belief_is_said_and_compared() -> None:
     assert {difference["key"] for difference in found["differences"]} == {"cluster.intra.bandwidth", "cluster.intra.latency", "name"}
     assert found["errors"] is not None
     points = tuple(CollectivePoint(nbytes=nbytes, took=Nanoseconds(nbytes)) for nbytes in (10**6, 10**7))
-    timed = _changed(cluster=Cluster(trainers_per_node=2, collective="measured", measured=Measured(trainers=2, points=points)))
+    timed = _changed(cluster=Cluster(trainers_per_node=2, collective="measured", measured=(Measured(trainers=2, points=points),)))
     assert fidelity(run("sim", ERRORS_MS, experiment=timed), run())["errors"] is not None
 
 

@@ -25,7 +25,7 @@ from real.profile import measuring
 from sim.many import pool
 from sim.many.pool import Job, summaries
 from sim.many.seeds import Interval, over_seeds
-from sim.many.sweep import COLUMNS, Axis, sweep
+from sim.many.sweep import COLUMNS, PER_TRAINER, Axis, sweep
 from sim.run import simulate
 
 FILE = """\
@@ -85,7 +85,7 @@ def test_axes_that_are_none_are_refused(text: str) -> None:
 def test_a_point_is_the_run_that_it_would_be_alone(path: Path) -> None:
     """Three numbers of nodes: every column is that of its own simulation, and trainers share their draws."""
     table = swept(path, "cluster.nodes=1,2,4")
-    assert list(table.columns) == ["cluster.nodes", *COLUMNS]
+    assert list(table.columns) == ["cluster.nodes", *COLUMNS, *PER_TRAINER]
     assert list(table["cluster.nodes"]) == list(table["trainers"]) == [1, 2, 4]
     for row in table.to_dict(orient="records"):
         alone = simulate(Experiment.load(path, [f"cluster.nodes={row['cluster.nodes']}"])).summary

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from fleetbench.cluster import Cluster
@@ -62,6 +63,10 @@ def verdict(forecast: Forecast) -> str:
     return f"{'yes' if forecast.faster >= SURE else 'no'} ({forecast.faster:.0%})"
 
 
+FAR = 2.0
+"""By so many times a fitted step of a measured size is off only where nothing was fitted."""
+
+
 def larger(
     experiment: Experiment, cells: Sequence[Cell], gpus: Sequence[int], known: Known, *,
     global_batch: int | None = None, batch: int | None = None,
@@ -90,12 +95,21 @@ def larger(
     cluster, per_node = experiment.cluster, experiment.cluster.trainers_per_node
     per_node = per_node if _is_declared(cluster) else max(size.gpus_per_node for size in measured)
     posterior, asked = Scaling.of(measured, known), []
+    for size, runs in measured.items():
+        told, found = median(runs), posterior.forecast(size).step_s[1]
+        if not 1 / FAR < found / told < FAR:
+            what = "is explained by no law within the priors, beside the other rows and what is declared"
+            hint = f"look for a wrong unit in the table, --flops or --parameters: the nearest law takes {found:.3g} s"
+            raise ConfigError(what, f"the row of {size.gpus} GPUs", f"{told:.3g} s", hint)
     for number in gpus:
         nodes = max(1, number // per_node)
         if number != nodes * min(number, per_node):
             hint = f"a multiple of the {per_node} GPUs of a node"
             raise ConfigError("must be whole nodes", "--gpus", str(number), hint)
         local = most.local_batch if global_batch is None else global_batch / number
+        if local < 1:
+            hint = f"--global-batch {number} or more, or fewer --gpus"
+            raise ConfigError("leaves a GPU less than a sample", "--global-batch", str(global_batch), hint)
         asked.append(Size(nodes=nodes, gpus_per_node=min(number, per_node), local_batch=local))
     sizes = sorted({*measured, *asked}, key=lambda size: (size.gpus, size.local_batch))
     return Larger(
@@ -130,6 +144,9 @@ def size_of(cell: Cell, cluster: Cluster, batch: int | None) -> Size:
         except ConfigError as error:
             raise ConfigError(error.what, f"{cell.where}, {error.where}", error.value, error.hint) from None
     local = values.get(BATCH, batch) if GLOBAL_BATCH not in values else values[GLOBAL_BATCH] / own.trainers
+    if BATCH in values and GLOBAL_BATCH in values and values[BATCH] * own.trainers != values[GLOBAL_BATCH]:
+        what, told = "are not one batch", f"{values[BATCH]} x {own.trainers}, and {values[GLOBAL_BATCH]}"
+        raise ConfigError(what, f"{cell.where}, local_batch and global_batch", told, "drop one of the columns")
     if local is None:
         hint = "add a column local_batch or global_batch, or --set workload.batch_size=32"
         raise ConfigError("does not say how many samples a step has", cell.where, hint=hint)

@@ -212,7 +212,7 @@ def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
 
 
 OUTSIDE = "outside of this answer: tensor, pipeline, context and expert parallelism"
-GATHERED = 'parameters are gathered in their own type. HINT: param_dtype = "bfloat16" halves them (docs/sharding.md says what it changes)'
+GATHERED = 'parameters are gathered in their own type. HINT: param_dtype = "bfloat16" halves them, and what passes between blocks'
 
 
 def with_compute(experiment: Experiment, out: Path) -> Experiment:
