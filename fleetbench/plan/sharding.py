@@ -135,7 +135,7 @@ def lay_out_blocks(
     """
     configs, degree = strategy.sharding_configs, degree_of(strategy.sharding_configs, trainers)
     if strategy.is_local and degree == trainers:
-        what, hint = "makes all trainers one worker, which has nobody to average with", "set it to the trainers of a worker, fewer than all"
+        what, hint = "makes all trainers one worker, which has nobody to average with", "give a worker fewer than all trainers"
         raise ConfigError(what, f"{_FIELD}.sharding_degree", str(configs.sharding_degree), hint)
     shard = "world" if degree == trainers else "shard"
     wire = "float16" if strategy.fp16_allreduce else "bfloat16" if strategy.bf16_allreduce else None

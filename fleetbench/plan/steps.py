@@ -231,7 +231,7 @@ def _bucket(what: Combination, step: StepKind, build: _Builder, bucket: int) -> 
 
 
 def _gradient_chain(plan: Plan, bucket: int) -> list[Operation]:
-    """What carries a bucket's gradients; workers of several trainers have other operations for what they average."""
+    """Operations that carry a bucket's gradients, without those that average parameters of sharded workers."""
     return [one for one in plan.of_bucket.get(bucket, ()) if one.payload != "delta"]
 
 

@@ -211,7 +211,7 @@ class _Source:
     """Where one gradient comes from: memory of its own, filled once."""
 
     hands_over = True
-    """What is done with the gradient may hold compute up."""
+    """Whether hooks on the gradient hold compute up."""
 
     def __init__(self, owner: nn.Module, name: str, number: float, mark_ns: int, pace: Pace) -> None:
         self._owner, self._name = owner, name

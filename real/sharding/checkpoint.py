@@ -149,7 +149,8 @@ class _Rows:
         """``apart``: optimizers of workers have other states, and each reads its own worker's files rather than the first's."""
         self._save, self._files = save, files
         saved_by = save.manifest[_SHARDS]
-        self._first_file = rank // saved_by * saved_by if apart else 0
+        is_within = saved_by % degree == 0  # else a worker would mix the states of several
+        self._first_file = rank // saved_by * saved_by if apart and is_within else 0
         self._degree, self._place = degree, rank % degree
         self._opened: dict[int, Any] = {}
 

@@ -428,5 +428,5 @@ class ShardedEngine:
 
 
 def _shard_of(parameter: torch.Tensor) -> torch.Tensor:
-    """What this trainer has of a parameter."""
+    """This trainer's shard of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

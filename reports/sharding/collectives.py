@@ -21,7 +21,7 @@ from fleetbench.experiment import Experiment
 from real.testbed.testbed import testbed_of
 
 OUT = Path(__file__).with_suffix(".csv")
-HOSTS, SIZES, PORT = 4, (65_536, 262_144, 1_048_576, 4_194_304), "29777"
+HOSTS, SIZES, PORT = 4, (65_536, 200_000, 262_144, 800_000, 1_048_576, 1_600_000, 4_194_304), "29777"
 
 
 def rank() -> None:

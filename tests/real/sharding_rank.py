@@ -394,7 +394,10 @@ def load_all(folder: str) -> Saved:
 
 
 def resume_workers(folder: str) -> Saved:
-    """A round, a save, and another round; and the second round of those who loaded that. Sharded workers, and those of other numbers."""
+    """A round, a save, and another round; and the second round of those who loaded that. Sharded workers, and those of other numbers.
+
+    ``larger``: the momenta of Adam that workers of two have read from workers of one, whose own differ.
+    """
     case, other = (next(case for case in problem.WORKERS if case.name == name) for name in ("two workers, DiLoCo", "four workers, DiLoCo"))
     fleet, model, optimizer = begun(case)
     assert fleet is not None
@@ -413,7 +416,25 @@ def resume_workers(folder: str) -> Saved:
         assert fleet is not None
         assert fleet.load_persistables(Path(folder, "half")).step == problem.HALF
         saved[name] = _half(one, fleet, model, optimizer, second).numpy()
+    fleet, model, optimizer = begun(other)
+    assert fleet is not None
+    for step in (1, 2):
+        _step(other, model, optimizer, step)
+    fleet.save_persistables(Path(folder, "single"))
+    saved["single"] = _momenta(optimizer).numpy()
+    leave(fleet, groups=False)
+    fleet, model, optimizer = begun(case)
+    assert fleet is not None
+    fleet.load_persistables(Path(folder, "single"))
+    saved["larger"] = _momenta(optimizer).numpy()
+    leave(fleet, groups=False)
     return saved
+
+
+def _momenta(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """``exp_avg`` of all parameters, whole, as the trainer's worker has it."""
+    found = [optimizer.state[own]["exp_avg"] for group in optimizer.param_groups for own in group["params"]]
+    return torch.cat([own.full_tensor().reshape(-1) for own in found])
 
 
 if __name__ == "__main__":

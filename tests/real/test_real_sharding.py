@@ -132,6 +132,9 @@ def test_workers_resume_with_their_outer_momentum(tmp_path: Path) -> None:
         assert np.array_equal(rank["loaded"], rank["went on"])
         assert "middle of a round of local steps" in str(rank["refused"])
         assert 0 < np.abs(rank["loaded by four"] - rank["loaded"]).max() < 0.5
+    first, second, *_ = _launch(4, "workers", str(tmp_path))
+    assert not np.array_equal(first["single"], second["single"])
+    assert np.array_equal(first["larger"], first["single"])  # of one worker, and not rows of two
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,7 @@ def test_trees_pass_whole_buffers() -> None:
 
 
 def test_a_reduce_scatter_is_an_all_reduce() -> None:
-    """As measured: 134 and 129 ms for 1 MiB among four hosts at 100 Mbit/s, an all-gather 73 ms (reports/sharding/collectives.csv)."""
+    """As measured: 133 and 130 ms for 1 MiB among four hosts at 100 Mbit/s, an all-gather 76 ms (reports/sharding/collectives.csv)."""
     assert took("reduce_scatter", 4, MIB, 100) == took("all_reduce", 4, MIB, 100)
     assert took("all_gather", 4, MIB, 100) == 3 * (100 + MIB // 4)
 
