@@ -42,6 +42,7 @@ def most_at_once(spans: Spans) -> int:
     return max(int(((spans[:, 2] <= begin) & (begin < spans[:, 3])).sum()) for begin in spans[:, 2])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ["free", "in step", "in step on two", "free on two"])
 def test_gradients_are_the_mean_bit_for_bit(results: list[Arrays], name: str) -> None:
     """On both ranks, in every step, however many are under way."""
