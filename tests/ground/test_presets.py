@@ -109,6 +109,7 @@ OTHERS = ("H800", "A800-SXM4-80GB", "H20", "NVIDIA GeForce RTX 4090 D", "NVIDIA 
 OTHERS += ("RTX", "Quadro RTX 6000", "RTX 6000", "H100 80GB HBM2e", "RTX PRO 6000 Max-Q", "NVIDIA", "", "H100x8", "900 GB/s, 24 GB")
 
 
+@pytest.mark.slow
 def test_gpus_are_known_by_every_usual_name() -> None:
     """Every GPU of the catalogue by its name in either case and as tools print it, in a file, as a preset, and by ``gpu_named``."""
     assert SPELLED.keys() == catalogue().gpus.keys()
