@@ -71,7 +71,7 @@ class Work:
     """Kernels, or operators in a trace without kernels. Arrays have one entry for each."""
 
     begin: Integers
-    """Begin in ns."""
+    """Start in ns."""
     end: Integers
     """End in ns."""
     launched: Integers
@@ -93,7 +93,7 @@ class Call:
     """A call by a thread of the host, or a copy on the device."""
 
     begin: int
-    """Begin in ns."""
+    """Start in ns."""
     end: int
     """End in ns."""
     name: str
@@ -130,7 +130,7 @@ class Trace:
     """Number of ranks in the job, according to the trace."""
     has_kernels: bool
     windows: dict[int, tuple[int, int]]
-    """Begin and end of the host's steps in ns, by number, ordered by time."""
+    """Start and end of the host's steps in ns, by number, ordered by time."""
     work: Work
     host: Host
     steps: dict[int, tuple[int, int]]
@@ -258,13 +258,13 @@ class _Events:
     """Contents of a trace's JSON while it is parsed: an event is kept as numbers in ns, or not at all."""
 
     steps: list[tuple[int, int, int]] = field(default_factory=list)
-    """Begin and end on the host, and number, of each step."""
+    """Start and end on the host, and number, of each step."""
     device_steps: list[tuple[int, int, int]] = field(default_factory=list)
-    """Begin and end on the device, and number, of each step."""
+    """Start and end on the device, and number, of each step."""
     launches: dict[Any, int] = field(default_factory=dict)
-    """Begin of each launch, by correlation."""
+    """Start of each launch, by correlation."""
     kernels: list[tuple[int, int, str, Any, Any]] = field(default_factory=list)
-    """Begin, end, name, correlation and stream of each kernel."""
+    """Start, end, name, correlation and stream of each kernel."""
     collectives: list[tuple[str, int]] = field(default_factory=list)
     """Name of each kernel's collective, and number of its ranks; empty and 0 if unknown."""
     operators: list[tuple[int, int, str]] = field(default_factory=list)

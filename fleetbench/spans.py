@@ -10,7 +10,7 @@ import numpy.typing as npt
 from fleetbench.traces import Integers
 
 Spans = tuple[Integers, Integers]
-"""Begins and ends in ns. The intervals are sorted and do not overlap, unless stated otherwise."""
+"""Starts and ends in ns. The intervals are sorted and do not overlap, unless stated otherwise."""
 
 
 def union(*sets: Spans) -> Spans:

@@ -36,7 +36,7 @@ class Span:
     several), ``update`` or ``host``."""
     name: str
     start_ns: int
-    """Begin in ns on rank 0's clock."""
+    """Start in ns on rank 0's clock."""
     duration_ns: int
     """Length in ns."""
 
