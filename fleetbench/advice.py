@@ -79,7 +79,7 @@ def advice(
     if several and (inner := cluster.trainers_per_node) > 1:
         consider(HIERARCHY, {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": inner})
     elif several:
-        consider(HIERARCHY, "one trainer a node leaves nothing to reduce inside it")
+        consider(HIERARCHY, "with one trainer per node there is nothing to reduce inside a node")
     consider(LOCAL_SGD, _local_sgd(workload))
     # of the optimizer's operators only: the others are fused by a compiler, whose time no document counts
     consider(OP_FUSION, {"build_strategy": {"fuse_all_optimizer_ops": True}})
@@ -106,7 +106,7 @@ def _fusion(workload: Workload, gradient_bytes: int | None) -> Rule:
 
 def _local_sgd(workload: Workload) -> Rule:
     if workload.optimizer not in LINEAR_OPTIMIZERS:
-        return "Fleet averages parameters under sgd and momentum alone"
+        return "Fleet averages parameters only under sgd and momentum"
     first = min((decay.step for decay in workload.lr_decay), default=None)
     if first is None:
         return "workload.lr_decay names none"

@@ -183,7 +183,7 @@ def _reason(run: Run, row: Row, n: int | None, kind: str) -> str | None:
         "without a time of the collective": not row.us,
         f"{_OTHER}, without redop or with a root": has_redop == (kind == "all_gather") or row.root != "-1",
         "whose sums were wrong": run.failed or any(_number(one) for one in row.wrong),
-        f"{_OTHER}, whose results in place nobody checks": len({one == _UNCHECKED for one in row.wrong}) > 1,
+        f"{_OTHER}, whose results in place are not checked": len({one == _UNCHECKED for one in row.wrong}) > 1,
         "of a collective without a name": run.name is None and not has_rates,
         "of one rank, which reduces nothing (nccl-tests without MPI)": has_rates and n == 1,
         "whose algbw is not size / time": has_rates and not _is_within(alg, rate, rate, off),

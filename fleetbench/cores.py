@@ -42,7 +42,7 @@ def slowdown(experiment: Experiment, profile: Profile) -> float:
     share = cluster.cores_per_node / trainers
     if share >= had:
         return 1.0
-    cluster.require_even("trainers have too few cores, and compute that differs by a node's number of trainers is not simulated")
+    cluster.require_even("trainers have too few cores, and nodes with different numbers of trainers cannot be simulated then")
     measured = {float(line.thread_num): float(line.compute) for line in profile.threads if line.thread_num <= most}
     if had not in measured:
         return had / share

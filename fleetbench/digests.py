@@ -1,7 +1,7 @@
 """Digests: written files carry a digest, so that damage is noticed; every file is read whole or refused.
 
-- Text that a user may edit, such as a strategy: the first line is ``# sha256 = HEX`` over the rest. Without that line the
-  text is accepted as it is.
+- Text that a user may edit, such as a strategy: the first line is ``# sha256 = HEX`` over the rest. Without
+  that line the text is accepted as it is.
 - JSON: the key ``sha256`` covers all others.
 - Folders: ``manifest.json`` holds the digest of every other file under ``files``, and its own.
 """
@@ -217,7 +217,7 @@ def check_file(path: Path) -> None:
     except (OSError, ValueError):  # the function that reads the file reports the reason
         return
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise ConfigError("is a device, and no file", str(path), hint="name a file")
+        raise ConfigError("is a device, not a file", str(path), hint="name a file")
     try:
         manifest, is_ours = _opened((path.parent / MANIFEST).read_text(encoding="utf-8"))
         files = manifest["files"]

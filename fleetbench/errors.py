@@ -1,8 +1,11 @@
 """Every error a user can meet, with the exit code of the command line.
 
-FleetbenchError ├── GateFailed 1 a gate asked for on the command line failed ├── ConfigError 2 bad usage or
-configuration ├── EnvironmentLacks 3 the machine lacks something the run needs ├── WorkerFailed 4 a worker
-died, hung or raised └── Interrupted 130 Ctrl-C
+FleetbenchError
+├── GateFailed          1    a gate asked for on the command line failed
+├── ConfigError         2    bad usage or configuration
+├── EnvironmentLacks    3    the machine lacks something the run needs
+├── WorkerFailed        4    a worker died, hung or raised
+└── Interrupted       130    Ctrl-C
 
 An error can be rebuilt from its ``args`` alone, because SimPy re-raises a process's exception as
 ``type(e)(*e.args)``.

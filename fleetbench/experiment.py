@@ -265,7 +265,7 @@ class Experiment(Config):
             raise ConfigError("holds no experiment", str(path), hint=hint)
         if path is not None and data.keys() <= {"schema", "strategy", *(one.name for one in dataclasses.fields(DistributedStrategy))}:
             hint = f"name its experiment, too: fleetbench sim EXPERIMENT.toml --strategy {path}"
-            raise ConfigError("holds a strategy, and no experiment", str(path), hint=hint)
+            raise ConfigError("holds a strategy, not an experiment", str(path), hint=hint)
         if strategy is not None:
             data["strategy"] = encode(DistributedStrategy.load(strategy))
         _make_paths_absolute(data, base)

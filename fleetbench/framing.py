@@ -2,15 +2,16 @@
 
 A declared bandwidth is the rate on the wire. Every packet on it has headers:
 
-- ``tcp``: Ethernet (14 bytes), IPv4 (20) and TCP with timestamps (32). With an MTU of 1500 bytes, 1448 of 1514 bytes are
-  payload; with 9000, 8948 of 9014. A shaper or a cloud's limit counts these bytes. A physical Ethernet line also has
-  preamble, checksum and gap, 24 bytes per packet, which leave 1.6 % less at an MTU of 1500.
-- ``roce``: RoCE v2 puts Ethernet (14), IPv4 (20), UDP (8), the transport header (12) and its checksum (4) around 4096 bytes
-  (InfiniBand Architecture Specification, annex A17).
-- ``infiniband``: local header (8), transport header (12) and two checksums (6) around 4096 bytes (InfiniBand Architecture
-  Specification, volume 1, chapter 6). Rates such as 400 Gbit/s are after line coding.
-- ``nvlink``: NCCL assumes 20 of 25 GB/s for each link of Volta and Ampere, and 20.6 for Hopper (``SM80_NVLINK_BW``
-  in ``src/graph/topo.h`` of github.com/NVIDIA/nccl); we assume four fifths.
+- ``tcp``: Ethernet (14 bytes), IPv4 (20) and TCP with timestamps (32). With an MTU of 1500 bytes, 1448 of
+  1514 bytes are payload; with 9000, 8948 of 9014. A shaper or a cloud's limit counts these bytes. A physical
+  Ethernet line also has preamble, checksum and gap, 24 bytes per packet, which leave 1.6 % less at an MTU of
+  1500.
+- ``roce``: RoCE v2 puts Ethernet (14), IPv4 (20), UDP (8), the transport header (12) and its checksum (4)
+  around 4096 bytes (InfiniBand Architecture Specification, annex A17).
+- ``infiniband``: local header (8), transport header (12) and two checksums (6) around 4096 bytes (InfiniBand
+  Architecture Specification, volume 1, chapter 6). Rates such as 400 Gbit/s are after line coding.
+- ``nvlink``: NCCL assumes 20 of 25 GB/s for each link of Volta and Ampere, and 20.6 for Hopper
+  (``SM80_NVLINK_BW`` in ``src/graph/topo.h`` of github.com/NVIDIA/nccl); we assume four fifths.
 - ``none``: every declared bit carries payload, as in a host's memory.
 """
 

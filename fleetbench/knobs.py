@@ -32,10 +32,11 @@ class Knob(NamedTuple):
 
     ``says`` lists, in words:
 
-    - who executes the field (others refuse it by name): trainers that follow a ``plan``, ``virtual`` trainers, trainers of
-      parameter ``servers``, only ``simulated`` ones, or these if they push by bucket (``pieces``);
-    - what it changes: the ``clock``, that is, when things happen; the last ``digits`` of the result, or statistics beside it;
-      the updates, which makes it another ``way`` of training;
+    - who executes the field (others refuse it by name): trainers that follow a ``plan``, ``virtual``
+      trainers, trainers of parameter ``servers``, only ``simulated`` ones, or these if they push by bucket
+      (``pieces``);
+    - what it changes: the ``clock``, that is, when things happen; the last ``digits`` of the result, or
+      statistics beside it; the updates, which makes it another ``way`` of training;
     - whether layer tables contain its effect, one per value (``time``), or any table will do (``memory``);
     - whether a script ``restarts`` for it, because a running process cannot change it well between two steps.
     """

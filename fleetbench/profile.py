@@ -68,8 +68,8 @@ class Communication(Config):
 
     def _validate(self) -> None:
         if any(link.latency < self.link.latency or link.bandwidth > self.link.bandwidth for link in self.in_flight):
-            hint = "take the profile again, or mend its file"
-            raise ConfigError("none of several collectives in flight is faster than one alone", "in_flight", repr(self.in_flight), hint)
+            hint = "take the profile again, or correct its file"
+            raise ConfigError("a collective cannot be faster with others in flight than alone", "in_flight", repr(self.in_flight), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +113,13 @@ class Profile(Config):
         """Warning about the machine's other load during the measurement; none if the machine was quiet."""
         if not is_busy(self.foreign_cores):
             return None
-        return f"the profile was measured on a busy machine: other programs computed on {self.foreign_cores:.2g} cores in the meantime"
+        return f"the profile was measured on a busy machine: other programs used {self.foreign_cores:.2g} cores"
 
     def short_of(self, experiment: Experiment) -> str | None:
         """Warning if the layer times exclude delays and the experiment declares no stragglers; else none."""
         if self.stragglers is None or not self.stragglers.entries or experiment.cluster.stragglers:
             return None
-        what = "the profile's layer times are those of a step that nothing delays, and the experiment declares no stragglers"
+        what = "the profile's layer times exclude stragglers' delays, but the experiment declares no stragglers"
         return f"{what}: simulated steps are too short; sim reads both from measured.toml, and without workload.profile times are means"
 
     @property

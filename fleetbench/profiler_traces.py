@@ -384,11 +384,11 @@ def _refuse(events: _Events, place: str) -> None:
     names, calls = (", ".join(f"{num:,} x {name}" for name, num in found.most_common(4)) for found in (events.names, events.calls))
     held = f"{counted(len(events.kernels), 'kernel')}, {counted(len(events.operators), 'operator')}, annotations: {names or 'none'}"
     if not (events.steps or events.kernels or events.operators or names):
-        raise ConfigError("is JSON, and no trace of torch.profiler", place, "no event of it", _HINT)
+        raise ConfigError("is JSON, but no trace of torch.profiler", place, "no event of it", _HINT)
     if not events.steps:
         raise ConfigError("has no ProfilerStep, which says where a step of training begins", place, held, _HINT)
     if calls and not events.kernels:
-        raise ConfigError("has calls of a device, and no kernels of CUDA or ROCm", place, calls, _HINT)
+        raise ConfigError("has calls of a device, but no kernels of CUDA or ROCm", place, calls, _HINT)
     if not events.kernels and not events.operators:
         raise ConfigError("has neither kernels nor operators", place, held, _HINT)
 

@@ -159,7 +159,7 @@ class Summary:
         """Warning about the machine's other load during the measurement; none if the machine was quiet."""
         if not is_busy(self.foreign_cores):
             return None
-        return f"measured on a busy machine: other programs computed on {self.foreign_cores:.2g} cores then, in the best of several runs"
+        return f"measured on a busy machine: other programs used {self.foreign_cores:.2g} cores then, in the best of several runs"
 
     def to_json(self) -> str:
         """Return the text of ``summary.json``."""

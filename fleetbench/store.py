@@ -123,7 +123,7 @@ def load_run(path: str | Path) -> RunResult:
     if (path / "profile.toml").is_file():
         simulated = next((file for file in path.glob("estimated.toml")), path / "measured.toml")
         hint = f"fleetbench sim {simulated} simulates with it"
-        raise ConfigError("a profile, and no run", str(path), hint=hint)
+        raise ConfigError("a profile, not a run", str(path), hint=hint)
     manifest = read_manifest(path, _AGAIN)
     with reading(path, _AGAIN):
         if manifest["schema"] != SCHEMA:

@@ -26,7 +26,7 @@ from fleetbench.sharding_configs import ShardingConfigs
 
 SCHEMA = 1
 _NOT_TOML = 'a strategy file holds lines such as "nccl_comm_num = 2"'
-_NO_STRATEGY = "a line [strategy] alone stands for the defaults"
+_NO_STRATEGY = "a single line [strategy] stands for the defaults"
 _TABLES = ("localsgd", "adaptive_localsgd", "gradient_merge", "amp", "recompute", "a_sync", "sharding")
 _READ_WITH: tuple[tuple[str, tuple[object, ...], tuple[str, ...]], ...] = (
     ("fuse_all_reduce_ops", (True,), ("fusion", "fuse_grad_size_in_MB", "fuse_grad_count")),
@@ -437,7 +437,7 @@ class DistributedStrategy(Config):
     def _refuse_contradictions(self) -> None:
         if self.sharding and self.sharding_configs.param_dtype != "own" and not (self.amp and self.amp_configs.dtype == "bf16"):
             where, value = "sharding_configs.param_dtype", repr(self.sharding_configs.param_dtype)
-            raise ConfigError("computes in what it gathers", where, value, 'set amp = true and amp_configs.dtype = "bf16" with it')
+            raise ConfigError("is also the type of compute", where, value, 'set amp = true and amp_configs.dtype = "bf16" with it')
         for both, one, other, reason in self._exclusions():
             if both:
                 where = one.replace("Local SGD", "adaptive_localsgd" if self.adaptive_localsgd else "localsgd")
@@ -452,31 +452,51 @@ class DistributedStrategy(Config):
         sequential, hierarchy = "build_strategy.enable_sequential_execution", "use_hierarchical_allreduce"
         state, changes = 'optimizer_state = "average"', "Fleet would change it silently"
         served, local = self.mode == "ps", self.localsgd_configs
-        stays, parts, rounds = "the inner optimizer's state stays local", "fragments", "fragments have rounds of their own"
+        stays, parts, rounds = "the inner optimizer's state stays local", "fragments", "fragments have their own rounds"
         resets, shares_state = average.momentum == "reset", average.optimizer_state == "average"
         in_order, feeds_back = build.enable_sequential_execution, self.localsgd and local.outer_error_feedback
         int8, fp32 = 'outer_wire = "int8"', 'outer_wire = "fp32"'
         alone = "blocks follow one another on one communicator"
         cut, averages = self.localsgd and local.has_fragments, self.is_local and not self.has_outer
         return (
-            (self.localsgd and self.adaptive_localsgd, "localsgd", "adaptive_localsgd", "one of them says when trainers meet"),
-            (self.fp16_allreduce and self.bf16_allreduce, "fp16_allreduce", "bf16_allreduce", "a bucket travels in one type"),
+            (
+                self.localsgd and self.adaptive_localsgd,
+                "localsgd",
+                "adaptive_localsgd",
+                "only one of them can decide when trainers synchronise",
+            ),
+            (self.fp16_allreduce and self.bf16_allreduce, "fp16_allreduce", "bf16_allreduce", "a bucket is sent in one type"),
             (self.a_sync and self.mode == "collective", "a_sync", 'mode = "collective"', "only servers are asynchronous"),
-            (served and self.localsgd, "localsgd", 'mode = "ps"', "trainers of servers do not meet"),
-            (served and self.adaptive_localsgd, "adaptive_localsgd", 'mode = "ps"', "trainers of servers do not meet"),
+            (served and self.localsgd, "localsgd", 'mode = "ps"', "trainers of parameter servers do not synchronise among themselves"),
+            (
+                served and self.adaptive_localsgd,
+                "adaptive_localsgd",
+                'mode = "ps"',
+                "trainers of parameter servers do not synchronise among themselves",
+            ),
             (served and self.use_hierarchical_allreduce, hierarchy, 'mode = "ps"', "nothing is all-reduced"),
-            (averages and half, "Local SGD", "a 16-bit wire", "what the wire loses of a parameter is lost for good"),
-            (self.quantises and not self.has_outer, int8, "averaging alone", "what the wire loses of a parameter is lost for good"),
-            (self.quantises and half, int8, "a 16-bit wire", "a bucket travels in one type"),
-            (self.quantises and self.use_hierarchical_allreduce, int8, hierarchy, "it is one all-to-all of all trainers"),
-            (self.is_local and synced, "Local SGD", "sync_batch_norm", "it would meet in every layer of every step"),
-            (self.is_local and by_bucket, "Local SGD", update, "no bucket arrives in its steps"),
+            (averages and half, "Local SGD", "a 16-bit wire", "rounding errors of parameters on the wire would be permanent"),
+            (
+                self.quantises and not self.has_outer,
+                int8,
+                "averaging alone",
+                "rounding errors of parameters on the wire would be permanent",
+            ),
+            (self.quantises and half, int8, "a 16-bit wire", "a bucket is sent in one type"),
+            (self.quantises and self.use_hierarchical_allreduce, int8, hierarchy, "INT8 uses one all-to-all over all trainers"),
+            (self.is_local and synced, "Local SGD", "sync_batch_norm", "batch norm would synchronise in every layer of every step"),
+            (self.is_local and by_bucket, "Local SGD", update, "local steps exchange no buckets"),
             (self.scales_loss and by_bucket, update, "amp", "an update cannot be undone when a later bucket overflows"),
-            (unused and by_bucket, update, "find_unused_parameters", "what was unused is known after the last bucket"),
-            (fuses and by_bucket, update, fused, "one update of all, or one a bucket"),
-            (unused and fuses, fused, "find_unused_parameters", "one update cannot leave some out"),
-            (self.scales_loss and merge.remainder == "flush", 'remainder = "flush"', "amp", "an epoch's end knows of no overflow"),
-            (in_order and not self.sync_nccl_allreduce, sequential, "sync_nccl_allreduce = false", "one stream has nothing beside it"),
+            (unused and by_bucket, update, "find_unused_parameters", "unused parameters are only known after the last bucket"),
+            (fuses and by_bucket, update, fused, "there is either one update of everything, or one per bucket"),
+            (unused and fuses, fused, "find_unused_parameters", "a fused update cannot leave parameters out"),
+            (
+                self.scales_loss and merge.remainder == "flush",
+                'remainder = "flush"',
+                "amp",
+                "overflow is not checked at the end of an epoch",
+            ),
+            (in_order and not self.sync_nccl_allreduce, sequential, "sync_nccl_allreduce = false", "sequential execution overlaps nothing"),
             (resets and shares_state, 'momentum = "reset"', state, "momentum is part of the optimizer's state"),
             (self.has_outer and average.momentum != "local", "outer_lr", "momentum other than local", stays),
             (self.has_outer and shares_state, "outer_lr", state, stays),
@@ -488,24 +508,29 @@ class DistributedStrategy(Config):
             (synced and self.use_hierarchical_allreduce, "sync_batch_norm", hierarchy, changes),
             (synced and self.thread_num > 1, "sync_batch_norm", "thread_num above 1", changes),
             (feeds_back and not self.quantises, "outer_error_feedback", fp32, "nothing is lost on the wire"),
-            (self.a_sync and self.overlap_push, "overlap_push", "a_sync", "asynchronous pushes are beside the next steps"),
+            (self.a_sync and self.overlap_push, "overlap_push", "a_sync", "asynchronous pushes already overlap the next steps"),
             (self.a_sync and self.reduce_in_node, "reduce_in_node", "a_sync", "trainers of a node would wait for each other"),
             (served and self.sharding, "sharding", 'mode = "ps"', "servers hold the parameters"),
             (self.sharding and self.adaptive_localsgd, "adaptive_localsgd", "sharding", "a worker of several trainers has no loss"),
             (self.sharding and cut, parts, "sharding", "a block belongs to no fragment"),
-            (self.sharding and self.quantises, int8, "sharding", "it is one all-to-all of all trainers"),
-            (self.sharding and shares_state, state, "sharding", "a trainer has a shard of it"),
-            (self.sharding and average.momentum != "local", "momentum other than local", "sharding", "a trainer has a shard of it"),
-            (self.sharding and average.buffers == "average", 'buffers = "average"', "sharding", "statistics are a trainer's, no worker's"),
-            (self.sharding and self.localsgd and local.outer_on_host, "outer_on_host", "sharding", "a trainer has a shard of it"),
-            (self.sharding and self.use_hierarchical_allreduce, hierarchy, "sharding", "its groups are those of sharding_degree"),
-            (self.sharding and self.fusion != "fleet", "fusion", "sharding", "a block is a bucket"),
+            (self.sharding and self.quantises, int8, "sharding", "INT8 uses one all-to-all over all trainers"),
+            (self.sharding and shares_state, state, "sharding", "each trainer has only a shard of it"),
+            (self.sharding and average.momentum != "local", "momentum other than local", "sharding", "each trainer has only a shard of it"),
+            (
+                self.sharding and average.buffers == "average",
+                'buffers = "average"',
+                "sharding",
+                "statistics belong to trainers, not to workers",
+            ),
+            (self.sharding and self.localsgd and local.outer_on_host, "outer_on_host", "sharding", "each trainer has only a shard of it"),
+            (self.sharding and self.use_hierarchical_allreduce, hierarchy, "sharding", "sharding_degree already defines the groups"),
+            (self.sharding and self.fusion != "fleet", "fusion", "sharding", "each block is one bucket"),
             (self.sharding and self.nccl_comm_num > 1, "nccl_comm_num above 1", "sharding", alone),
             (self.sharding and not self.sync_nccl_allreduce, "sync_nccl_allreduce = false", "sharding", alone),
             (self.sharding and unused, "find_unused_parameters", "sharding", "every block is scattered in every step"),
             (self.sharding and by_bucket, update, "sharding", "a trainer updates its shard of all blocks at once"),
-            (self.sharding and in_order, sequential, "sharding", "gathers run beside compute"),
-            (self.sharding and merge.remainder == "flush", 'remainder = "flush"', "sharding", "shards are added in a backward"),
+            (self.sharding and in_order, sequential, "sharding", "gathers overlap compute"),
+            (self.sharding and merge.remainder == "flush", 'remainder = "flush"', "sharding", "shards are only accumulated in a backward"),
         )
 
     @classmethod
@@ -529,7 +554,7 @@ class DistributedStrategy(Config):
 
     @classmethod
     def parse(cls, text: str, path: str) -> DistributedStrategy:
-        """Return the strategy in the text of the file at ``path``. Raises ``ConfigError`` as ``load`` does."""
+        """Return the strategy in the text of a file at ``path``. Raises ``ConfigError`` like ``load``."""
         data = read_toml(text, path, _NOT_TOML)
         if not data:
             raise ConfigError("holds no strategy", path, hint=_NO_STRATEGY)

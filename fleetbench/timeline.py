@@ -87,7 +87,7 @@ def read_timeline(path: Path) -> tuple[Span, ...]:
 
 
 def write_timeline(path: Path, spans: Iterable[Span]) -> None:
-    """Write a compressed Chrome trace: one process per rank, one thread per track. Equal spans give equal bytes."""
+    """Write a compressed Chrome trace: a process per rank, a thread per track. Output is deterministic."""
     placed = on_tracks(spans)
     threads = {track: thread for thread, track in enumerate(sorted({track for track, _ in placed}))}
     events: list[dict[str, Any]] = [

@@ -3,9 +3,9 @@
 The file is Parquet or CSV, gzip or not, with one row per rank and step: ``rank``, ``step``, and one of
 
 - ``x``: X itself, at least 0;
-- ``compute_s`` (or ``compute_ms``, ``compute_us``, ``compute_ns``), or ``forward_s`` and ``backward_s`` as in a run's
-  ``steps.parquet``: seconds of compute. X = compute / base - 1, where ``base`` is the entry's own, or else the
-  shortest time in the file.
+- ``compute_s`` (or ``compute_ms``, ``compute_us``, ``compute_ns``), or ``forward_s`` and ``backward_s`` as in
+  a run's ``steps.parquet``: seconds of compute. X = compute / base - 1, where ``base`` is the entry's own, or
+  else the shortest time in the file.
 
 Steps count in order: the run's step 1 is the trace's first step numbered 1 or higher, and a longer run starts
 over. Warm-up steps are the last ones of the trace, as if it had started over. Every rank has every step.

@@ -50,7 +50,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison. Raises ``GateFailed`` afterwards if the step times differ by more than allowed."""
+    """Print the comparison. Raises ``GateFailed`` if the step times differ by more than allowed."""
     from fleetbench.report.compare import compare_runs
     from fleetbench.report.fidelity import compare_fidelity
     from fleetbench.report.model import read_run
@@ -97,7 +97,7 @@ def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
         figures.save_png(picture, path)
         say(f"picture: {path}")
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", "--losses", str(path), "a file in a folder that is there") from None
+        raise ConfigError(f"cannot be written: {error.strerror}", "--losses", str(path), "a file in an existing folder") from None
 
 
 def _table(runs: Sequence[RunResult]) -> Table:

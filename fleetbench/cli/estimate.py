@@ -47,7 +47,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--precision", choices=_PRECISIONS, metavar="NAME", help=precision)
     add_json(parser, "the profile")
     add_command_line(parser)
-    parser.epilog = "After -- stands a command that starts your own script with python."
+    parser.epilog = "After --, give a command that starts your own script with python."
 
 
 def run(arguments: argparse.Namespace) -> int:

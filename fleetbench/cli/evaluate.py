@@ -1,4 +1,4 @@
-"""``fleetbench evaluate``: the last layer's vectors over a data set, and whether a service returns the same."""
+"""``fleetbench evaluate``: the last layer's vectors over a data set, compared with a service's."""
 
 from __future__ import annotations
 

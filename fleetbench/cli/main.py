@@ -99,7 +99,7 @@ def _refuse_what_no_file_holds(arguments: argparse.Namespace) -> None:
     try:
         os.getcwd()  # noqa: PTH109  # as Path.cwd, of which only the error counts
     except FileNotFoundError:
-        hint = "cd to a folder that is there"
+        hint = "cd to an existing folder"
         raise EnvironmentLacks("the working directory has been removed", "this machine", hint=hint) from None
     os.umask(mask := os.umask(0o077))  # there is no other way to read it
     if mask & 0o700:
@@ -131,7 +131,7 @@ def _failed(error: FleetbenchError) -> int:
 
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """Treat SIGTERM of batch systems and SIGHUP of a closed terminal like Ctrl-C, which stops workers and cleans up.
+    """Treat SIGTERM of batch systems and SIGHUP of a closed terminal like Ctrl-C, which cleans up.
 
     Signals that the caller ignores, as nohup ignores SIGHUP, stay ignored.
     """

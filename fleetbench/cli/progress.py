@@ -1,4 +1,7 @@
-"""Progress on stderr, only from rank 0: bars on a terminal; elsewhere nothing, or lines if a command takes minutes."""
+"""Progress on stderr, only from rank 0: bars on a terminal.
+
+Elsewhere nothing, or lines if a command takes minutes.
+"""
 
 from __future__ import annotations
 

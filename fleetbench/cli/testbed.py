@@ -27,7 +27,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build the testbed, measure every link in each direction between two machine checks, and take it down."""
+    """Build the testbed, measure every link between two machine checks, and take it down."""
     cluster = load_experiment(arguments).cluster
     if cluster.nodes < 2:
         raise ConfigError("one host has no link to look at", "cluster.nodes", str(cluster.nodes), "set cluster.nodes = 2 or more")

@@ -82,7 +82,7 @@ def _tune_script(arguments: argparse.Namespace, command: tuple[str, ...], base: 
     from tuner.tune import tune
 
     def begun() -> None:
-        arguments.interrupted = "the script was stopped; the same command goes on after the last leg that is complete"
+        arguments.interrupted = "the script was stopped; the same command continues after the last complete leg"
 
     say(your_script.budget(base.tune))
     told = your_script.telling((arguments.workdir or Path()).resolve(), arguments.out)
@@ -93,7 +93,10 @@ def _tune_script(arguments: argparse.Namespace, command: tuple[str, ...], base: 
 
 
 def show(recommendation: Recommendation, folder: Path, arguments: argparse.Namespace) -> int:
-    """Write a tuning's report, and print the answer; with ``-v``, also the strategies that ran, and all notes."""
+    """Write a tuning's report, and print the answer.
+
+    With ``-v``, also the strategies that ran, and all notes.
+    """
     from fleetbench.report.answer import text_of
     from fleetbench.report.html import save_report
     from fleetbench.report.model import read_report
@@ -145,7 +148,7 @@ def _asks_for_simulations(arguments: argparse.Namespace) -> bool:
     """Whether nothing is to run. Raises ``ConfigError`` for options that contradict this, or need it."""
     if not arguments.simulate_only:
         if arguments.sweep is not None:
-            raise ConfigError("asks for simulations alone", "--sweep", repr(arguments.sweep[0]), "add --simulate-only")
+            raise ConfigError("needs --simulate-only", "--sweep", repr(arguments.sweep[0]), "add --simulate-only")
         return False
     if len(arguments.sweep or ()) > 2:
         hint = "at most two keys, such as cluster.nodes and workload.batch_size"

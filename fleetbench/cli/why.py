@@ -25,7 +25,7 @@ _FILE = "why.json"
 
 def register(commands: Commands) -> None:
     """Declare the command."""
-    parser = add_command(commands, "why", "look at a training script as it is: why is it slow, and what would help?", run)
+    parser = add_command(commands, "why", "look at an unchanged training script: why is it slow, and what would help?", run)
     text = "traces of torch.profiler (files, or folders of them), one for each rank, instead of a command"
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help=text)
     add_overrides(parser, "such as run.timeout='300 s'")
@@ -37,7 +37,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--link", type=above, metavar="FACTOR", help="with traces: as if links were FACTOR times as fast")
     parser.add_argument("--ranks", type=whole(2), metavar="N", help="with traces: as if there were N ranks")
     percent = number("a percentage above zero", math.ulp(0.0))
-    text = "exit with 1 if more than so many per cent of a step are neither compute nor update"
+    text = "exit with 1 if more than PERCENT of a step is neither compute nor update"
     parser.add_argument("--fail-above", type=lambda text: percent(text.removesuffix("%")), metavar="PERCENT", help=text)
     text = "say what became slower since an earlier answer: its folder, or its why.json"
     parser.add_argument("--against", type=Path, metavar="OLD", help=text)
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Observe, print the answer and where it is stored."""
     if bool(arguments.command_line) == bool(arguments.traces):
         hint = "fleetbench why -- torchrun --nproc-per-node 2 train.py, or fleetbench why TRACE.json ..."
-        raise ConfigError("takes a command that trains or traces of one, and no more than one of the two", "fleetbench why", hint=hint)
+        raise ConfigError("takes either a command that trains, or traces", "fleetbench why", hint=hint)
     old = None if arguments.against is None else _earlier(arguments.against)
     if arguments.traces:
         from tuner.why.from_traces import explain_traces

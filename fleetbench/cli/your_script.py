@@ -39,7 +39,7 @@ _PROTECTION = (
     "let the script neither load nor save a checkpoint where FLEETBENCH_TUNING is in its environment, "
     "or, if it only saves, start it in a folder of its own with --workdir DIR"
 )
-EPILOG = "After -- stands a command that starts your own training script, with torchrun, fleetbench launch or python."
+EPILOG = "After --, give a command that starts your own training script, with torchrun, fleetbench launch or python."
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -70,7 +70,7 @@ def command_of_job(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def drive_script(arguments: argparse.Namespace, drive: Callable[[argparse.Namespace, tuple[str, ...], Experiment], int]) -> int:
-    """Drive the script from outside, or as rank 0 of processes that are already running, whose other ranks serve."""
+    """Drive the script from outside, or as rank 0 of running processes, whose other ranks serve."""
     from real.job.inside import driving, role_inside, serve
 
     role = role_inside()
@@ -94,7 +94,7 @@ def refuse_workdir(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for a working folder if no command is started."""
     if arguments.workdir is not None:
         hint = "fleetbench tune --workdir scratch -- torchrun --nproc-per-node 2 train.py"
-        raise ConfigError("is the folder of a command, and there is none", "--workdir", str(arguments.workdir), hint)
+        raise ConfigError("needs a command to start in that folder", "--workdir", str(arguments.workdir), hint)
 
 
 def budget(tune: Tune) -> str:
@@ -142,7 +142,7 @@ def _name(command: Sequence[str]) -> str:
 
 
 def refuse_what_is_the_scripts(base: Experiment, overrides: Sequence[str] = ()) -> None:
-    """Raise ``ConfigError`` for what cannot be done to a user's script, and for ``--set`` of what it decides itself."""
+    """Raise ``ConfigError`` for settings that a user's script decides itself or cannot have."""
     if base.cluster.stragglers:
         what = "stragglers are not injected into a user's script: it has those of its machines"
         raise ConfigError(
@@ -165,7 +165,7 @@ def telling(folder: Path, out: Path, often: str = ", over and over,") -> Iterato
 
     ``out`` is the folder of this command's own results.
     """
-    say(f"note: the script really runs{often} and writes what it writes, in {folder}: {_PROTECTION}")
+    say(f"note: the script really runs{often} and writes its files below {folder}: {_PROTECTION}")
     begin_ns = time.time_ns() - 20_000_000  # the clocks of file systems may lag by one tick
     try:
         yield

@@ -1,4 +1,4 @@
-"""Combination: what a strategy combines. It answers every question about a strategy that its plan does not."""
+"""Combination: what a strategy combines. It answers all questions about a strategy that its plan does not."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -128,7 +128,10 @@ class Combination:
 
     @property
     def steps_per_round(self) -> int:
-        """Steps of the longest round of a schedule; those of one update if the length is not known in advance."""
+        """Steps of the longest round of a schedule.
+
+        Those of one update if the length is not known in advance.
+        """
         rounds = self.rounds
         k = rounds.k if isinstance(rounds, Constant) else self.cadence and self.cadence.k_steps
         return self.steps_per_update * (k or 1)
@@ -163,5 +166,5 @@ class Combination:
 
     @property
     def leaves_averages(self) -> bool:
-        """Whether every step's averaged gradients wait for the update unchanged, as in DistributedDataParallel."""
+        """Whether every step's averaged gradients wait for the update unchanged, as in DDP."""
         return not (self.is_local or self.merges or self.updates_by_bucket or self.scales)

@@ -66,7 +66,10 @@ def ends_epoch(step: int, steps_per_epoch: int | None) -> bool:
 
 
 def tell(decider: Decider, event: Event, now: Callable[[], int]) -> Requests:
-    """Report an event to the strategy, and then what it observes as a result; ``now`` returns the time in ns."""
+    """Report an event to the strategy, and then what it observes as a result.
+
+    ``now`` returns the time in ns.
+    """
     operations = decider.on(now(), event)
     yield Decided(event, operations)
     observes = decider.strategy.observes
@@ -89,7 +92,7 @@ def _observe(decider: Decider, name: Scalar, now: Callable[[], int]) -> Requests
 
 
 def answers(decider: Decider, event: Event, source: Callable[[Scalar], float], now: Callable[[], int] = lambda: 0) -> Iterator[Decided]:
-    """Yield everything that is decided because of an event, for an executor that has all scalars available."""
+    """Yield everything that is decided because of an event, for an executor that has all scalars."""
     for request in tell(decider, event, now):
         if isinstance(request, Wanted):
             request.value = source(request.name)

@@ -27,7 +27,9 @@ INT8_SCALE_BYTES = 4
 
 
 def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: int, inner: int) -> Operations:
-    """Return the operations of every bucket, with ids 0, 1, ... relative to the exchange; none for one trainer.
+    """Return the operations of every bucket, with ids 0, 1, ... relative to the exchange.
+
+    None for one trainer.
 
     ``inner`` is the number of ranks inside a node of the hierarchy, 0 without one.
     """

@@ -96,7 +96,10 @@ def fuse(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cos
 
 
 def _by_cost(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cost | None) -> list[list[Gradient]]:
-    """Group by MG-WFBP or the best partition, in order of readiness; a group of several types is split by type."""
+    """Group by MG-WFBP or the best partition, in order of readiness.
+
+    A group of several types is split by type.
+    """
     if cost is None:
         raise ConfigError(
             "needs the cost of an all-reduce", "strategy.fusion", repr(strategy.fusion), "declare cluster.inter, or take a profile first"
@@ -133,7 +136,7 @@ def _by_caps(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> li
 
 
 def _as_ddp(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:
-    """Return DistributedDataParallel's buckets from its second step on: one bucket per type fills up to its cap.
+    """Return DDP's buckets from its second step on: one bucket per type fills up to its cap.
 
     Source: ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp.
     """

@@ -42,7 +42,7 @@ class Gradient(Config):
             raise ConfigError("is not a gradient's type", f"dtype of {self.name}", repr(self.dtype), f"one of {', '.join(DTYPE_BYTES)}")
         if self.numel < 0 or self.ready < 0:
             raise ConfigError(
-                "cannot be negative", self.name, f"numel {self.numel}, ready {self.ready} ns", "take the profile again, or mend its file"
+                "cannot be negative", self.name, f"numel {self.numel}, ready {self.ready} ns", "take the profile again, or correct its file"
             )
 
     @property
@@ -171,7 +171,7 @@ def times(moment_ns: int, factor: float) -> Nanoseconds:
 
 
 def scaled(table: LayerTable, forward: float, backward: float) -> LayerTable:
-    """Return the table with forwards and backwards multiplied by factors, exact to the nanosecond in their sums."""
+    """Return the table with forwards and backwards multiplied by factors, with exact sums."""
 
     def durations(undisturbed: Iterable[int], factor: float) -> list[Nanoseconds]:
         return [Nanoseconds(times(end, factor) - times(begin, factor)) for begin, end in pairwise((0, *accumulate(undisturbed)))]

@@ -16,14 +16,17 @@ from fleetbench.strategy import DistributedStrategy
 class Cadence:
     """When a round of Local SGD ends, according to ``schedule``.
 
-    - ``fleet``: after every update up to ``begin_step``, then ``k_steps`` after the last averaging. k = 4, begin = 1 averages
-      at 1, 5, 9, 13, ...; k = 4, begin = 6 at 1 to 6, 10, 14, .... An averaging on request starts a new round. An outer
-      optimizer steps on whole rounds: its ``begin_step`` of 1, the default, becomes 0 here, so that k = 4 averages at 4, 8, ....
-    - ``document``: after the updates whose number, counted from 0, is a multiple of their epoch's K; see ``k_of``. Rounds
-      therefore have fixed places: if K changes between epochs, or trainers average on request, the next round may be shorter.
-    - ``torch``: torch's ``PeriodicModelAverager``: from ``begin_step`` on, after every ``k_steps`` updates; before, trainers
-      train alone. Its ``warmup_steps``, counted from 0, are ``begin_step - 1``: k = 4 and begin = 6 average at 6, 10, 14, ....
-      (In torch's post-local SGD, DDP averages gradients until then, which equals ``fleet`` for SGD without momentum.)
+    - ``fleet``: after every update up to ``begin_step``, then ``k_steps`` after the last averaging. k = 4,
+      begin = 1 averages at 1, 5, 9, 13, ...; k = 4, begin = 6 at 1 to 6, 10, 14, .... An averaging on request
+      starts a new round. An outer optimizer steps on whole rounds: its ``begin_step`` of 1, the default,
+      becomes 0 here, so that k = 4 averages at 4, 8, ....
+    - ``document``: after the updates whose number, counted from 0, is a multiple of their epoch's K; see
+      ``k_of``. Rounds therefore have fixed places: if K changes between epochs, or trainers average on
+      request, the next round may be shorter.
+    - ``torch``: torch's ``PeriodicModelAverager``: from ``begin_step`` on, after every ``k_steps`` updates;
+      before, trainers train alone. Its ``warmup_steps``, counted from 0, are ``begin_step - 1``: k = 4 and
+      begin = 6 average at 6, 10, 14, .... (In torch's post-local SGD, DDP averages gradients until then,
+      which equals ``fleet`` for SGD without momentum.)
     """
 
     schedule: Literal["fleet", "document", "torch"] = "fleet"
@@ -63,7 +66,9 @@ class Cadence:
         return min(1 << min(grown, self.k_steps.bit_length()), self.k_steps)
 
     def synchronises(self, update: int, last_sync: int | None, k: int, epoch: int) -> bool:
-        """Whether trainers average after ``update``; the last averaging was after ``last_sync`` (none: never).
+        """Whether trainers average after ``update``.
+
+        The last averaging was after ``last_sync`` (none: never).
 
         ``k`` is the K of an adaptive strategy; ``epoch`` is the number of epochs that have ended before this
         update.

@@ -51,7 +51,7 @@ def _between(longest: Longest, small: Pace, large: Pace) -> list[Pace]:
 
 
 def around_ring(num_messages: int, hops: Sequence[Pace]) -> Longest:
-    """Return the chains of ``num_messages`` messages around a ring, where every rank forwards what it just received.
+    """Return the chains of ``num_messages`` messages around a ring, where every rank forwards data.
 
     A message is followed by the next one on the same hop, which waits for the port, or by the one that
     carries its data over the next hop, which waits for the arrival. So a chain is a window of consecutive
@@ -81,7 +81,7 @@ def around_ring(num_messages: int, hops: Sequence[Pace]) -> Longest:
 
 
 def _best_window(gains: Sequence[int], is_level: Sequence[bool], longest: int) -> tuple[int, int]:
-    """Return start and end of the window with the largest sum of ``gains``, of limited length, with a level hop."""
+    """Return start and end of the window of limited length, with a level hop, and the largest ``gains``."""
     until = [0, *accumulate(gains)]
     best, chosen = None, (0, 0)
     starts: deque[int] = deque()
@@ -102,7 +102,7 @@ def _best_window(gains: Sequence[int], is_level: Sequence[bool], longest: int) -
 
 
 def through_rounds(rounds: Sequence[Sequence[Message]]) -> Longest:
-    """Return the chains through rounds of messages in which both ends of a message continue when it has arrived."""
+    """Return the chains through rounds of messages whose ends both continue when it has arrived."""
     paces = list(dict.fromkeys(pace for messages in rounds for _, _, pace in messages))
     unit = math.lcm(*(pace.ns_per_byte.denominator for pace in paces))
     slopes = [int(pace.ns_per_byte * unit) for pace in paces]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def merge(ready_ns: Sequence[int], nbytes: Sequence[int], latency_ns: float, ns_per_byte: float) -> list[list[int]]:
-    """Return the indices of each transfer's gradients by the rule of MG-WFBP, from gradients in order of readiness.
+    """Return the indices of each transfer's gradients by the rule of MG-WFBP, in order of readiness.
 
     Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms" (arXiv
     1811.11141), algorithm 1: starting with the gradient that is ready first, the current transfer takes in

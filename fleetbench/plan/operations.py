@@ -24,11 +24,12 @@ class Operation:
 
     - ``gate`` holds its compute until the operations in ``after`` have ended;
     - ``update`` applies the optimizer, to one bucket if it names one; ``skip`` leaves it out;
-    - ``accumulate`` adds a micro-batch's gradient to a bucket's sum, and ``release`` makes that sum
-      over ``divisor`` the gradient;
+    - ``accumulate`` adds a micro-batch's gradient to a bucket's sum, and ``release`` makes that sum over
+      ``divisor`` the gradient;
     - ``difference`` computes the delta of a trainer that trains alone;
     - ``outer`` turns the averaged delta into the step of the outer optimizer (``fleetbench.plan.outer``);
-    - ``merge`` replaces the parameters by the snapshot plus the averaged delta; as a ``mixture``, a share of them stays;
+    - ``merge`` replaces the parameters by the snapshot plus the averaged delta; as a ``mixture``, a share of
+      them stays;
     - ``reset`` clears what its payload names: the optimizer's state, or a gradient's sum;
     - ``hold`` keeps batch-norm statistics unchanged in this micro-batch.
 

@@ -1,4 +1,4 @@
-"""Outer optimizer and fragments: how a round of local steps ends, and which part of the model is in which round.
+"""Outer optimizer and fragments: how a round of local steps ends, and for which part of the model.
 
 DiLoCo (arXiv 2311.08105) steps an outer optimizer on the mean difference Delta = Theta - theta of a round of
 H updates, with Theta and v equal on all trainers:
@@ -30,7 +30,10 @@ class Outer:
 
     @classmethod
     def of(cls, strategy: DistributedStrategy) -> Outer | None:
-        """Return the outer optimizer; none if trainers average, that is, with a rate of 1 without momentum."""
+        """Return the outer optimizer.
+
+        None if trainers average, that is, with a rate of 1 without momentum.
+        """
         configs = strategy.averaging
         if not strategy.is_local or not configs.has_outer:
             return None
@@ -39,7 +42,7 @@ class Outer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragments:
-    """Rounds of fragments. Updates before ``begin_step``, and those of a warm-up, exchange the whole model."""
+    """Rounds of fragments. Updates of a warm-up, and before ``begin_step``, exchange the whole model."""
 
     number: int
     """Number of fragments, P."""

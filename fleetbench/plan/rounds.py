@@ -1,4 +1,4 @@
-"""Rounds: number of updates between synchronisations over a whole training run, and a short run that represents it.
+"""Rounds: updates between synchronisations over a training run, and a short run that represents it.
 
 A step is priced in a window that is much shorter than the training. If all rounds are alike, a few whole
 rounds are enough. If they differ, a simulated step is the mean over all lengths, weighted by their shares of
@@ -113,7 +113,7 @@ def at_pace(strategy: DistributedStrategy, pace: float) -> Levels:
 
 
 def in_leg(found: Levels, updates: int) -> DistributedStrategy:
-    """Return the strategy of a leg of ``updates`` updates whose trainers synchronise as often as in ``found``.
+    """Return the strategy of a leg of ``updates`` updates that synchronises as often as ``found``.
 
     They synchronise first after each update, then after every K-th. K is the largest in whole rounds that is
     within 1 %. With fragments or overlap K is unchanged, because an exchange overlaps it.

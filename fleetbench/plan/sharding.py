@@ -1,4 +1,4 @@
-"""Sharding: blocks, shard groups and replicas, and the operations that gather and scatter blocks (ZeRO, FSDP, HSDP).
+"""Sharding: blocks, shard groups and replicas, and how blocks are gathered and scattered (ZeRO, FSDP, HSDP).
 
 Of N trainers, D consecutive ones are a shard group, and trainers at the same place in their groups are
 replicas of each other. A block's gradients are reduce-scattered within the shard group when its backward
@@ -141,13 +141,13 @@ def grouped_by_block(gradients: Sequence[Gradient], strategy: DistributedStrateg
 def lay_out_blocks(
     named: Sequence[tuple[str, Bucket]], strategy: DistributedStrategy, trainers: int, *, keeps_last: bool = True
 ) -> tuple[tuple[Block, ...], Operations]:
-    """Return the blocks in forward order, and the exchange of their buckets, with ids 0, 1, ... in bucket order.
+    """Return the blocks in forward order, and the exchange of their buckets, with ids in bucket order.
 
     ``keeps_last``: the last block is kept from its forward to its backward, which follows at once.
     """
     configs, degree = strategy.sharding_configs, degree_of(strategy.sharding_configs, trainers)
     if strategy.is_local and degree == trainers:
-        what, hint = "makes all trainers one worker, which has nobody to average with", "give a worker fewer than all trainers"
+        what, hint = "makes all trainers one worker, which has no other to average with", "give a worker fewer than all trainers"
         raise ConfigError(what, f"{_FIELD}.sharding_degree", str(configs.sharding_degree), hint)
     shard = "world" if degree == trainers else "shard"
     wire = "float16" if strategy.fp16_allreduce else "bfloat16" if strategy.bf16_allreduce else None

@@ -162,7 +162,7 @@ class _Gates:
     """Ids of running gathers, by block."""
 
     def before(self, block: int, phase: str) -> Operations:
-        """Return the operations before a block: wait for its own parameters, and start gathering the next block.
+        """Return the operations before a block: wait for its parameters, and start gathering the next block.
 
         The first block's gather starts there as well. If compute waits for gathers, only the block's own
         gather starts.
@@ -221,7 +221,7 @@ def remainder_of(plan: Plan, what: Combination, step: StepKind) -> Operations:
 
 
 def _closing(what: Combination, build: _Builder) -> Operations:
-    """Return the operations between last bucket and update: flags of unused parameters, and rank 0's buffers."""
+    """Return the operations between last bucket and update: flags of unused parameters, and buffers."""
     operations = _unused(what, build)
     if build.plan.buffers_nbytes and build.plan.trainers > 1 and not what.is_local:
         after = (operations[-1].id,) if operations else build.leaves
@@ -240,7 +240,7 @@ def _bucket(what: Combination, step: StepKind, build: _Builder, bucket: int) -> 
 
 
 def _gradient_chain(plan: Plan, bucket: int) -> list[Operation]:
-    """Return the operations that carry a bucket's gradients, without those that average sharded workers' parameters."""
+    """Return the operations that carry a bucket's gradients, without those of sharded workers' averages."""
     return [one for one in plan.of_bucket.get(bucket, ()) if one.payload != "delta"]
 
 

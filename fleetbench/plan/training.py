@@ -50,7 +50,10 @@ class CollectiveTraining:
         )
 
     def on(self, state: State, now_ns: int, event: Event) -> tuple[State, Operations]:  # noqa: ARG002, PLR0911  # nothing is decided from the clock; one line an event
-        """Return the operations to start now; ``fleetbench.plan.drive`` defines the events and their order."""
+        """Return the operations to start now.
+
+        ``fleetbench.plan.drive`` defines the events and their order.
+        """
         match event:
             case StepBegin(step):
                 assert not state.in_step, "a step ends before the next begins; found_inf is still to be told"
@@ -73,7 +76,7 @@ class CollectiveTraining:
                 return state, ()
 
     def closes(self, state: State) -> bool:
-        """Whether the current step ends an update, so that its backward exchanges gradients, if any are exchanged."""
+        """Whether the current step ends an update, so that its backward may exchange gradients."""
         return self._kind(state).closes
 
     def has_agreed(self, state: State) -> bool:

@@ -1,4 +1,4 @@
-"""Answer: a tuning's result for readers: the verdict, the gain and its evidence, the reason, and how to use it."""
+"""Answer: a tuning's verdict, the gain and its evidence, the reason, and how to use it."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ def compare_fidelity(a: RunResult, b: RunResult, repeats: Sequence[RunResult] = 
     - ``differences``: see ``differences_of``; ``comparable``: whether none of them means different steps;
     - ``errors``: see ``step_errors``; none if the runs are not comparable;
     - ``noise``: see ``noise_of``; none without repeats;
-    - ``within_noise``: whether the error of the run time (``wall``), the ``step`` and each phase is at most the
-      difference between real runs; empty if unknown;
+    - ``within_noise``: whether the error of the run time (``wall``), the ``step`` and each phase is at most
+      the difference between real runs; empty if unknown;
     - ``notes``: what a reader must know about the steps before trusting their errors.
     """
     executors = {run.summary.executor: run for run in (a, b)}
@@ -132,7 +132,7 @@ def compare_fidelity(a: RunResult, b: RunResult, repeats: Sequence[RunResult] = 
     errors = step_errors(simulated, real) if comparable else None
     noise = noise_of([real, *repeats])
     void = [
-        f"run {run.summary.run_id} is void, and what it differs by is no noise: the machine was not quiet in any of its repeats"
+        f"run {run.summary.run_id} is void and cannot show the noise: the machine was not quiet in any of its repeats"
         for run in (real, *repeats)
         if run.summary.testbed is not None and not run.summary.testbed["counts"]
     ]
@@ -150,8 +150,9 @@ def step_errors(predicted: RunResult, true: RunResult) -> Figures:
     """Return the errors of ``predicted`` over all ranks and counted steps, which must be those of ``true``.
 
     - ``wall_s``: run times ``predicted`` and ``true``, and the logarithm of their ratio, ``log_ratio``;
-    - ``step``, and each of ``PHASES`` in ``phases``: means ``predicted_s`` and ``true_s``; ``error_s``, a spread, also as
-      ``share_of_step``; ``relative_bias``, a share of the phase itself, none if the true run has no such phase;
+    - ``step``, and each of ``PHASES`` in ``phases``: means ``predicted_s`` and ``true_s``; ``error_s``, a
+      spread, also as ``share_of_step``; ``relative_bias``, a share of the phase itself, none if the true run
+      has no such phase;
     - ``step.relative``: the spread of whole steps' errors as shares of the true step.
     """
     left, right = (run.steps[run.steps["step"] >= 1].set_index(["rank", "step"]).sort_index() for run in (predicted, true))
@@ -167,7 +168,7 @@ def step_errors(predicted: RunResult, true: RunResult) -> Figures:
 
 
 def noise_of(runs: Sequence[RunResult]) -> Figures | None:
-    """Return the A/A noise: the largest value of every figure of ``step_errors`` over all pairs of real ``runs``.
+    """Return the A/A noise: the largest of every figure of ``step_errors`` over pairs of real ``runs``.
 
     None for fewer than two runs. ``phases_s`` has the errors in seconds of the whole ``step`` and of each
     phase.
@@ -189,7 +190,7 @@ def _phases(errors: Figures) -> Mapping[str, Figures]:
 
 
 def _within_noise(errors: Figures, noise: Figures) -> dict[str, bool]:
-    """Return whether errors are within the noise: the log-ratio of the run time, and two errors of each phase.
+    """Return whether errors are within the noise: that of the run time, and two errors of each phase.
 
     Both the mean absolute error and the bias of a phase must be within it. Steps of two real runs scatter
     more than simulated steps do about their mean, so the mean absolute error alone would hide a bias.

@@ -1,4 +1,4 @@
-"""Figures of reports and notebooks: each function takes runs or a table, and returns one figure with one message.
+"""Figures of reports and notebooks: each function takes runs or a table, and returns one figure.
 
 A figure is a matplotlib ``Figure`` whose ``data`` holds what is drawn. No function shows or stores one. Lines
 differ in marker and style, and bars in hatches, so that figures are readable in black and white.
@@ -85,7 +85,7 @@ def simulated_against_real(arms: Sequence[Arm]) -> Drawing:
 
 
 def step_breakdown(runs: Mapping[str, RunResult] | pd.DataFrame) -> Drawing:
-    """Draw the mean time of a step in ms, one stacked bar per run, with the parts of ``SPLIT`` from left to right.
+    """Draw the mean time of a step in ms, one stacked bar of the parts of ``SPLIT`` per run.
 
     ``runs``: runs by label; or a table of seconds with a row per label and a column for each of ``SPLIT``.
     """
@@ -96,7 +96,7 @@ def step_breakdown(runs: Mapping[str, RunResult] | pd.DataFrame) -> Drawing:
 
 
 def timeline(run: RunResult | pd.DataFrame, first: int = 1, last: int | None = None, ranks: Sequence[int] | None = None) -> Drawing:
-    """Draw what each rank does over the steps ``first`` to ``last`` (default: one step), in ms since the first began.
+    """Draw each rank's work in the steps ``first`` to ``last`` (default: one step), in ms from their start.
 
     ``run``: a run with a timeline, or a table such as ``run.timeline``, which is drawn whole. Numbers on
     collectives are buckets. ``ranks`` defaults to all.
@@ -140,10 +140,10 @@ def loss_against_time(runs: Mapping[str, RunResult | Sequence[RunResult]] | pd.D
     """Draw the loss over steps, and next to it over seconds.
 
     Args:
-        runs: runs by label. Several runs per label, with different seeds, are drawn as their median in a band from the
-            lowest to the highest. If every run has evaluated, held-out losses are drawn; otherwise the mean over trainers
-            of their batches' losses, averaged over a thirtieth of the run. Or a table with ``label``, ``step``,
-            ``seconds`` and ``loss``.
+        runs: runs by label. Several runs per label, with different seeds, are drawn as their median in a
+            band from the lowest to the highest. If every run has evaluated, held-out losses are drawn;
+            otherwise the mean over trainers of their batches' losses, averaged over a thirtieth of the run.
+            Or a table with ``label``, ``step``, ``seconds`` and ``loss``.
         target: held-out loss at which to draw a line, if such losses are drawn.
 
     Raises ``ConfigError`` for a run without losses.
@@ -194,7 +194,9 @@ def loss_to_target(arms: Sequence[tuple[str, float, Sequence[RunResult]]], targe
 
 
 def scaling(found: Sizes | pd.DataFrame) -> Drawing:
-    """Draw samples per second over trainers next to the ideal; below, efficiency, and cost if there is a price.
+    """Draw samples per second over trainers next to the ideal.
+
+    Below, efficiency, and cost if there is a price.
 
     ``found``: result of ``tune --simulate-only --sweep``, or a table with ``trainers`` and ``samples_per_s``,
     such as a sweep's, plus ``label`` if there are several lines. The ideal, and an efficiency of 100 %, is
@@ -377,7 +379,7 @@ def _over_seeds(label: str, runs: Sequence[RunResult], *, is_held_out: bool) -> 
 
 
 def _losses(label: str, run: RunResult, *, is_held_out: bool) -> pd.DataFrame:
-    """Return label, step, loss, and seconds from the first counted start to the step's end on the last rank."""
+    """Return label, step, loss, and seconds from the first counted start to the end on the last rank."""
     steps = run.steps[run.steps["step"] >= 1]
     ends = (steps["start_s"] + steps[list(PARTS)].sum(axis=1)).groupby(steps["step"]).max() - steps["start_s"].min()
     loss = steps.groupby("step")["loss"].mean().rolling(max(1, len(ends) // 30), min_periods=1).mean()

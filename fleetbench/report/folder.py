@@ -35,7 +35,7 @@ def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, Ru
 
 
 def measured_cluster(cluster: Cluster, profile: Profile) -> Cluster:
-    """Return the cluster that ``sim`` should assume: with the measured link, and measured stragglers first."""
+    """Return the cluster for ``sim``: with the measured link, and measured stragglers first."""
     changes: dict[str, Any] = {}
     if profile.communication is not None:
         measured = dataclasses.replace(profile.communication.link, payload=True)  # headers are already subtracted from a measured bandwidth

@@ -100,7 +100,7 @@ def read_report(folder: Path) -> Report:
 
 
 def splits_of(runs: Mapping[str, Sequence[RunResult]]) -> pd.DataFrame:
-    """Return mean seconds per step: a row per label, over its runs' counted steps, and a column per ``SPLIT``."""
+    """Return mean seconds per step of each label's runs, with a column for each of ``SPLIT``."""
     rows = []
     for several in runs.values():
         means = [run.summary for run in several]

@@ -1,4 +1,4 @@
-"""The answer of ``fleetbench why`` as text, JSON and HTML: parts of a step, causes with remedies, a conclusion."""
+"""The answer of ``fleetbench why`` as text, JSON and HTML: parts of a step, causes, remedies, conclusion."""
 
 from __future__ import annotations
 

@@ -29,7 +29,10 @@ class Gpus(Config):
 
 
 def gpus_of_host() -> Gpus | None:
-    """Return this host's GPUs according to nvidia-smi, after a second or more; none without it, or without GPUs."""
+    """Return this host's GPUs according to nvidia-smi, after a second or more.
+
+    None without it, or without GPUs.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -43,7 +46,10 @@ def gpus_of_host() -> Gpus | None:
 
 
 def read_gpus(topology: str, nvlink: str = "") -> Gpus | None:
-    """Parse the output of ``nvidia-smi topo -m`` and ``nvidia-smi nvlink -s``; none if the first names no GPU."""
+    """Parse the output of ``nvidia-smi topo -m`` and ``nvidia-smi nvlink -s``.
+
+    None if the first names no GPU.
+    """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)  # the headings are underlined
     rows = [words for line in plain.splitlines() if (words := line.split())]
     heading: Sequence[str] = next((words for words in rows if words[0] == "GPU0" and words[1:2] != ["X"]), ())

@@ -95,7 +95,10 @@ def _interfaces(sysfs: Path) -> tuple[Interface, ...]:
 
 
 def _speed(folder: Path) -> BitsPerSecond | None:
-    """Return the speed; none for a virtual device above no other, as in containers, which always says 10 Gbit/s."""
+    """Return the speed.
+
+    None for a virtual device above no other, as in containers, which always says 10 Gbit/s.
+    """
     is_real = (folder / "device").exists() or any(folder.glob("lower_*"))
     speed = _number(folder / "speed") or -1  # many drivers return -1 if they do not know
     return BitsPerSecond(speed * 10**6) if is_real and speed > 0 else None

@@ -115,7 +115,9 @@ class Links(Config):
         return "no address" if best is None else best.addresses[0].partition("/")[0]
 
     def faster_interface(self) -> tuple[str, float] | None:
-        """Return the fastest other interface, and its bus bandwidth over that of the one in use; none if not faster.
+        """Return the fastest other interface, and its bus bandwidth over that of the one in use.
+
+        None if not faster.
 
         If an interface was measured several times, the fastest measurement counts.
         """
@@ -186,13 +188,13 @@ def _ports_down(links: Links) -> Remark | None:
 
 
 def _below_hardware(links: Links) -> Remark | None:
-    """For gloo between hosts: compare bus bandwidth, the load of each link in a ring, with the slowest interface."""
+    """For gloo between hosts: compare bus bandwidth, the load of a ring link, with the slowest interface."""
     found = [host.interface(links.interface) for host in links.hosts]
     speeds = [interface.speed for interface in found if interface is not None and interface.speed is not None]
     carries = 8 * links.busbw_bytes_per_s
     if len(links.hosts) < 2 or len(speeds) < len(links.hosts) or carries >= _UNUSED * min(speeds):
         return None
     carried, made_for = (f"{rate / 1e9:.3g} Gbit/s" for rate in (carries, min(speeds)))
-    what = f"{links.interface} is made for {made_for}, and the exchange gets {carried} out of it."
+    what = f"{links.interface} supports {made_for}, but the exchange only gets {carried}."
     remedy = "look for other traffic, and on GPUs use backend nccl: gloo copies through the host"
     return Remark(what=what, remedy=remedy)

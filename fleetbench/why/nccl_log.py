@@ -52,7 +52,10 @@ class Transports(Config):
 
 
 def read_nccl_log(text: str) -> Transports | None:
-    """Parse NCCL's lines in a job's output, among other lines and after any prefix; none if there are none."""
+    """Parse NCCL's lines in a job's output, among other lines and after any prefix.
+
+    None if there are none.
+    """
     lines = [line for line in text.splitlines() if _INFO in line]
     if not lines:
         return None
@@ -86,7 +89,7 @@ def read_nccl_log(text: str) -> Transports | None:
 
 
 def _transport(via: str) -> str:
-    """Shorten a transport: ``NET/IB/0(3)/GDRDMA/Shared`` to ``NET/IB/GDRDMA``, ``P2P/IPC/read`` to ``P2P/IPC``."""
+    """Shorten ``NET/IB/0(3)/GDRDMA/Shared`` to ``NET/IB/GDRDMA``, ``P2P/IPC/read`` to ``P2P/IPC``."""
     if net := _NET.match(via):
         return f"NET/{net[1]}{net[2] or ''}"
     return "SHM" if via.startswith("SHM") else "/".join(via.split("/")[:2])

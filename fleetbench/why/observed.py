@@ -68,7 +68,10 @@ class Loader(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLog:
-    """Records of one rank; ``of`` reads what ``dataclasses.asdict`` gives, after a round trip through JSON."""
+    """Records of one rank.
+
+    ``of`` reads what ``dataclasses.asdict`` gives, after a round trip through JSON.
+    """
 
     rank: int
     """Number of the rank."""
@@ -141,7 +144,7 @@ class RankLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readiness(Config):
-    """Times at which gradients are ready, and compute times, without any exchange: medians over one rank's steps."""
+    """Readiness of gradients, and compute times, without any exchange: medians over one rank's steps."""
 
     names: tuple[str, ...]
     """Parameters in order of registration."""

@@ -1,4 +1,4 @@
-"""Shares of a step, which add up to it, for a typical rank: one that waits for others rather than the last one."""
+"""Shares of a step, which add up to it, for a typical rank: one that waits, not the last one."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def _rank_steps(log: RankLog) -> list[RankStep]:
 
 
 def spans_of(log: RankLog) -> Iterator[Span]:
-    """Yield the rank's activities from the start of its first step to the end of its last, on rank 0's clock."""
+    """Yield the rank's activities from the start of its first step to the end of its last one."""
     if not log.num_steps:
         return
     now, end = log.step_ends_ns[0], log.step_ends_ns[-1]

@@ -1,4 +1,4 @@
-"""Rules: which of Fleet's three modes trainers and servers follow, with which bounds, and which server holds what."""
+"""Rules: which of Fleet's three modes a job follows, with which bounds, and which server holds what."""
 
 import math
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ changed."""
 
 
 def refuse_unserved(strategy: DistributedStrategy, *, simulated: bool = False) -> None:
-    """Raise ``ConfigError`` for a changed field that servers do not support, or only ``simulated`` ones do."""
+    """Raise ``ConfigError`` for a changed field that servers, or all except ``simulated`` ones, lack."""
     who, alone = "training with parameter servers", named("simulated")
     hint = f'leave it at its default, or set mode = "{DistributedStrategy().mode}": no executor has it with mode = "ps"'
     refuse_unexecuted(strategy, "strategy", SERVED | alone | (named("pieces") if strategy.overlap_push else set()), who, hint)
     if not simulated:
-        refuse_unexecuted(strategy, "strategy", SERVED, who, "leave it out: fleetbench sim alone has it")
+        refuse_unexecuted(strategy, "strategy", SERVED, who, "leave it out: only fleetbench sim executes it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,9 @@ def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
 
 
 def early_exchanges(rules: ServerRules, step_s: float, apart: float | None = None) -> tuple[str, str] | None:
-    """Return the field whose bound idle trainers never reach, and what happens instead; none if there is none.
+    """Return the field whose bound idle trainers never reach, and what happens instead.
+
+    None if there is none.
 
     ``step_s``: seconds per step, in which trainers become idle. ``apart``: mean number of steps between two
     exchanges, if counted, because a full link delays them.
@@ -134,7 +136,7 @@ def rules_of(
         k_steps = CHOSEN_K if optimizer == "sgd" and fits else 0
     mode: Mode = "synchronous" if not strategy.a_sync else "geo_sgd" if k_steps > 0 else "asynchronous"
     if mode == "geo_sgd" and optimizer != "sgd":
-        what = "GeoSGD adds up what trainers' own steps changed, which is training for SGD alone"
+        what = "GeoSGD adds up the changes of trainers' own steps, which is correct only for SGD"
         raise ConfigError(what, "optimizer", repr(optimizer), "use SGD without momentum, or a_sync_configs.k_steps = 0")
     return ServerRules(
         mode=mode,
@@ -178,5 +180,5 @@ class Shards:
         return slice(server * self.dense // self.servers, (server + 1) * self.dense // self.servers)
 
     def num_rows(self, table: int, server: int) -> int:
-        """Return the number of a table's rows on a server: row r is row r // servers of server r % servers."""
+        """Return the number of a table's rows on a server: row r becomes row r // servers of r % servers."""
         return (self.tables[table].rows - server + self.servers - 1) // self.servers

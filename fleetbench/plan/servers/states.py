@@ -1,4 +1,7 @@
-"""States of the three roles: plain tuples that are recorded, replayed and saved as JSON; and a role's operations."""
+"""States of the three roles: plain tuples that are recorded, replayed and saved as JSON.
+
+And a role's operations.
+"""
 
 from typing import Any, Literal, NamedTuple
 

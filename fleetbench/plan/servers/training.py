@@ -139,7 +139,7 @@ def _end_backward(rules: ServerRules, state: TrainerState, issue: Issue) -> Trai
 
 
 def _hand_on(rules: ServerRules, state: TrainerState, issue: Issue) -> TrainerState:
-    """End a step: its gradient goes to the sender, or in GeoSGD it is applied here and the sender is notified."""
+    """End a step: its gradient goes to the sender, or in GeoSGD is applied here."""
     if rules.mode == "geo_sgd":
         issue.add("update")
         issue.add("mark", payload="rows")
@@ -330,7 +330,7 @@ def _leave_barrier(rules: ServerRules, state: ServerState, issue: Issue) -> Serv
 
 
 def _leave(rules: ServerRules, state: ServerState, issue: Issue) -> ServerState:
-    """Handle a trainer that has left: the others no longer wait for it. After the last one the server ends."""
+    """Handle a trainer that has left: others no longer wait for it. After the last one the server ends."""
     state = _leave_barrier(rules, _close_round(rules, state, issue), issue)
     if not _present(rules, state):
         issue.add("stop")
