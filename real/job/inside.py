@@ -7,7 +7,8 @@ driver. All of it lies below one folder, which rank 0 makes below ``--out``: eve
 goes with the driver, but where a worker failed, for the trainers' output, it stays.
 Trainers of a launch meet through a file in its folder, so that launches do not meet each other.
 
-``met`` (rank 0 has told the folder) -> launches, one after another -> ``ended``: the driver says stop, or is gone.
+``met`` (rank 0 has told the folder) -> launches, one after another -> ``ended``: the driver says stop, or is
+gone.
 """
 
 import contextlib
@@ -30,23 +31,23 @@ from real.processes.roles import SEED, STORE, TUNING, Role, role_of
 from real.processes.started import end, start, uninterrupted
 
 SHARED = "FLEETBENCH_INSIDE"
-"""Environment variable of a driver inside: the folder that all processes of the job see."""
+"""Environment variable of a driver inside a job: the folder that all processes of the job see."""
 
 _MEET = timedelta(minutes=5)
 _POLL_S = 0.1
 
 
 def role_inside() -> Role | None:
-    """This process's role where it was started as one of several; none where it was not, and drives from outside."""
+    """Return this process's role if it was started as one of several; none if it drives from outside."""
     role = role_of(os.environ)
     return role if role.trainers > 1 else None
 
 
 @contextlib.contextmanager
 def driving(role: Role, out: Path) -> Iterator[None]:
-    """Rank 0's part: inside the context, sessions of a user's script have the job's other processes for their trainers.
+    """Let sessions of a user's script use the job's other processes as trainers; called on rank 0.
 
-    Raises ``EnvironmentLacks`` where the processes do not meet.
+    Raises ``EnvironmentLacks`` if the processes do not meet.
     """
     out.mkdir(parents=True, exist_ok=True)
     board = DriverSide(make_folder(out.resolve()))
@@ -66,9 +67,12 @@ def driving(role: Role, out: Path) -> Iterator[None]:
 
 
 def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Every other rank's part, until the driver says stop or has removed its folder; the exit code.
+    """Run the part of every other rank until the driver stops or has removed its folder.
 
-    ``environment``: of trainers, before this process's own. Raises ``WorkerFailed`` where the driver is gone.
+    Return the exit code.
+
+    ``environment``: of trainers, with precedence over this process's own. Raises ``WorkerFailed`` if the
+    driver is gone.
     """
     board = RankSide(_meet(role, None))
     watch = Watch(board)
@@ -93,7 +97,7 @@ def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) ->
 
 
 def trainer_environment(folder: Path, role: Role | None = None) -> dict[str, str]:
-    """What a trainer of the launch with this folder is told: its seed, and, by a driver inside, its role, this process's by default."""
+    """Return the environment of a trainer of this folder's launch: its seed, and its role (default: this process's)."""
     seed = {SEED: (folder / "seed").read_text(encoding="ascii")} if (folder / "seed").exists() else {}
     seed |= attached_environment(folder)
     if role is None:
@@ -110,7 +114,7 @@ def trainer_environment(folder: Path, role: Role | None = None) -> dict[str, str
 
 
 def _train(role: Role, command: Sequence[str], environment: Mapping[str, str], folder: Path, watch: Watch) -> None:
-    """Run this rank's trainer of one launch to its end; the driver is told of one that fails."""
+    """Run this rank's trainer of one launch to its end; report a failure to the driver."""
     side = RankSide(folder)
     try:
         own = {**os.environ, **environment, **trainer_environment(folder, role), TUNING: str(folder)}
@@ -130,7 +134,10 @@ def _train(role: Role, command: Sequence[str], environment: Mapping[str, str], f
 
 
 def _meet(role: Role, shared: Path | None) -> Path:
-    """All ranks of the job meet once, and rank 0 tells them the folder. Each ends with torchrun's agent from now on."""
+    """Let all ranks of the job meet once; rank 0 sends them the folder.
+
+    From now on each ends with torchrun's agent.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,10 +1,12 @@
 """Launch: the ranks of a job, started once, which run one leg after another as they are ordered, and are watched until they end.
 
-``WorkerLaunch`` starts programs of this project, whose processes are its children. ``CommandLaunch`` starts a user's command, whose ranks
-join by ``fleet.init``. What else the command starts is known by the job's folder in its environment, and ends when that says so.
+``WorkerLaunch`` starts programs of this project, whose processes are its children. ``CommandLaunch`` starts a
+user's command, whose ranks join by ``fleet.init``. What else the command starts is known by the job's folder
+in its environment, and ends when that says so.
 
-How a command's rank ended, who has started it says: ``fleetbench launch`` and a driver inside write its exit code into the job's folder,
-torch's agent reports it at its own end. Under a launcher that says nothing, a rank that was killed is the one that fell silent.
+How a command's rank ended, who has started it says: ``fleetbench launch`` and a driver inside write its exit
+code into the job's folder, torch's agent reports it at its own end. Under a launcher that says nothing, a
+rank that was killed is the one that fell silent.
 """
 
 import contextlib
@@ -30,16 +32,16 @@ from real.processes.started import QUIET, Started, end, meeting_variables, start
 
 _POLL_S = 0.05
 _OTHERS_S = 8.0
-"""From the first rank's error until the others have met it too."""
+"""Seconds from the first rank's error until the others must have met it, too."""
 _LAST_PARTS_S = 5.0
-"""For the parts of ranks that other hosts started, after the command's own end."""
+"""Seconds to wait for parts of ranks on other hosts after the command itself has ended."""
 _MARGIN_S = 15.0  # a collective's own timeout comes first and says more
 _KILL_S = 5.0
 
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE)
-"""As Python writes them, also where torch says before each line which rank it is of."""
+"""Pattern of errors as Python writes them, also with torch's rank prefix."""
 _OF_AGENT = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)
-"""A rank in the report of torch's agent."""
+"""Pattern of a rank in the report of torch's agent."""
 
 Progress = Callable[[int, int], None]
 
@@ -67,7 +69,7 @@ class Launch(ABC):
     _beats_count_process = False  # their steps are a leg's
 
     def __init__(self, folder: Path, run: Run, num_ranks: int = 0) -> None:
-        """``run`` has its timeouts. ``num_ranks``: as many will join, where that is known before."""
+        """``run`` has its timeouts. ``num_ranks``: number of ranks that will join, if known in advance."""
         self._folder = DriverSide(folder)
         self._num_expected = num_ranks
         self._startup_timeout_s, self._timeout_s = run.startup_timeout * 1e-9, run.timeout * 1e-9
@@ -76,27 +78,29 @@ class Launch(ABC):
         self._end_s: float | None = None
         self._first_error_s: float | None = None
         self._processes: list[Started] = []
-        """What was started: the ranks, or a command."""
+        """Processes that were started: the ranks, or a command."""
         self.ranks: dict[int, str] = {}
-        """Their hosts, once all have joined."""
+        """Hosts of the ranks, once all have joined."""
         self.startup_s = 0.0
-        """Until all have joined."""
+        """Seconds until all ranks had joined."""
         self.num_orders = 0
         self.orders_s: list[float] = []
-        """How long each took; the first with what the ranks do before their first step."""
+        """Seconds that each order took; the first includes what ranks do before their first step."""
         self.num_steps = 0
-        """Steps that were done in orders so far."""
+        """Number of steps done in orders so far."""
 
     @property
     def code(self) -> int | None:
-        """Exit code of what was started: of the first that failed, 0 once all have ended well, none before."""
+        """Exit code of what was started: of the first failure, 0 once all have ended well, none before."""
         codes = [process.popen.poll() for process in self._processes]
         return next((code for code in codes if code), None if None in codes else 0)
 
     def run(self, leg: Order, progress: Progress | None = None, check: Callable[[], None] | None = None) -> dict[int, dict[str, Any]]:
-        """Order a leg and wait for it: every rank's part; where a script ends first, what there is of them.
+        """Order a leg, wait for it, and return every rank's part.
 
-        ``check`` is called now and then, and may raise. Raises what ``_failure`` finds when a rank breaks.
+        If a script ends first, the parts that exist.
+
+        ``check`` is called regularly, and may raise. Raises what ``_failure`` finds if a rank breaks.
         """
         number = self.num_orders
         self.num_orders += 1
@@ -108,7 +112,10 @@ class Launch(ABC):
         return parts
 
     def end(self) -> None:
-        """Let the ranks end after the last leg. Raises what ``_failure`` finds where they do not end, or not well."""
+        """Let the ranks end after the last leg.
+
+        Raises what ``_failure`` finds if they do not end, or not well.
+        """
         self._folder.stop()
         deadline = time.monotonic() + max(self._timeout_s, GRACE_S) + _MARGIN_S
         while self.code is None and time.monotonic() < deadline:
@@ -117,7 +124,7 @@ class Launch(ABC):
             raise self._failure()
 
     def kill(self) -> None:
-        """End all that was started, whatever state it is in; returns when it is gone from this host, or cannot be killed."""
+        """Kill everything that was started; return when it is gone from this host, or cannot be killed."""
         self._folder.abort()
         end(self._processes)
         deadline = time.monotonic() + _KILL_S
@@ -131,7 +138,7 @@ class Launch(ABC):
         self._end_s = self._end_s or time.monotonic()
 
     def _wait_for(self, number: int, leg: Order, progress: Progress | None, check: Callable[[], None] | None) -> dict[int, dict[str, Any]]:
-        """The parts of an order: of all ranks, or what there is after the end."""
+        """Return the parts of an order: of all ranks, or those that exist after the end."""
         last_s: float | None = None
         while True:
             code = self.code  # before the parts, which are written before the end
@@ -163,7 +170,7 @@ class Launch(ABC):
             self.startup_s = time.monotonic() - self._begin_s
 
     def _check(self) -> None:
-        """Raise where a rank has failed and the others have had their time, or where all have been silent for too long."""
+        """Raise if a rank has failed and the others have had their time, or if all have been silent for too long."""
         if self._first_error_s is None and any(any(told.iterdir()) for told in (self._folder.errors, self._folder.codes)):
             self._first_error_s = time.monotonic()
         is_overdue = self._first_error_s is not None and time.monotonic() - self._first_error_s > _OTHERS_S
@@ -179,11 +186,14 @@ class Launch(ABC):
 
     @abstractmethod
     def _failure(self) -> FleetbenchError:
-        """End all, and say whose fault it was."""
+        """End all, and return the error that names the cause."""
 
 
 class WorkerLaunch(Launch):
-    """Ranks that are processes of this machine and programs of this project. ``start``; ``run``; ``end`` or ``kill``."""
+    """Ranks that are processes of this machine and programs of this project.
+
+    ``start``; ``run``; ``end`` or ``kill``.
+    """
 
     def __init__(self, folder: Path, run: Run, num_ranks: int) -> None:
         super().__init__(folder, run, num_ranks)
@@ -193,7 +203,8 @@ class WorkerLaunch(Launch):
     def start(self, command: list[str], environment: Mapping[str, str], *, forks: bool = False) -> None:
         """Start the workers, and wait until they have joined; rank N's output goes to ``workerlog.N``.
 
-        ``environment`` goes before torchrun's variables. ``forks``: of this process's fork server, for a ``command`` with ``-m MODULE``.
+        ``environment`` goes before torchrun's variables. ``forks``: of this process's fork server, for a
+        ``command`` with ``-m MODULE``.
         """
         self._folder.make()
         self.log.mkdir(parents=True, exist_ok=True)
@@ -233,21 +244,27 @@ class CommandLaunch(Launch):
 
     @property
     def output(self) -> Path:
-        """Where the trainers' output is: the command's, or, inside a job, the folder in which every rank has a file of its own."""
+        """Path of the trainers' output: the command's, or, inside a job, a folder with one file per rank."""
         return self._folder.path if SHARED in os.environ else self.log
 
     @property
     def unattached(self) -> str | None:
-        """Why no process of the command has attached to this job; none where one has."""
+        """Reason why no process of the command has attached to this job; none if one has."""
         return why_unattached(self._folder.path)
 
     @property
     def held_s(self) -> float:
-        """Seconds for which the command held its trainers so far, all of them together; one trainer until all have joined."""
+        """Trainer seconds for which the command has held its trainers.
+
+        Counts as one trainer until all have joined.
+        """
         return ((self._end_s or time.monotonic()) - self._begin_s) * max(1, len(self.ranks))
 
     def start(self, environment: Mapping[str, str], workdir: Path | None = None, seed: int | None = None) -> None:
-        """Start the command, in ``workdir`` if given. Raises ``EnvironmentLacks`` where there is no such program."""
+        """Start the command, in ``workdir`` if given.
+
+        Raises ``EnvironmentLacks`` if there is no such program.
+        """
         self._folder.make(seed)
         own = {**os.environ, **environment, **trainer_environment(self._folder.path), TUNING: str(self._folder.path)}
         try:
@@ -281,7 +298,7 @@ class CommandLaunch(Launch):
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def _last_lines(self) -> str:
-        """The first error of the output; its last lines, where there is none: a launcher's own follow a script's."""
+        """Return the first error of the output, or its last lines: a launcher's own lines follow a script's."""
         text = self._said()
         if (error := _ERROR.search(text)) is not None:
             return error[1]
@@ -289,11 +306,11 @@ class CommandLaunch(Launch):
 
 
 def started_with(folder: Path) -> list[int]:
-    """Processes of this host, but for this one, that have ``folder`` as the tuning directory in their environment."""
+    """Return other processes of this host that have ``folder`` as the tuning folder in their environment."""
     mark = f"{TUNING}={folder}".encode()
     return [pid for pid in processes_with(lambda variable: variable == mark) if pid != os.getpid()]
 
 
 def codes_of_agent(said: str) -> dict[int, int]:
-    """Exit codes of ranks in the report of torch's agent, but of those that it has ended itself."""
+    """Return exit codes of ranks from the report of torch's agent, without those that it ended itself."""
     return {int(rank): int(code) for rank, code in _OF_AGENT.findall(said) if int(code) != -signal.SIGTERM}

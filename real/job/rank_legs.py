@@ -1,8 +1,9 @@
 """RankLegs: the legs of one rank, one after another as the driver orders them, of a user's script or of an experiment's own workload.
 
-``joined`` (the driver knows that this rank is there) -> legs: after the last step of each its part is written, and the next order is
-waited for -> the driver says stop. In a script each leg begins and ends where ``optimizer.step()`` returns, and after the last one the
-script's own strategy is back, and ``SystemExit`` is raised. A script whose data end first leaves an incomplete part at exit.
+``joined`` (the driver knows that this rank is there) -> legs: after the last step of each its part is
+written, and the next order is waited for -> the driver says stop. In a script each leg begins and ends where
+``optimizer.step()`` returns, and after the last one the script's own strategy is back, and ``SystemExit`` is
+raised. A script whose data end first leaves an incomplete part at exit.
 
 How a leg runs is said in ``real.leg_steps``.
 """
@@ -44,11 +45,14 @@ if TYPE_CHECKING:
 
 
 class EngineSwitch(Trained):
-    """A change of strategy in the living process of a user's script; every rank changes its engine at the same step.
+    """A change of strategy in the living process of a user's script.
 
-    The engine in force takes its hooks and buffers away; the optimizer's state becomes rank 0's, because Local SGD and layer profiles
-    leave another one on every rank; a new engine starts all ranks from rank 0's parameters and buffers. The user's ``.grad`` stay what
-    they were, so that what reads them after ``optimizer.step()`` reads on. ``on_engine`` hears of every engine that takes over.
+    Every rank changes its engine at the same step.
+
+    The engine in force takes its hooks and buffers away; the optimizer's state becomes rank 0's, because
+    Local SGD and layer profiles leave another one on every rank; a new engine starts all ranks from rank 0's
+    parameters and buffers. The user's ``.grad`` stay what they were, so that what reads them after
+    ``optimizer.step()`` reads on. ``on_engine`` hears of every engine that takes over.
     """
 
     def __init__(
@@ -85,12 +89,12 @@ class EngineSwitch(Trained):
         return engine
 
     def use(self, engine: Engine) -> None:
-        """See ``Trained``."""
+        """Use this engine; see ``Trained``."""
         engine.stopwatch.fetch_every = sys.maxsize  # no rank waits for the device to hear a loss
         self._on_engine(engine)
 
     def begin(self, leg: Leg, beat: Beat) -> Engine:
-        """Change to the leg's strategy, or the script's own, and look at the model's forwards from now on."""
+        """Change to the leg's strategy, or the script's own, and observe the model's forwards from now on."""
         strategy = self.own_strategy if leg.start == "as_is" else leg.strategy
         engine = self.open(strategy, first_step=1 - leg.warmup_steps, record=leg.record)
         engine.on_step = beat
@@ -106,18 +110,18 @@ class EngineSwitch(Trained):
         return engine
 
     def results(self, _leg: Leg) -> dict[str, Any]:
-        """The steps after which the script has evaluated its model."""
+        """Return the steps after which the script has evaluated its model."""
         self._watching.remove()
         evaluated, self._evaluated = sorted(self._evaluated), set()
         return {"evaluated": evaluated}
 
     def measuring(self, _leg: Leg) -> ProfileLeg:
-        """See ``Trained``."""
+        """Return the measuring leg; see ``Trained``."""
         self.leave()
         return ProfileLeg(self.model, self.optimizer, self.communicators)
 
     def count_saved(self, saved: SavedForBackward) -> None:
-        """See ``Trained``; the loss is the script's."""
+        """Count bytes saved for the backward; see ``Trained``. The loss is the script's."""
         handles: list[RemovableHandle] = []
 
         def enter(*_: object) -> None:
@@ -133,7 +137,7 @@ class EngineSwitch(Trained):
         handles.append(self.model.register_forward_pre_hook(enter))
 
     def leave(self) -> None:
-        """Close the engine in force, and let all ranks hold one state of the optimizer."""
+        """Close the current engine, and give all ranks the same optimizer state."""
         if self._engine is not None:
             with keeping_gradients(self.model):
                 self._engine.close()
@@ -143,10 +147,10 @@ class EngineSwitch(Trained):
 
 @torch.no_grad()
 def share_state(optimizer: torch.optim.Optimizer, communicators: Communicators) -> None:
-    """Let every rank's optimizer have rank 0's state, tensor by tensor, in place.
+    """Copy rank 0's optimizer state to every rank, tensor by tensor, in place.
 
-    Numbers that are no tensors on the trainers' device, such as counts of steps, are the same on all
-    ranks anyway. Raises ``ConfigError`` where a rank holds other state than rank 0.
+    Plain numbers, such as step counts, are equal on all ranks anyway. Raises ``ConfigError`` if a rank holds
+    other state than rank 0.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [sorted(optimizer.state.get(parameter, {}).items()) for parameter in parameters]  # in one order on all ranks
@@ -161,10 +165,13 @@ _MEETINGS = 9
 
 
 def clock_ahead_ns(meeting: Meeting) -> int:
-    """By how much this host's monotonic clock is ahead of rank 0's. Every rank calls it at the same place.
+    """Return by how much this host's monotonic clock is ahead of rank 0's.
 
-    All ranks leave a meeting at about one time, and note it; the median over some meetings is the offset, good to what ranks differ
-    by in leaving one. Ranks that share a kernel share its clock, and nothing is measured.
+    Every rank calls it at the same place.
+
+    All ranks leave a meeting at about one time, and record it; the median over some meetings is the offset,
+    as precise as the times at which ranks leave one. Ranks that share a kernel share its clock, and nothing
+    is measured.
     """
     kernels = meeting.texts(Place.here().kernel)
     left = [meeting.gather([time.monotonic_ns()]) for _ in range(1 + _MEETINGS if len(set(kernels)) > 1 else 0)]
@@ -182,15 +189,18 @@ class RankLegs:
         self._beats = BeatWriter(folder.beats, rank)
         self._legs: Generator[LegEngine, bool | None, None]  # of a script, once it is ready to train
         self._engine: Engine | None = None
-        """Of the leg of a script that is under way."""
+        """Engine of a script's current leg."""
         self._num_steps = 0
-        """Of a script's process."""
+        """Number of steps of a script's process."""
         self._evaluates, self._metrics = False, dict[str, list[tuple[int, torch.Tensor | float]]]()
-        """Of the leg under way: what the script reports beside the loss, by its process's steps."""
+        """Values that the script reports beside the loss in the current leg, by its process's steps."""
 
     @classmethod
     def join(cls, meeting: Meeting) -> RankLegs:
-        """Say that this rank is here; every rank calls it. Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no folder of a job."""
+        """Announce that this rank is here; every rank calls it.
+
+        Raises ``ConfigError`` if ``FLEETBENCH_TUNING`` names no folder of a job.
+        """
         folder = RankSide.of_environment()
         steps = cls(folder, meeting.rank, meeting)
         folder.join(meeting.rank, meeting.trainers, Place.here().host)
@@ -198,13 +208,13 @@ class RankLegs:
         return steps
 
     def begin(self, switch: EngineSwitch | ShardedSwitch) -> None:
-        """The script is ready to train: follow the optimizer's steps from now on, and begin the first leg."""
+        """Begin the first leg and follow the optimizer's steps; called when the script is ready to train."""
         self._legs = self._of_script(switch)
         follow_steps(switch.optimizer, self.step_done)
         self._advance(None)
 
     def report(self, loss: torch.Tensor | float, metrics: Mapping[str, torch.Tensor | float] | None = None) -> bool:
-        """The script tells a loss and metrics; whether a leg heard it."""
+        """Take a loss and metrics from the script; return whether a leg used them."""
         if self._engine is None:
             return False
         for name, value in (metrics or {}).items() if self._evaluates else ():
@@ -215,12 +225,12 @@ class RankLegs:
         return True
 
     def step_done(self) -> None:
-        """An ``optimizer.step()`` of the script is over. Raises ``SystemExit`` after the last leg."""
+        """Handle the end of the script's ``optimizer.step()``. Raises ``SystemExit`` after the last leg."""
         self._num_steps += 1
         self._advance(False)
 
     def exits(self) -> None:
-        """The process ends: what an unfinished leg has seen is kept, unless an error ended it."""
+        """Keep the results of an unfinished leg when the process exits, unless by an error."""
         if self._engine is not None and not hasattr(sys, "last_value"):
             self._advance(True)
 
@@ -273,12 +283,15 @@ class RankLegs:
         return True
 
     def _compared_clocks(self) -> tuple[int, int]:
-        """Now on this rank's clock, and by how much that is ahead of rank 0's."""
+        """Return the time on this rank's clock, and by how much it is ahead of rank 0's."""
         return time.monotonic_ns(), 0 if self._meeting is None else clock_ahead_ns(self._meeting)
 
 
 def follow_steps(optimizer: torch.optim.Optimizer, on_step: Callable[[], None]) -> None:
-    """Call ``on_step`` after every ``optimizer.step()``, its hooks included; learning-rate schedules wrap the result as they wrap any."""
+    """Call ``on_step`` after every ``optimizer.step()``, its hooks included.
+
+    Learning-rate schedules wrap the result as they wrap any.
+    """
     step = optimizer.step
 
     @functools.wraps(step)

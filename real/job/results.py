@@ -1,13 +1,14 @@
 """Results: what the ranks and servers of a leg wrote, as a run of this project, with all times on rank 0's clock.
 
-Pauses (to copy parameters for an evaluation) are left out of the clock. Of each pause all ranks lose the same time, that of the
-shortest on any rank: moments of a step can then be compared between ranks as before, and no rank's step begins before its last one has
-ended. What a rank pauses longer than another is the loop's work (``other``).
+Pauses (to copy parameters for an evaluation) are left out of the clock. Of each pause all ranks lose the same
+time, that of the shortest on any rank: moments of a step can then be compared between ranks as before, and no
+rank's step begins before its last one has ended. What a rank pauses longer than another is the loop's work
+(``other``).
 
-Of a user's script, steps after which it evaluated its model, and those that
-follow, up to the next exchange, are left out, on all ranks, and the gap is closed as far as it is one on every rank: an evaluation is
-no part of a step, and where one rank evaluates alone the others wait for it in that exchange. Where most
-steps are followed by one, it belongs to the loop.
+Of a user's script, steps after which it evaluated its model, and those that follow, up to the next exchange,
+are left out, on all ranks, and the gap is closed as far as it is one on every rank: an evaluation is no part
+of a step, and where one rank evaluates alone the others wait for it in that exchange. Where most steps are
+followed by one, it belongs to the loop.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from real.leg import Leg
 
 Part = Mapping[str, Any]
 LEAST_STEPS = 3
-"""Counted steps that a leg must have to be one."""
+"""Least number of counted steps in a leg."""
 
 
 def collect(parts: Sequence[Part]) -> tuple[list[StepRecord], tuple[Span, ...], float]:
-    """Steps and spans of all ranks, and the seconds that they took with pauses; ``parts`` in rank order, on one clock.
+    """Return steps and spans of all ranks, and the seconds that they took including pauses.
 
-    Time begins with the first step of any rank.
+    ``parts`` are in rank order, on one clock. Time begins with the first step of any rank.
     """
     origin = min(part["steps"][0]["record"]["start_ns"] for part in parts)
     last = max(step["record"]["end_ns"] for part in parts for step in part["steps"])
@@ -62,7 +63,10 @@ def collect(parts: Sequence[Part]) -> tuple[list[StepRecord], tuple[Span, ...], 
 
 
 def _record(step: Part, latest: Mapping[int, int]) -> StepRecord:
-    """``latest``: by step, when the last rank started an exchange of an earlier step that is waited for in it."""
+    """Return a step's record.
+
+    ``latest``: by step, when the last rank started an earlier exchange that it waits for.
+    """
     told = dict(step["record"])
     if step.get("started_ns") is not None:
         told["wait_ns"] = min(max(latest[told["step"]] - told["arrival_ns"], 0), told["stall_ns"])
@@ -77,7 +81,7 @@ def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
 
 
 def _to_target(told: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> tuple[float, Crossing] | None:
-    """Seconds from the first counted start to the last rank's end of the step by which the losses ``told`` have reached the target."""
+    """Return seconds from the first counted start to the end of the step at which losses have reached the target."""
     if (reached := crossing(told, target)) is None:
         return None
     kept = [record for record in records if 1 <= record.step <= reached.step]
@@ -94,9 +98,9 @@ def run_of(
     skipped: Sequence[dict[str, str]] = (),
     **known: Any,
 ) -> RunResult:
-    """The run that a leg was; ``parts`` in rank order, and its servers' ``reports``. ``experiment`` is given the leg's strategy and steps.
+    """Return the run of a leg; ``parts`` in rank order, and its servers' ``reports``.
 
-    ``known``: other fields of ``Summary``.
+    ``experiment`` gets the leg's strategy and steps. ``known``: other fields of ``Summary``.
     """
     ranks = _undisturbed([_on_first_clock(part) for part in parts], {step for part in parts for step in part["evaluated"]})
     records, spans, host_s = collect(ranks)
@@ -141,7 +145,7 @@ def run_of(
 
 
 def _metrics(parts: Sequence[Part], after: int, to: int) -> dict[str, float] | None:
-    """Means over the ranks, and over steps behind ``after`` and up to ``to``."""
+    """Return means over ranks, and over steps after ``after`` and up to ``to``."""
     values: dict[str, list[float]] = {}
     for part in parts:
         for name, told in part.get("metrics", {}).items():
@@ -150,9 +154,10 @@ def _metrics(parts: Sequence[Part], after: int, to: int) -> dict[str, float] | N
 
 
 def experiment_of_leg(experiment: Experiment, leg: Leg, steps: int) -> Experiment:
-    """The experiment that a leg carried out.
+    """Return the experiment of a leg.
 
-    Legs of a profile take local steps with any optimizer: they measure time, and no experiment would ask for that.
+    Legs of a profile take local steps with any optimizer: they measure time, and no experiment would request
+    that.
     """
     workload = dataclasses.replace(experiment.workload, steps=max(1, steps))
     if leg.strategy.needs_linear_optimizer and workload.optimizer not in LINEAR_OPTIMIZERS:
@@ -167,7 +172,7 @@ def _on_first_clock(part: Part) -> Part:
 
 
 def _without(part: Part, gaps: Sequence[tuple[int, int]], origin: int = 0) -> Part:
-    """The part with all moments after ``origin``, and as if its clock stood still in ``gaps``: begin and length, in their order."""
+    """Return the part with all times relative to ``origin``, without the ``gaps`` (begin and length, in order)."""
     begins = [begin for begin, _ in gaps]
     before = [0, *itertools.accumulate(length for _, length in gaps)]
 
@@ -179,7 +184,7 @@ def _without(part: Part, gaps: Sequence[tuple[int, int]], origin: int = 0) -> Pa
 
 
 def _shifted(part: Part, by_ns: Callable[[int], int]) -> Part:
-    """The part with each moment of a step and of a span so many nanoseconds earlier."""
+    """Return the part with all times of steps and spans earlier by ``by_ns``."""
 
     def earlier(entry: Part) -> dict[str, Any]:
         moments = [name for name in ("start_ns", "end_ns", "arrival_ns", "started_ns") if entry.get(name) is not None]
@@ -208,15 +213,16 @@ def _undisturbed(ranks: Sequence[Part], evaluated: set[int]) -> Sequence[Part]:
 
 
 def _next_exchange(part: Part, steps: set[int], evaluated: int) -> int:
-    """The first step after ``evaluated`` in which ranks wait for each other; the last one of all where there is none."""
+    """Return the first step after ``evaluated`` in which ranks wait for each other, or else the last step."""
     meets = {step["record"]["step"] for step in part["steps"] if step["record"]["arrival_ns"] is not None} or steps
     return min((step for step in meets if step > evaluated), default=max(steps))
 
 
 def reported_losses(table: pd.DataFrame, every: int, last_step: int) -> list[tuple[int, float]]:
-    """Means of the reported loss over all ranks and ``every`` steps, by the last of these.
+    """Return means of the reported loss over all ranks and windows of ``every`` steps, by last step.
 
-    A window counts once it is over, by ``last_step``; steps that were cut out of it, and those without a report, are no part of its mean.
+    A window counts once it is over, by ``last_step``; steps that were cut out of it, and those without a
+    report, are not part of its mean.
     """
     counted = table[(table["step"] >= 1) & table["loss"].notna()]
     windows = counted["loss"].groupby((counted["step"] - 1) // every).mean()

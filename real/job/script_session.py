@@ -1,9 +1,9 @@
 """ScriptSession: legs in a user's script, through one launch of its command after another.
 
-A launch is kept as long as it will do: the next leg follows the last one in the living process. There is a new one where
-a pair begins and the last launch was used enough, where a leg starts from the initial parameters, where its strategy changes
-what a process can have only once, where a leg has failed, and where the script's own data end: then what it can do in one
-launch is known, and legs are cut to it.
+A launch is kept as long as it will do: the next leg follows the last one in the living process. There is a
+new one where a pair begins and the last launch was used enough, where a leg starts from the initial
+parameters, where its strategy changes what a process can have only once, where a leg has failed, and where
+the script's own data end: then what it can do in one launch is known, and legs are cut to it.
 """
 
 import dataclasses
@@ -34,24 +34,29 @@ from real.processes.started import uninterrupted
 
 Part = dict[str, Any]
 RECORD = Leg(steps=10, warmup_steps=3, start="as_is")
-"""The first leg: what the script is."""
+"""First leg, which finds out what the script is."""
 _MOST_LAUNCHES = 5
-"""For one leg."""
+"""Largest number of launches for one leg."""
 _USED = 0.25
-"""Of what a launch takes to the end of its first leg: once later ones took as much, the next pair starts another, for launches differ."""
+"""Share of a launch's time to the end of its first leg: once later legs took as much, the next pair starts
+another launch, because launches differ."""
 
 
 class ScriptSession(LegSession):
-    """Entering starts the command and finds out what the script is, which is then ``experiment``; leaving ends it.
+    """Entering starts the command and finds out what the script is, which is then ``experiment``.
 
-    Raises ``ConfigError`` for a strategy or script that cannot be executed, ``LegFailed`` naming the rank where a leg breaks: the
-    session goes on with the next.
+    Leaving ends it.
+
+    Raises ``ConfigError`` for a strategy or script that cannot be executed, ``LegFailed`` naming the rank
+    where a leg breaks: the session goes on with the next.
     """
 
     experiment: Experiment
 
     def __init__(self, command: Sequence[str], base: Experiment, *, known: Experiment | None = None, workdir: Path | None = None) -> None:
-        """``known``: what was found before, by a session that was interrupted; nothing is started until the first leg then.
+        """``known``: what was found before, by a session that was interrupted.
+
+        Nothing is started until the first leg then.
 
         ``workdir``: the folder that the command is started in; this process's, if none.
         """
@@ -66,28 +71,35 @@ class ScriptSession(LegSession):
         self._restart_part: DistributedStrategy | None = None
         self._held_s = 0.0
         self.notes: list[str] = []
-        """What went wrong without harm."""
+        """Notes about harmless problems."""
         self.hosts: tuple[str, ...] = ()
-        """Of the last launch, by rank."""
+        """Hosts of the last launch, by rank."""
         self.capacity: int | None = None
-        """Optimizer steps of the script until its data end, once it has come so far."""
+        """Number of optimizer steps of the script until its data end, once known."""
         self._unattached: str | None = None
-        """Why the job did not come to the script's model in that launch."""
+        """Reason why the job did not find the script's model in that launch."""
         self._most: int | None = None
-        """Of a leg's steps, where a launch would not carry all legs that are compared with each other."""
+        """Largest number of a leg's steps, if a launch could not run all legs that are compared with each
+        other."""
 
     @property
     def held_s(self) -> float:
-        """Seconds of all trainers together, from the start of every launch to its end: also those in which they wait for orders."""
+        """Trainer seconds from the start of every launch to its end, including waits for orders."""
         return self._held_s + (0.0 if self._launch is None else self._launch.held_s)
 
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
-        """Run one leg. Raises ``LegFailed`` where its strategy, or what it makes of the numbers, does not go with the script."""
+        """Run one leg.
+
+        Raises ``LegFailed`` if the script cannot run its strategy, or if numbers become invalid.
+        """
         refuse_unexecuted(leg.strategy, "strategy", PLANNED, "the real executor")
         return run_of(self.experiment, leg, self._parts(leg, progress), foreign_cores=self.foreign_cores)
 
     def together(self, legs: Sequence[Leg]) -> None:
-        """See ``LegSession``; legs are cut to the steps of a launch, and are of a new one where the last has been used enough."""
+        """Announce legs as in ``LegSession``.
+
+        They are cut to the steps of a launch; a used launch is replaced.
+        """
         wanted = sum(leg.warmup_steps + leg.steps for leg in legs)
         if self.capacity is not None and wanted > self.capacity:
             share = self.capacity // len(legs)
@@ -117,7 +129,10 @@ class ScriptSession(LegSession):
             self.notes.append(what)
 
     def _run(self, leg: Leg, progress: Progress | None = None) -> list[Part]:
-        """Every rank's part of a leg, by a launch that can carry it; a launch that breaks is replaced once."""
+        """Return every rank's part of a leg, from a launch that can run it.
+
+        A launch that breaks is replaced once.
+        """
         lost = False
         for _ in range(_MOST_LAUNCHES):
             leg = self._fitted(leg)
@@ -153,7 +168,10 @@ class ScriptSession(LegSession):
         return [parts[rank] for rank in sorted(parts)]
 
     def _fitted(self, leg: Leg) -> Leg:
-        """The leg with no more steps than the script has. Raises ``ConfigError`` where it has too few for any leg."""
+        """Return the leg with at most the script's steps.
+
+        Raises ``ConfigError`` if these are too few for any leg.
+        """
         if self.capacity is None:
             return leg
         most = min(self.capacity, self._most or self.capacity)
@@ -212,5 +230,5 @@ class ScriptSession(LegSession):
 
 
 def restart_part(strategy: DistributedStrategy) -> DistributedStrategy:
-    """The strategy with nothing changed but what a living process does not change well: mixed precision, compiled graphs, recompute."""
+    """Return the strategy with only the changes that need a restart: mixed precision, compiled graphs, recompute."""
     return strategy.without(*KNOBS.keys() - named("restarts"))

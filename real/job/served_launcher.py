@@ -1,7 +1,8 @@
 """Launching a job with parameter servers: ``fleetbench launch --servers ... --workers ... train.py``, here or as one host of several.
 
-Every process runs the same script; variables say which of them it is (Paddle's, as its own launchers set them). The job fails with
-the first process that fails. A launcher stays until its own processes have ended; if they fail, it tells the servers of all hosts.
+Every process runs the same script; variables say which of them it is (Paddle's, as its own launchers set
+them). The job fails with the first process that fails. A launcher stays until its own processes have ended;
+if they fail, it tells the servers of all hosts.
 """
 
 import os
@@ -22,9 +23,9 @@ from real.servers.launcher_messages import NOTE, tell_servers
 
 ENDED_THERE = "the launch was ended there"
 _OTHER_ROLES = ("RANK", "PADDLE_TRAINER_ENDPOINTS")
-"""Variables of other launchers, by which a process would not know its role from ours."""
+"""Variables of other launchers that would hide a process's role given by us."""
 _SERVER_GRACE_S = 300.0
-"""Seconds for servers to write their last checkpoint once all trainers have ended."""
+"""Seconds for servers to write their last checkpoint after all trainers have ended."""
 _PARTING_S = 3.0
 """Seconds for servers of this host to tell trainers of other hosts why the job ends."""
 
@@ -39,9 +40,9 @@ def launch_placed(
 ) -> None:
     """Run ``script`` (a Python file and its arguments) as this machine's servers and trainers, until they have ended.
 
-    Server N's output is in ``log_dir/serverlog.N``, trainer N's in ``workerlog.N``; trainer 0's is echoed where it runs.
-    ``startup_timeout_s``: for servers and trainers to come. Raises ``EnvironmentLacks`` for a server's address that is taken,
-    ``WorkerFailed`` naming the server, rank or host that ended the job.
+    Server N's output is in ``log_dir/serverlog.N``, trainer N's in ``workerlog.N``; trainer 0's is echoed
+    where it runs. ``startup_timeout_s``: for servers and trainers to come. Raises ``EnvironmentLacks`` for a
+    server's address that is taken, ``WorkerFailed`` naming the server, rank or host that ended the job.
     """
     require_addresses(placement)
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ and not (placement.is_spread and name == GLOO)}
@@ -58,11 +59,14 @@ def launch_placed(
 
 
 class ServedJob:
-    """A job with servers, as one host sees it: ``run``, to the end of its processes. Raises ``WorkerFailed`` naming who ended it."""
+    """A job with servers, as one host sees it: ``run``, to the end of its processes.
+
+    Raises ``WorkerFailed`` with the process that ended it.
+    """
 
     def __init__(self, placement: Placement, note: Path) -> None:
         self.processes: list[Started] = []
-        """This machine's."""
+        """Processes of this machine."""
         self._placement, self._note = placement, note
         self._trained_at: float | None = None  # since when no trainer of a job of this machine alone lives
 
@@ -86,7 +90,7 @@ class ServedJob:
             raise failure
 
     def _is_over(self) -> bool:
-        """Whether all have ended, one has failed or named another, or servers have had their time since the last trainer's end."""
+        """Whether all have ended, one has failed or blamed another, or the servers' time after the last trainer is over."""
         living = [process for process in self.processes if process.code is None]
         if not living or any(process.code for process in self.processes) or self._note.exists():
             return True
@@ -96,7 +100,7 @@ class ServedJob:
         return all(process.is_stopped for process in living) or time.monotonic() - self._trained_at > _SERVER_GRACE_S
 
     def _part(self, error: BaseException) -> None:
-        """Let servers of other hosts know that this host's part has ended, and why; they tell all who train."""
+        """Tell servers of other hosts that this host's part has ended, and why; they tell all trainers."""
         if not self._placement.is_spread:
             return
         where, what = f"host {self._placement.own_name}", ENDED_THERE

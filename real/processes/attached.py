@@ -34,25 +34,34 @@ _ATTACHED, _UNATTACHED, _SEEN = "attached", "unattached", "seen"
 
 
 def attached_environment(folder: Path, strategy: Path | None = None, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables for a command whose processes are to attach: ``folder`` is the job's, ``strategy`` a file that they train by."""
+    """Return variables for a command whose processes should attach to the job of ``folder``.
+
+    ``strategy`` is a file by which they train.
+    """
     path = os.pathsep.join(filter(None, [str(_SITE), base.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, ATTACH: str(folder)} | ({} if strategy is None else {STRATEGY: str(strategy.resolve())})
 
 
 def note_attached() -> None:
-    """A job executes this process's model."""
+    """Record that a job executes this process's model."""
     _note(_ATTACHED, "")
 
 
 def note_unattached(why: str) -> None:
-    """Nothing was done in this process. A reason takes the place of ``NEVER_CALLED``, which launchers leave, too."""
+    """Record why nothing was done in this process.
+
+    A reason replaces ``NEVER_CALLED``, which launchers leave, too.
+    """
     folder = Path(os.environ[ATTACH])
     if why != NEVER_CALLED or not (folder / _UNATTACHED).exists():
         _note(_UNATTACHED, why)
 
 
 def why_unattached(folder: Path) -> str | None:
-    """Why no process of a command has attached, as a sentence; none where one has, or no folder was given."""
+    """Return a sentence why no process of a command has attached.
+
+    None if one has, or if there is no folder.
+    """
     if not folder.is_dir() or (folder / _ATTACHED).exists():
         return None
     if not (folder / _SEEN).exists():
@@ -63,7 +72,7 @@ def why_unattached(folder: Path) -> str | None:
 
 
 def check_ordered(strategy: Path) -> None:
-    """Raise ``ConfigError`` for a file that no script takes without being changed."""
+    """Raise ``ConfigError`` for a file with a strategy that requires changes in the script."""
     from fleetbench.strategy import DistributedStrategy  # which a process that attaches loads later, if at all
 
     if DistributedStrategy.load(strategy).mode == "ps":
@@ -72,7 +81,7 @@ def check_ordered(strategy: Path) -> None:
 
 
 def refuse_unattached(folder: Path, strategy: Path, *, is_elsewhere: bool = False) -> None:
-    """Raise ``ConfigError`` where a job has ended and none of its models has taken the strategy."""
+    """Raise ``ConfigError`` if a job has ended and none of its models has used the strategy."""
     why = why_unattached(folder)
     if why is not None and is_elsewhere:
         print(_UNCONFIRMED, file=sys.stderr, flush=True)  # noqa: T201  # a launcher's word

@@ -6,8 +6,8 @@ an error of its own, then who fell silent.
 
 Errors of a leg of a user's script:
 
-LegFailed     the strategy's own doing, as far as anybody can tell: out of memory, no numbers, an exception, a refusal
-└── LegLost   the launch broke: a process was killed or fell silent; worth another try
+LegFailed the strategy's own doing, as far as anybody can tell: out of memory, no numbers, an exception, a
+refusal └── LegLost the launch broke: a process was killed or fell silent; worth another try
 """
 
 from __future__ import annotations
@@ -26,47 +26,51 @@ if TYPE_CHECKING:
 
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory")
 STOPPED = "was stopped and did not answer, until it was killed"
-"""What an error says of a process that heard no signal but SIGKILL."""
+"""Part of an error about a process that only SIGKILL ended."""
 NOTE = "failed-rank.json"
-"""File in a launcher's folder."""
+"""Name of a file in a launcher's folder."""
 
 
 class LegFailed(WorkerFailed):
-    """A leg cannot be run with its strategy; ``where`` names the rank."""
+    """A leg cannot run with its strategy; ``where`` names the rank."""
 
 
 class LegLost(LegFailed):
-    """The launch broke under a leg."""
+    """The launch broke during a leg."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankError:
-    """What a rank's own process reported before it ended."""
+    """Report of a rank's own process before it ended."""
 
     message: str
     collective: bool
-    """It failed in a collective, which is most often somebody else's fault."""
+    """Whether it failed in a collective, which is usually another rank's fault."""
     time_ns: int
     config: list[str | None] | None = None
-    """Arguments of the ``ConfigError`` that it was, if it was one."""
+    """Arguments of the ``ConfigError``; none for other errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What a rank said before it ended."""
+    """Statement of a rank before it ended."""
 
     rank: int
     what: str
-    """Such as ``failed at step 3: ValueError: the third layer is odd``."""
+    """Description, such as ``failed at step 3: ValueError: the third layer is odd``."""
     own: bool
-    """False where a collective broke, which is most often another rank's fault."""
+    """Whether the error is the rank's own; false if a collective broke, which is usually another rank's
+    fault."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.what}"
 
 
 def read_note(path: Path) -> tuple[str, str] | None:
-    """The process that another one has named for their launcher, such as ``rank 1``, and why; none where there is no such file."""
+    """Return the process that another one has blamed for their launcher, such as ``rank 1``, and why.
+
+    None without a file.
+    """
     if not path.exists():
         return None
     where, what = json.loads(path.read_text(encoding="utf-8"))
@@ -76,7 +80,9 @@ def read_note(path: Path) -> tuple[str, str] | None:
 def diagnose(
     exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int, log: str
 ) -> LegFailed | ConfigError:
-    """The error that names the rank to blame; a worker's ``ConfigError`` is handed on as it was. Memory that ran out goes first.
+    """The error that names the rank to blame.
+
+    A worker's ``ConfigError`` is handed on as it was. Memory that ran out goes first.
 
     Args:
         exit_codes: of ranks that ended by themselves before anybody was told to; negative is a signal.
@@ -101,10 +107,10 @@ def diagnose(
 
 
 def require_finite(parts: Mapping[int, Mapping[str, Any]], num_before: int, log: Path, *, profile: bool) -> None:
-    """Raise ``LegFailed`` for the rank whose loss or parameter was NaN or infinite first.
+    """Raise ``LegFailed`` for the first rank whose loss or parameter was NaN or infinite.
 
-    ``parts``: ranks' results of a leg, which measured layer times if ``profile``. ``num_before``: steps of the process before the leg.
-    ``log``: where the workers' output is.
+    ``parts``: ranks' results of a leg, which measured layer times if ``profile``. ``num_before``: steps of
+    the process before the leg. ``log``: where the workers' output is.
     """
     found = {rank: part["not_finite"] for rank, part in parts.items() if part["not_finite"] is not None}
     if found:
@@ -135,12 +141,12 @@ def _blame(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats
 
 
 def first_to_blame(exit_codes: Mapping[int, int]) -> int:
-    """The rank whose end was its own: killed, then failed, and last those that were told to end by the launcher's signal."""
+    """Return the rank that ended by itself: killed, else failed, and last those ended by the launcher's signal."""
     return min(exit_codes, key=lambda rank: (exit_codes[rank] == -signal.SIGTERM, exit_codes[rank] >= 0, rank))
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words; a negative one is a signal."""
+    """Describe an exit code; a negative one is a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"  # real-time signals have no name

@@ -13,9 +13,10 @@ from typing import NoReturn
 
 
 def at_exit(run: Callable[[], object]) -> None:
-    """Call ``run`` at the exit of this process, and not at that of a fork: threads, connections and peers are not the fork's.
+    """Call ``run`` at the exit of this process, but not at a fork's exit: threads, connections and peers are not its own.
 
-    A process of ``multiprocessing`` ends without the interpreter's hooks, and what ended it is known only before that.
+    A process of ``multiprocessing`` ends without the interpreter's hooks, and its exception is known only
+    before that.
     """
     owner = os.getpid()
 
@@ -34,7 +35,7 @@ def at_exit(run: Callable[[], object]) -> None:
 
 
 def keep_in_forks(*held: object) -> None:
-    """Let forks of this process end without destroying what it holds: process groups and stores wait for threads that a fork lacks."""
+    """Let forks exit without destroying what this process holds: groups and stores wait for threads that a fork lacks."""
 
     def keep() -> None:
         for each in held:
@@ -44,7 +45,7 @@ def keep_in_forks(*held: object) -> None:
 
 
 def on_uncaught(tell: Callable[[BaseException], None]) -> None:
-    """From now on ``tell`` hears of the exception that ends this process, once it is printed; not of one that ends a fork."""
+    """Call ``tell`` with the exception that ends this process, after it is printed; not in forks."""
     before, owner = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -58,7 +59,7 @@ def on_uncaught(tell: Callable[[BaseException], None]) -> None:
 
 
 def end_now(code: int) -> NoReturn:
-    """End the process, whatever else it does, once what it has said is written."""
+    """End the process immediately after flushing its output."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a full disk; a stream that was closed
             stream.flush()

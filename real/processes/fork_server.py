@@ -1,11 +1,13 @@
 """Fork server: one Python process that has imported what ranks import, and becomes them by forks.
 
-Importing torch costs every rank seconds of a core, and a machine that starts many launches, one after another, most of
-its time. A fork has it all at once. It is for programs of this project alone, on CPUs and Linux: a user's script may
-set variables before it imports torch, and a process that has spoken to a GPU must not fork.
+Importing torch costs every rank seconds of a core, and a machine that starts many launches, one after
+another, most of its time. A fork has it all at once. It is for programs of this project alone, on CPUs and
+Linux: a user's script may set variables before it imports torch, and a process that has spoken to a GPU must
+not fork.
 
-A server ends with the process that uses it. What to fork is a JSON message on its standard input, with which comes the file of its
-output. A fork becomes a child of the user's process, with which it ends, and answers with its number.
+A server ends with the process that uses it. What to fork is a JSON message on its standard input, with which
+comes the file of its output. A fork becomes a child of the user's process, with which it ends, and answers
+with its number.
 """
 
 from __future__ import annotations
@@ -39,28 +41,28 @@ _OF_TESTS = "PYTEST_CURRENT_TEST"  # changes with every test, and says nothing t
 _POLL_S = 0.01
 _ADOPTING = threading.Lock()
 _PATIENCE_S = 120.0
-"""For the imports, and for one fork."""
+"""Seconds for the imports, and for one fork."""
 _LONGEST = 1 << 20
-"""Bytes of a message that says what to fork."""
+"""Largest message with a request to fork, in bytes."""
 _NUMBER = 32
 """Bytes of a process number."""
 
 
 class Forked:
-    """A child that a server has forked: what ``subprocess.Popen`` offers for one."""
+    """A child that a server has forked, with the interface of ``subprocess.Popen``."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; none while it runs."""
+        """Return its exit code, negative for a signal; none while it runs."""
         if self._code is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
             self._code = os.waitstatus_to_exitcode(ended[1])
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, once it has ended. Raises ``subprocess.TimeoutExpired``."""
+        """Wait for it and return its exit code. Raises ``subprocess.TimeoutExpired``."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -69,14 +71,17 @@ class Forked:
         return code
 
     def kill(self) -> None:
-        """End it, if it has not ended."""
+        """Kill it, if it has not ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
-    """The user's side. Life cycle: made; ``fork``, as often as wanted; ``close``, or the end of this process."""
+    """The user's side.
+
+    Life cycle: created; ``fork`` any number of times; ``close``, or the end of this process.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = _relevant(environment)
@@ -93,19 +98,22 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """Process number of the server."""
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """Its exit code; none while it runs, and can fork."""
+        """Exit code of the server; none while it runs."""
         return self._process.poll()
 
     def fork(self, arguments: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> Forked:
-        """Start ``python ARGUMENTS`` (``-m MODULE ...`` or ``SCRIPT ...``) here, in a session of its own; its output goes to ``log``.
+        """Start ``python ARGUMENTS`` (``-m MODULE ...`` or ``SCRIPT ...``) here, in a session of its own.
 
-        ``variables`` of its own go before the server's; with a RANK among them it is called by it, as it has no command line of its own.
-        Raises ``EnvironmentLacks`` where the log cannot be written, ``WorkerFailed`` where the server has ended, or does not answer.
+        Its output goes to ``log``.
+
+        ``variables`` of its own go before the server's; with a RANK among them it is called by it, as it has
+        no command line of its own. Raises ``EnvironmentLacks`` where the log cannot be written,
+        ``WorkerFailed`` where the server has ended, or does not answer.
         """
         try:
             output = log.open("wb")
@@ -129,23 +137,26 @@ class ForkServer:
         raise WorkerFailed("the process that forks ranks has ended, or does not answer", "this node", hint="its errors are above")
 
     def close(self) -> None:
-        """End the server; what it has forked goes on."""
+        """End the server; its forks continue."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
 
 
 shared: list[ForkServer] = []
-"""This process's server, if it has one; a module's state, because launches that know nothing of each other are to share it."""
+"""This process's server, if it has one, shared by independent launches."""
 
 
 def can_fork() -> bool:
-    """Whether this system leaves a fork to the process that asked for it."""
+    """Whether this system can hand a fork over to the process that requested it."""
     return sys.platform == "linux"
 
 
 def fork_server(environment: Mapping[str, str]) -> ForkServer:
-    """This process's server, a new one where the last has ended or was started with other variables: libraries read them as they load."""
+    """Return this process's server.
+
+    A new one if the last has ended or had other variables, which libraries read on import.
+    """
     if shared and (shared[0].code is not None or shared[0].environment != _relevant(environment)):
         shared.pop().close()
     if not shared:
@@ -162,7 +173,7 @@ def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _serve(modules: Sequence[str]) -> None:
-    """Fork what is asked for on the socket, which is the standard input, until its other end is closed."""
+    """Fork on requests from the socket, which is the standard input, until its other end is closed."""
     for name in modules:
         importlib.import_module(name)
     gc.freeze()  # a fork's garbage collection leaves what was imported alone, and its pages shared
@@ -178,7 +189,7 @@ def _serve(modules: Sequence[str]) -> None:
 
 
 def _fork(wanted: Mapping[str, Any], output: int, asked: socket.socket, user: int) -> None:
-    """Fork what is wanted, in a session of its own, without input. ``user`` adopts it, and hears its number, once its parent ends."""
+    """Fork a request, in its own session without input. ``user`` adopts it, and gets its number."""
     with warnings.catch_warnings():  # Python 3.12 and later warn of the threads that libraries start as they load, which wait for work
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
         if child := os.fork():
@@ -204,7 +215,7 @@ def _fork(wanted: Mapping[str, Any], output: int, asked: socket.socket, user: in
 
 
 def _become(arguments: Sequence[str]) -> NoReturn:
-    """Go on as ``python ARGUMENTS``, in a process that was forked for it."""
+    """Continue as ``python ARGUMENTS``, in a process that was forked for it."""
     code = 1
     try:
         if arguments[0] == "-m":

@@ -30,10 +30,12 @@ _LOOPBACK = ("127.0.0.1", 1)
 
 
 def join(role: Role, timeout: timedelta, backend: str | None = None, *, takes_interface: bool = True) -> None:
-    """Make torch's process group. By default NCCL carries it where somebody started several on CUDA; gloo where they share it, and else.
+    """Make torch's process group. By default NCCL carries it where somebody started several on CUDA.
 
-    With ``CUDA_VISIBLE_DEVICES`` a rank may see its own device alone, so that their number says nothing. ``takes_interface``: see
-    ``take_interface``; else gloo chooses, as in scripts of others.
+    Gloo where they share it, and else.
+
+    With ``CUDA_VISIBLE_DEVICES`` a rank may see its own device alone, so that their number says nothing.
+    ``takes_interface``: see ``take_interface``; else gloo chooses, as in scripts of others.
 
     Raises ``ConfigError`` for a parameter server, and where the address of rank 0 is missing.
     """
@@ -75,8 +77,9 @@ def renew_store(timeout: timedelta) -> None:
 def own_part(store: Store, rank: int, trainers: int, timeout: timedelta) -> Store:
     """The part of ``store`` that belongs to this attempt; all ranks call it at the same place.
 
-    torchrun's store outlives workers that torchrun starts again, and so do the addresses and failures that they
-    have written. Its count of restarts may differ between nodes. Raises ``WorkerFailed`` for a rank that does not come.
+    torchrun's store outlives workers that torchrun starts again, and so do the addresses and failures that
+    they have written. Its count of restarts may differ between nodes. Raises ``WorkerFailed`` for a rank that
+    does not come.
     """
     import torch.distributed as dist
 
@@ -106,7 +109,7 @@ def own_part(store: Store, rank: int, trainers: int, timeout: timedelta) -> Stor
 
 
 def _address(role: Role) -> tuple[str, int] | None:
-    """Rank 0's, where trainers meet over the network: not those of one machine, and not through a file."""
+    """Return rank 0's address if trainers meet over the network: not on one machine, and not through a file."""
     if role.rendezvous == ENVIRONMENT:
         return None if role.trainers_per_node == role.trainers else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     address = urlsplit(role.rendezvous or "")
@@ -114,7 +117,9 @@ def _address(role: Role) -> tuple[str, int] | None:
 
 
 def interface_towards(host: str, port: int, *, patience_s: float = 0.0) -> str | None:
-    """The interface whose address this machine would use towards ``host``; none where the address is no interface's.
+    """The interface whose address this machine would use towards ``host``.
+
+    None where the address is no interface's.
 
     Nothing is sent. ``patience_s``: how long to wait for a name that does not resolve yet, as a pod's
     before it has started. Raises ``EnvironmentLacks`` for a name that stays unknown.
@@ -130,7 +135,8 @@ def take_interface(host: str, port: int, *, patience_s: float = 0.0) -> None:
     """Make gloo use, in this process, the interface through which rank 0 is reached, unless somebody chose one.
 
     By itself gloo takes the one that the host's own name resolves to, which on many systems is the loopback.
-    ``patience_s`` is ``interface_towards``'s. Raises ``EnvironmentLacks`` as that does, and for a name that is the loopback here alone.
+    ``patience_s`` is ``interface_towards``'s. Raises ``EnvironmentLacks`` as that does, and for a name that
+    is the loopback here alone.
     """
     if os.environ.get(GLOO):
         return
@@ -143,12 +149,15 @@ def take_interface(host: str, port: int, *, patience_s: float = 0.0) -> None:
 
 
 def own_name_is_loopback() -> bool:
-    """Whether this host's name resolves to its loopback alone, or not at all: gloo then chooses the loopback, where no other host comes."""
+    """Whether this host's name resolves only to its loopback, or not at all.
+
+    Gloo then chooses the loopback.
+    """
     return all(is_loopback(address) for address in _addresses(socket.gethostname()))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address means the machine itself, wherever it is said."""
+    """Whether a name or address means the machine itself, on any machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -171,7 +180,7 @@ def _own_address(host: str, port: int, patience_s: float) -> str:
 
 
 def own_among(hosts: Sequence[str]) -> list[int]:
-    """Places in a list of names or addresses that are this machine's. One that does not resolve is not; one that is a loopback here is."""
+    """Return the indices of names or addresses that are this machine's; unresolved ones are not."""
     own = {address.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for address in addresses}
     return [place for place, host in enumerate(hosts) if any(found in own or is_loopback(found) for found in _addresses(host))]
 

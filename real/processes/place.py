@@ -1,6 +1,7 @@
-"""Place: where a process runs, what it shares with another one (a clock, process numbers), and whether it lives.
+"""Place: where a process runs, what it shares with another (a clock, process numbers), and whether it lives.
 
-Temporary folders say whose they are: the next start removes what a killed process has left. What a failed worker has said stays.
+Temporary folders record their owner: the next start removes those of killed processes. Output of a failed
+worker is kept.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ class Place(Config):
 
     host: str
     boot: str = ""
-    """The kernel's name for its own boot; empty where the system has none."""
+    """Identifier of the kernel's boot; empty if the system has none."""
     namespace: str = ""
-    """Of process numbers."""
+    """Namespace of process numbers."""
     pid: int
     started: int = 0
-    """When it started, in the kernel's ticks: with its number it names the process for good. 0: not known."""
+    """Start time in the kernel's ticks, which with the number identifies the process. 0: unknown."""
 
     @classmethod
     def here(cls) -> Place:
-        """This process's."""
+        """Return this process's place."""
         boot = namespace = ""
         with contextlib.suppress(OSError):  # Linux alone has them
             boot, namespace = _BOOT.read_text(encoding="ascii").strip(), str(_NAMESPACE.readlink())
@@ -46,7 +47,7 @@ class Place(Config):
 
     @property
     def kernel(self) -> str:
-        """Equal where two processes share a monotonic clock."""
+        """Key of the kernel, equal for two processes with one monotonic clock."""
         return self.boot or self.host
 
     def shares_numbers(self, other: Place) -> bool:
@@ -54,12 +55,12 @@ class Place(Config):
         return self.kernel == other.kernel and self.namespace == other.namespace
 
     def lives(self) -> bool:
-        """Whether the process is there, and no zombie; only to be asked by one that shares its numbers."""
+        """Whether the process exists and is no zombie; only valid if process numbers are shared."""
         return process_state(self.pid) not in ("", "Z", "X") and self.started in (0, start_ticks(self.pid))
 
 
 def processes_with(is_it: Callable[[bytes], bool]) -> Iterator[int]:
-    """Processes that were started with such a variable, ``NAME=value``; those of other users cannot be read, and are left out."""
+    """Yield processes that were started with such a variable, ``NAME=value``; other users' are left out."""
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(OSError):  # it has ended, or is not ours to read
@@ -68,18 +69,18 @@ def processes_with(is_it: Callable[[bytes], bool]) -> Iterator[int]:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does (R, S, T, Z, ...); empty where there is no such process."""
+    """Return the kernel's state letter of a process (R, S, T, Z, ...); empty if there is none."""
     return (_stat(pid) or [""])[0]
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process of this number started (proc_pid_stat(5), field 22); none where there is none."""
+    """Return the start time of a process (proc_pid_stat(5), field 22); none if there is none."""
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third on, which follow the program's name."""
+    """Return the fields of /proc/PID/stat from the third on, which follow the program's name."""
     try:
         return Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
     except OSError:
@@ -88,15 +89,15 @@ def _stat(pid: int) -> list[str]:
 
 PREFIX = "fleetbench-"
 _ROOM_BYTES = 4 << 20
-"""Free space that a job's folder needs for heartbeats, logs and results."""
+"""Free bytes that a job's folder needs for heartbeats, logs and results."""
 OWNER = "owner.json"
-"""File of such a folder that names the process that made it."""
+"""Name of the file in such a folder that identifies its process."""
 
 
 def make_folder(within: Path | None = None) -> Path:
-    """Make a folder that only this user may enter, below ``within`` or the temporary folder, and sweep there before.
+    """Create a folder that only this user may enter, below ``within`` or the temporary folder, and sweep there first.
 
-    Raises ``EnvironmentLacks`` where the temporary folder has too little room.
+    Raises ``EnvironmentLacks`` if the temporary folder has too little room.
     """
     root = Path(tempfile.gettempdir()) if within is None else within
     sweep(root)
@@ -114,7 +115,7 @@ def make_folder(within: Path | None = None) -> Path:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is removed on the way out."""
+    """Yield a folder that is removed at the end."""
     folder = make_folder()
     try:
         yield folder
@@ -123,7 +124,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def leave_folder(folder: Path, error: BaseException | None) -> None:
-    """Remove a folder; after ``WorkerFailed``, whose hint names output in it, it stays, and no later start removes it."""
+    """Remove a folder; after ``WorkerFailed``, whose hint names output in it, keep it permanently."""
     if isinstance(error, WorkerFailed):
         (folder / OWNER).unlink(missing_ok=True)
     else:
@@ -131,7 +132,7 @@ def leave_folder(folder: Path, error: BaseException | None) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Remove this user's folders below ``root`` whose processes have ended, but those of other machines, which cannot be seen."""
+    """Remove this user's folders below ``root`` whose processes have ended; those of other machines stay."""
     here = Place.here()
     for path in root.glob(f"{PREFIX}*/{OWNER}"):
         owner = _owner(path)
@@ -140,7 +141,10 @@ def sweep(root: Path) -> None:
 
 
 def _owner(path: Path) -> Place | None:
-    """Who made a folder; none where it, or the file that says so, is a link or not this user's, or cannot be read."""
+    """Return the owner of a folder.
+
+    None if it, or its owner file, is a link, another user's, or unreadable.
+    """
     try:
         if any(found.is_symlink() or found.lstat().st_uid != os.geteuid() for found in (path.parent, path)):
             return None

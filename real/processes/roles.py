@@ -56,29 +56,31 @@ _PORTS = range(20_000, 32_000)  # below those that Linux gives to outgoing conne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """What one process of a job is. The defaults are those of a script that was started alone."""
+    """Role of one process in a job. The defaults are those of a script that was started alone."""
 
     launcher: Literal["none", "torchrun", "Paddle", "Slurm"] = "none"
     kind: Literal["trainer", "server"] = "trainer"
     rank: int = 0
-    """Among the trainers, or among the servers."""
+    """Rank among the trainers, or among the servers."""
     trainers: int = 1
     local_rank: int = 0
-    """Among the trainers of its node."""
+    """Rank among the trainers of its node."""
     trainers_per_node: int | None = 1
-    """None where nodes differ in it, or a node's trainers are no neighbours in rank: there is no hierarchy then."""
+    """Number of trainers per node; none if nodes differ, or if a node's ranks are not consecutive, so that
+    there is no hierarchy."""
     rendezvous: str | None = None
-    """``init_method`` of torch's process group; none for one trainer alone, who needs none, and where ``store`` is given."""
+    """``init_method`` of torch's process group; none for a single trainer, and if ``store`` is given."""
     store: str | None = None
-    """File through which the trainers find each other. No URL, in which ``#`` and ``?`` would end its name."""
+    """File through which the trainers find each other; no URL, in which ``#`` and ``?`` would end its
+    name."""
     endpoints: tuple[str, ...] = ()
-    """``host:port`` of every trainer, where the launcher says it."""
+    """``host:port`` of every trainer, if the launcher gives it."""
     servers: tuple[str, ...] = ()
     """``host:port`` of every parameter server."""
 
 
 def role_of(environment: Mapping[str, str]) -> Role:
-    """The role that the variables give. Raises ``ConfigError`` naming the variable that is missing or makes no sense."""
+    """Return the role that the variables define. Raises ``ConfigError`` for a missing or invalid variable."""
     if "RANK" in environment:
         return _of_torchrun(environment)
     if "PADDLE_TRAINER_ID" in environment or environment.get("TRAINING_ROLE") == "PSERVER":
@@ -89,7 +91,10 @@ def role_of(environment: Mapping[str, str]) -> Role:
 
 
 def role_among(hosts: Sequence[str], rank: int) -> Role:
-    """The role of a rank whose script has made the process group by itself; ``hosts`` has every rank's."""
+    """Return the role of a rank whose script has made the process group itself.
+
+    ``hosts`` has every rank's host.
+    """
     return Role(
         rank=rank,
         trainers=len(hosts),
@@ -100,12 +105,12 @@ def role_among(hosts: Sequence[str], rank: int) -> Role:
 
 
 def launcher_of(role: Role, environment: Mapping[str, str]) -> str:
-    """What started the process, by its name: ``fleetbench launch`` gives the variables of others."""
+    """Return the name of the launcher; ``fleetbench launch`` sets variables of others."""
     return "fleetbench launch" if JOINED in environment or STARTUP in environment else role.launcher
 
 
 def require_address(role: Role, environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` where a role leaves rank 0's address to torch's variables, and they are not there or make no sense."""
+    """Raise ``ConfigError`` if torch's variables must give rank 0's address, but are missing or invalid."""
     if role.rendezvous == ENVIRONMENT:
         _text("MASTER_ADDR", environment)
         _number("MASTER_PORT", environment, least=1)
@@ -194,14 +199,14 @@ def _slurm_endpoint(environment: Mapping[str, str], num_nodes: int) -> tuple[str
 
 
 def _first_host(nodelist: str) -> str:
-    """The first of Slurm's list of nodes, such as ``gpu[03-05,9],login``."""
+    """Return the first of Slurm's list of nodes, such as ``gpu[03-05,9],login``."""
     first = re.match(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", nodelist)
     assert first is not None, "the pattern matches the empty string"
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Slurm's count of tasks, node by node: ``4(x2),3`` is 4, 4 and 3."""
+    """Return Slurm's count of tasks, node by node: ``4(x2),3`` is 4, 4 and 3."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -213,7 +218,10 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _per_node(hosts: Sequence[str]) -> int | None:
-    """Trainers a node, of every rank's host; none where they differ, or a host's ranks are no neighbours."""
+    """Return the trainers per node from every rank's host.
+
+    None if they differ, or ranks are not consecutive.
+    """
     num = hosts.count(hosts[0])
     blocks = [set(hosts[first : first + num]) for first in range(0, len(hosts), num)]
     even = len(hosts) % num == 0 and all(len(block) == 1 for block in blocks) and len(set(hosts)) == len(blocks)
@@ -221,7 +229,7 @@ def _per_node(hosts: Sequence[str]) -> int | None:
 
 
 def _rank_of(rank: str, size: str, environment: Mapping[str, str]) -> tuple[int, int]:
-    """A rank, and the number of trainers that it is one of."""
+    """Return a rank, and the number of trainers."""
     trainers = _number(size, environment, least=1)
     own = _number(rank, environment)
     if own >= trainers:

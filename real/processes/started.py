@@ -1,4 +1,4 @@
-"""Processes that a launch has started on this machine: servers and trainers, which end with it and are known by name."""
+"""Processes that a launch has started on this machine: servers and trainers, which end with it and have names."""
 
 import contextlib
 import os
@@ -21,18 +21,19 @@ from real.processes.roles import STORE
 
 LOCAL = "127.0.0.1"
 _PORTS = range(20_000, 32_000)
-"""This machine, to itself."""
+"""Ports that a launch on this machine may use."""
 QUIET = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""Environment of a launch on one machine: nothing listens on other interfaces, no thread too many."""
+"""Environment of a launch on one machine: no listeners on other interfaces, no unnecessary threads."""
 
 _POLL_S = 0.02
 _END_S = 3.0
-"""For processes to end after SIGTERM, which one that is stopped does not hear; then for the kernel, after SIGKILL."""
+"""Seconds for processes to end after SIGTERM, which a stopped process does not handle; then again after
+SIGKILL."""
 
 
 @dataclass(slots=True)
@@ -47,12 +48,12 @@ class Started:
 
     @property
     def name(self) -> str:
-        """As errors name it."""
+        """Name in errors."""
         return f"{'server' if self.kind == 'server' else 'rank'} {self.rank}"
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it lives and does not run, because of a SIGSTOP or a debugger."""
+        """Whether it is stopped by SIGSTOP or a debugger."""
         return self.code is None and process_state(self.popen.pid) == "T"
 
 
@@ -78,7 +79,9 @@ def start(
 def start_process(
     command: Sequence[str], log: Path, environment: Mapping[str, str], *, gently: bool = False, workdir: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a child that ends with this process (``gently``: see ``bound``); its output is appended to ``log``.
+    """Start a child that ends with this process (``gently``: see ``bound``).
+
+    Its output is appended to ``log``.
 
     Its session is its own, so that Ctrl-C reaches the launcher alone, which ends all in order.
     """
@@ -95,12 +98,12 @@ def start_process(
 
 
 def meeting_variables(folder: Path) -> dict[str, str]:
-    """Where ranks of this machine meet: in a file of ``folder``; torch's variables are for scripts that call ``init_process_group``."""
+    """Return where ranks of this machine meet: a file in ``folder``, and torch's variables for scripts."""
     return {"MASTER_ADDR": LOCAL, "MASTER_PORT": str(free_ports(1)[0]), STORE: str(folder / "store")}
 
 
 def torchrun_variables(rank: int, trainers: int) -> dict[str, str]:
-    """What torchrun tells a rank of one node of itself, beside where ranks meet."""
+    """Return torchrun's variables for a rank of a single node, except where ranks meet."""
     numbers = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     numbers |= {"WORLD_SIZE": trainers, "ROLE_WORLD_SIZE": trainers, "LOCAL_WORLD_SIZE": trainers}
     named = {"ROLE_NAME": "trainer", "TORCHELASTIC_RUN_ID": "fleetbench"}
@@ -109,7 +112,7 @@ def torchrun_variables(rank: int, trainers: int) -> dict[str, str]:
 
 
 def end(processes: Sequence[Started]) -> None:
-    """End those that live, and what they have started: told first, then killed."""
+    """End those that live, and their own child processes: first by SIGTERM, then by SIGKILL."""
     with uninterrupted():
         for how in (signal.SIGTERM, signal.SIGKILL):
             living = [process.popen for process in processes if process.popen.poll() is None]
@@ -121,7 +124,7 @@ def end(processes: Sequence[Started]) -> None:
 
 
 def _signal(pid: int, how: signal.Signals) -> None:
-    """To a process's group; to itself alone, where it has not come to lead one yet."""
+    """Signal a process's group; only the process itself if it does not lead a group yet."""
     for send in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             send(pid, how)

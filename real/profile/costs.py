@@ -29,53 +29,54 @@ from fleetbench.timeline import COMMUNICATION, HOST, Span, start_name
 Floats = npt.NDArray[np.float64]
 
 _SLOWEST = 0.02
-"""This share of the steps counts as the machine's hiccups."""
+"""Share of the steps that counts as hiccups of the machine."""
 _LONGEST_GAP = 0.5
-"""Between two collectives of one lane, as a share of the second: what is longer is a wait for the caller."""
+"""Longest gap between two collectives of one lane, as a share of the second: longer gaps are waits for the
+caller."""
 
 
 def typical(values: npt.ArrayLike) -> float:
-    """The mean without the slowest; 0 of nothing."""
+    """Return the mean without the slowest; 0 for no values."""
     ordered = np.sort(np.asarray(values, dtype=float).ravel())
     return float(ordered[: len(ordered) - int(_SLOWEST * len(ordered))].mean()) if len(ordered) else 0.0
 
 
 def counted(result: RunResult) -> pd.DataFrame:
-    """The steps after the warm-up."""
+    """Return the steps after the warm-up."""
     return result.steps[result.steps["step"] >= 1]
 
 
 def closing(result: RunResult) -> pd.DataFrame:
-    """The counted steps after which trainers averaged."""
+    """Return the counted steps after which trainers averaged."""
     table = counted(result)
     return table[table["local_steps"].notna()]
 
 
 def typical_s(result: RunResult, column: str) -> float:
-    """Of a column, over ranks and steps."""
+    """Return the typical value of a column, over ranks and steps."""
     return typical(counted(result)[column].to_numpy())
 
 
 def compute_times(result: RunResult) -> Floats:
-    """Forward and backward by rank and step."""
+    """Return forward plus backward by rank and step."""
     table = counted(result)
     compute = table.assign(compute_s=table["forward_s"] + table["backward_s"]).pivot_table(index="rank", columns="step", values="compute_s")
     return np.asarray(compute.to_numpy(), dtype=float)
 
 
 def exchanges(result: RunResult, steps: pd.DataFrame | None = None) -> Floats:
-    """By step, from the last rank's arrival to the exchange's end on the rank where it ends last.
+    """Return seconds by step, from the last rank's arrival to the end of the exchange on the last rank.
 
-    ``steps``: rows of the result's, by default those after the warm-up.
-    Steps follow each other at that pace: who ends last arrives last at the next exchange. A ring over slow and
-    fast links ends on some ranks earlier, by a segment's time, and their mean would be too short by that.
+    ``steps``: rows of the result's, by default those after the warm-up. Steps follow each other at that pace:
+    the rank that ends last arrives last at the next exchange. A ring over slow and fast links ends earlier on
+    some ranks, by a segment's time, and their mean would be too short by that.
     """
     table = counted(result) if steps is None else steps
     return np.asarray(table["exposed_comm_s"].groupby(table["step"]).max().to_numpy(), dtype=float)
 
 
 def start_times(result: RunResult) -> dict[int, Floats]:
-    """Of every bucket, what starting it took, of all ranks and steps."""
+    """Return the seconds to start each bucket, over all ranks and steps."""
     names = {start_name(bucket.id): bucket.id for bucket in result.plan.buckets}
     first = counted(result).groupby("rank")["start_s"].min()
     begin_ns = {int(rank): round(float(start) * 1e9) - 1 for rank, start in first.items()}  # type: ignore[call-overload]  # an index of ints
@@ -85,11 +86,11 @@ def start_times(result: RunResult) -> dict[int, Floats]:
 
 
 def collective_times(averaged: RunResult) -> dict[int, Floats]:
-    """Of every bucket, what its all-reduce took of an averaging in which they queue, by rank and averaging.
+    """Return the seconds of each bucket's all-reduce in an averaging in which they queue, by rank and averaging.
 
-    From the end of the one before on its lane to its own: what lies between two of them is part of their cost. Not of
-    those that began before any on the lane had ended, which queued after nothing. Where an optimizer's state is
-    averaged after the parameters, a bucket's first is meant.
+    It is the time from the end of the previous one on its lane to its own end, because gaps are part of the
+    cost. All-reduces that began before any on the lane had ended are excluded: they queued after nothing. If
+    an optimizer's state is averaged after the parameters, only a bucket's first all-reduce counts.
     """
     names = {f"all_reduce {bucket.id}": bucket.id for bucket in averaged.plan.buckets}
     found: dict[int, list[float]] = {}
@@ -108,7 +109,7 @@ def collective_times(averaged: RunResult) -> dict[int, Floats]:
 
 
 def _averagings(result: RunResult) -> list[list[Span]]:
-    """The collectives of every averaging after the warm-up, by rank and step."""
+    """Return the collectives of every averaging after the warm-up, by rank and step."""
     spans: dict[int, list[Span]] = {}
     for span in result.spans:
         if span.stream.startswith(COMMUNICATION):
@@ -122,25 +123,25 @@ def _averagings(result: RunResult) -> list[list[Span]]:
 
 
 _WEIGHT_OF_ALL = 4.0
-"""Of the point of all gradients, as a multiple of the others' together."""
+"""Weight of the point of all gradients, as a multiple of all others together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Starts:
-    """What starting a bucket on its way takes from compute."""
+    """Compute time to start buckets."""
 
     per_collective_s: float
     pack_s: float
-    """Copying all gradients together."""
+    """Seconds to copy all gradients together."""
 
     def of(self, plan: Plan) -> tuple[float, ...]:
-        """What each bucket's start takes."""
+        """Return the seconds to start each bucket."""
         total = sum(bucket.nbytes for bucket in plan.buckets if not bucket.sparse) or 1
         return tuple(self.per_collective_s + (0.0 if bucket.sparse else self.pack_s * bucket.nbytes / total) for bucket in plan.buckets)
 
 
 def points_of(whole: RunResult, averaged: RunResult) -> tuple[CollectivePoint, ...]:
-    """What all-reduces took in the loop: of every gradient by itself, in a queue, and of all of them in one bucket."""
+    """Return the times of all-reduces in the loop: of each gradient, in a queue, and of all in one bucket."""
     sizes = {bucket.id: bucket.nbytes for bucket in averaged.plan.buckets}
     times = collective_times(averaged)
     found = [_point(sizes[bucket], times[bucket]) for bucket in sorted(times, key=sizes.__getitem__)]
@@ -151,10 +152,10 @@ def points_of(whole: RunResult, averaged: RunResult) -> tuple[CollectivePoint, .
 
 
 def points_of_blocks(sharded: RunResult) -> tuple[CollectivePoint, ...]:
-    """What a gather and a scatter of each block of a sharded model took in the loop, together, as an all-reduce of as many bytes does.
+    """Return the times of gather plus scatter of each block, as an all-reduce of as many bytes.
 
-    Each counts from when its last rank has come: it took no longer than on the rank where it was shortest. Where replicas meet in a
-    scatter, it is taken to last as long as a gather.
+    Each counts from the last rank's arrival, so it took no longer than on the rank where it was shortest. If
+    replicas exchange in a scatter, the scatter is assumed to take as long as a gather.
     """
     plan = sharded.plan
     found = []
@@ -166,7 +167,7 @@ def points_of_blocks(sharded: RunResult) -> tuple[CollectivePoint, ...]:
 
 
 def _shortest(result: RunResult, name: str) -> Floats:
-    """Of each collective of that name, its seconds on the rank where it is the shortest."""
+    """Return the seconds of each collective with that name on the rank where it is shortest."""
     by_rank: dict[int, list[Span]] = {}
     for span in result.spans:
         if span.stream.startswith(COMMUNICATION) and span.name == name:
@@ -184,7 +185,10 @@ def _point(nbytes: int, took_s: Floats) -> CollectivePoint:
 
 
 def fit_points(points: Iterable[CollectivePoint], trainers: int) -> Hockney:
-    """The link. Most of the weight lies on the largest point, that of all gradients together: there a default bucket is."""
+    """Fit the link.
+
+    Most weight is on the largest point, all gradients together, which is where a default bucket is.
+    """
     known = list(points)
     largest = max(range(len(known)), key=lambda index: known[index].nbytes, default=0)
     weights = [_WEIGHT_OF_ALL * max(1, len(known) - 1) if index == largest else 1.0 for index in range(len(known))]
@@ -193,14 +197,14 @@ def fit_points(points: Iterable[CollectivePoint], trainers: int) -> Hockney:
 
 
 def quantising(run: RunResult, hockney: Hockney) -> Nanoseconds:
-    """What sending 10^6 bytes in INT8 takes beyond their way over the link: quantising, adding up, and coming back."""
+    """Return the time to send 10^6 bytes in INT8 beyond the link: quantising, adding up, and converting back."""
     nbytes = sum(operation.nbytes for chain in run.plan.of_bucket.values() for operation in chain)
     beyond_s = typical(exchanges(run, closing(run))) - len(run.plan.buckets) * hockney.line.intercept - hockney.line.slope * nbytes
     return Nanoseconds(max(0, round(beyond_s * 1e15 / nbytes)))
 
 
 def starts_of(whole: RunResult, several: RunResult) -> Starts:
-    """Regression of what starting a bucket took on its size: once all gradients in one, once in several."""
+    """Return the regression of start times on bucket sizes, from one bucket and from several."""
     sizes: list[float] = []
     took: list[float] = []
     weights: list[float] = []
@@ -216,7 +220,7 @@ def starts_of(whole: RunResult, several: RunResult) -> Starts:
 
 
 def slowdowns_of(table: LayerTable, several: RunResult, starts: Starts, hockney: Hockney) -> Slowdowns:
-    """By how much compute and collectives slow each other, from a run in which several buckets travel beside the backward."""
+    """Return how compute and collectives slow each other, from a run in which several buckets overlap the backward."""
     ready = {gradient.name: gradient.ready * 1e-9 for layer in table.layers for gradient in layer.gradients}
     buckets = several.plan.buckets
     exchange = Exchange(
@@ -233,7 +237,10 @@ def slowdowns_of(table: LayerTable, several: RunResult, starts: Starts, hockney:
 
 
 def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
-    """The link as each of two collectives in flight sees it, never faster than alone; nothing where two never are."""
+    """Return the link as each of two collectives in flight sees it, never faster than alone.
+
+    Empty if two never are.
+    """
     alone = hockney.link
     lanes: dict[int, list[Bucket]] = {}
     for bucket in two.plan.buckets:
@@ -268,8 +275,9 @@ def sharing_notes(in_flight: Sequence[Link], alone: Link) -> list[str]:
 def settled(table: LayerTable, whole: RunResult) -> LayerTable:
     """The table with the forward, backward, update and loop of a run in which all gradients travel beside compute.
 
-    The copying of gradients that ends its backward is no layer's. Where threads make batches, the loop also waits for
-    them, by how much depends on the step; its own work is then what it was between the layers' steps.
+    The copying of gradients that ends its backward is no layer's. Where threads make batches, the loop also
+    waits for them, by how much depends on the step; its own work is then what it was between the layers'
+    steps.
     """
     start_s = sum(typical(times) for times in start_times(whole).values())
     forward, backward = typical_s(whole, "forward_s"), typical_s(whole, "backward_s") - start_s
@@ -302,10 +310,12 @@ _FEWEST_ROUNDS = 3
 
 
 def _local_compute(averaged: RunResult, synchronous_s: float) -> tuple[float, float]:
-    """Compute in the later half of a round over a synchronous step's, at most 1; and what the earlier half takes beyond, in seconds.
+    """Compute in the later half of a round over a synchronous step's, at most 1.
 
-    A core that waited for the averaging computes slower for some steps. 1 and 0 where whole rounds are too few, or where their first
-    step is longer than the later half by less than two standard errors over rounds.
+    And what the earlier half takes beyond, in seconds.
+
+    A core that waited for the averaging computes slower for some steps. 1 and 0 where whole rounds are too
+    few, or where their first step is longer than the later half by less than two standard errors over rounds.
     """
     k_steps = averaged.experiment.strategy.localsgd_configs.k_steps
     steps = averaged.steps.sort_values(["rank", "step"])

@@ -11,17 +11,17 @@ Three legs per thread count, three more for communication:
 - ``layers``: no exchange, every layer timed (``ProfileLeg``);
 - ``whole``: training in step, all gradients in one bucket, so that nothing travels beside compute;
 - ``several``: training in step, in buckets that travel beside the backward;
-- ``averaged``: Local SGD of eight steps, or of two where steps are long, in one bucket: what averaging adds to an update, and
-  by how much steps are shorter that wait for nothing before them;
-- ``queued`` and ``queued, two in flight``: of two steps, with a bucket a gradient, which queue with no compute
-  beside them: what all-reduces of many sizes take, alone and two at once, on one communicator where it
-  carries two (``fleetbench.plan.groups``), and else on two;
+- ``averaged``: Local SGD of eight steps, or of two where steps are long, in one bucket: what averaging adds
+  to an update, and by how much steps are shorter that wait for nothing before them;
+- ``queued`` and ``queued, two in flight``: of two steps, with a bucket a gradient, which queue with no
+  compute beside them: what all-reduces of many sizes take, alone and two at once, on one communicator where
+  it carries two (``fleetbench.plan.groups``), and else on two;
 - ``quantised``, where the strategy sends outer differences in INT8: the same in one bucket, in INT8.
 
 All but ``queued, two in flight`` keep one collective in flight (``sync_nccl_allreduce``).
 
-A script that calls ``fully_shard`` has two legs: ``layers``, whose parameters stay gathered, and ``as it is``, whose gathers and
-scatters say what communication costs.
+A script that calls ``fully_shard`` has two legs: ``layers``, whose parameters stay gathered, and ``as it
+is``, whose gathers and scatters say what communication costs.
 """
 
 import dataclasses
@@ -89,7 +89,9 @@ T = TypeVar("T")
 
 
 class Legs:
-    """Runs legs in a session, each for at most ``seconds`` unless its fewest steps take longer; keeps the runs by name.
+    """Runs legs in a session, each for at most ``seconds`` unless its fewest steps take longer.
+
+    Keeps the runs by name.
 
     A leg is run again where the machine was busy.
     """
@@ -141,7 +143,10 @@ class Legs:
 
 
 def measured_part(strategy: DistributedStrategy) -> DistributedStrategy:
-    """The compute part, with the update apart from the backward, so that it can be told from it; a sharded strategy is as it is."""
+    """The compute part, with the update apart from the backward, so that it can be told from it.
+
+    A sharded strategy is as it is.
+    """
     if strategy.sharding:
         return strategy
     return _computed(strategy.without("build_strategy.enable_backward_optimizer_op_deps"))
@@ -165,7 +170,10 @@ def several(strategy: DistributedStrategy, table: LayerTable) -> DistributedStra
 
 
 def averaged(strategy: DistributedStrategy, optimizer: str, k_steps: int) -> DistributedStrategy:
-    """Local SGD in one bucket, with the update of the strategy; its state is averaged where the optimizer needs that."""
+    """Local SGD in one bucket, with the update of the strategy.
+
+    Its state is averaged where the optimizer needs that.
+    """
     return _local(strategy, optimizer, k_steps, fuse_grad_size_in_MB=0.0)
 
 
@@ -212,8 +220,8 @@ def measure_profile(
 ) -> Taken:
     """Measure in one launch.
 
-    ``seconds``: what a leg may take. ``stragglers``: fit a straggler model; the tables are then those of X = 0.
-    Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank.
+    ``seconds``: what a leg may take. ``stragglers``: fit a straggler model; the tables are then those of X =
+    0. Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank.
     """
     if is_emulated(experiment):
         hint = "--set run.device=cpu measures the layer times that it sleeps by"
@@ -264,7 +272,10 @@ def _num_legs(experiment: Experiment, quiet: Experiment) -> int:
 
 
 class _Measuring:
-    """The legs of a launch that is there and runs ``quiet``, for ``experiment``; and what follows from them."""
+    """The legs of a launch that is there and runs ``quiet``, for ``experiment``.
+
+    And what follows from them.
+    """
 
     def __init__(self, session: LegSession, experiment: Experiment, quiet: Experiment, seconds: float, progress: Progress | None) -> None:
         self._experiment = experiment
@@ -295,7 +306,10 @@ class _Measuring:
         return self._taken(tables, threads, whole, communication, stragglers=stragglers)
 
     def _take_sharded(self, *, stragglers: bool) -> Taken:
-        """Gathers and scatters stand for all-reduces of as many bytes; with gloo nothing travels beside compute."""
+        """Gathers and scatters stand for all-reduces of as many bytes.
+
+        With gloo nothing travels beside compute.
+        """
         if self._quiet.run.backend != "gloo":
             hint = "fleetbench why looks at the script; tune --simulate-only chooses a sharding from the model's shape"
             what = "gathers and scatters on streams of their own, whose time is not told from compute yet: profile and tune need gloo"
@@ -442,9 +456,9 @@ def ensure_profile(
 ) -> Experiment:
     """The experiment with ``workload.profile`` filled in: the file it names, a stored one, or a new one.
 
-    Profiles are stored below ``root / "profiles"`` under a hash of all that changes compute. One of a busy machine lies beside
-    them: it serves this process, and later ones while the machine is still busy, because a new one would be no better.
-    ``told`` hears beforehand that a profile is taken, and how long that takes.
+    Profiles are stored below ``root / "profiles"`` under a hash of all that changes compute. One of a busy
+    machine lies beside them: it serves this process, and later ones while the machine is still busy, because
+    a new one would be no better. ``told`` hears beforehand that a profile is taken, and how long that takes.
     A table of layers needs none, and is returned as it is.
     """
     if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
@@ -488,7 +502,10 @@ def take_profile(experiment: Experiment, *, progress: Progress | None = None) ->
 
 
 def searched_threads(experiment: Experiment) -> tuple[int, ...]:
-    """The strategy's own, and those of ``tune.thread_num`` for which there are cores; synchronised batch norm allows one alone."""
+    """The strategy's own, and those of ``tune.thread_num`` for which there are cores.
+
+    Synchronised batch norm allows one alone.
+    """
     strategy = experiment.strategy
     cores = (os.cpu_count() or 1) // experiment.cluster.trainers_per_node
     searched = () if strategy.sync_batch_norm else experiment.tune.values("thread_num")

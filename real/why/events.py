@@ -1,4 +1,7 @@
-"""Events: what the main thread of a process does, noted while it does it; nothing of torch is changed before or after."""
+"""Events: what the main thread of a process does, recorded while observing.
+
+Torch is unchanged before and after.
+"""
 
 from __future__ import annotations
 
@@ -30,44 +33,45 @@ _COLLECTIVES = (
     "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce", "reduce_scatter",
     "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
 )  # fmt: skip
-"""Functions of ``torch.distributed`` that a script calls by itself."""
+"""Functions of ``torch.distributed`` that a script calls directly."""
 _SAMPLES_PER_S = 50.0
 _MOST_BACKWARDS = 16
-"""Backwards of all models between two forwards of one."""
+"""Largest number of backwards of all models between two forwards of one."""
 _OURS = ("fleetbench", "real", "sim", "tuner")
 _OWN = tuple(f"{folder}{os.sep}" for folder in (*(Path(__file__).parents[2] / name for name in _OURS), Path(torch.__file__).parent))
-"""Begins the files of this project and of torch, also where both are installed."""
+"""Prefixes of the files of this project and of torch, also if both are installed."""
 _BELOW = (str(Path(threading.__file__).parent), *_OWN, "<")
-"""Begins these, and the files of Python."""
+"""Prefixes of these files, and of Python's own."""
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
-"""Begins the files of an installed package, its group."""
+"""Pattern of the files of an installed package, which is the group."""
 clock = time.time_ns
-"""The Reducer's own times are of this clock."""
+"""Clock of the events, which the Reducer's own times also use."""
 
 
 class Events:
-    """Notes events of one thread between ``on`` and its end."""
+    """Records events of one thread between ``on`` and its end."""
 
     def __init__(self) -> None:
         self.found: list[list[Any]] = []
-        """The fields of ``Event``, in order of their ends."""
+        """Fields of each ``Event``, ordered by end."""
         self.samples: list[tuple[int, str]] = []
         self.scales_loss = False
-        """Whether a GradScaler has stepped that is enabled."""
+        """Whether an enabled GradScaler has stepped."""
         self._loaders: dict[int, list[int]] = {}
-        """By DataLoader's iterator: its workers, nanoseconds inside of it, and those in which this thread computed."""
+        """Workers, nanoseconds inside, and nanoseconds in which this thread computed, by DataLoader
+        iterator."""
         self._thread = threading.get_ident()
         self._backwards: deque[list[Any]] = deque(maxlen=_MOST_BACKWARDS)
-        """The last backwards."""
+        """Last backwards."""
         self._is_in_unit = False
-        """Whether ``fully_shard`` gathers or scatters."""
+        """Whether ``fully_shard`` is gathering or scattering."""
         self._begun: list[int] = []
         self._loop_lines: set[str] | None = None
-        """The script's lines from which a library steps the optimizer: what happens there is the library's."""
+        """Lines of the script from which a library steps the optimizer; time there is the library's."""
 
     @property
     def loader(self) -> Loader | None:
-        """The DataLoader that took the most time."""
+        """Return the DataLoader that took the most time."""
         if not self._loaders:
             return None
         num_workers, took_ns, computed_ns = max(self._loaders.values(), key=lambda each: each[1])
@@ -75,7 +79,7 @@ class Events:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Note what happens inside."""
+        """Record events inside the context."""
         with ExitStack() as stack:
             for owner, name, around in self._places():
                 stack.enter_context(replaced(owner, name, around))
@@ -84,7 +88,7 @@ class Events:
 
     @contextmanager
     def forward(self, model: nn.Module) -> Iterator[None]:
-        """Note a model's forward, and read what a DDP's Reducer knows of the backward before."""
+        """Record a model's forward, and read what a DDP's Reducer knows about the previous backward."""
         exchanges = torch.is_grad_enabled() and isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
         kind: Kind = "forward" if torch.is_grad_enabled() else "evaluate"
         with self._noting(kind):
@@ -99,7 +103,7 @@ class Events:
 
     @contextmanager
     def evaluations(self, module: nn.Module) -> Iterator[None]:
-        """Note the module's forwards without gradients inside, also those that a script calls past its DDP."""
+        """Record the module's forwards without gradients, including those that a script calls past its DDP."""
         begun: list[int] = []
 
         def begins(*_: object) -> None:
@@ -116,7 +120,7 @@ class Events:
             handle.remove()
 
     def optimizer_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Note that an optimizer's step begins; its arguments, of which a closure, with forward and backward in it, is the loop's."""
+        """Record that an optimizer's step begins; a closure among its arguments belongs to the loop."""
         if self._loop_lines is None:
             self._loop_lines = {own for own, library in _lines(sys._getframe()) if library}  # noqa: SLF001  # Python has no public name for it
         self._begun.append(clock())
@@ -124,7 +128,7 @@ class Events:
         return (*arguments[:1], *noted), {name: self._around("loop", each) if callable(each) else each for name, each in named.items()}
 
     def optimizer_ends(self) -> None:
-        """Note that the optimizer's step ends."""
+        """Record that the optimizer's step ends."""
         if self._begun:
             self.found.append(["optimizer", self._begun.pop(), clock(), 0])
 
@@ -163,7 +167,7 @@ class Events:
         return noted
 
     def _within(self, kind: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Note a function of ``fully_shard``, whose collectives are no script's."""
+        """Wrap a function of ``fully_shard``, whose collectives are not the script's."""
 
         def noted(*arguments: Any, **named: Any) -> Any:
             self._is_in_unit = True
@@ -194,7 +198,7 @@ class Events:
         return step
 
     def _gathers(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Of what gathers a unit's parameters, the call that waits for it: others would be no meeting of ranks."""
+        """Wrap a gather so that only the call that waits for it is recorded: others would be no meeting of ranks."""
 
         def gathers(group: Any, *arguments: Any, **named: Any) -> Any:
             if not waits_for_gather(group, function.__name__, *arguments, **named):
@@ -239,7 +243,7 @@ class Events:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        """Note the script's line 50 times a second, in another thread."""
+        """Record the script's line 50 times per second, in another thread."""
         over = threading.Event()
 
         def run() -> None:
@@ -259,7 +263,7 @@ class Events:
 
 
 def _lines(frame: FrameType | None) -> Iterator[tuple[str, str]]:
-    """Lines that are the script's own, the innermost first, each with that of the library that it calls there, if it does."""
+    """Yield the script's own lines, innermost first, each with the library line that it calls, if any."""
     called: list[tuple[str, FrameType]] = []
     while frame is not None:
         file = frame.f_code.co_filename
@@ -274,7 +278,7 @@ def _lines(frame: FrameType | None) -> Iterator[tuple[str, str]]:
 
 
 def _of_library(called: Sequence[tuple[str, FrameType]]) -> str:
-    """The innermost line of the package that is called first, the last one of these."""
+    """Return the innermost line of the package that is called first."""
     return next((f"{_named(inner)} of {package}" for package, inner in called if package == called[-1][0]), "")
 
 
@@ -284,7 +288,7 @@ def _named(frame: FrameType) -> str:
 
 @contextmanager
 def replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
-    """``owner.name`` is another function inside of the context; one that a library has put there since stays."""
+    """Replace ``owner.name`` by another function inside the context, unless a library replaces it in the meantime."""
     before = owner.__dict__.get(name)
     if before is None:
         yield

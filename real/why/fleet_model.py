@@ -1,4 +1,4 @@
-"""FleetModel: a model of fleet's four lines, whose strategy's engine exchanges, where an observer expects a DDP."""
+"""FleetModel: a model of fleet's four lines, whose strategy's engine exchanges, for an observer that expects a DDP."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _HOOKS = "_hooks_of_fleetbench_why"
 
 
 class FleetModel:
-    """Hooks a model: its forwards are told to the process's observer. Every rank makes it."""
+    """Hooks a model so that its forwards reach the process's observer. Every rank creates it."""
 
     can_change = False
-    """Settings are the strategy's."""
+    """Settings belong to the strategy."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._threads = engine, torch.get_num_threads()
@@ -42,7 +42,7 @@ class FleetModel:
         torch.set_num_threads(change.threads or self._threads)
 
     def described(self, *, buffers_change: bool) -> Model:
-        """The model as the observer reports it: bytes, buckets, buffers and type."""
+        """Return the model as the observer reports it: bytes, buckets, buffers and type."""
         plan = self._engine.plan
         return Model(
             nbytes=sum(bucket.nbytes for bucket in plan.buckets),

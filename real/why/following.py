@@ -1,4 +1,4 @@
-"""Following: forwards of DistributedDataParallel and of ``fully_shard``'s models in a process of a job that is looked at."""
+"""Following: forwards of DistributedDataParallel and of ``fully_shard``'s models in a process under observation."""
 
 import functools
 import itertools
@@ -26,17 +26,20 @@ if TYPE_CHECKING:
 
 
 _MOST_STEPS, _LONGEST_S = 50, 20.0
-"""Optimizer steps and seconds without DDP and ``fully_shard`` after which a process gives up: nothing of it can be looked at."""
+"""Optimizer steps and seconds without DDP and ``fully_shard`` after which a process gives up."""
 
 
 @functools.cache
 def _observers() -> list["Observer"]:
-    """This process's, if there is one."""
+    """Return this process's observers: one at most."""
     return []
 
 
 def observer_of(model: "nn.Module", living: "FleetModel | ShardedModel | None" = None) -> "Observer | None":
-    """The process's observer, which comes with the first forward with gradients of a model; none before. Without ``living`` it is a DDP."""
+    """Return the process's observer, created at a model's first forward with gradients; none before.
+
+    Without ``living`` the model is a DDP.
+    """
     if not _observers() and torch.is_grad_enabled():
         from real.why.observer import Observer
         from real.why.settings import LivingDdp
@@ -46,7 +49,7 @@ def observer_of(model: "nn.Module", living: "FleetModel | ShardedModel | None" =
 
 
 def follow(module: ModuleType) -> None:
-    """Look at a process from its first forward with gradients of a DDP on; ``module`` has just been imported."""
+    """Observe a process from a DDP's first forward with gradients; ``module`` has just been imported."""
     if module.__name__ == "torch.nn.parallel.distributed":
         _follow_ddp(module)
     elif "fsdp" in module.__name__:
@@ -58,14 +61,14 @@ def follow(module: ModuleType) -> None:
 
 
 class _Looking:
-    """Looks at models of ``fully_shard``, whose calls stay as they are."""
+    """Observes models of ``fully_shard``, whose calls are unchanged."""
 
     def arguments(self, _unit: Any, named: dict[str, Any]) -> dict[str, Any]:
-        """The script's."""
+        """Return the script's arguments."""
         return named
 
     def around(self, model: "ShardedModel", inputs: tuple[Any, ...], named: dict[str, Any]) -> "AbstractContextManager[None]":
-        """The observer's."""
+        """Return the observer's context."""
         observer = observer_of(model.module, model)
         return nullcontext() if observer is None else observer.forward(model.module, inputs, named)
 
@@ -107,6 +110,6 @@ def _follow_ddp(module: ModuleType) -> None:
 
 
 def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Not compiled, as torch's own forward is not; what it calls may be."""
+    """Exclude a function from compilation, as torch's own forward is; what it calls may be compiled."""
     eager: Callable[..., Any] = torch._disable_dynamo(function, recursive=False)  # type: ignore[attr-defined]  # noqa: SLF001  # as torch
     return eager

@@ -1,4 +1,4 @@
-"""The driver's side: a command whose ranks are looked at."""
+"""Driver's side: a command whose ranks are observed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from real.processes.started import uninterrupted
 from real.why.look import ANSWER, Look
 
 _NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH,P2P,SHM"}
-"""Variables by which NCCL says in a job's output over what it communicates."""
+"""Variables with which NCCL prints its transports in a job's output."""
 
 
 class LookedAt:
-    """A command that trains with DistributedDataParallel or ``fully_shard``. A context manager: entering starts it, leaving ends it.
+    """A command that trains with DistributedDataParallel or ``fully_shard``, as a context manager.
 
-    A rank that fails or hangs ends the command within ``run.timeout``, by name; its output is kept then.
+    Entering starts it, leaving ends it. A rank that fails or hangs ends the command within ``run.timeout``,
+    by name; its output is then kept.
     """
 
     def __init__(self, command: Sequence[str], run: Run, workdir: Path | None = None) -> None:
@@ -37,12 +38,12 @@ class LookedAt:
 
     @property
     def folder(self) -> Path:
-        """Where ranks leave traces, while the command runs."""
+        """Folder in which ranks store traces, while the command runs."""
         return self._folder / "1"
 
     @property
     def output(self) -> str:
-        """What the command has printed so far."""
+        """Output of the command so far."""
         return (self.folder / "command.log").read_text(encoding="utf-8", errors="replace")
 
     def __enter__(self) -> Self:
@@ -70,13 +71,14 @@ class LookedAt:
             leave_folder(self._folder, error)
 
     def tell(self, numbers: Mapping[str, float]) -> None:
-        """What rank 0 logs into the script's open runs of trackers as it ends."""
+        """Set the numbers that rank 0 logs into the script's open tracker runs when it ends."""
         write_json(self.folder / ANSWER, dict(numbers))
 
     def look(self, look: Look, progress: Progress | None = None) -> list[Mapping[str, Any]]:
-        """Every rank's part of a look, by rank; ``is_over`` says whether the script has ended before, and parts may be missing then.
+        """Return every rank's part of a look, by rank.
 
-        Raises ``ConfigError`` where no model of DistributedDataParallel or ``fully_shard`` trains.
+        ``is_over`` tells whether the script has ended before; parts may then be missing. Raises
+        ``ConfigError`` if no model of DistributedDataParallel or ``fully_shard`` trains.
         """
         assert self._launch is not None
         is_first = not self._launch.num_orders

@@ -1,4 +1,4 @@
-"""KeptState: what a rank trains, to be as it was after steps that other ranks did not share."""
+"""KeptState: a copy of a rank's training state, to restore after steps that other ranks did not share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 _SCHEDULED = ("params", "lr", "momentum", "betas")
-"""Entries of an optimizer's groups that stay: a schedule sets them by the number of steps."""
+"""Entries of an optimizer's groups that are not restored, because schedules set them by the number of
+steps."""
 
 
 class KeptState:
-    """Parameters, gradients and buffers of models, and all optimizers' state: ``keep`` copies it, ``restore`` puts it back."""
+    """Parameters, gradients and buffers of models, and all optimizers' state: ``keep`` copies, ``restore`` restores."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = tuple(models)
@@ -25,15 +26,15 @@ class KeptState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a copy takes."""
+        """Return the bytes that a copy takes."""
         return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(self._living()) if isinstance(leaf, torch.Tensor))
 
     def keep(self) -> None:
-        """Copy all that training changes."""
+        """Copy everything that training changes."""
         self._kept = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), self._living())
 
     def restore(self) -> None:
-        """Train on as if there had been no step since ``keep``."""
+        """Restore the state of ``keep``, as if there had been no step since."""
         with torch.no_grad():
             for living, (kept, grad) in zip(self._tensors(), self._kept["tensors"], strict=True):
                 living.copy_(kept)

@@ -1,4 +1,4 @@
-"""Link test as a job of its own: each rank, wherever a launcher starts it, runs this module."""
+"""Link test as its own job: each rank, wherever a launcher starts it, runs this module."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from real.processes.started import uninterrupted
 
 MODULE = "real.why.link_test"
 _RESULT = "fleetbench-links "
-"""Begins what rank 0 prints, on a line that a launcher may put something before."""
+"""Prefix of rank 0's output, on a line that a launcher may prefix."""
 _TAKE_A_MODULE = re.compile(r"torchrun|accelerate|torch\.distributed\.(run|launch)")
-"""Launchers after whose options ``-m MODULE`` may stand."""
+"""Launchers that accept ``-m MODULE`` after their options."""
 _PYTHON = re.compile(r"python[\d.]*")
 _TIMEOUT = timedelta(minutes=5)
-"""For ranks to meet, and for a collective."""
+"""Time limit for ranks to meet, and for a collective."""
 _GRACE_S = 30.0
 """Seconds for an interrupted launcher to end."""
 
@@ -46,11 +46,11 @@ Heard = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkReport(Config):
-    """What the link test has found."""
+    """Findings of the link test."""
 
     links: Links
     transports: Transports | None = None
-    """What NCCL said; None with gloo."""
+    """Transports that NCCL reported; none with gloo."""
 
     @property
     def remarks(self) -> tuple[Remark, ...]:
@@ -63,7 +63,7 @@ class LinkReport(Config):
 def run_here(nproc: int, heard: Heard) -> LinkReport:
     """Test the links between ``nproc`` ranks on this machine; ``heard`` gets other lines of rank 0.
 
-    Raises ``WorkerFailed`` naming the rank that failed.
+    Raises ``WorkerFailed`` with the rank that failed.
     """
     output = bytearray()
     try:
@@ -79,8 +79,8 @@ def run_here(nproc: int, heard: Heard) -> LinkReport:
 def run_with(command: Sequence[str], heard: Heard) -> LinkReport | None:
     """Test the links between the ranks that a launcher starts; ``heard`` gets its other lines.
 
-    None where rank 0 is on a node whose launcher was started there. Raises ``EnvironmentLacks`` for a program
-    that cannot be started, ``WorkerFailed`` where it fails.
+    None if rank 0 is on a node with its own launcher. Raises ``EnvironmentLacks`` for a program that cannot
+    be started, ``WorkerFailed`` if it fails.
     """
     try:
         process = subprocess.Popen(
@@ -113,7 +113,7 @@ def run_with(command: Sequence[str], heard: Heard) -> LinkReport | None:
 
 
 def with_module(command: Sequence[str]) -> list[str]:
-    """The launcher's command line with what each rank runs: a module where it takes one, else a program."""
+    """Return the launcher's command line with what each rank runs: a module if it accepts one, else a program."""
     names = [Path(word).name for word in command if not word.startswith("-")]
     takes_module = any(map(_TAKE_A_MODULE.fullmatch, names)) or any(map(_PYTHON.fullmatch, names[-1:]))
     return [*command, *([] if takes_module else [sys.executable, "-u", "-P"]), "-m", MODULE]
@@ -128,7 +128,7 @@ def _result(line: str, heard: Heard) -> LinkReport | None:
 
 
 def main() -> None:
-    """Be one rank. Raises ``ConfigError`` for one that nobody has started beside others."""
+    """Run one rank. Raises ``ConfigError`` if it was not started together with others."""
     role = role_of(os.environ)
     if role.trainers < 2:
         what = "links need two ranks, and the launcher's environment names one"

@@ -7,26 +7,27 @@ from fleetbench.config import Config
 from fleetbench.why.change import DdpChange
 
 ANSWER = "answer.json"
-"""File of the job's folder with what was found, by name."""
+"""File in the job's folder with the findings, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look(Config):
-    """So many steps, and what to note of them.
+    """A number of steps, and what to record about them.
 
-    ``watch``: all that the main thread does (``RankLog``). ``alone``: when gradients are ready where none is exchanged (``Readiness``);
-    models and optimizers are then as they were before. ``times``: how long steps take.
+    ``watch``: everything the main thread does (``RankLog``). ``alone``: when gradients are ready without an
+    exchange (``Readiness``); models and optimizers are restored afterwards. ``times``: how long steps take.
     """
 
     what: Literal["watch", "alone", "times"] = "watch"
     steps: int
     warmup_steps: int = 3
     max_s: float = 10.0
-    """Fewer steps, but ten at least, where all of them would take longer."""
+    """Seconds after which fewer steps suffice, but at least ten."""
     change: DdpChange = field(default_factory=DdpChange)
     links: bool = False
-    """Measure the job's links after the steps."""
+    """Whether to measure the job's links after the steps."""
     trace: str = ""
-    """Record the steps of ``times`` with torch.profiler into the job's folder, in files of this name, one for each rank."""
+    """Name of files in the job's folder into which torch.profiler records the steps of ``times``, one per
+    rank; empty: none."""
     stacks: bool = False
-    """With the calls of Python, which slow the host."""
+    """Whether to record Python calls, which slow the host."""

@@ -1,4 +1,4 @@
-"""Observer: a rank's part in ``fleetbench why``, beside the script's own DistributedDataParallel or ``fully_shard``."""
+"""Observer: a rank's part in ``fleetbench why``, next to the script's own DDP or ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -43,23 +43,25 @@ if TYPE_CHECKING:
 
 _LEAST_STEPS = 10
 _MOST_FORWARDS = 1000
-"""Forwards with gradients after which a model whose optimizer has not stepped yet is taken for one that never does."""
+"""Forwards with gradients after which a model whose optimizer has not stepped is assumed never to train."""
 _MEETINGS = 9
 _LINKS_SIZES = (64 * 2**10, 512 * 2**10, 4 * 2**20)
 _LINKS_S = 1.0
 """Seconds for measuring the links of a group."""
 _SAMPLE_RATE = 100
-"""Torch's own: so many iterations lie between two that the Reducer times."""
+"""Torch's default number of iterations between two that the Reducer times."""
 Part = dict[str, Any]
 Steps = Generator[None, bool, Part]
-"""Goes on after each optimizer step, and hears whether the script is over instead; returns this rank's part of a look."""
+"""Generator that resumes after each optimizer step with whether the script is over; it returns this rank's
+part of a look."""
 
 
 class Observer:
     """Life cycle: made at a model's first forward with gradients -> looks -> the driver says stop, and ``SystemExit`` is raised.
 
-    A look begins and ends with an optimizer step. If the script ends first, what was seen so far is told. Steps are those of the
-    first optimizer that steps and holds parameters of that model. All ranks look at the same steps.
+    A look begins and ends with an optimizer step. If the script ends first, what was seen so far is told.
+    Steps are those of the first optimizer that steps and holds parameters of that model. All ranks look at
+    the same steps.
     """
 
     def __init__(self, model: nn.Module, living: LivingDdp | FleetModel | ShardedModel) -> None:
@@ -76,7 +78,7 @@ class Observer:
         self._events: Events | None = None
         self._is_alone = False
         self._models: list[nn.Module] = []
-        """Those whose forward has run, in the order of their first."""
+        """Models whose forward has run, in the order of their first."""
         self._number = 0
         self._optimizer: int | None = None
         self._num_steps = self._num_forwards = 0
@@ -90,7 +92,7 @@ class Observer:
 
     @contextmanager
     def forward(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Iterator[None]:
-        """A model's forward runs inside."""
+        """Run a model's forward inside this context."""
         self._beats.beat(self._number, self._num_steps + 1)  # a rank that hangs before its forward is a step behind the others
         if not any(model is known for known in self._models):
             self._models.append(model)
@@ -207,7 +209,7 @@ class Observer:
         return {"complete": not is_over, "log": asdict(log.aligned(before, after))}
 
     def _alone(self, steps: int, _look: Look) -> Steps:
-        """Steps without any exchange; afterwards each rank's models and optimizers are as they were before."""
+        """Take steps without any exchange; afterwards each rank's models and optimizers are restored."""
         assert isinstance(self._model, DistributedDataParallel)
         state = KeptState(self._models)
         told = self._told([Place.here().kernel, state.nbytes, psutil.virtual_memory().available])
@@ -224,7 +226,7 @@ class Observer:
         return {"complete": not is_over, "alone": None if found is None else encode(found)}
 
     def _passed(self, steps: int, each: Callable[[], object]) -> Generator[None, bool, bool]:
-        """Let steps pass, with a call after each of them; whether the script is over before."""
+        """Let steps pass, with a call after each; return whether the script is over before."""
         for _ in range(steps):
             if (yield):
                 return True
@@ -232,18 +234,18 @@ class Observer:
         return False
 
     def _time_models(self) -> None:
-        """Let each Reducer time its exchange, in each step that is watched."""
+        """Let each Reducer time its exchange in every observed step."""
         every = _SAMPLE_RATE if self._events is None else 1
         for model in self._models:
             if isinstance(model, DistributedDataParallel):
                 model._set_ddp_runtime_logging_sample_rate(every)  # noqa: SLF001  # torch has no public name for it
 
     def _told(self, own: Any) -> list[Any]:
-        """What every rank has to say, by rank."""
+        """Return every rank's data, by rank."""
         return gathered(self._group, self._device, own)
 
     def _ahead_ns(self) -> int:
-        """By how much this host's clock is ahead of rank 0's: ranks note when they leave a barrier."""
+        """Return by how much this host's clock is ahead of rank 0's, from the times at which ranks leave a barrier."""
         left = []
         for _ in range(1 + _MEETINGS):
             dist.barrier(self._group)
@@ -255,7 +257,7 @@ class Observer:
 
 
 def _cpu_s() -> float:
-    """Seconds that this process and its children, such as a loader's workers, have computed so far."""
+    """Return the CPU seconds of this process and its children, such as a loader's workers."""
     found = 0.0
     for process in (own := psutil.Process(), *own.children(recursive=True)):
         with suppress(psutil.Error):  # it has ended in the meantime

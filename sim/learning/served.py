@@ -1,8 +1,9 @@
 """Virtual trainers of parameter servers: they train in the order in which a simulation, or a real job, has pulled, pushed and applied.
 
-The clock comes first here: which parameters a gradient is computed from, and in which order servers apply it, is what links and stragglers
-make of it. ``sim.servers`` notes that order and needs nothing of the loss; a ``ServedReplay`` follows it with real parameters, data and
-gradients. What a push, a delta or a pull does to them is ``fleetbench.workloads.server_updates``, as with real servers.
+The clock comes first here: which parameters a gradient is computed from, and in which order servers apply it,
+is what links and stragglers make of it. ``sim.servers`` notes that order and needs nothing of the loss; a
+``ServedReplay`` follows it with real parameters, data and gradients. What a push, a delta or a pull does to
+them is ``fleetbench.workloads.server_updates``, as with real servers.
 """
 
 import contextlib
@@ -47,14 +48,14 @@ from sim.servers.traffic import KnownRows, LookUps
 
 
 class Played(NamedTuple):
-    """A job, and the order in which it did what it did."""
+    """A job, and the order of its acts."""
 
     job: Job
     order: Order
 
     @classmethod
     def of(cls, experiment: Experiment, look: Look = never) -> Self:
-        """Simulated; ``look`` is called again and again, and may raise.
+        """Simulate the order; ``look`` is called repeatedly, and may raise.
 
         Raises ``ConfigError`` for what cannot be simulated or trained.
         """
@@ -64,7 +65,10 @@ class Played(NamedTuple):
 
 
 def served_job(experiment: Experiment, look: Look = never) -> Job:
-    """The job of an experiment; where its model has embeddings with sparse gradients, its messages have the sizes that the data make."""
+    """Return the job of an experiment.
+
+    With sparse embeddings, its messages have the sizes that the data give.
+    """
     learnt = learnt_from(experiment)
     workload = learnt.workload
     model = build_model(workload.model, workload.model_options, workload.dtype, learnt.run.seed)
@@ -79,7 +83,7 @@ def served_job(experiment: Experiment, look: Look = never) -> Job:
 
 @torch.no_grad()
 def _look_ups(data: Prepared, learnt: Experiment, look: Look) -> LookUps:
-    """What the forwards of all trainers' steps read: embeddings are asked, of a model that learns nothing."""
+    """Return the rows that the forwards of all trainers' steps read, from a model that learns nothing."""
     layout = _layout(data.model)
     under_way: list[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]] = []
 
@@ -110,28 +114,28 @@ class _Trainer:
     """A trainer and its sender: between two steps, or after the forward of step ``index``."""
 
     flat: torch.Tensor
-    """Dense parameters; with GeoSGD, as are ``tables``, its own copy, otherwise what it pulled last."""
+    """Dense parameters; with GeoSGD its own copy, like ``tables``, otherwise the last pulled ones."""
     tables: Tensors
-    """Without GeoSGD all trainers' scratch: rows are looked up before each forward."""
+    """Embeddings; without GeoSGD shared scratch space, because rows are looked up before each forward."""
     buffers: Tensors
     geo: GeoCopy | None
     pushed: list[deque[Change]]
-    """By server: what is on its way there."""
+    """Pushes in flight, by server."""
     pulled: dict[int, list[Array]] = dataclasses.field(default_factory=dict)
-    """By server: the last answer to a pull."""
+    """Last answer to a pull, by server."""
     queue: deque[Change] = dataclasses.field(default_factory=deque)
     """Gradients that the sender has not taken."""
     index: int = 0
-    """Of the step under way."""
+    """Index of the current step."""
     gradients: tuple[torch.Tensor | None, ...] = ()
     rows: list[tuple[int, torch.Tensor, Array]] = dataclasses.field(default_factory=list)
-    """Of the next forward: a table, rows of it, their values."""
+    """Rows of the next forward: a table, rows of it, their values."""
     num_answers: list[int] = dataclasses.field(default_factory=list)
-    """By server: look-ups of this step that it has answered."""
+    """Number of look-ups of this step answered by each server."""
 
 
 class ServedReplay:
-    """One training in a given order. Life cycle: made (the data are prepared, memory is checked), ``run``."""
+    """A training run in a given order. Life cycle: created (data are prepared, memory is checked), ``run``."""
 
     def __init__(self, experiment: Experiment, played: Played, folder: Path, say: Say = lambda _: None, look: Look = never) -> None:
         self._begin_s = time.perf_counter()
@@ -155,11 +159,11 @@ class ServedReplay:
         self._trainers = [self._trainer() for _ in range(cluster.trainers)]
         self._losses = np.zeros((len(self._job.steps), cluster.trainers))
         self._sums: dict[int, torch.Tensor] = {}
-        """By evaluated step, until all have ended it: the sum over trainers of their parameters then."""
+        """Sum over trainers of their parameters, by evaluated step, until all have ended it."""
         self._held_out_losses: list[tuple[int, float]] = []
 
     def _expected_bytes(self) -> int:
-        """At most, beside what a forward leaves for its backward: copies, gradients on their way, and what servers hold."""
+        """Return the largest memory, without activations: copies, gradients in flight, and the servers' state."""
         layout, rules = self._layout, self._job.rules
         dense, tables = layout.flat.nbytes, sum(table.nbytes for table in layout.tables)
         own = 4 * (dense + tables) if self._geo else dense * (3 + rules.pushes_in_flight + min(rules.room, len(self._job.steps)))
@@ -184,7 +188,7 @@ class ServedReplay:
         )
 
     def run(self, progress: Progress | None = None, until: float | None = None) -> Trajectory:
-        """Train to the last act, or ``until`` a held-out loss is reached, and evaluate what servers hold then."""
+        """Train to the last act, or ``until`` a held-out loss is reached, and evaluate the servers' state."""
         total, done = self._losses.size, 0
         with contextlib.closing(self._data.batches):
             for act in self._order.acts:
@@ -214,12 +218,12 @@ class ServedReplay:
         )
 
     def evaluated(self) -> torch.Tensor:
-        """What an evaluation depends on: the parameters that servers hold, and the mean of trainers' buffers, as one vector."""
+        """Return what an evaluation depends on as one vector: the servers' parameters, and the mean of buffers."""
         buffers = [torch.stack(of_all).to(torch.float64).mean(0) for of_all in zip(*(one.buffers for one in self._trainers), strict=True)]
         return self._vector(*self.held(), buffers)
 
     def held(self) -> tuple[torch.Tensor, Tensors]:
-        """Dense numbers and tables, as servers hold them now."""
+        """Return the servers' current dense numbers and tables."""
         flat, tables = torch.empty_like(self._flat), [torch.empty_like(table) for table in self._tables]
         for shard in self.servers:
             for view, array in zip(views_of(self.shards, shard.server, flat, tables), shard.arrays, strict=True):
@@ -233,7 +237,10 @@ class ServedReplay:
     # What is done at an act: a method by its role and kind
 
     def _trainer_forward(self, act: Act) -> None:
-        """Forward and backward of a step; its gradient waits for the sender, or for the trainer's own update."""
+        """Compute a step's forward and backward.
+
+        Its gradient waits for the sender, or for the trainer's own update.
+        """
         one, batch_size = self._trainers[act.rank], self._learnt.workload.batch_size
         for table, rows, values in one.rows:
             one.tables[table][rows] = torch.from_numpy(values)
@@ -258,7 +265,7 @@ class ServedReplay:
 
     @torch.no_grad()
     def _trainer_update(self, act: Act) -> None:
-        """GeoSGD: a trainer's own step of SGD."""
+        """Apply a trainer's own step of SGD in GeoSGD."""
         one = self._trainers[act.rank]
         assert one.geo is not None
         rate, decay = self._rate(one), self._learnt.workload.weight_decay
@@ -295,7 +302,7 @@ class ServedReplay:
                 one.geo.merge(server, dense, list(zip(rest[::2], rest[1::2], strict=True)))
 
     def _server_update(self, act: Act) -> None:
-        """By one trainer's push, or by those of all whose pushes are there."""
+        """Update by one trainer's push, or by those of all whose pushes have arrived."""
         came = self._trainers if act.of is None else [self._trainers[act.of]]
         lines = [one.pushed[act.rank] for one in came]
         self.servers[act.rank].update([line.popleft() for line in lines if line], act.divisor)

@@ -1,8 +1,10 @@
-"""Trajectory: what virtual trainers have learnt, as the simulator reads it; and the key under which it is known.
+"""Trajectory: what virtual trainers have learnt, as the simulator reads it.
 
-What is learnt depends on the updates and their order, and not on the clock: of the cluster only the number of trainers and the ranks inside
-a node of the hierarchy are in the key, and of the strategy only what changes an update. So experiments that differ in bandwidths,
-stragglers or fusion share one trajectory.
+And the key under which it is known.
+
+What is learnt depends on the updates and their order, and not on the clock: of the cluster only the number of
+trainers and the ranks inside a node of the hierarchy are in the key, and of the strategy only what changes an
+update. So experiments that differ in bandwidths, stragglers or fusion share one trajectory.
 """
 
 import dataclasses
@@ -29,18 +31,21 @@ from fleetbench.workload import LAYERS, Workload
 from sim.servers.actor import Order
 
 WHO = "virtual trainers"
-"""From whom the losses are, in summaries."""
+"""Source of the losses, in summaries."""
 
 CLOCK = named("plan clock")
-"""Fields that change when something happens and, but for rounding, not what is learnt from it."""
+"""Fields that change when something happens but, except for rounding, not what is learnt."""
 LEARNT = named("virtual")
 """Fields that virtual trainers execute; those in neither list are refused by name."""
 _UNLEARNT = ("profile", "layers", "host", "loss_curve", "target_loss")
-"""Fields of a workload that what is learnt does not depend on."""
+"""Workload fields that do not affect what is learnt."""
 
 
 def learnt_from(experiment: Experiment) -> Experiment:
-    """The experiment with nothing in it but what virtual trainers learn from. Raises ``ConfigError`` for what they do not execute."""
+    """Return the experiment with only the settings that virtual trainers learn from.
+
+    Raises ``ConfigError`` for what they do not execute.
+    """
     workload, cluster, strategy = experiment.workload, experiment.cluster, experiment.strategy
     who = "the simulator's training by virtual trainers"
     if workload.model == LAYERS:
@@ -64,9 +69,10 @@ def learnt_from(experiment: Experiment) -> Experiment:
 
 
 def key_of(experiment: Experiment, order: Order | None = None) -> str:
-    """Sixteen hexadecimal digits over all that a trajectory depends on, the contents of its data and torch's version among it.
+    """Return 16 hexadecimal digits over everything that a trajectory depends on, including data and torch's version.
 
-    ``order``: of trainers of parameter servers, which the clock decides. Where an ``imagenet:`` folder lies counts, and not what is in it.
+    ``order``: that of trainers of parameter servers, which the clock decides. The path of an ``imagenet:``
+    folder counts, its contents do not.
     """
     canonical = learnt_from(experiment)
     kind, _, path = canonical.workload.data.partition(":")
@@ -79,27 +85,30 @@ def key_of(experiment: Experiment, order: Order | None = None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One training. Also the simulator's source of observed scalars: what the strategy was told then it is told again."""
+    """Results of one training run.
+
+    It is also the simulator's source of scalars: the strategy observes the same again.
+    """
 
     key: str
     workload: Workload
     first_step: int
-    """Below 1 where training warms up; a row a step from there on."""
+    """Number of the first step, below 1 with a warm-up; one row per step from there on."""
     losses: npt.NDArray[np.float64]
-    """``(steps, trainers)``: of every trainer's batch."""
+    """Loss of every trainer's batch, ``(steps, trainers)``."""
     observed: Mapping[str, Mapping[int, float]]
-    """``loss``, the mean over trainers that a strategy was told, and ``found_inf``, by step."""
+    """Observed scalars by step: ``loss``, the mean over trainers, and ``found_inf``."""
     held_out: tuple[tuple[int, float], ...]
-    """``(step, loss)`` of every evaluation, at the mean of all trainers' parameters."""
+    """Step and loss of every evaluation, at the mean of all trainers' parameters."""
     final_loss: float
-    """Held-out, after the last averaging."""
+    """Held-out loss after the last averaging."""
     local_steps: tuple[int | None, ...]
-    """Length of the round that each step closed; none where it closed none."""
+    """Length of the round that each step ended; none if it ended none."""
     steps_per_epoch: int
     way: str
-    """How gradients were computed: ``loop`` or ``graph``."""
+    """Method of computing gradients: ``loop`` or ``graph``."""
     num_bytes: int
-    """Memory that the training was expected to take, at most."""
+    """Largest memory that the training run was expected to take, in bytes."""
     seconds: float
 
     def scalar(self, name: str, rank: int, step: int) -> float:  # noqa: ARG002  # observed alike by all ranks
@@ -107,28 +116,28 @@ class Trajectory:
         return learning_rate(self.workload, step) if name == "lr" else self.observed[name][step]
 
     def declared_loss(self, step: int) -> float:
-        """The trainers' mean at a step."""
+        """Return the trainers' mean loss at a step."""
         return float(self.losses[step - self.first_step].mean())
 
     def crossing(self, target: float | None) -> Crossing | None:
-        """Where it reaches the target; none where it does not."""
+        """Return where it reaches the target; none if it does not."""
         return crossing(self.held_out, target)
 
     @property
     def lowest(self) -> float | None:
-        """The lowest target that is reached; none with fewer than three evaluations."""
+        """Return the lowest target that is reached; none with fewer than three evaluations."""
         losses = [loss for _, loss in self.held_out]
         return min((max(losses[first : first + HITS_IN_A_ROW]) for first in range(len(losses) - HITS_IN_A_ROW + 1)), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data but for ``losses``."""
+        """Return plain data, without ``losses``."""
         data = dataclasses.asdict(dataclasses.replace(self, losses=np.empty(0))) | {"workload": encode(self.workload)}
         del data["losses"]
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], losses: npt.NDArray[np.float64]) -> Self:
-        """The trajectory that ``to_dict`` gave, also through JSON."""
+        """Read the trajectory that ``to_dict`` gave, also through JSON."""
         observed = {name: {int(step): value for step, value in values.items()} for name, values in data["observed"].items()}
         held_out = tuple((step, loss) for step, loss in data["held_out"])
         workload = decode(data["workload"], Workload, "workload")
@@ -137,4 +146,5 @@ class Trajectory:
 
 
 Learn = Callable[[Experiment], Trajectory]
-"""What an experiment's virtual trainers learn, for several simulations that may share it."""
+"""Function that returns what an experiment's virtual trainers learn, for several simulations that may share
+it."""

@@ -1,4 +1,7 @@
-"""Training without a clock: ``fleetbench.plan.drive``'s protocol over all trainers' replicas at once; and the store of what was learnt."""
+"""Training without a clock: ``fleetbench.plan.drive``'s protocol over all trainers' replicas at once.
+
+And the store of what was learnt.
+"""
 
 import contextlib
 import dataclasses
@@ -46,13 +49,15 @@ def train(
 ) -> Trajectory:
     """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
 
-    Computes on one thread of the CPU; without parameter servers on a GPU, where ``run.device`` names one and there is one.
-    ``played``: the order in which trainers of parameter servers do so, where it is known; else it is simulated first. ``until``: a
-    held-out loss; where it is reached, as ``workload.target_loss`` is, training is over, and, of collectives, was that of an experiment
-    of so many steps. ``at_least``: so many steps these train in any case. ``look`` is called before each trainer's batch, or before that
-    of all where they compute at once, and before an evaluation; it may raise.
+    Computes on one thread of the CPU; without parameter servers on a GPU, where ``run.device`` names one and
+    there is one. ``played``: the order in which trainers of parameter servers do so, where it is known; else
+    it is simulated first. ``until``: a held-out loss; where it is reached, as ``workload.target_loss`` is,
+    training is over, and, of collectives, was that of an experiment of so many steps. ``at_least``: so many
+    steps these train in any case. ``look`` is called before each trainer's batch, or before that of all where
+    they compute at once, and before an evaluation; it may raise.
 
-    Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory does not suffice.
+    Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory
+    does not suffice.
     """
     with one_thread(), tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
         if experiment.strategy.mode == "ps":
@@ -74,7 +79,10 @@ class VirtualTraining:
         device: str = "cpu",
         look: Look = never,
     ) -> None:
-        """``way``: ``loop`` or ``graph`` on this ``device``; where it is none, the faster one on the device that the experiment names."""
+        """``way``: ``loop`` or ``graph`` on this ``device``.
+
+        Where it is none, the faster one on the device that the experiment names.
+        """
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
         if way is None and experiment.run.device == "cuda" and torch.cuda.is_available():

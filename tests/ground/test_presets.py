@@ -340,7 +340,7 @@ def test_what_the_file_declares_itself_counts() -> None:
 def test_a_gpu_without_constants_of_nccl_is_said_to_be_assumed() -> None:
     """B200 is simulated as Hopper, and the description says so; H100 is not assumed."""
     said = {gpu: described({"cluster": {"preset": f"1 x 8 {gpu}"}, "run": NCCL}) or "" for gpu in ("B200", "H100")}
-    assert "assumed: NCCL's constants of Hopper" in said["B200"]
+    assert "assumed: NCCL's constants for Hopper" in said["B200"]
     assert "assumed" not in said["H100"]
 
 

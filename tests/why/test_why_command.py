@@ -144,7 +144,7 @@ def test_what_cannot_be_looked_at(words: list[str], what: str, tmp_path: Path, c
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ([], "takes a command that trains or traces of one"),
+        ([], "takes either a command that trains, or traces"),
         (["trace.json", "--", "python", "train.py"], "no more than one of the two"),
         (["--link", "2", "--", sys.executable, SCRIPT], "is for traces"),
         (["missing.json"], "missing.json"),
