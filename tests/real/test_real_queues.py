@@ -86,5 +86,6 @@ def test_buckets_begin_in_the_plans_order(results: list[Arrays], name: str) -> N
 
 
 def test_gloo_has_as_many_threads_as_a_plan_believes(results: list[Arrays]) -> None:
-    """Each carries one collective of the group."""
+    """Each carries one collective of the group; where all follow one another there is one."""
     assert [int(result["threads"]) for result in results] == [queue_depth("gloo")] * RANKS
+    assert [int(result["threads in turn"]) for result in results] == [1] * RANKS
