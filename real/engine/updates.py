@@ -142,8 +142,7 @@ class Updates:
         refuse_arguments(given, self._what)
         if not any(map(callable, given)):
             self._refuse_unready()
-        if self._num_steps.bit_count() <= 1:  # now and then: it walks the stack, and a script has one from its first step on
-            refuse_scaler(self._what)
+        refuse_scaler(self._what)
         if self._phase() == "update":
             self.refuse_partial(again=optimizer)
             self._update_begins()
