@@ -14,6 +14,8 @@ from fleetbench.errors import ConfigError
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.workload import Workload
 
+INDEX_BYTES = 8
+"""Bytes of the number that names a row of a sparse gradient: torch's indices are int64."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16}
 
 
@@ -27,7 +29,9 @@ class Gradient(Config):
     dtype: str = "float32"
     sparse: bool = False
     touched: int = 0
-    """Of a sparse gradient: numbers that a step touches, where that is known; 0: as good as all."""
+    """Elements of a sparse gradient that a step touches; 0: not known, so all."""
+    width: int = 0
+    """Elements of a row of a sparse gradient; 0: not known, and the numbers that name its rows are not counted."""
     ready: Nanoseconds
     """From the start of the backward until the gradient is final, at X = 0 and without communication."""
 
@@ -135,7 +139,15 @@ def declared_table(workload: Workload) -> LayerTable:
     for spec, name in reversed(flat):
         ready += spec.backward
         gradients = tuple(
-            Gradient(name=f"{name}.{own}", numel=numel, dtype=workload.dtype, ready=Nanoseconds(ready))
+            Gradient(
+                name=f"{name}.{own}",
+                numel=numel,
+                dtype=workload.dtype,
+                sparse=spec.rows > 0,
+                touched=spec.touched * spec.width,
+                width=spec.width if spec.rows else 0,
+                ready=Nanoseconds(ready),
+            )
             for own, numel in spec.gradients.items()
         )
         layers.append(Layer(name=name, gradients=gradients, forward=spec.forward, backward=spec.backward))

@@ -125,7 +125,7 @@ class StepEstimate:
             if name in named("restarts"):
                 raise ConfigError("what compiled code takes is not estimated", name, "true", "leave it at its default")
         if any(getattr(module, "sparse", False) for module in self._model.modules()):
-            hint = "the layers can be declared: workload.layers"
+            hint = "declare the layers in workload.layers, an embedding by its rows, width and touched"
             raise ConfigError("what sparse gradients take is not estimated", "the model", type(self._model).__name__, hint)
         if strategy.amp and strategy.amp_configs.dtype not in self._gpu.flops_s:
             known = ", ".join(self._gpu.flops_s)

@@ -6,12 +6,13 @@ They are those of ``fleetbench tune``: a space, or Fleet's modes of parameter se
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
+from fleetbench import units
 from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -140,11 +141,26 @@ def ordered(step_s: Times) -> Times:
 
 def step_time(experiment: Window, known: dict[str, RunResult] | None = None) -> StepS:
     """Seconds of a step of the whole training by strategy; strategies share their draws. ``known``: see ``simulated``."""
-    if experiment.strategy.mode != "ps":
-        whole = dataclasses.replace(experiment.workload, steps=experiment.of_steps)
-        return partial(mean_step_s, StepTime(experiment), StepTime(experiment.replace(workload=whole)), experiment)
-    kept = {} if known is None else known
-    return lambda strategy: step_s_of(simulated(experiment.replace(strategy=strategy.replace(lr_scale=1.0)), kept))
+    return _step_times([experiment], {} if known is None else known)[0]
+
+
+def _step_times(seeded: Sequence[Window], known: dict[str, RunResult]) -> list[StepS]:
+    """``step_time`` of windows that differ in their seeds alone; without servers these are simulated together."""
+    first, seeds = seeded[0], [one.run.seed for one in seeded]
+    if first.strategy.mode == "ps":
+        return [partial(_served_step_s, one, known) for one in seeded]
+    whole = dataclasses.replace(first.workload, steps=first.of_steps)
+    by_seed = [cache(StepTime(one, seeds=seeds).by_seed) for one in (first, first.replace(workload=whole))]
+
+    def timed(run: int) -> StepS:
+        step_s, of_whole = [lambda strategy, found=found: found(strategy)[run] for found in by_seed]
+        return partial(mean_step_s, step_s, of_whole, seeded[run])
+
+    return [*map(timed, range(len(seeds)))]
+
+
+def _served_step_s(window: Window, known: dict[str, RunResult], strategy: DistributedStrategy) -> float:
+    return step_s_of(simulated(window.replace(strategy=strategy.replace(lr_scale=1.0)), known))
 
 
 def mean_step_s(step_s: StepS, whole: StepS, window: Window, strategy: DistributedStrategy) -> float:
@@ -186,7 +202,7 @@ def seeded(experiment: Experiment) -> list[Window]:
 
 def over_seeds(experiment: Experiment, known: dict[str, RunResult] | None = None) -> list[StepS]:
     """``step_time`` under each of ``seeded``: equal clusters give equal times. ``known``: see ``simulated``."""
-    return [step_time(each, known) for each in seeded(experiment)]
+    return _step_times(seeded(experiment), {} if known is None else known)
 
 
 def finalists(own: DistributedStrategy, ranking: Iterable[DistributedStrategy]) -> list[DistributedStrategy]:
@@ -243,6 +259,32 @@ def _with_recomputed(experiment: Experiment, estimated: Callable[[DistributedStr
     second = profile_of(estimated(again[0]))
     assert second is not None
     return name_profile(experiment, dataclasses.replace(first, tables=(*first.tables, *second.tables)), both)
+
+
+def ways_of_embeddings(experiment: Experiment, chosen: DistributedStrategy) -> list[Note]:
+    """What a step takes by each exchange of declared embeddings: gathered rows, dense gradients, and servers, if there are any."""
+    workload, cluster = experiment.workload, experiment.cluster
+    if not any(spec.rows for spec in workload.layers):
+        return []
+    layers = [
+        dataclasses.replace(spec, rows=0, width=1, touched=0, params=spec.rows * spec.width) if spec.rows else spec
+        for spec in workload.layers
+    ]
+    alone = experiment.replace(strategy=chosen)
+    asked, more = {}, '; strategy.mode = "ps" with cluster.servers compares servers'
+    if chosen.mode == "ps":
+        without = dataclasses.replace(cluster, servers=0, server_placement=type(cluster)().server_placement)
+        asked, more = {f"the recommended mode of {cluster.servers} servers": alone}, ""
+        alone = experiment.replace(strategy=DistributedStrategy(), cluster=without)
+    dense = dataclasses.replace(workload, layers=tuple(layers))
+    asked |= {"all gather rows": alone, "all-reduces of dense gradients (sparse=False)": alone.replace(workload=dense)}
+    found = []
+    for name, one in asked.items():
+        try:
+            found.append(f"{name} {units.seconds(step_time(shortened(one))(one.strategy))}")
+        except ConfigError:  # such as a field that excludes sparse gradients
+            continue
+    return [Remark(text=f"a step by exchange of the embeddings: {', '.join(found)}; a dense update of all rows is not counted{more}")]
 
 
 def says(experiment: Experiment) -> str:
