@@ -90,6 +90,8 @@ class Profile(Config):
     memory: Memory | None = None
     flops: ModelFlops | None = None
     """FLOPs that an estimate has counted; none where the step was measured."""
+    sample_tokens: int | None = None
+    """Tokens of a sample; none where the step was measured, and of samples that are no text."""
     gradient_noise: GradientNoise | None = None
     """None where it was not measured: with sparse gradients or mixed precision, where the loss diverged, by older versions."""
     stragglers: StragglerFit | None = None

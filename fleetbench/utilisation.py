@@ -19,7 +19,7 @@ class Utilisation(Config):
 
     samples_per_s: float
     tokens_per_s: float | None = None
-    """Tokens per second; none where ``workload.data_options`` has no ``length`` of a sample."""
+    """Tokens per second; none where neither ``workload.data_options`` has a ``length`` nor an estimate the tokens of a sample."""
     mfu: float | None = None
     """Model FLOPs utilisation; none, as the next two, where no estimate has counted FLOPs."""
     peak_flops_s: float | None = None
@@ -45,7 +45,8 @@ class Utilisation(Config):
 
 def utilisation(experiment: Experiment, step_s: float, memory_bytes: int | None = None) -> Utilisation:
     """The utilisation at so many seconds of a step, which is one forward and backward of ``workload.batch_size`` samples."""
-    profile, length = profile_of(experiment), experiment.workload.data_options.get("length")
+    profile = profile_of(experiment)
+    length = experiment.workload.data_options.get("length", None if profile is None else profile.sample_tokens)
     samples_per_s = experiment.workload.batch_size / step_s
     flops = None if profile is None else profile.flops
     return Utilisation(

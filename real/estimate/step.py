@@ -210,7 +210,8 @@ def estimate(experiment: Experiment, gpu: str, *, tf32: bool = False) -> Profile
             loss.backward()
             step.backward_ends()
         step.update(make_optimizer(model, workload))
-    return step.profile(compute_key(experiment))
+    is_text = inputs.ndim == 2 and not inputs.is_floating_point()
+    return dataclasses.replace(step.profile(compute_key(experiment)), sample_tokens=inputs.shape[1] if is_text else None)
 
 
 def estimated(experiment: Experiment, gpu: str, root: Path, *, tf32: bool = False) -> Experiment:
