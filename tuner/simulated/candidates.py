@@ -52,14 +52,14 @@ Times = dict[DistributedStrategy, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """What was tried, and what was not."""
+    """The strategies that were tried, and notes of those that were not."""
 
     step_s: Times
-    """Of different strategies, fastest first and of equal ones the simplest, the experiment's own among them."""
+    """Seconds of a step by strategy, fastest first and of equal ones the simplest; the experiment's own is among them."""
     num_trials: int
     notes: tuple[Note, ...]
     ways: Ways = field(default_factory=Ways)
-    """Where virtual trainers price them, "fastest" is to the target, and those that do not arrive are left out."""
+    """Steps to the target by way of training. Where they are known, "fastest" means to the target, and ways that miss it are left out."""
 
     def with_ways(self, count: int) -> list[DistributedStrategy]:
         """The strategies, the best of each of the first ``count`` priced ways of training before others."""
@@ -164,7 +164,7 @@ def _served_step_s(window: Window, known: dict[str, RunResult], strategy: Distri
 
 
 def mean_step_s(step_s: StepS, whole: StepS, window: Window, strategy: DistributedStrategy) -> float:
-    """Of the lengths of round that a training has under the strategy, each timed by ``step_s``; see ``fleetbench.plan.rounds``.
+    """Mean seconds of a step over a training's lengths of round, each timed by ``step_s``; see ``fleetbench.plan.rounds``.
 
     Rounds that follow a declared loss are those of the ``whole`` training.
     """
@@ -175,7 +175,7 @@ def mean_step_s(step_s: StepS, whole: StepS, window: Window, strategy: Distribut
 
 
 def _timed_in(step_s: StepS, window: Window, strategy: DistributedStrategy) -> float:
-    """In the window, or in a longer one where it holds no whole round."""
+    """Seconds of a step in the window, or in a longer one where it holds no whole round."""
     what = Combination.of(strategy)
     if what.whole_rounds(window.workload.steps) is None and what.is_local:
         workload = dataclasses.replace(window.workload, steps=BESIDE + what.steps_per_round)
@@ -184,7 +184,7 @@ def _timed_in(step_s: StepS, window: Window, strategy: DistributedStrategy) -> f
 
 
 def simulated(experiment: Experiment, known: dict[str, RunResult]) -> RunResult:
-    """What ``simulate`` says; with servers only once, by the experiment's digest in ``known``."""
+    """The result of ``simulate``; with servers it is simulated once, and kept in ``known`` by the experiment's digest."""
     if experiment.strategy.mode != "ps":
         return simulate(experiment, timeline=False, table=True)
     if (key := experiment.digest()) not in known:
@@ -211,9 +211,9 @@ def finalists(own: DistributedStrategy, ranking: Iterable[DistributedStrategy]) 
 
 
 def choose(experiment: Experiment, step_s: Times, risk: Callable[[DistributedStrategy], float] = lambda _: 0.0) -> DistributedStrategy:
-    """Of those that fit and are near the fastest the one of least risk, then of least changes.
+    """The strategy of least risk, then of fewest changes, among those that fit and are near the fastest.
 
-    The experiment's own, where it fits, too, and that gains little.
+    The experiment's own if it fits and the other gains less than ``tune.min_gain``.
     """
     own, times = experiment.strategy, {one: step_s[one] for one in sharded.fitting(experiment, step_s)}
     least = min(times.values())
@@ -223,7 +223,7 @@ def choose(experiment: Experiment, step_s: Times, risk: Callable[[DistributedStr
 
 
 def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
-    """What the candidates differ in."""
+    """Values of everything in which candidates differ, with their names."""
     return [*parameters_of(strategy).items(), ("way", way_of(strategy)), ("mode", (strategy.a_sync, strategy.a_sync_configs.k_steps > 0))]
 
 
@@ -262,7 +262,7 @@ def _with_recomputed(experiment: Experiment, estimated: Callable[[DistributedStr
 
 
 def ways_of_embeddings(experiment: Experiment, chosen: DistributedStrategy) -> list[Note]:
-    """What a step takes by each exchange of declared embeddings: gathered rows, dense gradients, and servers, if there are any."""
+    """Seconds of a step with each exchange of declared embeddings: gathered rows, dense gradients, and servers, if there are any."""
     workload, cluster = experiment.workload, experiment.cluster
     if not any(spec.rows for spec in workload.layers):
         return []
