@@ -96,6 +96,8 @@ class Profile(Config):
     """Memory of one trainer."""
     flops: ModelFlops | None = None
     """FLOPs counted by an estimate; none if the step was measured."""
+    sample_tokens: int | None = None
+    """Tokens of a sample; none if the step was measured, or if samples are no text."""
     gradient_noise: GradientNoise | None = None
     """Gradient noise. None if it was not measured: with sparse gradients or mixed precision, if the loss
     diverged, or in profiles of older versions."""

@@ -20,7 +20,8 @@ class Utilisation(Config):
     samples_per_s: float
     """Samples per second."""
     tokens_per_s: float | None = None
-    """Tokens per second; none if ``workload.data_options`` has no ``length`` of a sample."""
+    """Tokens per second; none if neither ``workload.data_options`` has a ``length`` nor an estimate the tokens of
+    a sample."""
     mfu: float | None = None
     """Model FLOPs utilisation. Like the next two fields, none if no estimate has counted FLOPs."""
     peak_flops_s: float | None = None
@@ -50,7 +51,8 @@ def utilisation(experiment: Experiment, step_s: float, memory_bytes: int | None 
 
     A step is one forward and backward of ``workload.batch_size`` samples.
     """
-    profile, length = profile_of(experiment), experiment.workload.data_options.get("length")
+    profile = profile_of(experiment)
+    length = experiment.workload.data_options.get("length", None if profile is None else profile.sample_tokens)
     samples_per_s = experiment.workload.batch_size / step_s
     flops = None if profile is None else profile.flops
     return Utilisation(

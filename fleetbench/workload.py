@@ -13,6 +13,9 @@ LAYERS = "layers"
 EXAMPLE_LAYERS = 'layers = [{ name = "block", params = 31_250, forward = "2.5 ms", backward = "5 ms", repeat = 20 }]'
 """A table of layers as it is written in a file."""
 
+EXAMPLE_EMBEDDING = 'layers = [{ name = "table", rows = 1_000_000, width = 64, touched = 4_096, forward = "1 ms", backward = "1 ms" }]'
+"""An embedding with a sparse gradient, as a file writes it."""
+
 MOST_REPEATS = 10**6
 """Largest ``repeat`` of an entry of ``workload.layers``. Each repetition is a layer of the table."""
 
@@ -41,6 +44,12 @@ class LayerSpec(Config):
     """Elements of the layer's gradient if it has at most one; 0: none."""
     tensors: tuple[int, ...] = ()
     """Elements of each gradient if the layer has several."""
+    rows: int = 0
+    """Number of rows of an embedding with a sparse gradient, in place of ``params``; 0: gradients are dense."""
+    width: int = 1
+    """Number of elements of a row."""
+    touched: int = 0
+    """Number of different rows that one trainer's step touches."""
     forward: Nanoseconds
     """Time of the layer's forward."""
     backward: Nanoseconds
@@ -51,16 +60,20 @@ class LayerSpec(Config):
     """Number of such layers in a row."""
 
     def _validate(self) -> None:
-        if (self.params is None) != bool(self.tensors) or min((self.params or 0, *self.tensors)) < 0:
-            value = f"params {self.params}, tensors {list(self.tensors)}"
-            raise ConfigError("needs either params or tensors, of no negative size", self.name, value, EXAMPLE_LAYERS)
+        if [self.params is not None, bool(self.tensors), self.rows != 0].count(True) != 1 or min((self.params or 0, *self.tensors)) < 0:
+            value = f"params {self.params}, tensors {list(self.tensors)}, rows {self.rows}"
+            raise ConfigError("needs one of params, tensors and rows, of no negative size", self.name, value, EXAMPLE_LAYERS)
+        if not (1 <= self.touched <= self.rows or self.touched == self.rows == 0) or self.width < 1:
+            value = f"rows {self.rows}, width {self.width}, touched {self.touched}"
+            raise ConfigError("a step touches at least one row, and no more than there are", self.name, value, EXAMPLE_EMBEDDING)
         at_least(self, 0, "buffers", "forward", "backward")
         at_least(self, 1, "repeat", most=MOST_REPEATS)
 
     @property
     def gradients(self) -> dict[str, int]:
         """Elements of the gradients by name: a single one is ``weight``, several are numbered."""
-        return {f"tensor{place}": numel for place, numel in enumerate(self.tensors)} or ({"weight": self.params} if self.params else {})
+        one = self.rows * self.width or self.params
+        return {f"tensor{place}": numel for place, numel in enumerate(self.tensors)} or ({"weight": one} if one else {})
 
     @property
     def names(self) -> list[str]:

@@ -151,7 +151,7 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
     Local SGD exchanges parameters, so no gradient is sparse there.
     """
     if strategy.is_local:
-        gradients = [dataclasses.replace(gradient, sparse=False, touched=0) if gradient.sparse else gradient for gradient in gradients]
+        gradients = [dataclasses.replace(one, sparse=False, touched=0, width=0) if one.sparse else one for one in gradients]
     if strategy.sharding:
         return _sharded(strategy, gradients, setting)
     rounds, inner = Fragments.of(strategy), strategy.hierarchical_inner_ranks or setting.trainers_per_node

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.layers import DTYPE_BYTES, Gradient
+from fleetbench.plan.layers import DTYPE_BYTES, INDEX_BYTES, Gradient
 from fleetbench.plan.mg_wfbp import best_partition, merge
 from fleetbench.quantities import MIB
 from fleetbench.strategy import DistributedStrategy
@@ -40,11 +40,14 @@ class Bucket:
     """Whether the bucket is one sparse gradient."""
     touched: int = 0
     """Number of elements of a sparse gradient that a step touches, if known; 0: treated as all."""
+    width: int = 0
+    """Number of elements of a row of a sparse gradient; 0: not known."""
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, before any change of type for the wire."""
-        return (self.touched or self.numel) * DTYPE_BYTES[self.dtype]
+        """Size in bytes, before any change of type for the wire; of a sparse gradient the touched rows, with their numbers."""
+        touched = self.touched or self.numel
+        return touched * DTYPE_BYTES[self.dtype] + (touched // self.width * INDEX_BYTES if self.width else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,7 @@ def fuse(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cos
             dtype=group[0].dtype,
             sparse=group[0].sparse,
             touched=group[0].touched,
+            width=group[0].width,
         )
         for index, group in enumerate(groups)
     )

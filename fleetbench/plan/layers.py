@@ -17,6 +17,8 @@ from fleetbench.errors import ConfigError
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.workload import Workload
 
+INDEX_BYTES = 8
+"""Bytes of the number that names a row of a sparse gradient: torch's indices are int64."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16}
 
 
@@ -34,6 +36,8 @@ class Gradient(Config):
     """Whether the gradient is sparse."""
     touched: int = 0
     """Number of elements of a sparse gradient that a step touches, if known; 0: treated as all."""
+    width: int = 0
+    """Number of elements of a row of a sparse gradient; 0: not known, and row indices are not counted."""
     ready: Nanoseconds
     """Time from the start of the backward until the gradient is final, at X = 0 and without communication."""
 
@@ -153,7 +157,15 @@ def declared_table(workload: Workload) -> LayerTable:
     for spec, name in reversed(flat):
         ready += spec.backward
         gradients = tuple(
-            Gradient(name=f"{name}.{own}", numel=numel, dtype=workload.dtype, ready=Nanoseconds(ready))
+            Gradient(
+                name=f"{name}.{own}",
+                numel=numel,
+                dtype=workload.dtype,
+                sparse=spec.rows > 0,
+                touched=spec.touched * spec.width,
+                width=spec.width if spec.rows else 0,
+                ready=Nanoseconds(ready),
+            )
             for own, numel in spec.gradients.items()
         )
         layers.append(Layer(name=name, gradients=gradients, forward=spec.forward, backward=spec.backward))

@@ -125,7 +125,7 @@ class StepEstimate:
             if name in named("restarts"):
                 raise ConfigError("what compiled code takes is not estimated", name, "true", "leave it at its default")
         if any(getattr(module, "sparse", False) for module in self._model.modules()):
-            hint = "the layers can be declared: workload.layers"
+            hint = "declare the layers in workload.layers, an embedding by its rows, width and touched"
             raise ConfigError("what sparse gradients take is not estimated", "the model", type(self._model).__name__, hint)
         if strategy.amp and strategy.amp_configs.dtype not in self._gpu.flops_s:
             known = ", ".join(self._gpu.flops_s)
@@ -210,7 +210,8 @@ def estimate(experiment: Experiment, gpu: str, *, tf32: bool = False) -> Profile
             loss.backward()
             step.backward_ends()
         step.update(make_optimizer(model, workload))
-    return step.profile(compute_key(experiment))
+    is_text = inputs.ndim == 2 and not inputs.is_floating_point()
+    return dataclasses.replace(step.profile(compute_key(experiment)), sample_tokens=inputs.shape[1] if is_text else None)
 
 
 def estimated(experiment: Experiment, gpu: str, root: Path, *, tf32: bool = False) -> Experiment:

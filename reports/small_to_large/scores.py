@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
@@ -54,7 +55,7 @@ FORMS: dict[str, dict[str, Prior]] = {
 
 
 def main() -> None:
-    """All sets; prints tables, writes cases.csv and scores.csv."""
+    """All sets; prints tables, writes cases.csv, scores.csv and cases.png."""
     folder = data_folder("")
     sets = {"mlperf": of_mlperf, "lambda_ddp": of_lambda, "ddl_10gbe": of_ddl, "gpt_a100": of_gpt}
     rows = [{"set": name, "form": form, **case} for name, cases in sets.items() for form in FORMS for case in cases(folder, form)]
@@ -68,6 +69,22 @@ def main() -> None:
     ours = both[both.form.isin(["ours", "law"])].drop(columns="form")
     ours = ours.round({"predicted": 4, "low": 4, "high": 4})
     ours.to_csv(HERE / "cases.csv", index=False, lineterminator="\n")
+    draw(ours)
+
+
+def draw(ours: pd.DataFrame) -> None:
+    """``cases.png``: predicted over measured, a box from quartile to quartile for each question, whiskers over 90 % of its cases."""
+    boxes = [
+        (f"{kind}: {question} ({len(cases)})", cases.predicted) for (kind, question), cases in ours.groupby(["set", "question"], sort=False)
+    ]
+    names, ratios = zip(*reversed(boxes), strict=True)
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    axes.boxplot(ratios, orientation="horizontal", tick_labels=names, whis=(5, 95), showfliers=False)
+    axes.axvspan(0.9, 1.1, alpha=0.15)
+    axes.set(xscale="log", xlabel="predicted / measured; shaded: within 10 %", xlim=(0.4, 2.5))
+    axes.set_xticks([0.5, 0.7, 0.9, 1.1, 1.4, 2.0], ["0.5", "0.7", "0.9", "1.1", "1.4", "2"])
+    axes.minorticks_off()
+    figure.savefig(HERE / "cases.png", dpi=110, metadata={"Software": None})
 
 
 def scored(cases: pd.DataFrame) -> pd.Series:

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fleetbench.plan.layers import StepHead
-from fleetbench.plan.operations import Operation
 from fleetbench.quantities import LARGEST
 from fleetbench.result import uncountable
 from fleetbench.stragglers import stretch
@@ -19,14 +19,14 @@ from sim.arrays.interpreter import Interpreter
 from sim.arrays.layout import Layout, Times
 from sim.arrays.observers import Observer, StepTable, Sums, TimelineSpans
 from sim.arrays.program import Program, Script, script_of
-from sim.arrays.shared_links import SharedTransfers, Wires
-from sim.arrays.supported import BEYOND, SHARED, Unsupported, most_ns, overlaps, refuse_slowed, shares, waits_for_all
+from sim.arrays.shared_links import SharedTransfers, Wires, together
+from sim.arrays.supported import BEYOND, SHARED, Unsupported, most_ns, overlaps, refuse_slowed, shares
 from sim.arrays.transfers import Transfers
 from sim.clock import LATEST_NS
 from sim.execution import Execution, Wanted, too_many
 from sim.network.routes import Routes
 from sim.own_work import moments_of
-from sim.scenario import Scenario
+from sim.scenario import Draws, Scenario
 
 CELLS = 2**17
 """Ranks times steps that are simulated together: arrays of this size stay in a processor's cache."""
@@ -61,7 +61,7 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
         plan=scenario.plan,
         begin_ns=begin_ns,
         end_ns=end_ns,
-        step_ends_ns=dict(zip(steps, engine.last_end.tolist(), strict=True)),
+        step_ends_ns=dict(zip(steps, engine.last_end[0].tolist(), strict=True)),
         table=frame,
         totals=None if sums is None else sums.totals(begin_ns, end_ns),
         spans=spans,
@@ -83,15 +83,20 @@ class Engine:
     Trainers that begin a block of steps together, with nothing in flight, go through it as if it were
     the first: so blocks that do the same are run side by side, from 0 ns each, and laid one after the
     other. A block whose ranks do not end together is run by itself, and the next ones after it, until they do.
+
+    Runs that differ in their draws alone, such as those of several seeds, are side by side, too: rows are blocks of the first
+    run, then of the second. A block is run by itself in all of them where that is so in one.
     """
 
-    def __init__(self, scenario: Scenario, layout: Layout) -> None:
+    def __init__(self, scenario: Scenario, layout: Layout, draws: Sequence[Draws] = ()) -> None:
+        """``draws``: those of each run; by default there is one run, with the scenario's."""
         self.script: Script = script_of(scenario)
-        self.first_start, self.last_end = (np.zeros(len(scenario.steps), dtype=np.int64) for _ in range(2))
-        """Of each step over all ranks; ns."""
+        self._draws = draws or (scenario.draws,)
+        self._runs = len(self._draws)
+        self.first_start, self.last_end = (np.zeros((self._runs, len(scenario.steps)), dtype=np.int64) for _ in range(2))
+        """First start and last end of each step over all ranks, in ns; shape ``(num_runs, num_steps)``."""
         self._first_counted = scenario.steps.index(1)
         self._layout = layout
-        self._draw = scenario.draws.rows
         self._carrier, contention = _carrier(scenario, layout, self.script.programs)
         self._slows = contention, scenario.first_exchange_ns
         table, programs = scenario.table, self.script.programs
@@ -108,16 +113,16 @@ class Engine:
         self._most_ns = head_ns + most_ns(layout, programs)
         self._compute_ns = max([table.forward_ns + table.backward_ns, *(moment_ns for _, moment_ns in moments_of(scenario.plan, table))])
         self._reached_ns = sum(join.is_first for program in programs for join in program.joins) * scenario.first_exchange_ns
-        self._begin_ns = 0
-        """When the next blocks begin, or when the interpreter under way was at 0."""
+        self._begin_ns = np.zeros(self._runs, dtype=np.int64)
+        """When the next blocks of each run begin, or when the interpreter under way was at 0."""
         self._under_way: Interpreter | None = None
         self._most_blocks = CELLS
-        self._window: tuple[int, Times] = (0, np.zeros((0, layout.num_ranks), dtype=np.int64))
+        self._window: tuple[int, Times] = (0, np.zeros((self._runs, 0, layout.num_ranks), dtype=np.int64))
 
     def run(self, observers: Sequence[Observer], done: Callable[[int], None], *, looks: bool = True, draws: bool = False) -> None:
         """Run all steps; ``done`` is told how many have been, and ``looks`` and ``draws`` are those of ``Interpreter``.
 
-        Raises ``Unsupported`` where times may leave 64 bits on the way.
+        Observers see the first run. Raises ``Unsupported`` where times may leave 64 bits on the way.
         """
         first = 0
         for pattern, count in self.script.blocks:
@@ -127,67 +132,70 @@ class Engine:
                 for _ in range(blocks * len(pattern)):
                     done(first := first + 1)
 
-    def counted_ns(self) -> tuple[int, int]:
-        """The first start and the last end of the counted steps, when all have been run."""
-        return int(self.first_start[self._first_counted :].min()), int(self.last_end[self._first_counted :].max())
+    def counted_ns(self, run: int = 0) -> tuple[int, int]:
+        """The first start and the last end of a run's counted steps, when all have been run."""
+        return int(self.first_start[run, self._first_counted :].min()), int(self.last_end[run, self._first_counted :].max())
 
     def _run(self, first: int, pattern: tuple[int, ...], count: int, observers: Sequence[Observer], keeps: tuple[bool, bool]) -> int:
         """Run up to ``count`` blocks side by side from step ``first`` on; how many of them are done."""
-        stride, blocks, ranks = len(pattern), 1, self._under_way
+        stride, blocks, runs, ranks = len(pattern), 1, self._runs, self._under_way
         if ranks is None:
             if self._loaders is None:
-                blocks = min(count, max(1, CELLS // (stride * self._layout.num_ranks)), self._most_blocks)
-            ranks = Interpreter(self._layout, self._carrier(blocks), np.zeros((blocks, 1), dtype=np.int64), *keeps, *self._slows)
+                blocks = min(count, max(1, CELLS // (stride * self._layout.num_ranks * runs)), self._most_blocks)
+            rows = runs * blocks
+            ranks = Interpreter(self._layout, self._carrier(rows), np.zeros((rows, 1), dtype=np.int64), *keeps, *self._slows)
         seen = []
         for step, program in enumerate(pattern, start=first):
             steps = slice(step, step + stride * (blocks - 1) + 1, stride)
-            head_ns = self._heads_ns[steps, None]
+            head_ns = np.tile(self._heads_ns[steps], runs)[:, None]
             if self._loaders is not None:
-                start_ns: Any = self._begin_ns + ranks.offset
+                start_ns: Any = self._begin_ns[:, None] + ranks.offset
                 head_ns = np.asarray(self._loaders.forward_begins(start_ns)) - start_ns
             seen.append(ranks.step(self.script.programs[program], Stretches(self._x(steps)), head_ns))
             if self._last_read_ns and range(*steps.indices(len(self._heads_ns)))[-1] == len(self._heads_ns) - 1:
-                ranks.offset = seen[-1].end = ranks.offset + self._last_read_ns * (np.arange(blocks) == blocks - 1)[:, None]
-        even = ranks.is_even()
+                ranks.offset = seen[-1].end = ranks.offset + self._last_read_ns * np.tile(np.arange(blocks) == blocks - 1, runs)[:, None]
+        even = ranks.is_even().reshape(runs, blocks).all(axis=0)
         good = blocks if even.all() else int(np.argmin(even))
         if not good and blocks > 1:
             self._most_blocks = 1
             return 0
         is_uneven, good = not good, max(good, 1)
-        begins = self._begin_ns + np.concatenate(([0], np.cumsum(ranks.offset[: good - 1, 0]))).astype(np.int64)
+        took = ranks.offset[:, 0].reshape(runs, blocks)[:, :good]  # where blocks end evenly
+        begins = self._begin_ns[:, None] + np.cumsum(np.pad(took[:, :-1], ((0, 0), (1, 0))), axis=1)
         for step, found in enumerate(seen, start=first):
             steps_seen = np.arange(step, first + good * stride, stride)
-            self.first_start[steps_seen] = found.start[:good].min(axis=1) + begins
-            self.last_end[steps_seen] = found.end[:good].max(axis=1) + begins
+            self.first_start[:, steps_seen] = found.start.min(axis=1).reshape(runs, blocks)[:, :good] + begins
+            self.last_end[:, steps_seen] = found.end.max(axis=1).reshape(runs, blocks)[:, :good] + begins
             for observer in observers:
-                observer.see(found, steps_seen, begins[:, None])
+                observer.see(found, steps_seen, begins[0, :, None])
         self._most_blocks = 1 if is_uneven or good < blocks else min(2 * self._most_blocks, CELLS)
         self._under_way = ranks if is_uneven else None
         if not is_uneven:
-            self._begin_ns = int(begins[-1] + ranks.offset[good - 1, 0])
+            self._begin_ns = begins[:, -1] + took[:, -1]
         return good
 
     def _x(self, steps: slice) -> Times:
-        """X of these steps, shape ``(num_steps, num_ranks)``; as many as fit are drawn at once."""
+        """X of these steps, shape ``(num_runs * num_steps, num_ranks)``; as many as fit are drawn at once."""
         begin, drawn = self._window
-        if steps.start < begin or steps.stop > begin + len(drawn):
-            begin, ahead = steps.start, max(1, CELLS // self._layout.num_ranks)
-            drawn = self._draw(begin, min(begin + ahead, len(self.script.sequence)))
+        if steps.start < begin or steps.stop > begin + drawn.shape[1]:
+            begin, ahead = steps.start, max(1, CELLS // (self._layout.num_ranks * self._runs))
+            end = min(max(begin + ahead, steps.stop), len(self.script.sequence))
+            drawn = np.stack([draws.rows(begin, end) for draws in self._draws])
             self._window = (begin, drawn)
-            self._reached_ns += len(drawn) * self._slowest * (self._most_ns + stretch(self._compute_ns, int(drawn.max(initial=0))))
+            self._reached_ns += drawn.shape[1] * self._slowest * (self._most_ns + stretch(self._compute_ns, int(drawn.max(initial=0))))
             if self._reached_ns > LATEST_NS:
                 raise Unsupported(BEYOND)
-        return drawn[steps.start - begin : steps.stop - begin : steps.step]
+        return drawn[:, steps.start - begin : steps.stop - begin : steps.step].reshape(-1, self._layout.num_ranks)
 
 
 def _carrier(scenario: Scenario, layout: Layout, programs: Sequence[Program]) -> tuple[Callable[[int], Transfers], Fraction]:
     """What makes the transfers of blocks; how many times as long compute takes beside its rank's collectives. Raises ``Unsupported``."""
     is_slowed = overlaps(scenario, programs)
     if shares(layout, programs):
-        if is_slowed or not all(map(waits_for_all, programs)):
+        if is_slowed:
             raise Unsupported(SHARED)
-        wires: dict[tuple[Operation, ...], Wires] = {}
-        return lambda blocks: SharedTransfers(layout, blocks, wires), Fraction(1)
+        known = cache(partial(Wires, layout)), cache(partial(together, layout))
+        return lambda blocks: SharedTransfers(layout, blocks, *known), Fraction(1)
     if not is_slowed:
         return lambda blocks: Transfers(layout, blocks), Fraction(1)
     declared = (scenario.table.contention, scenario.table.collective_contention)

@@ -31,17 +31,18 @@ class Seen:
 
     start: Times
     read: Times
-    """A duration: of the step's head."""
+    """Duration of the step's head."""
     head_end: Times
     compute_end: Times
-    """The backward is over."""
+    """Time at which the backward is over."""
     forward: Times
-    """A duration, as are the next four."""
+    """Duration of the forward."""
     gated: Times
-    """Part of the stall: the time that gates held compute up."""
+    """Duration for which gates held compute up; a part of the stall."""
     stall: Times
+    """Duration of all waits for collectives."""
     wait: Times
-    """Of the stall, until the last rank had joined what was waited for."""
+    """Part of the stall until the last rank had joined what was waited for."""
     update: Times
     end: Times
     arrival: Times
@@ -80,7 +81,7 @@ class Interpreter:
     contention: Fraction
     """How many times as long compute takes beside collectives of its rank."""
     opens_ns: int = 0
-    """What the first collective on a communicator takes more."""
+    """Nanoseconds that the first collective on a communicator takes more than later ones."""
     _num_ids: int = 0
     """Operations of the step before."""
     _base_ns: int = 0

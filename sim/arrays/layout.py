@@ -13,6 +13,7 @@ from fleetbench.plan.groups import Parts
 from fleetbench.plan.operations import Operation, wire_bytes
 from sim.arrays.event_loop import Meetings
 from sim.clock import half_up
+from sim.network.links import Port
 from sim.network.routes import Routes
 from sim.network.work import Route
 
@@ -75,6 +76,7 @@ class Layout:
         self.groups = {name: Group(parts, plan.trainers) for name, parts in plan.parts.items()}
         self._full: dict[tuple[str, str], bool] = {}
         self._taken: dict[tuple[str, str, bool, int], Times] = {}
+        self._ports: dict[tuple[str, str, bool], frozenset[Port]] = {}
 
     def is_full(self, first: str, second: str) -> bool:
         """Whether each part of the one group has a rank of each part of the other."""
@@ -85,6 +87,13 @@ class Layout:
     def ways(self, operation: Operation) -> list[Route]:
         """What a collective takes in each part of its group, and which ports."""
         return [self.routes.of(operation, part) for part in self.groups[operation.group].parts]
+
+    def ports(self, operation: Operation) -> frozenset[Port]:
+        """All ports that a collective passes, in any part of its group."""
+        key = operation.group, operation.kind, operation.payload == "rows"
+        if key not in self._ports:
+            self._ports[key] = frozenset(port for route in self.ways(operation) for port in route.ports)
+        return self._ports[key]
 
     def takes_ns(self, operation: Operation) -> Times:
         """What a collective takes in each part: shape ``(1, num_parts)``, or ``(1, 1)`` where there is one.

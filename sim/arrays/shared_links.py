@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -10,60 +10,91 @@ import numpy as np
 from fleetbench.plan.operations import Operation
 from sim.arrays.event_loop import Meetings
 from sim.arrays.layout import Layout, Times, alone_ns
-from sim.arrays.supported import SHARED, Unsupported
+from sim.arrays.supported import SHARED, Unsupported, with_those_before
 from sim.arrays.transfers import Flight, Transfers
+from sim.network.links import Port
 
 
 class SharedTransfers(Transfers):
-    """Carries collectives when somebody waits for one of them."""
+    """Carries collectives when somebody waits for one of them, with all that they depend on or share ports with."""
 
-    def __init__(self, layout: Layout, num_blocks: int, wires: dict[tuple[Operation, ...], Wires]) -> None:
-        """``wires``: those known of operations that are joined together."""
+    def __init__(
+        self,
+        layout: Layout,
+        num_blocks: int,
+        wires: Callable[[tuple[Operation, ...]], Wires],
+        together: Callable[[tuple[Operation, ...], tuple[int, ...]], frozenset[int]],
+    ) -> None:
+        """``wires`` and ``together`` are ``Wires`` and the function of this module, which remember what they gave."""
         super().__init__(layout, num_blocks)
-        self._wires = wires
+        self._wires, self._together = wires, together
         self._waiting: list[tuple[Operation, Times]] = []
-        self._carried: list[tuple[Wires, Times]] = []
-        """Ends that may be later than the next starts elsewhere."""
-        self._finished = np.zeros((num_blocks, 1), dtype=np.int64)
+        self._carried: list[tuple[Wires, Times, Times]] = []
+        """Earlier meetings, when each ends, and the latest end in each block: it may be later than the next starts elsewhere."""
 
     def begin(self, start: Times, num_ids: int) -> None:
         """See ``Transfers``."""
         self._carry()  # what goes on into this step has nothing beside it
         earliest = start.min(axis=1)
-        self._carried = [(wires, ends) for wires, ends in self._carried if (ends > earliest).any()]
+        self._carried = [before for before in self._carried if (before[-1] > earliest).any()]
         super().begin(start, num_ids)
 
     def join(self, operation: Operation, ready: Times, opens_ns: int = 0) -> None:
         """See ``Transfers``."""
-        _, ready = self._meet(operation, ready, opens_ns)
-        self._waiting.append((operation, np.broadcast_to(ready, (self._num_blocks, len(self._layout.groups[operation.group].parts)))))
+        self._meet(operation, ready)
+        self._waiting.append((operation, ready + opens_ns))
 
     def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
         """See ``Transfers``."""
-        self._carry()
+        self._carry(after)
         return super().flights(after)
 
     def finished(self) -> Times:
         """See ``Transfers``."""
         self._carry()
-        return self._finished
+        return super().finished()
 
-    def _carry(self) -> None:
-        if not self._waiting:
+    def _carry(self, after: tuple[int, ...] | None = None) -> None:
+        """Those that end with the operations ``after``; none named: all."""
+        if after is None:
+            chosen, self._waiting = self._waiting, []
+        else:
+            ids = self._together(tuple([operation for operation, _ in self._waiting]), after)
+            chosen = [one for one in self._waiting if one[0].id in ids]
+            self._waiting = [one for one in self._waiting if one[0].id not in ids]
+        if not chosen:
             return
-        operations, times = zip(*self._waiting, strict=True)
-        ready = np.concatenate(times, axis=1)
-        self._waiting = []
-        if operations not in self._wires:
-            self._wires[operations] = Wires(self._layout, operations)
-        wires = self._wires[operations]
+        operations = tuple([operation for operation, _ in chosen])
+        shapes = [(self._num_blocks, len(self._layout.groups[operation.group].parts)) for operation in operations]
+        times = [np.broadcast_to(self._queued(*one), shape) for one, shape in zip(chosen, shapes, strict=True)]
+        ready, wires = np.concatenate(times, axis=1), self._wires(operations)
         starts, ends = wires.carry(ready.T)
-        if any(before.meets(wires, ended, starts) for before, ended in self._carried):
+        first, last = starts.min(axis=0), ends.max(axis=0)
+        if any((latest > first).any() and before.meets(wires, ended, starts) for before, ended, latest in self._carried):
             raise Unsupported(SHARED)
-        self._carried.append((wires, ends))
+        self._carried.append((wires, ends, last))
         for operation, own in zip(operations, wires.places, strict=True):
-            self._step[operation.id] = Flight(operation, starts[own].T, ends[own].T, self._met[operation.id][1])
-        self._finished = np.maximum(self._finished, ends.max(axis=0)[:, None])
+            flight = self._step[operation.id] = Flight(operation, starts[own].T, ends[own].T, self._met[operation.id][1])
+            key = operation.communicator, operation.group
+            self._queues[key] = flight.start, [np.maximum.reduce([flight.end, *self._queues.get(key, (None, []))[1]])]
+
+    def _queued(self, operation: Operation, ready: Times) -> Times:
+        """When a collective may start, as far as that is known: of several that may be in flight, ``meets`` compares the times."""
+        _, ends = self._queues.get((operation.communicator, operation.group), (None, []))
+        ready = self._after(operation, ready)
+        return np.maximum(ready, ends[0]) if ends and self._layout.queue_depth == 1 else ready
+
+
+def together(layout: Layout, waiting: tuple[Operation, ...], after: tuple[int, ...]) -> frozenset[int]:
+    """Ids of those waiting that decide when the operations ``after`` end: they come before one of them, or share a port with it."""
+    by_id = {operation.id: operation for operation in waiting}
+    found, size = by_id.keys() & set(after), -1
+    while len(found) > size:
+        size = len(found)
+        found = by_id.keys() & with_those_before(found, by_id)
+        ports = frozenset[Port]().union(*(layout.ports(by_id[one]) for one in found))
+        found |= {one for one, operation in by_id.items() if not ports.isdisjoint(layout.ports(operation))}
+    return frozenset(found)
 
 
 class Wires:
@@ -104,7 +135,7 @@ class Wires:
 
     def meets(self, later: Wires, ends: Times, starts: Times) -> bool:
         """Whether a meeting of ``later`` starts before one of these has ended that has a port in common with it."""
-        return bool((ends.max(axis=0) > starts.min(axis=0)).any()) and any(
+        return any(
             not ports.isdisjoint(others) and bool((ends[own].max(axis=0) > starts[theirs].min(axis=0)).any())
             for ports, own in self._of_kind
             for others, theirs in later._of_kind
@@ -116,6 +147,9 @@ class Wires:
         Shapes ``(num_meetings, num_blocks)``. Blocks in which all are ready alike go alike.
         """
         first = ready.min(axis=0)
+        if ready.shape[1] == 1:
+            starts, ends = (np.asarray(times)[:, None] for times in self._meetings.carry((ready[:, 0] - first).tolist()))
+            return starts + first, ends + first
         alike, block = np.unique((ready - first).T, axis=0, return_inverse=True)
         starts, ends = (np.asarray(times).T for times in zip(*map(self._meetings.carry, alike.tolist()), strict=True))
         return starts[:, block.ravel()] + first, ends[:, block.ravel()] + first

@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from fleetbench.plan.operations import Operation
 from sim.arrays.layout import Layout, share_ports
-from sim.arrays.program import Compute, Finish, Head, Instruction, Join, Program, Share, Wait, Work
+from sim.arrays.program import Compute, Head, Instruction, Join, Program, Share, Wait, Work
 from sim.network.links import Port
 from sim.scenario import Scenario
 
@@ -111,29 +111,15 @@ def _joins_in_compute(program: Program) -> bool:
 
 def leaves_in_flight(program: Program) -> bool:
     """Whether a collective may go on into the next step: one that neither a wait nor what it waits for comes after."""
-    return _go_on(program)[-1]
-
-
-def waits_for_all(program: Program) -> bool:
-    """Whether a wait for a collective, and the end of a step whose successors do not land it first, waits for all joined before."""
-    found = _go_on(program)
-    return not any(found[:-1] if program.lands else found)
-
-
-def _go_on(program: Program) -> list[bool]:
-    """Of every wait, and of the end of the step: whether a collective that was joined before may go on after it."""
     waited: set[int] = set()
     joined: dict[int, Operation] = {}
-    found = []
     for line in program.instructions:
         if isinstance(line, Join):
             joined[line.operation.id] = line.operation
             waited |= {line.operation.id} if line.holds else set()
         elif isinstance(line, Share | Wait):
             waited |= set(joined) if line.after is None else set(line.after)
-        if isinstance(line, Wait | Finish) or (isinstance(line, Join) and line.holds):
-            found.append(not set(joined) <= with_those_before(waited, joined))
-    return [*found, not set(joined) <= with_those_before(waited, joined)]
+    return not set(joined) <= with_those_before(waited, joined)
 
 
 def with_those_before(operations: Iterable[int], joined: dict[int, Operation]) -> set[int]:
@@ -148,16 +134,12 @@ def with_those_before(operations: Iterable[int], joined: dict[int, Operation]) -
 def _on_common_ports(layout: Layout, joins: Sequence[Join]) -> Iterator[tuple[Join, Join]]:
     """Each collective after the last one of every group before it, where the two have a port in common."""
     last: dict[str, tuple[Join, frozenset[Port]]] = {}
-    known: dict[tuple[str, str, bool], frozenset[Port]] = {}
     for join in joins:
-        operation = join.operation
-        key = operation.group, operation.kind, operation.payload == "rows"
-        if key not in known:
-            known[key] = frozenset(port for route in layout.ways(operation) for port in route.ports)
+        own = layout.ports(join.operation)
         for before, ports in last.values():
-            if not ports.isdisjoint(known[key]):
+            if not ports.isdisjoint(own):
                 yield before, join
-        last[operation.group] = join, known[key]
+        last[join.operation.group] = join, own
 
 
 def _is_behind(layout: Layout, first: Join, second: Operation, joins: Iterable[Join]) -> bool:

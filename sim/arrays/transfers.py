@@ -54,7 +54,7 @@ class Transfers:
 
     def join(self, operation: Operation, ready: Times, opens_ns: int = 0) -> None:
         """The last rank of each part joins at ``ready``; connections are then opened for so long."""
-        met, ready = self._meet(operation, ready, opens_ns)
+        met, ready = self._meet(operation, ready), self._after(operation, ready + opens_ns)
         depth, key = self._layout.queue_depth, (operation.communicator, operation.group)
         started, ends = self._queues.get(key, (None, []))
         start = ready if started is None else np.maximum(ready, started)
@@ -66,17 +66,21 @@ class Transfers:
         self._queues[key] = (start, ends)
         self._step[operation.id] = Flight(operation, start, end, met)
 
-    def _meet(self, operation: Operation, ready: Times, opens_ns: int) -> tuple[Times, Times]:
-        """When the ranks of each part have joined it and what it comes after, and when of that has ended what is known to."""
+    def _meet(self, operation: Operation, ready: Times) -> Times:
+        """When the ranks of each part have joined it and what it comes after."""
         met = np.broadcast_to(ready, (len(ready), len(self._layout.groups[operation.group].parts)))
-        ready = ready + opens_ns
         for other in operation.after:
             if other in self._met:
                 met = np.maximum(met, self._seen(*self._met[other], operation.group))
+        self._met[operation.id] = operation.group, met
+        return met
+
+    def _after(self, operation: Operation, ready: Times) -> Times:
+        """The latest of ``ready`` and the ends, as far as they are known, of what it comes after."""
+        for other in operation.after:
             if other in self._step:
                 ready = np.maximum(ready, self._seen(self._step[other].operation.group, self._step[other].end, operation.group))
-        self._met[operation.id] = operation.group, met
-        return met, ready
+        return ready
 
     def _seen(self, of: str, times: Times, group: str) -> Times:
         """The latest in each part of a group, of times of the parts of another."""

@@ -1,6 +1,7 @@
 """Objective: seconds of a step of one experiment, strategy after strategy, and nothing else of a run."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fleetbench.experiment import Experiment
@@ -31,27 +32,37 @@ class StepTime:
     """
 
     experiment: Experiment
+    seeds: Sequence[int] = ()
+    """Seeds of the runs; none: the experiment's own."""
     tables: dict[tuple[DistributedStrategy, bool], LayerTable] = field(default_factory=dict)
     """By ``table_key``: what changes compute of a strategy; others than the experiment's own may be put in."""
-    _draws: Draws | None = None
+    _draws: Sequence[Draws] = ()
 
     def __call__(self, strategy: DistributedStrategy) -> float:
-        """See ``step_s_of``. Raises what ``simulate`` raises."""
-        experiment = self.experiment.replace(strategy=strategy)
+        """See ``step_s_of``; by the first seed. Raises what ``simulate`` raises."""
+        return self.by_seed(strategy)[0]
+
+    def by_seed(self, strategy: DistributedStrategy) -> list[float]:
+        """See ``step_s_of``; by each seed. Raises what ``simulate`` raises."""
+        experiment, seeds = self.experiment.replace(strategy=strategy), self.seeds or (self.experiment.run.seed,)
         compute = table_key(strategy)
         scenario = Scenario.of(experiment, table=self.tables.get(compute))
         self.tables[compute] = scenario.table
-        self._draws = self._draws or scenario.draws
-        scenario = dataclasses.replace(scenario, draws=self._draws)
+        self._draws = self._draws or [dataclasses.replace(scenario.draws, seed=seed) for seed in seeds]
         try:
-            engine = Engine(scenario, Layout(scenario.plan, Routes(scenario.links)))
+            engine = Engine(scenario, Layout(scenario.plan, Routes(scenario.links)), self._draws)
             engine.run([], lambda _: None, looks=False)
         except Unsupported:
-            return step_s_of(simulate(experiment, timeline=False, table=True, engine="reference"))
-        begin_ns, end_ns = engine.counted_ns()
-        if end_ns == 0:
-            raise takes_no_time()
+            runs = [dataclasses.replace(experiment.run, seed=seed) for seed in seeds]
+            one = [simulate(experiment.replace(run=run), timeline=False, table=True, engine="reference") for run in runs]
+            return [*map(step_s_of, one)]
         first, last = Combination.of(strategy).whole_rounds(experiment.workload.steps) or (0, experiment.workload.steps)
-        if first:
-            begin_ns, end_ns = (int(engine.last_end[scenario.steps.index(step)]) for step in (first, last))
-        return (end_ns - begin_ns) / 1e9 / (last - first)
+        found = []
+        for run in range(len(seeds)):
+            begin_ns, end_ns = engine.counted_ns(run)
+            if end_ns == 0:
+                raise takes_no_time()
+            if first:
+                begin_ns, end_ns = (int(engine.last_end[run, scenario.steps.index(step)]) for step in (first, last))
+            found.append((end_ns - begin_ns) / 1e9 / (last - first))
+        return found

@@ -30,9 +30,9 @@ class Hop:
     """The way from one rank to another."""
 
     latency_ns: int
-    """Of a message."""
+    """Nanoseconds of latency of a message."""
     ports: tuple[Port, ...]
-    """All that it passes."""
+    """All ports that a message passes."""
     connection: tuple[Port, int] | None = None
     """Where connections are limited: the communicator's own between the two ranks, and its bit/s."""
 
@@ -43,31 +43,31 @@ class Links:
 
     trainers_per_node: int
     intra: Link | None
-    """Of a trainer, inside its node."""
+    """Link of a trainer inside its node."""
     inter: Link | None
-    """Of an interface, to the other nodes."""
+    """Link of an interface to the other nodes."""
     nics_per_node: int = 1
     nodes: int = 1
     """Needed where there are racks, of which the last may be smaller."""
     racks: Racks | None = None
     intra_of: Mapping[int, Link] = field(default_factory=dict)
-    """Of the nodes whose trainers' links are others."""
+    """Links inside nodes that differ from ``intra``, by node."""
     inter_of: Mapping[int, Link] = field(default_factory=dict)
-    """Of the nodes whose interfaces are others."""
+    """Links of interfaces that differ from ``inter``, by node."""
     measured: Communication | None = None
-    """What collectives were measured to see."""
+    """Links and times that a profile has measured in the training loop."""
     declared: tuple[Measured, ...] = ()
     """Measured collectives that the cluster names; they go before those of ``measured``."""
     collective: str = "ring"
     """Who carries collectives out: ``cluster.collective``."""
     communicator: int = 0
-    """Of the collectives that pass: each communicator has connections of its own."""
+    """Number of the communicator whose collectives pass: each has connections of its own."""
     host_ns_per_byte: Fraction = Fraction(0)
-    """What a host takes to copy and sum a byte of gloo's all-reduce."""
+    """Nanoseconds in which a host copies and sums one byte of gloo's all-reduce."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of ``run.environment``, of which some choose what NCCL does."""
     first_ranks: tuple[int, ...] = ()
-    """Of every node, where nodes have different numbers of trainers."""
+    """First rank of every node, where nodes have different numbers of trainers."""
 
     @classmethod
     def of(cls, experiment: Experiment) -> Links:

@@ -11,10 +11,9 @@ say that the model assumes a perfect network, so the time of what is taken diffe
 
 What is declared as a link's latency is added to a message between nodes, twice in Simple, as NCCL adds what its
 network plugin tells. NVLS is taken on nodes of more than ``DIRECT`` Hopper GPUs on NVLink, which have an NVSwitch,
-and NVLSTree between them. PAT is taken only where ``NCCL_ALGO`` of ``run.environment`` names it. That variable,
-``NCCL_PROTO`` and ``NCCL_NVLS_ENABLE`` are followed.
+and NVLSTree between them. ``NCCL_ALGO``, ``NCCL_PROTO`` and ``NCCL_NVLS_ENABLE`` of ``run.environment`` are followed.
 
-Left out: PCI inside nodes (NVLink is assumed) and CollNet. Channels are as many as NCCL finds on NVLink, one for each
+Left out: PCI inside nodes (NVLink is assumed), CollNet and PAT. Channels are as many as NCCL finds on NVLink, one for each
 link's ``CHANNEL_GBPS``, and between nodes one for each interface, and for each 48 GB/s of a fast one.
 """
 
@@ -35,8 +34,8 @@ _Name = TypeVar("_Name", bound=str)
 
 Protocol = Literal["LL", "LL128", "Simple"]
 PROTOCOLS: tuple[Protocol, ...] = ("LL", "LL128", "Simple")
-Method = Literal["ring", "tree", "nvls", "nvlstree", "pat"]
-METHODS: tuple[Method, ...] = ("ring", "tree", "nvls", "nvlstree", "pat")
+Method = Literal["ring", "tree", "nvls", "nvlstree"]
+METHODS: tuple[Method, ...] = ("ring", "tree", "nvls", "nvlstree")
 
 BASE_NS = {"tree": (6_800, 14_000, 8_400), "ring": (6_600, 14_000, 8_400)}
 """``baseLatencies``, by protocol."""
@@ -63,8 +62,8 @@ all sizes where times on 2, 4 and 16 nodes of Alps show it; Polaris allows it, t
 STEP_NS = 9_500
 """Least time of a step of a Simple ring between nodes: all-reduces of 1 and 2 GiB among 1,024 GPUs on InfiniBand took
 9.5 and 9.9 us a step, in which bytes take 2.6 and 5.2 (github.com/NVIDIA/nccl-tests, issue 322)."""
-NVLS_NS, NVLS_NET_NS, PAT_NS, PAT_RANK_NS = 25_000, 20_900, 8_000, 2_800
-"""``hwLatencies`` of NVLS inside a node, and of NVLSTree between nodes; PAT's base latency, and that of each rank."""
+NVLS_NS, NVLS_NET_NS = 25_000, 20_900
+"""``hwLatencies`` of NVLS inside a node, and of NVLSTree between nodes."""
 NVLS_SHARE = Fraction("0.765")
 """An all-reduce's bytes over NVLink's payload: 275 of 360 GB/s on 8 H100, 123 of 160 on 8 H800
 (github.com/NVIDIA/nccl-tests, issue 212; github.com/NVIDIA/nccl, issue 1374)."""
@@ -198,9 +197,6 @@ class Nccl:
             return self._ring(protocol, nbytes, bus)
         if method == "tree":
             return self._tree(protocol, nbytes, bus)
-        if method == "pat":
-            latency_ns = PAT_NS + self.levels * self._hop_ns("tree", protocol) * 2 // 7 + PAT_RANK_NS * self._size
-            return Choice(method, protocol, latency_ns, bus * Fraction(3, 4))
         switch = NVLS_SHARE * self._inside_gbps
         if method == "nvls" or self._generation.nvls_tree is None:
             return Choice(method, protocol, NVLS_NS, switch)
@@ -257,11 +253,8 @@ class Nccl:
 def _methods(kind: Collective, environment: Mapping[str, str], nodes: int, *, is_switched: bool) -> tuple[Method, ...]:
     """Algorithms that NCCL has for such a collective, the fastest first where several are as fast."""
     asked = environment.get("NCCL_ALGO", "")
-    if kind != "all_reduce":
-        own = ["ring", *(["pat"] if "pat" in asked.lower() and kind in ("all_gather", "reduce_scatter") and nodes > 1 else [])]
-    else:
-        nvls = ["nvls" if nodes == 1 else "nvlstree"] if is_switched and environment.get("NCCL_NVLS_ENABLE") != "0" else []
-        own = ["ring", "tree", *nvls]
+    nvls = ["nvls" if nodes == 1 else "nvlstree"] if is_switched and environment.get("NCCL_NVLS_ENABLE") != "0" else []
+    own = ["ring", "tree", *nvls] if kind == "all_reduce" else ["ring"]
     left = _left(asked, METHODS)
     return tuple(method for method in METHODS if method in own and method in left)
 

@@ -110,15 +110,18 @@ class KnownRows(Traffic):
 
 
 def traffic_of(gradients: Sequence[Gradient], servers: int) -> Traffic:
-    """What a layer table tells: a sparse gradient's numbers are touched alike, each on its own, and their rows' names count nothing.
+    """What a layer table tells: the rows of a sparse gradient are touched alike.
 
-    A table knows no rows, only numbers; see ``Gradient.touched``.
+    Where it does not know their width, each element is a row of its own, whose number takes no bytes; see ``Gradient.width``.
     """
     dense = sum(gradient.nbytes for gradient in gradients if not gradient.sparse)
     tables = []
     for gradient in gradients:
         if gradient.sparse and gradient.numel:
-            share = min(1.0, (gradient.touched or gradient.numel) / gradient.numel)
-            draws = float("inf") if share == 1.0 or gradient.numel == 1 else float(np.log1p(-share) / np.log1p(-1.0 / gradient.numel))
-            tables.append(TouchedRows(rows=gradient.numel, row_bytes=DTYPE_BYTES[gradient.dtype], draws=draws, number_bytes=0))
+            share, width = min(1.0, (gradient.touched or gradient.numel) / gradient.numel), gradient.width or 1
+            rows = gradient.numel // width
+            draws = float("inf") if share == 1.0 or rows == 1 else float(np.log1p(-share) / np.log1p(-1.0 / rows))
+            number_bytes = ROW_NUMBER_BYTES if gradient.width else 0
+            row_bytes = width * DTYPE_BYTES[gradient.dtype]
+            tables.append(TouchedRows(rows=rows, row_bytes=row_bytes, draws=draws, number_bytes=number_bytes))
     return Traffic(servers=servers, dense_bytes=dense, tables=tuple(tables))

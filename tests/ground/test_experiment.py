@@ -262,6 +262,27 @@ def test_parts_that_make_no_sense_are_refused(data: dict[str, Any], message: str
         Experiment.from_dict(data)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"params": 5, "rows": 10, "touched": 1},
+        {"rows": 10},
+        {"rows": 10, "touched": 11},
+        {"rows": 10, "touched": 1, "width": 0},
+        {"touched": 1},
+    ],
+    ids=str,
+)
+def test_an_embedding_touches_some_of_its_rows(entry: dict[str, Any]) -> None:
+    """Rows stand in place of params; a step touches one of them at least, and all at most."""
+    times = {"name": "b", "forward": "1 ms", "backward": "2 ms"}
+    with pytest.raises(ConfigError, match=r"needs one of params, tensors and rows|touches at least one row"):
+        Experiment.from_dict({"workload": {"model": "layers", "layers": [times | entry]}})
+    embedding = times | {"rows": 10, "touched": 10, "width": 3}
+    (spec,) = Experiment.from_dict({"workload": {"model": "layers", "layers": [embedding]}}).workload.layers
+    assert spec.gradients == {"weight": 30}
+
+
 def test_the_hint_for_a_missing_table_of_layers_is_one() -> None:
     """What the hint shows can be pasted below [workload]: twenty layers of 31,250 parameters."""
     with pytest.raises(ConfigError) as error:

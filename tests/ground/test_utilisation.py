@@ -23,6 +23,15 @@ def test_a_trainers_rates_and_mfu_are_those_worked_out_by_hand(tmp_path: Path) -
     assert utilisation(Experiment(), 0.5).line == "per trainer: 64 samples/s"
 
 
+def test_an_estimates_samples_have_its_tokens_where_no_length_is_named(tmp_path: Path) -> None:
+    """4 samples of 128 tokens in half a second; a named length goes first."""
+    workload = {"model": "gpt", "data": "synthetic", "batch_size": 4}
+    profile = Profile(machine="a GPU", created="now", tables=(), sample_tokens=128)
+    for options, tokens in (({}, 128), ({"length": 10}, 10)):
+        experiment = Experiment.from_dict({"workload": {**workload, "data_options": options}})
+        assert utilisation(name_profile(experiment, profile, tmp_path / "profile.toml"), 0.5).tokens_per_s == 8 * tokens
+
+
 @pytest.mark.parametrize(("stragglers", "said"), [([], ""), (["jitter", "slow_rank", "jitter"], "(jitter, slow_rank)")])
 def test_a_heading_says_which_delays_are_added(stragglers: list[str], said: str) -> None:
     """Each kind once."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -301,4 +302,6 @@ def test_a_sparse_buckets_size_is_what_a_step_touches() -> None:
     """Where that is known; a dense one's is all of it."""
     rows = Gradient(name="t.w", numel=1000, sparse=True, touched=30, ready=Nanoseconds(0))
     assert [bucket.nbytes for bucket in fuse([rows], DistributedStrategy())] == [120]
+    wide = dataclasses.replace(rows, width=10)
+    assert [bucket.nbytes for bucket in fuse([wide], DistributedStrategy())] == [3 * (10 * 4 + 8)]
     assert [bucket.nbytes for bucket in fuse(gradients_of(1), DistributedStrategy())] == [MIB]

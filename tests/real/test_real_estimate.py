@@ -51,6 +51,21 @@ def test_a_perceptrons_products_are_counted() -> None:
         assert _flops(model, inputs, backward=True) == 2 * 5 * (8 * 16 + 2 * 16 * 4)
 
 
+@pytest.mark.parametrize(
+    ("workload", "tokens"),
+    [
+        ({"model": "gpt", "model_options": GPT | {"positions": 128}, "data_options": {}}, 128),
+        ({"model": "gpt", "model_options": GPT, "data_options": {"length": 16}}, 16),
+        ({"model": "mlp"}, None),
+    ],
+    ids=["default", "named", "no text"],
+)
+def test_an_estimate_says_the_tokens_of_a_sample(workload: dict[str, Any], tokens: int | None) -> None:
+    """The length that the data name, else the default of ``docs/models.md``, 128; numbers of a perceptron are no tokens."""
+    what = {"data": "synthetic", "batch_size": 2, **workload}
+    assert estimate(Experiment.from_dict({"workload": what, "run": {"device": "cuda"}}), "A100").sample_tokens == tokens
+
+
 def test_resnet_50_has_its_published_operations() -> None:
     """4.09 billion multiplications and additions an image of 224 pixels (torchvision's documentation of its weights)."""
     with nothing_computed():

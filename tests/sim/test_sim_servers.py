@@ -368,6 +368,12 @@ def test_a_layer_tables_sparse_gradients_are_touched_in_part() -> None:
     assert traffic_of(gradients, 2).push(1) == 360
 
 
+def test_rows_whose_width_is_known_bring_their_numbers() -> None:
+    """Of 500 rows of 2 elements a step touches 50, two steps 95; a row takes 8 bytes, and 4 that name it."""
+    gradient = Gradient(name="b.weight", numel=1000, sparse=True, touched=100, width=2, ready=Nanoseconds(0))
+    assert [traffic_of([gradient], 1).push(steps) for steps in (1, 2)] == [50 * 12, 95 * 12]
+
+
 def test_rows_are_looked_up_before_the_forward() -> None:
     """A step waits for its rows, there and back, before it computes; pushes then carry the rows that were touched."""
     table = TouchedRows(rows=10**6, row_bytes=900, draws=1000.0, number_bytes=100)

@@ -9,13 +9,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from engine_cases import agree, sharded_case_of
+from engine_cases import Case, agree, sharded_case_of
 from sim_cases import assemble, carried_ns, in_ns, layered, link, profiled, with_profile
 
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import RunResult
-from fleetbench.stragglers import SlowRank
+from fleetbench.stragglers import Jitter, SlowRank
 from fleetbench.workload import HostWork
 from sim.learning.trajectory import learnt_from
 from sim.run import Engine, simulate
@@ -93,6 +93,16 @@ def test_shards_meet_their_replicas(engine: Engine) -> None:
     assert times["reduce_scatter 0"] == (350, 400)
     assert times["all_reduce 0"] == (400, 400 + 520)
     assert in_ns(found, "exposed_comm_s") == [50 + 50 + 520] * 4
+
+
+@pytest.mark.parametrize("slower", [1, 30])
+def test_replicas_that_share_an_interface_are_timed_by_arrays(slower: int) -> None:
+    """Gates leave gathers in flight beside the replicas' all-reduces, which meet on the one interface of each node."""
+    strategy = {"fuse_all_reduce_ops": True, "sharding": True, "sharding_configs": {"stage": 3, "sharding_degree": 4}}
+    layers = [(numel, slower * forward, slower * backward) for numel, forward, backward in THREE]
+    options: dict[str, Any] = {"nodes": 2, "trainers_per_node": 4, "intra": link(80, 2), "inter": link(8, 10), "nics_per_node": 1}
+    experiment = layered(layers, strategy=strategy, backend="nccl", steps=5, stragglers=(Jitter(mean=0.3),), **options)
+    assert agree(Case(experiment=experiment)) == "vector"
 
 
 @pytest.mark.parametrize("engine", ENGINES)

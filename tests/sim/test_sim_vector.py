@@ -190,3 +190,23 @@ def test_the_objective_is_what_a_run_takes(strategy: dict[str, Any]) -> None:
             asked = layered([(250, 900, 700)], strategy=strategy).strategy
         assert step_s(asked) == pytest.approx(step_s_of(simulate(experiment.replace(strategy=asked), timeline=False)), rel=1e-12)
         assert step_s(experiment.strategy) > 0
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {},
+        {"nccl_comm_num": 2, "sync_nccl_allreduce": False},
+        {"fuse_all_reduce_ops": True, "sharding": True, "sharding_configs": {"stage": 3, "sharding_degree": 2}},
+    ],
+    ids=["even", "shared", "uneven"],
+)
+def test_runs_of_several_seeds_side_by_side_are_those_alone(strategy: dict[str, Any]) -> None:
+    """Steps that end together, links that collectives share, and steps that each replica of a shard group ends by itself."""
+    options: dict[str, Any] = {"nodes": 2, "trainers_per_node": 2, "intra": link(16, 5), "inter": link(8, 10), "backend": "nccl"}
+    layers = [(250, 900, 700), (900, 10, 1_500)]
+    experiment = layered(layers, steps=20, stragglers=(Jitter(mean=0.5),), strategy=strategy, **options)
+    alone = [simulate(experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)), timeline=False) for seed in (3, 1, 7)]
+    found = StepTime(experiment, seeds=(3, 1, 7)).by_seed(experiment.strategy)
+    assert len(set(found)) == 3
+    assert found == pytest.approx([step_s_of(run) for run in alone], rel=1e-12)

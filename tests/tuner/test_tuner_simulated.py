@@ -30,7 +30,7 @@ from tuner.learning import Arrival
 from tuner.simulated import candidates
 from tuner.simulated.answer import SimulatedRecommendation, tune_simulated
 from tuner.simulated.assumptions import scaled
-from tuner.simulated.candidates import ranked
+from tuner.simulated.candidates import ranked, ways_of_embeddings
 from tuner.simulated.sharded import fits
 from tuner.simulated.sizes import tune_sizes
 from tuner.simulated.uncertainty import FIRST_LOOK_ERROR, MODEL_ERROR, spread_of, ways_outside
@@ -409,6 +409,34 @@ def test_a_space_that_takes_too_long_is_searched_by_optuna(tmp_path: Path) -> No
     assert _experiment().strategy in ranking.step_s
     assert ranking.num_trials == 2
     assert list(tmp_path.glob("studies/*.journal"))
+
+
+def _embedding(**changes: Any) -> Experiment:
+    """The page's: 1,000,000 rows of 64 elements, 4,096 of them touched, and 400,000 dense elements; eight nodes on 3.125 bytes a ns."""
+    table = {"name": "table", "rows": 10**6, "width": 64, "touched": 4096, "forward": "1 ms", "backward": "1 ms"}
+    layers = [table, {"name": "dense", "params": 400_000, "forward": "2 ms", "backward": "4 ms"}]
+    link = {"bandwidth": "25 Gbit/s", "latency": "20 us", "payload": True}
+    workload = {"layers": layers, "batch_size": 512, "steps": 50}
+    cluster = {"nodes": 8, "inter": link, **changes.pop("cluster", {})}
+    return _experiment(workload=workload, cluster=cluster, strategy={"fuse_grad_size_in_MB": 32.0, **changes.pop("strategy", {})})
+
+
+def test_rows_are_gathered_in_the_time_of_a_closed_form() -> None:
+    """By hand: the dense bucket, ready at 7 ms, takes 14 (20 + 64 us); the rows then 7 (20 us + 4,096 x 264 bytes / 3.125), 346.03 us."""
+    found = simulate(_embedding()).summary
+    assert found.wall_s / 50 == pytest.approx(7e-3 + 14 * 84e-6 + 7 * (20e-6 + 4096 * 264 / 3.125e9), rel=1e-6)
+    assert found.bytes_sent_per_trainer == 50 * (7 * 4096 * 264 + 2 * 7 * 1_600_000 // 8)
+
+
+def test_exchanges_of_embeddings_are_compared() -> None:
+    """Dense gradients in one bucket after 8 ms: 14 (20 us + 257.6 MB / 8 / 3.125), 152.5 ms; servers beside both where there are some."""
+    (collective,) = ways_of_embeddings(_embedding(), _embedding().strategy)
+    assert "all gather rows 10.74 ms, all-reduces of dense gradients (sparse=False) 152.5 ms" in str(collective)
+    served = _embedding(cluster={"servers": 2}, strategy={"mode": "ps"})
+    (found,) = ways_of_embeddings(served, served.strategy)
+    assert "the recommended mode of 2 servers" in str(found)
+    assert "all gather rows 10.74 ms, all-reduces of dense gradients (sparse=False) 152.5 ms" in str(found)
+    assert ways_of_embeddings(_experiment(), _experiment().strategy) == []
 
 
 @pytest.mark.slow

@@ -286,6 +286,7 @@ class _Answering:
             or None,
             told=(
                 *self._caveats(chosen, interval[0] if arrives and interval else low, trainers * one.samples_per_s),
+                *candidates.ways_of_embeddings(experiment, chosen),
                 *ranking.notes,
                 *self.ways.notes,
                 *notes,

@@ -6,12 +6,13 @@ They are those of ``fleetbench tune``: a space, or Fleet's modes of parameter se
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
+from fleetbench import units
 from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -51,14 +52,14 @@ Times = dict[DistributedStrategy, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """What was tried, and what was not."""
+    """The strategies that were tried, and notes of those that were not."""
 
     step_s: Times
-    """Of different strategies, fastest first and of equal ones the simplest, the experiment's own among them."""
+    """Seconds of a step by strategy, fastest first and of equal ones the simplest; the experiment's own is among them."""
     num_trials: int
     notes: tuple[Note, ...]
     ways: Ways = field(default_factory=Ways)
-    """Where virtual trainers price them, "fastest" is to the target, and those that do not arrive are left out."""
+    """Steps to the target by way of training. Where they are known, "fastest" means to the target, and ways that miss it are left out."""
 
     def with_ways(self, count: int) -> list[DistributedStrategy]:
         """The strategies, the best of each of the first ``count`` priced ways of training before others."""
@@ -140,15 +141,30 @@ def ordered(step_s: Times) -> Times:
 
 def step_time(experiment: Window, known: dict[str, RunResult] | None = None) -> StepS:
     """Seconds of a step of the whole training by strategy; strategies share their draws. ``known``: see ``simulated``."""
-    if experiment.strategy.mode != "ps":
-        whole = dataclasses.replace(experiment.workload, steps=experiment.of_steps)
-        return partial(mean_step_s, StepTime(experiment), StepTime(experiment.replace(workload=whole)), experiment)
-    kept = {} if known is None else known
-    return lambda strategy: step_s_of(simulated(experiment.replace(strategy=strategy.replace(lr_scale=1.0)), kept))
+    return _step_times([experiment], {} if known is None else known)[0]
+
+
+def _step_times(seeded: Sequence[Window], known: dict[str, RunResult]) -> list[StepS]:
+    """``step_time`` of windows that differ in their seeds alone; without servers these are simulated together."""
+    first, seeds = seeded[0], [one.run.seed for one in seeded]
+    if first.strategy.mode == "ps":
+        return [partial(_served_step_s, one, known) for one in seeded]
+    whole = dataclasses.replace(first.workload, steps=first.of_steps)
+    by_seed = [cache(StepTime(one, seeds=seeds).by_seed) for one in (first, first.replace(workload=whole))]
+
+    def timed(run: int) -> StepS:
+        step_s, of_whole = [lambda strategy, found=found: found(strategy)[run] for found in by_seed]
+        return partial(mean_step_s, step_s, of_whole, seeded[run])
+
+    return [*map(timed, range(len(seeds)))]
+
+
+def _served_step_s(window: Window, known: dict[str, RunResult], strategy: DistributedStrategy) -> float:
+    return step_s_of(simulated(window.replace(strategy=strategy.replace(lr_scale=1.0)), known))
 
 
 def mean_step_s(step_s: StepS, whole: StepS, window: Window, strategy: DistributedStrategy) -> float:
-    """Of the lengths of round that a training has under the strategy, each timed by ``step_s``; see ``fleetbench.plan.rounds``.
+    """Mean seconds of a step over a training's lengths of round, each timed by ``step_s``; see ``fleetbench.plan.rounds``.
 
     Rounds that follow a declared loss are those of the ``whole`` training.
     """
@@ -159,7 +175,7 @@ def mean_step_s(step_s: StepS, whole: StepS, window: Window, strategy: Distribut
 
 
 def _timed_in(step_s: StepS, window: Window, strategy: DistributedStrategy) -> float:
-    """In the window, or in a longer one where it holds no whole round."""
+    """Seconds of a step in the window, or in a longer one where it holds no whole round."""
     what = Combination.of(strategy)
     if what.whole_rounds(window.workload.steps) is None and what.is_local:
         workload = dataclasses.replace(window.workload, steps=BESIDE + what.steps_per_round)
@@ -168,7 +184,7 @@ def _timed_in(step_s: StepS, window: Window, strategy: DistributedStrategy) -> f
 
 
 def simulated(experiment: Experiment, known: dict[str, RunResult]) -> RunResult:
-    """What ``simulate`` says; with servers only once, by the experiment's digest in ``known``."""
+    """The result of ``simulate``; with servers it is simulated once, and kept in ``known`` by the experiment's digest."""
     if experiment.strategy.mode != "ps":
         return simulate(experiment, timeline=False, table=True)
     if (key := experiment.digest()) not in known:
@@ -186,7 +202,7 @@ def seeded(experiment: Experiment) -> list[Window]:
 
 def over_seeds(experiment: Experiment, known: dict[str, RunResult] | None = None) -> list[StepS]:
     """``step_time`` under each of ``seeded``: equal clusters give equal times. ``known``: see ``simulated``."""
-    return [step_time(each, known) for each in seeded(experiment)]
+    return _step_times(seeded(experiment), {} if known is None else known)
 
 
 def finalists(own: DistributedStrategy, ranking: Iterable[DistributedStrategy]) -> list[DistributedStrategy]:
@@ -195,9 +211,9 @@ def finalists(own: DistributedStrategy, ranking: Iterable[DistributedStrategy]) 
 
 
 def choose(experiment: Experiment, step_s: Times, risk: Callable[[DistributedStrategy], float] = lambda _: 0.0) -> DistributedStrategy:
-    """Of those that fit and are near the fastest the one of least risk, then of least changes.
+    """The strategy of least risk, then of fewest changes, among those that fit and are near the fastest.
 
-    The experiment's own, where it fits, too, and that gains little.
+    The experiment's own if it fits and the other gains less than ``tune.min_gain``.
     """
     own, times = experiment.strategy, {one: step_s[one] for one in sharded.fitting(experiment, step_s)}
     least = min(times.values())
@@ -207,7 +223,7 @@ def choose(experiment: Experiment, step_s: Times, risk: Callable[[DistributedStr
 
 
 def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
-    """What the candidates differ in."""
+    """Values of everything in which candidates differ, with their names."""
     return [*parameters_of(strategy).items(), ("way", way_of(strategy)), ("mode", (strategy.a_sync, strategy.a_sync_configs.k_steps > 0))]
 
 
@@ -243,6 +259,32 @@ def _with_recomputed(experiment: Experiment, estimated: Callable[[DistributedStr
     second = profile_of(estimated(again[0]))
     assert second is not None
     return name_profile(experiment, dataclasses.replace(first, tables=(*first.tables, *second.tables)), both)
+
+
+def ways_of_embeddings(experiment: Experiment, chosen: DistributedStrategy) -> list[Note]:
+    """Seconds of a step with each exchange of declared embeddings: gathered rows, dense gradients, and servers, if there are any."""
+    workload, cluster = experiment.workload, experiment.cluster
+    if not any(spec.rows for spec in workload.layers):
+        return []
+    layers = [
+        dataclasses.replace(spec, rows=0, width=1, touched=0, params=spec.rows * spec.width) if spec.rows else spec
+        for spec in workload.layers
+    ]
+    alone = experiment.replace(strategy=chosen)
+    asked, more = {}, '; strategy.mode = "ps" with cluster.servers compares servers'
+    if chosen.mode == "ps":
+        without = dataclasses.replace(cluster, servers=0, server_placement=type(cluster)().server_placement)
+        asked, more = {f"the recommended mode of {cluster.servers} servers": alone}, ""
+        alone = experiment.replace(strategy=DistributedStrategy(), cluster=without)
+    dense = dataclasses.replace(workload, layers=tuple(layers))
+    asked |= {"all gather rows": alone, "all-reduces of dense gradients (sparse=False)": alone.replace(workload=dense)}
+    found = []
+    for name, one in asked.items():
+        try:
+            found.append(f"{name} {units.seconds(step_time(shortened(one))(one.strategy))}")
+        except ConfigError:  # such as a field that excludes sparse gradients
+            continue
+    return [Remark(text=f"a step by exchange of the embeddings: {', '.join(found)}; a dense update of all rows is not counted{more}")]
 
 
 def says(experiment: Experiment) -> str:

@@ -35,13 +35,9 @@ def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[
     if own.mode == "ps" or cluster.trainers == 1:
         return [], []
     base = own.without(*_FIELDS, *(field for called in EXCLUDED for field in CALLED[called]))
-    degrees, notes = [0], list[Note]()
+    degrees = [0]
     if cluster.is_even and 1 < cluster.trainers_per_node < cluster.trainers:
-        if cluster.nics_per_node % cluster.trainers_per_node == 0:
-            degrees.append(cluster.trainers_per_node)
-        else:
-            why = "replicas of a shard would share a node's interfaces, which is simulated event by event: fleetbench sim tells of one"
-            notes.append(left_out("sharding within a node", "is not tried", why))
+        degrees.append(cluster.trainers_per_node)
     merges, stages = Combination.of(base).merges, experiment.tune.sharding
     kept: list[dict[str, Any]] = [
         {"stage": stage} for stage in stages if stage < 3 and (merges or stage == max(one for one in stages if one < 3))
@@ -58,7 +54,7 @@ def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[
             except ConfigError as error:  # a sparse gradient, say, or a field that excludes it
                 return [], [left_out("sharding", "is not tried", error)]
             found.append(strategy)
-    return [strategy for strategy in found if strategy != own], notes
+    return [strategy for strategy in found if strategy != own], []
 
 
 def recomputed(experiment: Experiment) -> list[DistributedStrategy]:

@@ -33,7 +33,7 @@ from tuner.space import way_of
 from tuner.ways import RATES, is_trainable
 
 CARRIED = 5
-"""Of the best strategies of a searched neighbour."""
+"""Number of the best strategies that are taken from each searched neighbour."""
 SECONDS_PER_DAY = 86_400
 SEED_SPREAD = 0.16
 """Standard deviation between seeds of what small models take to a target, as a share: virtual trainers train one seed a batch size."""
@@ -41,7 +41,7 @@ SEED_SPREAD = 0.16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size(Config):
-    """One value of the key."""
+    """The answer at one value of the swept key."""
 
     value: str
     trainers: int
@@ -51,7 +51,7 @@ class Size(Config):
     """The experiment's own, unless another is faster by more than ``tune.min_gain``."""
     step_s: float
     default_s: float
-    """With the experiment's own strategy."""
+    """Seconds of a step with the experiment's own strategy."""
     samples_per_s: float
     tokens_per_s: float | None
     per_trainer: Utilisation
@@ -70,7 +70,7 @@ class Size(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes(Config):
-    """All of them."""
+    """The answers of a sweep, in the order of its values."""
 
     name: str
     key: str
@@ -82,7 +82,7 @@ class Sizes(Config):
 
     @property
     def priced_samples(self) -> float:
-        """What ``cost`` is the cost of."""
+        """Number of samples that ``cost`` pays for, where no target is known."""
         return self.samples or candidates.PER_SAMPLES
 
     @property
@@ -192,7 +192,7 @@ def _of_best(experiment: Experiment, ranking: candidates.Times) -> candidates.Ti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Law:
-    """What tells samples to the target by global batch."""
+    """Samples to the target by global batch, and where they are from."""
 
     points: tuple[ReferencePoint, ...] = ()
     noise: Noise | None = None
@@ -239,7 +239,7 @@ def _global_batch(experiment: Experiment) -> int:
 
 
 def _trained(experiments: Sequence[Experiment], out: Path, learn: Learn) -> tuple[ReferencePoint, ...]:
-    """What virtual trainers take to the target with their best learning rate, at the global batches that there is time for."""
+    """Samples that virtual trainers take to the target with their best learning rate, at the global batches that there is time for."""
     found: dict[int, ReferencePoint] = {}
     end = time.process_time() + experiments[0].tune.search_seconds
     by_batch = {_global_batch(experiment): experiment for experiment in experiments}
