@@ -14,8 +14,8 @@ from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import refuse_unserved
 from fleetbench.strategy import DistributedStrategy
 from real.engine.refusals import refuse_untrainable
+from real.processes.diagnosis import note_failure
 from real.processes.roles import STARTUP, Role, launcher_of
-from real.servers.launcher_messages import note_failure
 from real.servers.links import TrainerOptions
 from real.servers.served_training import ServedTraining
 from real.servers.server import ParameterServer

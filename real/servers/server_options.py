@@ -16,7 +16,7 @@ class ServerOptions:
     endpoint: str
     """``host:port`` to listen on; the host is an address of this machine or a name that leads to one."""
     timeout_s: float = 30.0
-    """Seconds of silence after which a trainer has failed."""
+    """Seconds without an answer to a heartbeat after which a trainer has failed."""
     startup_timeout_s: float = 300.0
     """Seconds after which a trainer that has never spoken has failed."""
     round_timeout_s: float = math.inf
