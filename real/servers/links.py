@@ -24,7 +24,7 @@ _HINT = "all trainers of a job have one model, optimizer and strategy; a checkpo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
-    """What a trainer is told of its job, and where its servers are."""
+    """Options of one trainer: its job, and the addresses of its servers."""
 
     rank: int
     endpoints: tuple[str, ...]

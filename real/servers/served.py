@@ -167,12 +167,12 @@ class Served:
             training.barrier()  # where the others wait, whatever became of the checkpoint
 
     def environment(self) -> dict[str, object]:
-        """What the box says of the job."""
+        """Facts about the job for the printed summary."""
         role = self.role
         return {"trainers": role.trainers, "servers": ", ".join(role.servers), "launcher": launcher_of(role, os.environ)}
 
     def trained(self, where: str) -> ServedTraining:
-        """What trains here. Raises ``ConfigError`` on a server, and before there is a model."""
+        """The training of this process. Raises ``ConfigError`` on a server, and before there is a model."""
         self.require("trainer", where)
         if self.training is None:
             raise ConfigError("there is no model yet", where, hint="call fleet.distributed_model first")

@@ -37,7 +37,7 @@ _HINT = "its own output says why, or the network is so slow that timeout_s must 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is being done, or waits for others."""
+    """A trainer's request that is being done, or waits for other trainers."""
 
     identity: bytes
     """The trainer's connection."""

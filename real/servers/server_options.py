@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What one server is told when it is started."""
+    """Options of one server, given at its start."""
 
     server: int
     servers: int
@@ -27,7 +27,7 @@ class ServerOptions:
 
 @dataclass(slots=True)
 class ServerReport:
-    """What one server did in its life, counted while it runs."""
+    """Counts of one server's work, kept while it runs."""
 
     updates: int = 0
     staleness: Counter[int] = field(default_factory=Counter)

@@ -15,7 +15,7 @@ Mode = Literal["synchronous", "asynchronous", "geo_sgd"]
 CHOSEN_K = 800
 """``k_steps = -1``: K of GeoSGD, where Fleet chooses it."""
 COPIES = 5
-"""... and so many times the parameters must fit in a trainer's memory for that."""
+"""Copies of the parameters that must fit in a trainer's memory, if Fleet is to choose GeoSGD."""
 WAIT_NS = 10_000_000
 """Fleet's pause between two looks at an empty queue; ``send_wait_times`` of them make a trainer idle."""
 
@@ -37,7 +37,7 @@ def refuse_unserved(strategy: DistributedStrategy, *, simulated: bool = False) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRules(Config):
-    """What the three roles of a job have in common. The defaults are Fleet's.
+    """Rules that the three roles of a job share. The defaults are Fleet's.
 
     A *gradient* is one step's. In GeoSGD a trainer hands no gradients on, but notes its steps; the
     bounds on gradients hold for noted steps there.
@@ -70,7 +70,7 @@ class ServerRules(Config):
 
 
 def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
-    """What ``k_steps = -1`` has become, in words, and why; none where the strategy says it itself."""
+    """The mode that ``k_steps = -1`` has chosen, in words, and why; none if the strategy names the mode itself."""
     if not strategy.a_sync or strategy.a_sync_configs.k_steps >= 0:
         return None
     mode = f"GeoSGD with k_steps = {rules.k_steps}" if rules.mode == "geo_sgd" else "asynchronous"
@@ -78,7 +78,7 @@ def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
 
 
 def early_exchanges(rules: ServerRules, step_s: float, apart: float | None = None) -> tuple[str, str] | None:
-    """Of trainers that are idle within a step of ``step_s``: the field whose bound they never reach, and what happens instead.
+    """The field whose bound trainers never reach, because they are idle within a step of ``step_s``; and the reason.
 
     ``apart``: steps between two exchanges in the mean, where they were counted: a full link holds them up.
     """

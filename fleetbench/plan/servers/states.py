@@ -36,7 +36,7 @@ class SenderState(NamedTuple):
     pushed: int = 0
     """Pushes begun."""
     acknowledged: tuple[int, ...] = ()
-    """Of these, by server, those that it has applied."""
+    """Number of pushes that each server has applied, by server."""
     unseen: int = 0
     """Gradients pushed since the last pull began."""
     pulling: bool = False

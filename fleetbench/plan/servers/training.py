@@ -86,7 +86,7 @@ class ServerTraining:
         return SenderState(acknowledged=(0,) * self.rules.servers) if role == "sender" else ServerState()
 
     def on(self, state: RoleState, now_ns: int, event: Event) -> tuple[RoleState, Operations]:  # noqa: ARG002  # time comes as ``TimerFired``
-        """What a role starts now."""
+        """The next state of a role, and the operations that it starts now."""
         if isinstance(state, TrainerState):
             return on_trainer(self.rules, state, event)
         if isinstance(state, SenderState):
@@ -95,7 +95,7 @@ class ServerTraining:
 
 
 def on_trainer(rules: ServerRules, state: TrainerState, event: Event) -> tuple[TrainerState, Operations]:
-    """What a trainer starts now. It computes gradients, or in GeoSGD trains its own copy, and hands on what its sender is to exchange.
+    """Decide for a trainer. It computes gradients, or in GeoSGD trains its own copy, and hands them to its sender.
 
     It is told nothing but messages while ``state.waits``.
     """
@@ -167,7 +167,7 @@ def _hear(rules: ServerRules, state: TrainerState, event: Message, issue: Issue)
 
 
 def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[SenderState, Operations]:
-    """What a trainer's background sender starts now. It merges and pushes what was handed to it, and pulls what others changed."""
+    """Decide for a trainer's background sender, which merges and pushes gradients, and pulls what others changed."""
     issue = Issue(state.next_id)
     match event:
         case TimerFired():
@@ -252,7 +252,7 @@ def _exchange(rules: ServerRules, state: SenderState, issue: Issue) -> SenderSta
 
 
 def on_server(rules: ServerRules, state: ServerState, event: Event) -> tuple[ServerState, Operations]:  # noqa: C901  # a branch a message
-    """What a server starts now. It applies what trainers push, as it comes or round by round; ``rank`` is the trainer's."""
+    """Decide for a server, which applies pushes as they come or round by round; ``rank`` is the trainer's."""
     if state.stopped or not isinstance(event, Message):
         return state, ()
     issue, rank = Issue(state.next_id), event.rank
