@@ -180,7 +180,7 @@ class ParameterShard:
         self._changed = self._flags(readers)
 
     def _flags(self, readers: int) -> list[list[Array]]:
-        """Return, for each reader, which rows of each table others have changed."""
+        """Flags by reader and table, one per row: whether other trainers have changed it."""
         return [[np.zeros(len(table), np.bool_) for table in self.tables] for _ in range(readers)]
 
     @property
@@ -256,7 +256,7 @@ def options_for(workload: Workload) -> Told:
 
 
 def part_of(change: Change, shards: Shards, server: int) -> Change:
-    """Return a server's part of a change, with rows as the server numbers them."""
+    """The part of a change that a server holds, with the server's row numbers."""
     tables = []
     for rows, values in change.tables:
         own, where = _rows_of(rows, shards.servers, server)
@@ -339,10 +339,7 @@ class GeoCopy:
                 table.copy_(old)
 
     def merge(self, server: int, dense: torch.Tensor, tables: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Merge a pull from one server, with rows as it numbers them: latest += server - old.
-
-        Old = server.
-        """
+        """Merge a pull of one server, with the server's row numbers: latest += server - old; old = server."""
         part = self._shards.dense_part(server)
         flat, old_dense = self._flat[part], self._old_dense[part]
         for latest, before, now in zip(flat.split(_PIECE), old_dense.split(_PIECE), dense.split(_PIECE), strict=True):

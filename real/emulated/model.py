@@ -166,7 +166,7 @@ def _first(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """What this trainer has of it."""
+    """The part of a parameter that this trainer holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

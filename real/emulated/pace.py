@@ -55,7 +55,7 @@ class Pace:
         self.layers: Counter[int] = Counter()
         """How often each whole number of microseconds was a mark of the counted steps missed by."""
         self.steps: Counter[int] = Counter()
-        """The same of their last marks."""
+        """How often the last mark of a counted step was missed by each whole number of microseconds."""
         self.begun = False
         """Whether a step has begun and not finished."""
         self._holds_up = holds_up

@@ -127,7 +127,7 @@ def verdict(processes: Sequence[Started], noted: tuple[str, str] | None, located
     name, how = found[0]
     log = next((process.log for process in processes if process.name == name), "in the log folder of its host")
     hint = "look for a SIGSTOP or a debugger" if how == STOPPED else f"its output: {log}"
-    return WorkerFailed(how, located(name), hint="start it again on every host" if name.startswith("host ") else hint)
+    return WorkerFailed(how, located(name), hint=hint)
 
 
 def launch_script(

@@ -13,8 +13,10 @@ refusal └── LegLost the launch broke: a process was killed or fell silent;
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,9 @@ OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "can't allo
 STOPPED = "was stopped and did not answer, until it was killed"
 """Part of an error about a process that only SIGKILL ended."""
 NOTE = "failed-rank.json"
-"""Name of a file in a launcher's folder."""
+"""File in a launcher's folder."""
+NOTE_PATH = "FLEETBENCH_FAILURE_NOTE"
+"""Environment variable with the file in which a launcher finds the first failure that a server or trainer of its host names."""
 
 
 class LegFailed(WorkerFailed):
@@ -75,6 +79,18 @@ def read_note(path: Path) -> tuple[str, str] | None:
         return None
     where, what = json.loads(path.read_text(encoding="utf-8"))
     return where, what
+
+
+def note_failure(error: BaseException | None) -> None:
+    """Name, for this host's launcher, the process because of which this one ends. The first note counts."""
+    path = Path(os.environ.get(NOTE_PATH, ""))
+    if not path.name or path.exists() or not isinstance(error, WorkerFailed) or error.where is None:
+        return
+    own = path.with_name(f"{path.name}.{os.getpid()}")
+    if error.where.startswith(("rank ", "server ")):
+        with suppress(FileNotFoundError):  # the launcher is gone, and its folder with it
+            own.write_text(json.dumps([error.where, error.what]), encoding="utf-8")
+            own.replace(path)
 
 
 def diagnose(

@@ -50,7 +50,7 @@ class Placement:
 
     @property
     def own_name(self) -> str:
-        """What the others know this machine by."""
+        """Name or address by which the other hosts know this machine."""
         return next(host for host in self.hosts if host in self.own)
 
     def located(self, name: str) -> str:
@@ -66,7 +66,7 @@ def host_of(endpoint: str) -> str:
 
 
 def place(servers: str, workers: str) -> Placement:
-    """What ``--servers`` and ``--workers`` say: two counts, or two lists.
+    """Read ``--servers`` and ``--workers``: two counts, or two lists.
 
     Raises ``ConfigError`` for what is neither, for an address that is listed twice, for the loopback among several hosts,
     and for lists in which this machine is not.

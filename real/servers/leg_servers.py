@@ -85,7 +85,7 @@ class LegServers:
 
 
 def loads_of(reports: Sequence[Mapping[str, Any]]) -> list[ServerLoad]:
-    """What the servers had to do while steps counted."""
+    """Load of each server while steps counted, from the servers' reports."""
     counts = [Counter({int(missed): int(num) for missed, num in one["staleness"]}) for one in reports]
     return [ServerLoad(span_s=one["served_s"], busy_s=one["busy_s"], staleness=count) for one, count in zip(reports, counts, strict=True)]
 

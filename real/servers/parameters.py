@@ -33,7 +33,7 @@ VERSION = np.dtype(np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(Config):
-    """What trainers tell a server of model, optimizer and rules, equal on all of them. A server needs nothing else of a script."""
+    """Model, optimizer and rules as trainers, all alike, tell them to a server. It needs nothing else of a script."""
 
     rules: ServerRules
     dense: int
@@ -58,7 +58,7 @@ class Spec(Config):
 
     @classmethod
     def from_json(cls, text: bytes | memoryview | str) -> Self:
-        """What ``to_json`` wrote."""
+        """Read the JSON that ``to_json`` wrote."""
         return decode(json.loads(text if isinstance(text, str) else bytes(text)), cls, "")
 
 
@@ -146,11 +146,11 @@ class Parameters(Layout):
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all parameters."""
         return sum(value.nbytes for value in (self.flat, *self.tables))
 
     def spec(self, rules: ServerRules, optimizer: str, options: dict[str, float]) -> Spec:
-        """What servers are told."""
+        """The description of model, optimizer and rules for the servers."""
         shards = self.shards(rules.servers)
         return Spec(
             rules=rules,
@@ -191,7 +191,7 @@ def read_values(body: memoryview, like: torch.Tensor) -> torch.Tensor:
 
 
 def read_pull(answer: Answer, parameters: Parameters) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """What a pull in GeoSGD brought: dense numbers; of each table rows, as the server numbers them, and values."""
+    """Read a pull in GeoSGD: dense numbers; and for each table the server's row numbers, and the rows' values."""
     parts = zip(parameters.tables, answer.tensors[1::2], answer.tensors[2::2], strict=True)
     tables = [(read_tensor(rows, ROW, (-1,)), read_values(values, table)) for table, rows, values in parts]
     return read_values(answer.tensors[0], parameters.flat), tables
@@ -226,7 +226,7 @@ def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told
 
 
 def fixed_options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """What servers are told of an optimizer's options once, as its first group has it: all but the learning rate."""
+    """Options of an optimizer's first group that servers are told once: all but the learning rate."""
     return {name: optimizer.param_groups[0][name] for name in optimizer.defaults if name != "lr"}
 
 

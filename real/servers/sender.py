@@ -44,9 +44,9 @@ class Sender(threading.Thread):
         self.rules: ServerRules = spec.rules
         self.role = RoleDecider.start(ServerTraining(spec.rules), rank, "sender", record=record)
         self.versions: tuple[int, ...] = (0,) * spec.rules.servers
-        """Of the dense parameters in the model, by server."""
+        """Updates that each server had made in the model's dense parameters, by server."""
         self.failure: FleetbenchError | None = None
-        """What ended the thread."""
+        """The error that ended the thread."""
         self._links = links
         self._shards = spec.shards
         self._parameters = parameters

@@ -14,8 +14,8 @@ from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import refuse_unserved
 from fleetbench.strategy import DistributedStrategy
 from real.engine.refusals import refuse_untrainable
+from real.processes.diagnosis import note_failure
 from real.processes.roles import STARTUP, Role, launcher_of
-from real.servers.launcher_messages import note_failure
 from real.servers.links import TrainerOptions
 from real.servers.served_training import ServedTraining
 from real.servers.server import ParameterServer
@@ -167,12 +167,12 @@ class Served:
             training.barrier()  # where the others wait, whatever became of the checkpoint
 
     def environment(self) -> dict[str, object]:
-        """What the box says of the job."""
+        """Facts about the job for the printed summary."""
         role = self.role
         return {"trainers": role.trainers, "servers": ", ".join(role.servers), "launcher": launcher_of(role, os.environ)}
 
     def trained(self, where: str) -> ServedTraining:
-        """What trains here. Raises ``ConfigError`` on a server, and before there is a model."""
+        """The training of this process. Raises ``ConfigError`` on a server, and before there is a model."""
         self.require("trainer", where)
         if self.training is None:
             raise ConfigError("there is no model yet", where, hint="call fleet.distributed_model first")

@@ -44,7 +44,7 @@ from real.servers.sender import Sender
 from real.servers.wire import text_of
 
 _PIECE_BYTES = 8 << 20
-"""Of the rows of a table in one message, where all are pulled."""
+"""Bytes of rows in one message, when all rows of a table are pulled."""
 
 
 class ServedTraining:
@@ -77,22 +77,22 @@ class ServedTraining:
         self._read: dict[int, int] = {}
         """Updates that each server had made in what this step computes with; the oldest count."""
         self._fresh: list[torch.Tensor | None] = []
-        """Of each table, the rows that this step has pulled."""
+        """Rows that this step has pulled, by table."""
         self._rest: list[Operation] = []
-        """Of a step in GeoSGD, what comes after its update."""
+        """Operations that follow the update of a step in GeoSGD."""
         self._touched: list[torch.Tensor | None] = []
         self._update = ExitStack()
-        """What the end of an update undoes, also of one that raised: the sender merges again, and the optimizer is as it was."""
+        """Callbacks for the end of an update, also of one that raised: release the sender, restore the optimizer."""
         self._told_bytes = 0
         self.has_ended = False
         """This trainer has left its servers, or given up."""
         self._handles: list[RemovableHandle] = []
         self._open = ExitStack()
-        """What ``close`` releases."""
+        """Resources that ``close`` releases."""
 
     @property
     def rules(self) -> ServerRules:
-        """What was made of the strategy; known once there is an optimizer."""
+        """Rules that follow from the strategy; known once there is an optimizer."""
         assert self._spec is not None
         return self._spec.rules
 
@@ -227,7 +227,7 @@ class ServedTraining:
         """Servers count no epochs."""
 
     def recordings(self) -> list[Recording]:
-        """What the trainer's role and its sender's heard and decided; none where that was not asked for."""
+        """Recordings of the trainer's role and its sender's; none unless they were asked for."""
         assert self._sender is not None
         if not self._options.record:
             return []
@@ -334,7 +334,7 @@ class ServedTraining:
         self._count_sent()
 
     def _count_sent(self) -> None:
-        """What was sent since the last time belongs to the step under way, or just over."""
+        """Count the bytes sent since the last call to the step under way, or just over."""
         sent = self.bytes_sent
         self.stopwatch.sends(sent - self._told_bytes)
         self._told_bytes = sent

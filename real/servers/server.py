@@ -2,8 +2,8 @@
 
 Life cycle: ``bind``; ``run``, which returns when all trainers have left; ``close``. Requests of a connection are done in order, each
 once. A message of another version is logged and ignored; whatever else raises is an error of this program, of a server or of a
-trainer, and ends the server. The server also ends, and tells all trainers by whom, if a trainer is killed, hangs, or ends before
-it has left.
+trainer, and ends the server. The server also ends, and tells all trainers by whom, if the connection of a trainer breaks before it has
+left, or a synchronous trainer keeps the others waiting for too long.
 """
 
 import sys
@@ -23,13 +23,13 @@ from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.workloads.server_updates import ROW, Change
 from real.servers.checkpoints import load_shard, write_shard
 from real.servers.hosts import resolve
+from real.servers.links import broken, keep_alive
 from real.servers.parameters import Shard, Spec, described, differences
 from real.servers.server_options import ServerOptions, ServerReport
-from real.servers.silence import Silence
 from real.servers.wire import Head, Tensor, WireError, decode, encode, numbers, text_of
 
 _LOOK_S = 0.5
-"""Seconds between two looks at which trainers are silent."""
+"""Seconds between two looks at which trainers are gone or late."""
 _ANSWERS = {"look_up": "rows", "pull": "parameters", "barrier": "barrier"}
 """Requests that the role answers, and their answers."""
 _HINT = "its own output says why, or the network is so slow that timeout_s must be raised; start the job again"
@@ -37,7 +37,7 @@ _HINT = "its own output says why, or the network is so slow that timeout_s must 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is being done, or waits for others."""
+    """A trainer's request that is being done, or waits for other trainers."""
 
     identity: bytes
     """The trainer's connection."""
@@ -61,13 +61,15 @@ class ParameterServer:
         self._waiting: dict[tuple[int, str], Request] = {}  # by the rank, and the kind of the answer
         self._arrived: dict[int, Change] = {}  # pushes that wait for their update, by rank
         self._has_ended = False
-        self._looked_at = time.monotonic()
-        self._silence = Silence(range(options.trainers), options.timeout_s, options.startup_timeout_s)
-        self._longest: tuple[Request | None, float] = (None, 0.0)  # what has waited longest for another trainer, and for how many seconds
+        self._began_at = self._looked_at = time.monotonic()
+        self._gone: list[int] = []  # ranks whose connections have broken, in the order in which that was noticed
+        self._longest: tuple[Request | None, float] = (None, 0.0)  # what has waited longest for another trainer, and since when
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.sndhwm = self._socket.rcvhwm = 0  # a trainer has few requests without an answer
         self._socket.linger = 1_000
+        self._socket.router_mandatory = True
+        keep_alive(self._socket, options.timeout_s)
         self._poller = zmq.Poller()  # which costs less than the socket's own poll
         self._poller.register(self._socket, zmq.POLLIN)
 
@@ -138,24 +140,25 @@ class ParameterServer:
                 self._hear(identity.bytes, head, tensors)
 
     def _send(self, identity: bytes, head: Head, tensors: Sequence[Tensor] = ()) -> None:
-        """Send a message; one to a process that is gone is dropped."""
-        self._socket.send_multipart([identity, *encode(head, tensors)], zmq.NOBLOCK, copy=False)
+        """Send a message; one to a process that is gone is dropped, and its rank is noted."""
+        try:
+            self._socket.send_multipart([identity, *encode(head, tensors)], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._gone.append(head.rank)
 
     def _hear(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
-        if head.kind == "failed":  # a launcher says so
+        if head.kind == "failed":  # a trainer that ends says because of whom
             self._fail(WorkerFailed(text_of(tensors[0]), text_of(tensors[1]), hint="its own output says why; start the job again"))
         elif not 0 <= head.rank < self.options.trainers:
             self._say(f"a message was ignored: a trainer {head.rank} of {self.options.trainers}")
         else:
             self._peers[identity] = head.rank
-            self._silence.hear(head.rank)
             self._do(Request(identity, head, tensors))
 
     def _do(self, request: Request) -> None:
         head, shard = request.head, self.shard
-        if head.kind == "beat":
-            self._answer(request, "alive")
-            return
         if head.kind == "join":
             self._join(request)
             return
@@ -297,22 +300,27 @@ class ParameterServer:
         print(f"server {self.options.server}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the server's log
 
     def _look(self) -> None:
-        """Find out who has fallen silent, and who keeps others waiting."""
-        passed_s = self._silence.pass_time()
-        for rank in self._silence.late:
+        """Find out who is gone, who has never come, and who keeps others waiting."""
+        now, options = time.monotonic(), self.options
+        for rank, identity in self._joined.items():
+            self._send(identity, Head("alive", rank))
+        for rank in self._gone:
             if rank not in self._state.left:
-                self._fail_by(rank, "has fallen silent" if rank in self._peers.values() else "has never come")
+                self._fail(broken(f"rank {rank}", options.timeout_s))
+        missing = set(range(options.trainers)) - {*self._peers.values(), *self._state.left}
+        if missing and now > self._began_at + options.startup_timeout_s:
+            self._fail_by(min(missing), "has never come")
         is_synchronous = self.shard is not None and self.shard.spec.rules.mode == "synchronous"
         waiting = (request for (_, answer), request in self._waiting.items() if answer in ("parameters", "barrier"))
         longest = next(waiting, None) if is_synchronous else None
-        waited_s = self._longest[1] + passed_s if longest is self._longest[0] else 0.0
-        self._longest = longest, waited_s
+        if longest is not self._longest[0]:
+            self._longest = longest, now
         if longest is None:
             return
-        is_at_barrier, limit_s = longest.head.kind == "barrier", self.options.round_timeout_s
+        is_at_barrier, limit_s = longest.head.kind == "barrier", options.round_timeout_s
         if is_at_barrier or not self.report.updates:  # another server may be writing what all wait for, or a trainer start
-            limit_s = max(limit_s, self.options.startup_timeout_s)
+            limit_s = max(limit_s, options.startup_timeout_s)
         state = self._state
-        late = set(range(self.options.trainers)) - {*state.met, *state.arrived, *state.left}
-        if waited_s > limit_s and late:
+        late = set(range(options.trainers)) - {*state.met, *state.arrived, *state.left}
+        if now > self._longest[1] + limit_s and late:
             self._fail_by(min(late), f"has let the others wait {'at a barrier' if is_at_barrier else 'for its gradient'} for {limit_s:g} s")

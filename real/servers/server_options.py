@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What one server is told when it is started."""
+    """Options of one server, given at its start."""
 
     server: int
     servers: int
@@ -16,7 +16,7 @@ class ServerOptions:
     endpoint: str
     """``host:port`` to listen on; the host is an address of this machine or a name that leads to one."""
     timeout_s: float = 30.0
-    """Seconds of silence after which a trainer has failed."""
+    """Seconds without an answer to a heartbeat after which a trainer has failed."""
     startup_timeout_s: float = 300.0
     """Seconds after which a trainer that has never spoken has failed."""
     round_timeout_s: float = math.inf
@@ -27,7 +27,7 @@ class ServerOptions:
 
 @dataclass(slots=True)
 class ServerReport:
-    """What one server did in its life, counted while it runs."""
+    """Counts of one server's work, kept while it runs."""
 
     updates: int = 0
     staleness: Counter[int] = field(default_factory=Counter)

@@ -83,7 +83,7 @@ def served_job(experiment: Experiment, look: Look = never) -> Job:
 
 @torch.no_grad()
 def _look_ups(data: Prepared, learnt: Experiment, look: Look) -> LookUps:
-    """Return the rows that the forwards of all trainers' steps read, from a model that learns nothing."""
+    """Rows that the forwards of all trainers' steps read, found by running a model that learns nothing."""
     layout = _layout(data.model)
     under_way: list[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]] = []
 
@@ -126,10 +126,10 @@ class _Trainer:
     queue: deque[Change] = dataclasses.field(default_factory=deque)
     """Gradients that the sender has not taken."""
     index: int = 0
-    """Index of the current step."""
+    """Index of the step under way."""
     gradients: tuple[torch.Tensor | None, ...] = ()
     rows: list[tuple[int, torch.Tensor, Array]] = dataclasses.field(default_factory=list)
-    """Rows of the next forward: a table, rows of it, their values."""
+    """Rows that the next forward reads: a table, its rows, their values."""
     num_answers: list[int] = dataclasses.field(default_factory=list)
     """Number of look-ups of this step answered by each server."""
 
@@ -218,7 +218,7 @@ class ServedReplay:
         )
 
     def evaluated(self) -> torch.Tensor:
-        """Return what an evaluation depends on as one vector: the servers' parameters, and the mean of buffers."""
+        """Vector on which an evaluation depends: the servers' parameters, and the mean of trainers' buffers."""
         buffers = [torch.stack(of_all).to(torch.float64).mean(0) for of_all in zip(*(one.buffers for one in self._trainers), strict=True)]
         return self._vector(*self.held(), buffers)
 

@@ -19,7 +19,7 @@ from sim.servers.traffic import Part, Traffic
 
 
 class Costs(Protocol):
-    """What an operation takes, in whole nanoseconds. It is asked once for every operation, in the order in which they begin."""
+    """Nanoseconds that an operation takes, asked once per operation, in the order in which they begin."""
 
     def took_ns(self, role: Role, rank: int, operation: Operation, nbytes: int) -> int:
         """``nbytes``: of the push, or of the answer, that a server's operation is about; 0 where it is about none."""
@@ -58,7 +58,7 @@ class Linear:
 
 
 def costs_of(table: LayerTable, gradient_bytes: int, pieces: int = 1, host_ns_per_byte: float = 0.0) -> Linear:
-    """What a layer table tells: an update over all parameters takes ``table.update``, and one over a part of them its share by bytes.
+    """Costs from a layer table: an update over all parameters takes ``table.update``, one over a part its share by bytes.
 
     ``gradient_bytes``: of one step's gradient over all servers together. ``host_ns_per_byte``: a server's own work on what it
     receives and sends.
@@ -82,21 +82,21 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class NodeCosts:
-    """What the trainers of a node take to reduce a piece to one of them, and to broadcast it after the pull, by piece."""
+    """Nanoseconds by piece for a node's trainers to reduce it to one of them, and to broadcast it after the pull."""
 
     reduce_ns: tuple[int, ...]
     broadcast_ns: tuple[int, ...]
     nbytes: tuple[int, ...]
-    """That a trainer sends, in the mean, in each of the two."""
+    """Mean bytes that a trainer sends in a reduce, or in a broadcast, by piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is executed."""
+    """A job with parameter servers, ready to be simulated."""
 
     rules: ServerRules
     table: LayerTable
-    """Of its times: reading a batch, forward, backward. What updates take is in ``costs``."""
+    """Times of reading a batch, forward and backward. Those of updates are in ``costs``."""
     traffic: Traffic
     costs: Costs
     hosts: Hosts
@@ -109,17 +109,17 @@ class Job:
     waits_each_step: bool = False
     """A trainer waits after every step for its own push, and the pull after it: the closed loop."""
     pieces: tuple[Piece, ...] = ()
-    """What is pushed, updated and pulled by itself, in order of readiness; none: all parameters together, after the backward."""
+    """Pieces pushed, updated and pulled by themselves, in order of readiness; none: all together, after the backward."""
     node: NodeCosts | None = None
     """Trainers that reduce among themselves first: ``rules`` and ``hosts`` then count nodes as trainers. None: each pushes its own."""
 
     def traffic_of(self, piece: int) -> Traffic:
-        """Of one piece."""
+        """Traffic of one piece."""
         return self.pieces[piece].traffic if self.pieces else self.traffic
 
 
 class Act(NamedTuple):
-    """What a role has done to parameters, gradients or deltas: an operation that has ended, or ``forward``, as a trainer's begins."""
+    """A role's operation on parameters, gradients or deltas that has ended; or ``forward``, as a trainer's begins."""
 
     role: Role
     rank: int
@@ -177,17 +177,17 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What comes with a message."""
+    """Sizes and versions that come with a message."""
 
     nbytes: int = 0
     versions: tuple[int, ...] = ()
-    """Of a push: for each of its gradients, how often the server had updated what it was computed from."""
+    """For each gradient of a push, updates that the server had made in what it was computed from."""
     part: Part = (0, 0, 0)
-    """Of a push: the steps that it is of."""
+    """Steps whose gradients a push holds."""
     answer_nbytes: int = 0
-    """Of a look-up: what its answer carries."""
+    """Bytes of a look-up's answer."""
     piece: int = 0
-    """That it is about."""
+    """Number of the piece that the message is about."""
 
 
 NOTHING = Carried()
@@ -209,7 +209,7 @@ class Actor:
         self.decider = deciders[0]
         self.deciders = deciders
         self._piece = 0
-        """That is worked on."""
+        """Number of the piece that is worked on."""
         self.spans: list[Span] = []
         self.order: Order | None = None
         """Where acts are noted."""
@@ -270,5 +270,5 @@ class Actor:
         return 0
 
     def _do(self, operation: Operation) -> None:
-        """What the end of an operation brings about."""
+        """Carry out an operation whose time has passed."""
         raise NotImplementedError

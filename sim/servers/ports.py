@@ -162,7 +162,7 @@ class ServerPorts(SharedPorts):
                 del crowd.beside[beside]
 
     def _settle(self, crowds: list[_Crowd]) -> None:
-        """What ends now ends now, whatever is about to change."""
+        """Finish the transfers that end now, before anything else changes."""
         due: list[Transfer] = []
         for crowd in crowds:
             while crowd.next_due_ns() == self._clock.now:
@@ -246,7 +246,7 @@ class Wires:
         self._connections: defaultdict[Hashable, deque[tuple[int, Arrived]]] = defaultdict(deque)
         """Messages of each, by their bytes; the first is under way."""
         self._alone_ns: dict[int, Fraction] = {}
-        """Of messages of so many bytes."""
+        """Nanoseconds that a message takes alone, by its bytes."""
 
     def at_once(self, arrived: Arrived) -> None:
         """A message within a process."""

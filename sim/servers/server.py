@@ -37,7 +37,7 @@ class Server(Actor):
 
     @property
     def state(self) -> ServerState:
-        """What it knows."""
+        """State of the server's role."""
         state = self.deciders[self._piece].state
         assert isinstance(state, ServerState)
         return state
@@ -108,13 +108,13 @@ class Load:
     length_ns: int = 0
     """Integral of the queue's length over time."""
     waits_ns: list[int] = field(default_factory=list)
-    """Of every message, from its arrival until the server hears it."""
+    """Nanoseconds from each message's arrival until the server hears it."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Gradients, or GeoSGD's pushes, by the number of updates between the parameters that they came from and their own."""
 
     @property
     def told(self) -> ServerLoad:
-        """What a real server knows of itself, too."""
+        """The part of the load that a real server reports, too."""
         return ServerLoad(span_s=(self.until_ns - self.since_ns) / 1e9, busy_s=self.busy_ns / 1e9, staleness=self.staleness)
 
     def count(self, more: int, now_ns: int) -> None:

@@ -184,12 +184,12 @@ def hosts_of(experiment: Experiment) -> Hosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What was seen of a job."""
+    """Results of a simulated job."""
 
     records: tuple[StepRecord, ...]
     spans: tuple[Span, ...]
     loads: tuple[Load, ...]
-    """Of every server, from the first counted step on."""
+    """Load of every server, from the first counted step on."""
     recordings: tuple[Recording, ...]
 
 

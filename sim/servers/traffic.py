@@ -26,11 +26,11 @@ class TouchedRows:
 
     rows: int
     row_bytes: int
-    """Of one row's numbers."""
+    """Bytes of one row's values."""
     draws: float
     """Rows that a step names, counted as often as it does."""
     number_bytes: int = ROW_NUMBER_BYTES
-    """That say which row it is."""
+    """Bytes of one row's number."""
 
     def distinct(self, steps: int) -> float:
         """Different rows that so many steps touch, in the mean."""
@@ -47,10 +47,10 @@ class Traffic:
 
     servers: int
     dense_bytes: int = 0
-    """Of all dense parameters, or their gradients."""
+    """Bytes of all dense parameters, or of their gradients."""
     tables: tuple[TouchedRows, ...] = ()
     header_bytes: int = 0
-    """Of every message, beside what it carries."""
+    """Bytes of every message's header."""
 
     def push(self, steps: int) -> int:
         """A push to each server, of ``steps`` steps, and what each answers a pull with, of the rows that ``steps`` steps of others changed.
@@ -65,11 +65,11 @@ class Traffic:
         return self.push(sum(count for _, _, count in parts))
 
     def num_look_ups(self, rank: int, step: int) -> int:  # noqa: ARG002  # one in each table
-        """Of a trainer in the step with this index."""
+        """Number of a trainer's look-ups in the step with this index."""
         return len(self.tables)
 
     def looked_up(self, server: int, rank: int, step: int, number: int) -> tuple[int, int]:  # noqa: ARG002  # all alike
-        """What a look-up tells a server, the numbers of the rows, and what it answers."""
+        """Bytes of a look-up to a server, which holds row numbers, and of its answer."""
         table = self.tables[number]
         return self._share(table.distinct(1) * table.number_bytes), self._share(table.distinct(1) * table.row_bytes)
 
@@ -79,7 +79,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRows(Traffic):
-    """Of messages whose rows are known, as are the servers that hold them."""
+    """Sizes of messages whose rows are known, as are the servers that hold them."""
 
     shards: Shards
     itemsize: int
@@ -110,7 +110,7 @@ class KnownRows(Traffic):
 
 
 def traffic_of(gradients: Sequence[Gradient], servers: int) -> Traffic:
-    """What a layer table tells: the rows of a sparse gradient are touched alike.
+    """Traffic from a layer table: a sparse gradient's numbers are touched alike and apart, and row numbers take no bytes.
 
     Where it does not know their width, each element is a row of its own, whose number takes no bytes; see ``Gradient.width``.
     """

@@ -28,19 +28,19 @@ Program = Iterator[Event | simpy.Event | None]
 """A trainer's steps. It yields what it waits for: an event of the clock; an event that the strategy is told, until the strategy lets the
 trainer go on; none, until the strategy lets it go on."""
 _NEWEST = (2**62,)
-"""Of a server nothing of which has been read."""
+"""Version of a server of which nothing has been read."""
 
 
 @dataclass(slots=True)
 class Memory:
-    """What a trainer and its sender share."""
+    """Versions that a trainer and its sender share."""
 
     versions: Versions
-    """Of the parameters that the next step computes with."""
+    """Versions of the parameters that the next step computes with."""
     computed_from: Versions
-    """Of the oldest that the step under way computes with."""
+    """Versions of the oldest parameters that the step under way computes with."""
     queue: deque[Versions] = field(default_factory=deque)
-    """Of what each gradient was computed from that the sender has not taken."""
+    """Versions from which each gradient that the sender has not taken was computed."""
 
 
 class Sender(Actor):
@@ -110,7 +110,7 @@ class Trainer(Actor):
         """The program goes on once the strategy lets it."""
         self._bytes_sent = self._update_ns = self._idle_since_ns = 0
         self._index = self._look_up = 0
-        """Of the step under way, and of its last look-up."""
+        """Index of the step under way, and number of its last look-up."""
         self.post: Post
         self.tell_sender: Local
         self.step_begins: Callable[[int], None] = lambda _: None

@@ -29,6 +29,10 @@ class Clock:
         """Seconds."""
         return self.now
 
+    def monotonic_ns(self) -> int:
+        """The same in nanoseconds."""
+        return int(self.now * 1e9)
+
 
 class Desk:
     """One server of a model with 2 dense numbers and a table of ``ROWS`` rows of 1, trained by SGD with rate 1."""
@@ -60,7 +64,7 @@ class Desk:
     def say(
         self, kind: str, rank: int = 0, tensors: Sequence[Tensor] = (), *, connection: bytes | None = None, **fields: float
     ) -> list[tuple[str, int]]:
-        """Kind and rank of what the server sends when this comes from ``rank``, or about it from a launcher."""
+        """Kind and rank of what the server sends when this comes from ``rank``."""
         head = Head(kind, rank, **fields)  # type: ignore[arg-type]  # fields of a head
         self._sent.clear()
         self.server._hear(

@@ -1,4 +1,4 @@
-"""What a server does with what trainers and launchers tell it, and with their silence; without a network."""
+"""What a server does with what trainers tell it, and with those that do not come; without a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.plan.servers.rules import Mode, ServerRules
 from real.servers.links import Answer, TrainerOptions
 from real.servers.parameters import Parameters, join
-from real.servers.silence import Silence
 
 
 def test_an_error_of_an_update_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +130,8 @@ def test_a_barrier_is_met_by_all() -> None:
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
-def test_a_launchers_failure_ends_the_job_and_everybody_hears_why(mode: Any) -> None:
-    """Trainers, in the launcher's words; what comes later changes nothing."""
+def test_a_failure_that_one_trainer_tells_ends_the_job_and_everybody_hears_why(mode: Any) -> None:
+    """Rank 0 has found that rank 1 is gone: all trainers hear it in its words; what comes later changes nothing."""
     with desk(mode) as server:
         server.enter(0, 1)
         assert server.say("failed", 0, [b"was killed by SIGKILL", b"rank 1"]) == [("stopped", 0), ("stopped", 1)]
@@ -167,24 +166,10 @@ def test_a_last_checkpoint_that_was_not_written_is_the_servers_failure(tmp_path:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What silence goes by."""
+    """What a server's limits go by."""
     made = Clock()
-    monkeypatch.setattr("real.servers.silence.time", made)
+    monkeypatch.setattr("real.servers.server.time", made)
     return made
-
-
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous", "geo_sgd"])
-def test_a_silent_trainer_ends_the_job_by_name(mode: Mode, clock: Clock) -> None:
-    """After 30 s, though the other beats; one that has left may be silent."""
-    with desk(mode, trainers=3) as server:
-        server.enter(0, 1, 2)
-        server.say("leave", 2)
-        for _ in range(7):
-            assert not server.is_stopping
-            clock.now += 5.0
-            server.say("beat", 0)
-            server.server._look()
-        assert server.failure == ("rank 1", "this trainer has fallen silent")
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
@@ -196,23 +181,19 @@ def test_a_trainer_that_never_comes_ends_the_job_by_name(mode: Mode, clock: Cloc
             for _ in range(13):
                 assert not server.is_stopping
                 clock.now += 5.0
-                for rank in joined:
-                    server.say("beat", rank)
                 server.server._look()
             assert server.failure == (f"rank {len(joined)}", "this trainer has never come")
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("gradient", 60), ("barrier", 100)])
 def test_a_trainer_that_lives_but_does_not_come_ends_synchronous_training(kind: str, limit: int, clock: Clock) -> None:
-    """Both beat, rank 0 waits for rank 1 and for longer than the round may take: all are told that it is because of rank 1."""
+    """Rank 0 waits for rank 1, which lives, and for longer than the round may take: all are told that it is because of rank 1."""
     with desk("synchronous", round_timeout_s=60.0, startup_timeout_s=100.0) as server:
         server.enter(0, 1)
 
         def passes(seconds: int) -> None:
             for _ in range(seconds // 5):
                 clock.now += 5.0
-                for rank in (0, 1):
-                    server.say("beat", rank)
                 server.server._look()
 
         passes(500)  # nobody waits
@@ -229,80 +210,24 @@ def test_a_trainer_that_lives_but_does_not_come_ends_synchronous_training(kind: 
 
 
 def test_who_waits_for_the_late_one_is_not_the_late_one(clock: Clock) -> None:
-    """Rank 0 stands at a barrier, rank 1 waits with its gradient for rank 2, which beats and does nothing: it is rank 2."""
+    """Rank 0 stands at a barrier, rank 1 waits with its gradient for rank 2, which lives and does nothing: it is rank 2."""
     with desk("synchronous", trainers=3, round_timeout_s=60.0, startup_timeout_s=60.0) as server:
         server.enter(0, 1, 2)
         server.say("barrier", 0)
         server.say("gradient", 1, server.push([1, 1], []), rate=1.0)
         for _ in range(14):
             clock.now += 5.0
-            for rank in range(3):
-                server.say("beat", rank)
             server.server._look()
         assert server.failure is not None
         assert server.failure[0] == "rank 2"
 
 
 def test_asynchronous_trainers_may_wait_at_a_barrier_for_as_long_as_all_live(clock: Clock) -> None:
-    """Nobody has failed who beats."""
+    """Nobody has failed whose connection holds."""
     with desk(round_timeout_s=60.0) as server:
         server.enter(0, 1)
         server.say("barrier", 0)
         for _ in range(100):
             clock.now += 5.0
-            for rank in (0, 1):
-                server.say("beat", rank)
             server.server._look()
         assert not server.is_stopping
-
-
-def test_a_server_that_stood_still_blames_nobody(clock: Clock) -> None:
-    """A long time between two looks is the server's own; a silence that it has listened to is the trainer's."""
-    with desk("synchronous", round_timeout_s=60.0, startup_timeout_s=30.0) as server:
-        server.enter(0, 1)
-        server.say("gradient", 0, server.push([1, 1], []), rate=1.0)
-        server.server._look()
-        clock.now += 1000.0
-        server.server._look()
-        assert not server.is_stopping
-        for _ in range(7):
-            clock.now += 5.0
-            server.say("beat", 0)
-            server.server._look()
-        assert server.failure == ("rank 1", "this trainer has fallen silent")
-
-
-def test_what_a_server_hears_first_behind_its_stop_is_not_heard_in_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was stopped, reads rank 0's beats that lay there, and looks: both are silent 30 s later, and who never came is not yet."""
-    clock = Clock()
-    monkeypatch.setattr("real.servers.silence.time", clock)
-    silence = Silence(range(3), 30.0, 2000.0)
-    silence.hear(0)
-    silence.hear(1)
-    silence.pass_time()
-    clock.now += 1000.0
-    silence.hear(0)
-    assert silence.pass_time() == 0.0
-    for _ in range(3):
-        clock.now += 10.0
-        assert silence.pass_time() == 10.0
-        assert silence.late == []
-    clock.now += 1.0
-    silence.pass_time()
-    assert silence.late == [0, 1]
-    for _ in range(300):
-        clock.now += 10.0
-        silence.pass_time()
-    assert silence.late == [0, 1, 2]
-
-
-def test_a_silence_before_a_servers_stop_still_counts_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 was silent for 20 s when the server was stopped for long: it has 10 s left."""
-    clock = Clock()
-    monkeypatch.setattr("real.servers.silence.time", clock)
-    silence = Silence(range(1), 30.0, 300.0)
-    silence.hear(0)
-    for seconds, late in ((10.0, []), (10.0, []), (1000.0, []), (9.0, []), (2.0, [0])):
-        clock.now += seconds
-        silence.pass_time()
-        assert silence.late == late

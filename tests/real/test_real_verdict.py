@@ -80,11 +80,6 @@ CASES: dict[str, tuple[list[Started], dict[str, Any], str]] = {
         {"noted": ("rank 0", "ends without fleet.stop_worker(), and the job with it")},
         "rank 0 on a: ends without fleet.stop_worker()",
     ),
-    "a host that was interrupted": (
-        trainers(1, 1),
-        {"noted": ("host b", "the launch was ended there")},
-        "host b: the launch was ended there",
-    ),
     "who was killed, before who was told to end": (
         trainers(1, 0, -signal.SIGTERM, -signal.SIGKILL),
         {"placement": ALONE},

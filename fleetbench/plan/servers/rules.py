@@ -15,7 +15,7 @@ Mode = Literal["synchronous", "asynchronous", "geo_sgd"]
 CHOSEN_K = 800
 """K of GeoSGD if ``k_steps = -1`` and Fleet's rule chooses GeoSGD."""
 COPIES = 5
-"""Number of copies of the parameters that must fit in a trainer's memory for that choice."""
+"""Copies of the parameters that must fit in a trainer's memory, if Fleet is to choose GeoSGD."""
 WAIT_NS = 10_000_000
 """Fleet's pause in ns between two checks of an empty queue; after ``send_wait_times`` of them a trainer is
 idle."""
@@ -79,7 +79,7 @@ class ServerRules(Config):
 
 
 def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
-    """Describe what ``k_steps = -1`` has become, and why; none if the strategy sets ``k_steps`` itself."""
+    """The mode that ``k_steps = -1`` has chosen, in words, and why; none if the strategy names the mode itself."""
     if not strategy.a_sync or strategy.a_sync_configs.k_steps >= 0:
         return None
     mode = f"GeoSGD with k_steps = {rules.k_steps}" if rules.mode == "geo_sgd" else "asynchronous"
@@ -87,7 +87,7 @@ def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
 
 
 def early_exchanges(rules: ServerRules, step_s: float, apart: float | None = None) -> tuple[str, str] | None:
-    """Return the field whose bound idle trainers never reach, and what happens instead.
+    """The field whose bound trainers never reach, because they are idle within a step of ``step_s``; and the reason.
 
     None if there is none.
 

@@ -40,7 +40,7 @@ class SenderState(NamedTuple):
     pushed: int = 0
     """Number of pushes begun."""
     acknowledged: tuple[int, ...] = ()
-    """Number of pushes that each server has applied."""
+    """Number of pushes that each server has applied, by server."""
     unseen: int = 0
     """Number of gradients pushed since the last pull began."""
     pulling: bool = False

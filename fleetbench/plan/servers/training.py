@@ -89,7 +89,7 @@ class ServerTraining:
         return SenderState(acknowledged=(0,) * self.rules.servers) if role == "sender" else ServerState()
 
     def on(self, state: RoleState, now_ns: int, event: Event) -> tuple[RoleState, Operations]:  # noqa: ARG002  # time comes as ``TimerFired``
-        """Return the operations that a role starts now."""
+        """The next state of a role, and the operations that it starts now."""
         if isinstance(state, TrainerState):
             return on_trainer(self.rules, state, event)
         if isinstance(state, SenderState):
@@ -98,7 +98,7 @@ class ServerTraining:
 
 
 def on_trainer(rules: ServerRules, state: TrainerState, event: Event) -> tuple[TrainerState, Operations]:
-    """Return the operations that a trainer starts now.
+    """Decide for a trainer. It computes gradients, or in GeoSGD trains its own copy, and hands them to its sender.
 
     A trainer computes gradients, or in GeoSGD trains its own copy, and hands over what its sender is to
     exchange. While ``state.waits``, it receives only messages.
@@ -171,10 +171,7 @@ def _hear(rules: ServerRules, state: TrainerState, event: Message, issue: Issue)
 
 
 def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[SenderState, Operations]:
-    """Return the operations that a trainer's background sender starts now.
-
-    It merges and pushes what the trainer handed over, and pulls what others changed.
-    """
+    """Decide for a trainer's background sender, which merges and pushes gradients, and pulls what others changed."""
     issue = Issue(state.next_id)
     match event:
         case TimerFired():
@@ -259,10 +256,7 @@ def _exchange(rules: ServerRules, state: SenderState, issue: Issue) -> SenderSta
 
 
 def on_server(rules: ServerRules, state: ServerState, event: Event) -> tuple[ServerState, Operations]:  # noqa: C901  # a branch a message
-    """Return the operations that a server starts now. ``rank`` is the trainer's.
-
-    A server applies what trainers push, immediately or round by round.
-    """
+    """Decide for a server, which applies pushes as they come or round by round; ``rank`` is the trainer's."""
     if state.stopped or not isinstance(event, Message):
         return state, ()
     issue, rank = Issue(state.next_id), event.rank
