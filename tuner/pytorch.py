@@ -44,7 +44,6 @@ _SHARDING: dict[Library, str] = {
 """How a library is given what ``fully_shard`` does after a forward; a module of Lightning's calls it in ``configure_model`` itself."""
 _SETTINGS = {
     "thread_num": "threads",
-    "sharding_configs.reshard_after_forward": "reshards",
     "sharding_configs.sharding_degree": "degree",
 }
 """Attributes of ``Settings`` that have the values of fields."""
@@ -125,14 +124,21 @@ def in_pytorch(strategy: DistributedStrategy, default: DistributedStrategy, buck
 
 def _shard(found: Settings, strategy: DistributedStrategy, default: DistributedStrategy) -> tuple[str, ...]:
     """Fill in what ``fully_shard`` is given; returns how the names of the fields begin that this says."""
-    configs = strategy.sharding_configs
-    if (policy := _policy(strategy)) != _policy(default) or not default.sharding:
+    is_new, again = not default.sharding, _reshards(strategy)
+    if (policy := _policy(strategy)) != _policy(default) or is_new:
         found.policy = ", ".join(f"{name}=torch.{dtype}" for name, dtype in policy.items())
-    if default.sharding:
-        return (*_WIRES, "sharding_configs.param_dtype")
-    found.reshards = configs.stage == 3 and configs.reshard_after_forward  # stages 1 and 2 do as blocks that stay gathered
-    found.degree = configs.sharding_degree or None
-    return (*_WIRES, *UNSHARDED, "broadcast_buffers")
+    if again != _reshards(default) or is_new:
+        found.reshards = again
+    if is_new:
+        found.degree = strategy.sharding_configs.sharding_degree or None
+        return (*_WIRES, *UNSHARDED, "broadcast_buffers")
+    return (*_WIRES, "sharding_configs.param_dtype", "sharding_configs.stage", "sharding_configs.reshard_after_forward")
+
+
+def _reshards(strategy: DistributedStrategy) -> bool | int:
+    """What ``fully_shard`` is given for blocks: stages 1 and 2 do as blocks that stay gathered."""
+    configs = strategy.sharding_configs
+    return configs.stage == 3 and configs.reshard_after_forward
 
 
 def _policy(strategy: DistributedStrategy) -> dict[str, str]:

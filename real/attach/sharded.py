@@ -150,9 +150,9 @@ def refuse_others(strategy: DistributedStrategy, own: DistributedStrategy) -> No
             ", ".join(configs.blocks),
             hint,
         )
-    kept = {"amp": own.amp, "amp_configs": own.amp_configs} if not strategy.amp else {}
-    also = {"thread_num": own.thread_num, "broadcast_buffers": own.broadcast_buffers, **kept}
-    same = strategy.replace(**({"sharding_configs": known} if strategy.amp or own.amp or known.param_dtype == "own" else {}), **also)
+    kept = ["thread_num", "broadcast_buffers", *(() if strategy.amp else ("amp", "amp_configs"))]
+    kept += [] if strategy.fp16_allreduce or strategy.bf16_allreduce else ["fp16_allreduce", "bf16_allreduce"]
+    same = strategy.replace(sharding_configs=known, **{name: getattr(own, name) for name in kept})
     if others := [name for name in {**same.changes(), **own.changes()} if same.changes().get(name) != own.changes().get(name)]:
         hint = "leave it as the script has it; fleet's four lines carry out other strategies"
         raise ConfigError("is not applied to a script that calls fully_shard itself", f"strategy.{others[0]}", hint=hint)

@@ -23,6 +23,7 @@ from fleetbench.profile import compute_key
 from fleetbench.result import RunResult
 from fleetbench.sharding_configs import ShardingConfigs
 from fleetbench.strategy import DistributedStrategy
+from real.attach.sharded import refuse_others
 from real.job.script_session import ScriptSession
 from real.layer_times import table_of
 from real.leg import Leg
@@ -133,7 +134,7 @@ Driven = tuple[list[RunResult], list[dict[str, Any]], list[list[str]], Experimen
 def test_the_default_is_the_script(driven: Driven, tmp_path: Path) -> None:
     """Its strategy says what the calls do; losses are those of the script alone, to the bit, also in legs without resharding."""
     _, _, seen, experiment = driven
-    assert experiment.strategy == OWN
+    assert (experiment.strategy, experiment.run.launcher) == (OWN, "command")
     assert (experiment.cluster.trainers, experiment.workload.optimizer) == (2, "adam")
     assert main(["launch", "--nproc", "2", SCRIPT, str(tmp_path), "plain", "34"]) == 0
     assert [own[:34] for own in seen] == losses(tmp_path, 2)
@@ -193,15 +194,48 @@ def test_parameters_and_gradients_travel_in_their_own_types(kind: str, tmp_path:
         assert told == asked
 
 
+@pytest.mark.slow
+def test_a_wire_is_given_to_the_calls_of_another_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file, the printed lines and a driver's leg give what a script does that calls ``MixedPrecisionPolicy(reduce_dtype)`` itself."""
+    strategy = OWN.replace(bf16_allreduce=True)
+    strategy.save(tmp_path / "recommended.toml")
+    (printed,) = re.findall(r"```python\n(.*?)```", page_of(strategy, OWN, "USE it: 1.2x"), re.DOTALL)[:1]
+    assert launch("short sums", tmp_path / "itself", 2) == 0
+    assert launch("plain", tmp_path / "file", 2, "--strategy", str(tmp_path / "recommended.toml")) == 0
+    with legs_of(tmp_path, "plain") as session:
+        session.run(Leg(strategy=OWN, steps=4, warmup_steps=2))
+        run = session.run(Leg(strategy=strategy, steps=4, warmup_steps=2))
+    assert {operation.wire_dtype for operation in run.plan.exchange} == {"bfloat16"}
+    monkeypatch.setenv("PRINTED_LINES", printed)
+    assert launch("plain", tmp_path / "printed", 2) == 0
+    for folder in ("file", "printed"):
+        assert collectives(tmp_path / folder) == collectives(tmp_path / "itself")
+        assert losses(tmp_path / folder, 2) == losses(tmp_path / "itself", 2)
+    for own, expected in zip(losses(tmp_path, 2), losses(tmp_path / "itself", 2), strict=True):
+        last = own[len(own) - own[::-1].index(expected[0]) - 1 :]  # the steps of the last launch, which is another one's
+        assert last[:5] == expected[:5]
+        assert last != own
+
+
 def test_a_mesh_of_the_scripts_own_is_its_degree(tmp_path: Path) -> None:
     """It stays beside the calls without one: the strategy says its ranks, so that no other degree is tried."""
     with legs_of(tmp_path, "mesh") as session:
         assert session.experiment.strategy == other(sharding_degree=2)
 
 
+def test_a_file_without_types_keeps_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of nothing but resharding goes with a script that gathers, or scatters, in BF16; other types are refused."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    script = OWN.replace(amp=True, amp_configs={"dtype": "bf16"}, sharding_configs={"param_dtype": "bfloat16"}, bf16_allreduce=True)
+    refuse_others(other(reshard_after_forward=False), script)
+    refuse_others(script, script)
+    with pytest.raises(ConfigError, match=r"strategy\.amp: is not applied"):
+        refuse_others(OWN.replace(amp=True, amp_configs={"dtype": "bf16"}), OWN)
+
+
 def test_gathers_on_streams_are_not_profiled() -> None:
     """A script of NCCL is refused by name, before a leg."""
-    asked = Experiment.from_dict({"run": {"backend": "nccl", "device": "cuda"}, "cluster": {"trainers_per_node": 2}})
+    asked = Experiment.from_dict({"run": {"backend": "nccl", "device": "cuda", "launcher": "command"}, "cluster": {"trainers_per_node": 2}})
     session: Any = SimpleNamespace(experiment=asked.replace(strategy=OWN))
     with pytest.raises(ConfigError, match="profile and tune need gloo") as refused:
         profile_script(session, seconds=1.0, stragglers=True)

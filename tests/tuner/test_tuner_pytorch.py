@@ -105,6 +105,7 @@ def test_what_is_printed_for_fully_shard_does_what_the_strategy_says(tmp_path: P
         (STAGE_3, OWN, ["None", "None", True]),
         (STAGE_3.replace(sharding_configs={"stage": 2}), OWN, ["None", "None", False]),
         (STAGE_3.replace(**SHORT), OWN.replace(amp=True, amp_configs={"dtype": "bf16"}), ["torch.bfloat16", "torch.float32", True]),
+        (STAGE_3.replace(sharding_configs={"stage": 2}), STAGE_3, ["None", "None", False]),
         (STAGE_3.replace(bf16_allreduce=True), STAGE_3, ["None", "torch.bfloat16", True]),
         (STAGE_3.replace(bf16_allreduce=True, **SHORT), STAGE_3.replace(**SHORT), ["torch.bfloat16", "torch.bfloat16", True]),
     ]
