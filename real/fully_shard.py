@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,16 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
+from fleetbench.plan.layers import Gradient
+from fleetbench.quantities import Nanoseconds
 from fleetbench.sharding_configs import ShardingConfigs
-from fleetbench.strategy import DistributedStrategy
+from fleetbench.strategy import AmpConfigs, DistributedStrategy
 from fleetbench.why.change import DdpChange
 from fleetbench.why.observed import Model
 from real.job.driver_watch import watch_driver
 from real.processes.roles import TUNING
-from real.sharding.waits import groups_of
 
-GROUPS = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-"""The module that gathers and scatters."""
 WHERE = "fully_shard"
 """Where an error says that it is."""
 
@@ -63,6 +62,15 @@ class ShardedModel:
         """The shards of a group's parameters, by the names that the model has for them."""
         for own in group.fsdp_params:
             yield self._names[id(own.sharded_param)], own.sharded_param
+
+    def gradients(self) -> list[Gradient]:
+        """What is trained, in the unit's widest type: the strategy says what travels in a narrower one."""
+        return [
+            Gradient(name=name, numel=own.numel(), dtype=str(dtypes_of(group).widest).removeprefix("torch."), ready=Nanoseconds(0))
+            for group in self.groups()
+            for name, own in self.named(group)
+            if own.requires_grad
+        ]
 
     @contextmanager
     def gathered(self) -> Iterator[Callable[[], None]]:
@@ -128,29 +136,24 @@ class ShardedModel:
         """The strategy that does what the script's calls do. Raises ``ConfigError`` for what no strategy keeps."""
         self._refuse()
         trained = next(filter(_trains, self.groups()))
-        policy, world = trained.mp_policy, dist.get_world_size()
-        wire = policy.reduce_dtype if policy.reduce_dtype not in (None, policy.param_dtype) else None
+        gathered, scattered, widest = dtypes_of(trained)
+        wire, is_short = scattered if scattered.itemsize < widest.itemsize else None, gathered.itemsize < widest.itemsize
         return DistributedStrategy(
             sharding=True,
             sharding_configs=ShardingConfigs(
                 stage=3,
-                sharding_degree=0 if self.degree == world and not self.has_own_mesh else self.degree,
+                sharding_degree=0 if self.degree == dist.get_world_size() and not self.has_own_mesh else self.degree,
                 reshard_after_forward=self.reshards,
+                param_dtype="bfloat16" if is_short else "own",
                 blocks=tuple(name for name, each in self.units.items() if name and any(map(_trains, groups_of(each)))),
             ),
+            amp=is_short,
+            amp_configs=AmpConfigs(dtype="bf16") if is_short else AmpConfigs(),
             broadcast_buffers=False,
             thread_num=self._threads,
             fp16_allreduce=wire is torch.float16,
             bf16_allreduce=wire is torch.bfloat16,
         )
-
-    def notes(self) -> tuple[str, ...]:
-        """What the strategy does not say of the script's calls."""
-        policy = next(filter(_trains, self.groups())).mp_policy
-        if None in (policy.param_dtype, policy.reduce_dtype) or policy.reduce_dtype.itemsize <= policy.param_dtype.itemsize:
-            return ()
-        names = (str(kind).removeprefix("torch.") for kind in (policy.reduce_dtype, policy.param_dtype))
-        return ("the script reduces gradients in {}, and simulated scatters carry {}: fewer bytes".format(*names),)
 
     @torch.no_grad()
     def refuse_different_replicas(self) -> None:
@@ -190,6 +193,13 @@ def is_unit(module: nn.Module) -> bool:
     return hasattr(module, "_get_fsdp_state")
 
 
+def groups_of(unit: nn.Module) -> list[Any]:
+    """A unit's groups of parameters, as torch has them: one, none where all its parameters are in other units, rarely several."""
+    state: Any = unit._get_fsdp_state()  # type: ignore[operator]  # noqa: SLF001  # torch has no public name for it
+    found = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on
+    return list(found) if found is not None else [each for each in [state._fsdp_param_group] if each is not None]  # noqa: SLF001  # as above
+
+
 def _trains(group: Any) -> bool:
     return any(own.sharded_param.requires_grad for own in group.fsdp_params)
 
@@ -199,33 +209,34 @@ def _reshards(group: Any) -> bool | int:
     return False if info is None else True if info is group.mesh_info else int(info.shard_mesh_size)
 
 
+class Dtypes(NamedTuple):
+    """The types of a unit's parameters: as they are gathered, as their gradients are scattered, and the widest, of shards or of these."""
+
+    gathered: torch.dtype
+    scattered: torch.dtype
+    widest: torch.dtype
+
+
+def dtypes_of(group: Any) -> Dtypes:
+    """How a unit travels."""
+    trained = next((own for own in group.fsdp_params if own.sharded_param.requires_grad), group.fsdp_params[0])
+    own, policy = trained.sharded_param.dtype, group.mp_policy
+    gathered = policy.param_dtype or own
+    scattered = policy.reduce_dtype or gathered
+    return Dtypes(gathered, scattered, max(own, gathered, scattered, key=lambda dtype: dtype.itemsize))
+
+
 def gathered_nbytes(group: Any) -> int:
     """Bytes of a unit's parameters as they travel."""
-    return _nbytes(group.fsdp_params, group.mp_policy.param_dtype)
+    parameters = [own.sharded_param for own in group.fsdp_params]  # of which those that are frozen may have other types
+    nbytes: int = sum(own.numel() * (group.mp_policy.param_dtype or own.dtype).itemsize for own in parameters)
+    return nbytes
 
 
 def scattered_nbytes(group: Any) -> int:
     """Bytes of a unit's gradients as they travel."""
-    trained = [own for own in group.fsdp_params if own.sharded_param.requires_grad]
-    return _nbytes(trained, group.mp_policy.reduce_dtype or group.mp_policy.param_dtype)
-
-
-def gathered_dtype(group: Any, parameter: torch.Tensor) -> str:
-    """The type that a parameter travels in, and computes in."""
-    return str(group.mp_policy.param_dtype or parameter.dtype).removeprefix("torch.")
-
-
-def _nbytes(of: Iterable[Any], dtype: torch.dtype | None) -> int:
-    parameters = [own.sharded_param for own in of]
-    return sum(own.numel() * (own.dtype if dtype is None else dtype).itemsize for own in parameters)
-
-
-def waits_for_gather(group: Any, name: str, async_op: bool = False) -> bool:
-    """Whether this call of a group's ``unshard`` or ``wait_for_unshard`` waits until its parameters are gathered, on the host."""
-    gathered = group._all_gather_result  # noqa: SLF001  # torch has no public name for it
-    if name == "unshard":
-        return gathered is None and not group.is_unsharded and not async_op
-    return gathered is not None and gathered.all_gather_work is not None
+    trained: list[int] = [own.sharded_param.numel() for own in group.fsdp_params if own.sharded_param.requires_grad]
+    return dtypes_of(group).scattered.itemsize * sum(trained)
 
 
 class Hearer(Protocol):

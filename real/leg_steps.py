@@ -19,6 +19,7 @@ from fleetbench.strategy import DistributedStrategy
 from real.communication.communicators import Communicators
 from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
+from real.engine.gradients import shard_of
 from real.engine.stopwatch import Stopwatch
 from real.layer_times import ProfileLeg, peak_bytes, reset_peak
 from real.leg import Leg
@@ -154,14 +155,9 @@ def not_finite(stopwatch: Stopwatch, model: nn.Module, num_steps: int) -> dict[s
         loss = timed.record.loss
         if loss is not None and not math.isfinite(loss):
             return {"what": f"the loss was {loss}", "step": number}
-    if all(bool(torch.isfinite(_own_part(parameter)).all()) for parameter in model.parameters()):
+    if all(bool(torch.isfinite(shard_of(parameter)).all()) for parameter in model.parameters()):
         return None
     return {"what": "a parameter was NaN or infinite", "step": num_steps}
-
-
-def _own_part(parameter: Any) -> torch.Tensor:
-    """The parameter, or this rank's shard of it."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # type: ignore[no-any-return]  # a DTensor's
 
 
 @contextmanager

@@ -20,19 +20,17 @@ from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan, Setting, build_plan
-from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import Collective, Operation
-from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.why.change import DdpChange
 from real.communication.clocks import clock_of
 from real.communication.communicators import Communicators
 from real.engine.stopwatch import Stopwatch
-from real.fully_shard import GROUPS, ShardedModel, gathered_dtype, waits_for_gather
+from real.fully_shard import ShardedModel
 from real.layer_times import LEAST_STEPS, LayerClock, Measured, memory_bytes, reset_peak
 from real.leg import Leg
 from real.leg_steps import Beat, Trained
-from real.why.events import replaced
+from real.sharding.waits import GROUPS, Exchange, places, replaced
 
 
 @dataclass(slots=True)
@@ -49,7 +47,7 @@ class ShardedEngine:
     on_step: Beat = field(default=lambda _: None)
     _has_updated: bool = True
     _buckets: dict[int, int] = field(default_factory=dict)
-    """The plan's bucket of each group of parameters, and of each of these, by id."""
+    """The plan's bucket of each parameter as torch has it, by id."""
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def attach(self) -> None:
@@ -62,16 +60,10 @@ class ShardedEngine:
         buckets = {name: bucket.id for bucket in self.plan.buckets for name in bucket.gradients}
         for group in self.living.groups():
             found = [buckets[name] for name, _ in self.living.named(group) if name in buckets]
-            self._buckets |= {id(each): found[0] for each in (group, *group.fsdp_params) if found}
-        groups, states = sys.modules[GROUPS], sys.modules[GROUPS.replace("param_group", "state")]
-        stack = ExitStack()
-        for owner, name, around in (
-            (groups.FSDPParamGroup, "unshard", self._gathers),
-            (groups.FSDPParamGroup, "wait_for_unshard", self._gathers),
-            (groups, "foreach_reduce", self._scatters),
-            (states.FSDPState, "_root_post_backward_final_callback", self._ends),
-        ):
-            stack.enter_context(replaced(owner, name, around))
+            self._buckets |= {id(each): found[0] for each in group.fsdp_params if found}
+        states, stack = sys.modules[GROUPS.replace("param_group", "state")], ExitStack()
+        for place in (*places(self._waiting), (states.FSDPState, "_root_post_backward_final_callback", self._ends)):
+            stack.enter_context(replaced(*place))
         self._undo.append(stack.close)
 
     def close(self) -> None:
@@ -105,26 +97,13 @@ class ShardedEngine:
         self._has_updated = True
 
     @contextmanager
-    def _exchange(self, kind: Collective, unit: Any) -> Iterator[None]:
-        operation = Operation(id=0, kind=kind, group="world", nbytes=0, bucket=self._buckets.get(id(unit)))
+    def _waiting(self, what: Exchange, parameters: Any) -> Iterator[None]:
+        kind: Collective = "reduce_scatter" if what == "gradients" else "all_gather"
+        operation = Operation(id=0, kind=kind, group="world", nbytes=0, bucket=self._buckets.get(id(parameters[0])))
+        if what == "gradients":
+            self.stopwatch.arrives()
         with self.stopwatch.waits(), self.stopwatch.collective(operation, self.step):
             yield
-
-    def _gathers(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def gathers(group: Any, *arguments: Any, **named: Any) -> Any:
-            waits = waits_for_gather(group, function.__name__, *arguments, **named)
-            with self._exchange("all_gather", group) if waits else nullcontext():
-                return function(group, *arguments, **named)
-
-        return gathers
-
-    def _scatters(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def scatters(parameters: Any, *arguments: Any, **named: Any) -> Any:
-            self.stopwatch.arrives()
-            with self._exchange("reduce_scatter", parameters[0]):
-                return function(parameters, *arguments, **named)
-
-        return scatters
 
     def _ends(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def ends(state: Any) -> None:
@@ -149,7 +128,6 @@ class ShardedSwitch(Trained):
         trainers_per_node: int,
     ) -> None:
         super().__init__(communicators, living.own_strategy(), trainers_per_node)
-        self.notes = living.notes()
         self.model: nn.Module = living.module
         self.optimizer = optimizer
         self.living = living
@@ -236,9 +214,12 @@ class ShardedProfileLeg:
                     clock.keep()
                     clear()
                 engine.stopwatch.finish()
+                dtypes = {each.name: each.dtype for each in living.gradients()}  # what is gathered may be narrower
+                times = clock.times()
+                times.gradients = [(name, numel, dtypes[name]) for name, numel, _ in times.gradients]
                 records = [timed.record for timed in engine.stopwatch.steps if timed.record.step >= first]
                 return Measured(
-                    layers=clock.times(),
+                    layers=times,
                     backward=[record.backward_ns for record in records],
                     update=[record.update_ns for record in records],
                     read=[0 for _ in records],
@@ -275,12 +256,7 @@ def reshard_of(strategy: DistributedStrategy, own: DistributedStrategy) -> bool 
 
 def plan_of(living: ShardedModel, strategy: DistributedStrategy, trainers: int, trainers_per_node: int) -> Plan:
     """The plan of the model's units: one bucket each."""
-    gradients = [
-        Gradient(name=name, numel=own.numel(), dtype=gathered_dtype(group, own), ready=Nanoseconds(0))
-        for group in living.groups()
-        for name, own in living.named(group)
-        if own.requires_grad
-    ]
+    gradients = living.gradients()
     setting = Setting(
         trainers=trainers,
         trainers_per_node=trainers_per_node,

@@ -44,11 +44,20 @@ _SHARDING: dict[Library, str] = {
 """How a library is given what ``fully_shard`` does after a forward; a module of Lightning's calls it in ``configure_model`` itself."""
 _SETTINGS = {
     "thread_num": "threads",
-    "sharding_configs.reshard_after_forward": "reshards",
     "sharding_configs.sharding_degree": "degree",
 }
 """Attributes of ``Settings`` that have the values of fields."""
 _WIRES = {"fp16_allreduce": "fp16", "bf16_allreduce": "bf16"}
+
+
+UNSHARDED = (
+    "sharding",
+    "find_unused_parameters",
+    "build_strategy.enable_backward_optimizer_op_deps",
+    "build_strategy.enable_sequential_execution",
+    *(field for called in ("fusion", "hierarchy", "communicators", "local steps") for field in CALLED[called]),
+)
+"""Fields of a strategy that have no place beside sharding, and sharding itself."""
 
 
 @dataclass(slots=True)
@@ -67,8 +76,15 @@ class Settings:
     """The argument of ``fully_shard`` for blocks."""
     degree: int | None = None
     """Ranks of a shard group of ``fully_shard``, and of its mesh's last dimension."""
+    policy: str = ""
+    """Arguments of its ``MixedPrecisionPolicy``."""
     others: dict[str, object] = field(default_factory=dict)
     """Fields that PyTorch has no setting for."""
+
+    @property
+    def shards(self) -> bool:
+        """Whether ``fully_shard`` is given anything."""
+        return self.reshards is not None or self.degree is not None or bool(self.policy)
 
 
 def bucket_sizes_mb(experiment: Experiment, strategy: DistributedStrategy) -> tuple[float, ...]:
@@ -83,9 +99,10 @@ def bucket_sizes_mb(experiment: Experiment, strategy: DistributedStrategy) -> tu
 def in_pytorch(strategy: DistributedStrategy, default: DistributedStrategy, buckets_mb: Sequence[float] = ()) -> Settings:
     """What a strategy changes beside the default. ``buckets_mb``: sizes of its buckets, where DistributedDataParallel can have these."""
     found, (own, base) = Settings(), (dict(flat(encode(one))) for one in (strategy, default))
+    told = _shard(found, strategy, default) if strategy.sharding else ()
     capped = strategy.fuse_all_reduce_ops and (strategy.fusion == "ddp" or (strategy.fusion == "fleet" and strategy.fuse_grad_count <= 1))
     laid_out = bool(buckets_mb) and strategy.fuses_by_cost and not strategy.is_local
-    for name in [name for name in {**base, **own} if own.get(name) != base.get(name)]:
+    for name in [name for name in {**base, **own} if own.get(name) != base.get(name) and not name.startswith(told)]:
         if name in CALLED["fusion"] and laid_out:
             found.arguments["bucket_cap_mb_list"] = [*buckets_mb]
         elif name in ("fuse_grad_size_in_MB", "first_bucket_size_in_MB") and capped:
@@ -105,24 +122,51 @@ def in_pytorch(strategy: DistributedStrategy, default: DistributedStrategy, buck
     return found
 
 
+def _shard(found: Settings, strategy: DistributedStrategy, default: DistributedStrategy) -> tuple[str, ...]:
+    """Fill in what ``fully_shard`` is given; returns how the names of the fields begin that this says."""
+    is_new, again = not default.sharding, _reshards(strategy)
+    if (policy := _policy(strategy)) != _policy(default) or is_new:
+        found.policy = ", ".join(f"{name}=torch.{dtype}" for name, dtype in policy.items())
+    if again != _reshards(default) or is_new:
+        found.reshards = again
+    if is_new:
+        found.degree = strategy.sharding_configs.sharding_degree or None
+        return (*_WIRES, *UNSHARDED, "broadcast_buffers")
+    return (*_WIRES, "sharding_configs.param_dtype", "sharding_configs.stage", "sharding_configs.reshard_after_forward")
+
+
+def _reshards(strategy: DistributedStrategy) -> bool | int:
+    """What ``fully_shard`` is given for blocks: stages 1 and 2 do as blocks that stay gathered."""
+    configs = strategy.sharding_configs
+    return configs.stage == 3 and configs.reshard_after_forward
+
+
+def _policy(strategy: DistributedStrategy) -> dict[str, str]:
+    """Arguments of ``MixedPrecisionPolicy``; where nothing is said of gradients they would be reduced in the type of parameters."""
+    short = strategy.sharding_configs.param_dtype
+    wire = "float16" if strategy.fp16_allreduce else "bfloat16" if strategy.bf16_allreduce else "" if short == "own" else "float32"
+    return {name: dtype for name, dtype in (("param_dtype", short.replace("own", "")), ("reduce_dtype", wire)) if dtype}
+
+
 def page_of(strategy: DistributedStrategy, default: DistributedStrategy, line: str, buckets_mb: Sequence[float] = ()) -> str:
     """``recommended.md``: how to use a strategy, in PyTorch's own words where it has them; ``buckets_mb``: see ``in_pytorch``."""
     plain = in_pytorch(strategy, default, buckets_mb)
     parts = [f"# {line.partition(':')[0]}", "", line, ""]
     if plain.others:
         names = ", ".join(f"`{name} = {_toml(value)}`" for name, value in plain.others.items())
-        parts += [f"PyTorch itself has no setting for {names}. fleetbench applies it:", *_by_fleetbench()]
+        parts += [f"PyTorch itself has no setting for {names}. fleetbench applies it:", *_by_fleetbench(strategy, default)]
         return "\n".join(parts)
     parts += ["## In plain PyTorch", ""]
-    if plain.reshards is not None or plain.degree is not None:
-        parts += ["Beside the arguments that your script gives to it:", "", "```python", *_shards(plain), "```", ""]
+    if plain.shards:
+        where = "Beside the arguments that your script gives to it:" if default.sharding else "In the place of DistributedDataParallel:"
+        parts += [where, "", "```python", *_shards(plain), "```", ""]
     if plain.arguments or plain.wire is not None:
         parts += ["Beside the arguments that your script gives it:", "", "```python", *_script(plain), "```", ""]
     parts += [f"- {text}" for text in _beside(plain)]
     if libraries := _libraries(plain):
         parts += ["", "## Where a library wraps the model", "", "| library | what to add |", "|---|---|"]
         parts += [f"| {name} | `{text}` |" for name, text in libraries.items()]
-    return "\n".join([*parts, "", "## Without a change of the script", *_by_fleetbench(sharded=default.sharding)])
+    return "\n".join([*parts, "", "## By fleetbench", *_by_fleetbench(strategy, default)])
 
 
 def _script(plain: Settings) -> list[str]:
@@ -136,11 +180,14 @@ def _script(plain: Settings) -> list[str]:
 
 
 def _shards(plain: Settings) -> list[str]:
-    lines, given = ["from torch.distributed.fsdp import fully_shard", ""], ""
+    policy = "MixedPrecisionPolicy, " if plain.policy else ""
+    lines, given = [f"from torch.distributed.fsdp import {policy}fully_shard", ""], ", mesh=mesh" if plain.degree else ""
+    if plain.policy:
+        given += ", mp_policy=policy"
+        lines = ["import torch", *lines, f"policy = MixedPrecisionPolicy({plain.policy})"]
     if plain.degree:
-        given = ", mesh=mesh"
         lines = [
-            "import torch",
+            *([] if plain.policy else ["import torch"]),
             "import torch.distributed as dist",
             "from torch.distributed.device_mesh import init_device_mesh",
             *lines,
@@ -152,7 +199,7 @@ def _shards(plain: Settings) -> list[str]:
     reshards = "" if plain.reshards is None else f", reshard_after_forward={plain.reshards}"
     return [
         *lines,
-        "for block in blocks:  # those that your script gives to it",
+        "for block in blocks:  # the model's repeated modules",
         f"    fully_shard(block{given}{reshards})",
         f"fully_shard(model{given})",
     ]
@@ -171,7 +218,8 @@ def _beside(plain: Settings) -> list[str]:
         said.append(f"the optimizer's learning rate, and that of its schedule, times {plain.lr_scale:g}")
     if plain.accumulate is not None:
         k = plain.accumulate
-        said.append(f"an update every {k} backwards, the loss divided by {k}: the first {k - 1} of them inside `model.no_sync()`")
+        alone = "after `model.set_requires_gradient_sync(False)`" if plain.shards else "inside `model.no_sync()`"
+        said.append(f"an update every {k} backwards, the loss divided by {k}: the first {k - 1} of them {alone}")
     return said
 
 
@@ -195,7 +243,7 @@ def in_words_of(library: Library, text: str) -> str:
 
 
 def _libraries(plain: Settings) -> dict[str, str]:
-    if plain.reshards is not None or plain.degree is not None:
+    if plain.shards:
         hsdp = f'ParallelismConfig(dp_replicate_size=int(os.environ["WORLD_SIZE"]) // {plain.degree}, dp_shard_size={plain.degree})'
         given: dict[str, str] = {} if plain.reshards is None else {name: text.format(plain.reshards) for name, text in _SHARDING.items()}
         if plain.degree:
@@ -227,17 +275,19 @@ def _spelled(arguments: Mapping[str, object]) -> list[str]:
     return [f"{name}={value!r}" for name, value in arguments.items()]
 
 
-def _by_fleetbench(*, sharded: bool = False) -> list[str]:
+def _by_fleetbench(strategy: DistributedStrategy, default: DistributedStrategy) -> list[str]:
     launch = "fleetbench launch --strategy recommended.toml -- torchrun --nproc-per-node N train.py"
+    wrapped = "fully_shard" if default.sharding else "DistributedDataParallel(model)"
     lines = [
         "from fleetbench import fleet, DistributedStrategy",
         "",
         'fleet.init(DistributedStrategy.load("recommended.toml"))',
-        f"model = fleet.distributed_model(model)  # in place of {'fully_shard' if sharded else 'DistributedDataParallel(model)'}",
-        *(["optimizer = torch.optim.AdamW(model.parameters())  # after it, as yours is"] if sharded else []),
+        f"model = fleet.distributed_model(model)  # in place of {wrapped}",
+        *(["optimizer = torch.optim.AdamW(model.parameters())  # after it, as yours is"] if strategy.sharding else []),
         "optimizer = fleet.distributed_optimizer(optimizer)",
     ]
-    return ["", "```bash", launch, "```", "", "or, in the script:", "", "```python", *lines, "```", ""]
+    as_it_is = [] if strategy.sharding and not default.sharding else ["```bash", launch, "```", "", "or, in the script:", ""]
+    return ["", *as_it_is, "```python", *lines, "```", ""]
 
 
 def _toml(value: object) -> str:

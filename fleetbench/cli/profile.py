@@ -100,7 +100,7 @@ def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
     buffers = own_table(taken.experiment, taken.profile).buffers_nbytes
     simulated = folder / taken.profile.experiment_file
     broadcast_s, table, memory = _broadcast_s(simulated, buffers), own_table(taken.experiment, taken.profile), taken.profile.memory
-    step_s = (table.forward_ns + table.backward_ns + table.update) / 1e9
+    step_s = (table.forward_ns + table.backward_ns + own_update(taken.experiment, table)) / 1e9
     one = utilisation(Experiment.load(simulated), step_s, None if memory is None else memory.peak)
     if arguments.json:
         more = {"ddp_buffers_broadcast_s": broadcast_s, "per_trainer": dataclasses.asdict(one), "folder": str(folder)}
@@ -159,7 +159,7 @@ def print_profile(experiment: Experiment, profile: Profile) -> None:
     """Print every part that was measured; of the tables, only the experiment's own."""
     table = own_table(experiment, profile)
     emit_table(layers_table(table))
-    emit_table(costs_table(table, profile))
+    emit_table(costs_table(experiment, table, profile))
     for line in profile.threads:
         step, compute, slower = units.seconds(line.step * 1e-9), units.seconds(line.compute * 1e-9), units.ratio(1.0 + line.contention)
         emit(f"{counted(line.thread_num, 'thread')} a trainer: a step takes {step}, compute {compute}, and {slower} that beside traffic")
@@ -218,18 +218,33 @@ def layers_table(table: LayerTable) -> Table:
     return shown
 
 
-def costs_table(table: LayerTable, profile: Profile) -> Table:
-    """Return a table of all costs of a step, and memory."""
+def own_update(experiment: Experiment, table: LayerTable) -> int:
+    """Nanoseconds of a trainer's update: of its shard, where the model is sharded."""
+    from fleetbench.plan.sharding import degree_of
+
+    strategy = experiment.strategy
+    return table.update // (degree_of(strategy.sharding_configs, experiment.cluster.trainers) if strategy.sharding else 1)
+
+
+def costs_table(experiment: Experiment, table: LayerTable, profile: Profile) -> Table:
+    """What a step costs in all, and memory."""
+    local = (
+        ()
+        if experiment.strategy.sharding
+        else (
+            ("forward and backward of local steps", round(table.local_compute * (table.forward_ns + table.backward_ns))),
+            ("the first ones after an averaging, beyond that", table.resume),
+            ("optimizer under Local SGD", table.local_update),
+            ("averaging under Local SGD, without its communication", table.merge),
+        )
+    )
     shown = new_table("a step", "", "cost", show_header=False)
     for name, time in (
         ("forward", table.forward_ns),
         ("backward", table.backward_ns),
-        ("optimizer", table.update),
-        ("forward and backward of local steps", round(table.local_compute * (table.forward_ns + table.backward_ns))),
-        ("the first ones after an averaging, beyond that", table.resume),
-        ("optimizer under Local SGD", table.local_update),
+        ("optimizer", own_update(experiment, table)),
         ("reading, and the loop's own work", table.read),
-        ("averaging under Local SGD, without its communication", table.merge),
+        *local,
         ("copying all gradients into buckets", table.pack),
         ("host time a collective", table.host_per_collective),
     ):

@@ -80,14 +80,15 @@ def degree_of(configs: ShardingConfigs, trainers: int) -> int:
     degree = configs.sharding_degree or trainers
     _refuse_uneven(degree, trainers, "sharding_degree", "trainers")
     if type(configs.reshard_after_forward) is int:
-        _refuse_uneven(configs.reshard_after_forward, degree, "reshard_after_forward", "trainers of a shard group")
+        _refuse_uneven(configs.reshard_after_forward, degree, "reshard_after_forward", "trainers of a shard group", least=2)
     return degree
 
 
-def _refuse_uneven(number: int, whole: int, field: str, what: str) -> None:
+def _refuse_uneven(number: int, whole: int, field: str, what: str, least: int = 1) -> None:
     if whole % number:
-        divisors = ", ".join(str(each) for each in range(1, whole + 1) if whole % each == 0)
-        raise ConfigError(f"does not divide the {whole} {what}", f"{_FIELD}.{field}", repr(number), f"one of {divisors}")
+        divisors = ", ".join(str(each) for each in range(least, whole + 1) if whole % each == 0)
+        hint = f"one of {divisors}" if whole >= least else "set true or false"
+        raise ConfigError(f"does not divide the {whole} {what}", f"{_FIELD}.{field}", repr(number), hint)
 
 
 def gathered_bytes(configs: ShardingConfigs, dtype: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -50,7 +51,7 @@ class Sharded:
         """Whether the script gives one."""
 
     def arguments(self, unit: Any, named: dict[str, Any]) -> dict[str, Any]:
-        """A mesh of the strategy's degree, and over how many neighbours an innermost unit is spread after its forward."""
+        """The strategy's mesh, its wire, and over how many neighbours an innermost unit is spread after its forward."""
         self._has_own_mesh |= named.get("mesh") is not None
         strategy = _ordered() if self._job.may_attach() else None
         if strategy is None:
@@ -62,6 +63,10 @@ class Sharded:
         is_inner = not isinstance(unit, (list, tuple)) and not any(map(is_unit, unit.modules()))
         if is_inner and type(configs.reshard_after_forward) is int:
             changed["reshard_after_forward"] = configs.reshard_after_forward
+        if wire := torch.float16 if strategy.fp16_allreduce else torch.bfloat16 if strategy.bf16_allreduce else None:
+            from torch.distributed.fsdp import MixedPrecisionPolicy  # which is being imported when this module is
+
+            changed["mp_policy"] = dataclasses.replace(named.get("mp_policy") or MixedPrecisionPolicy(), reduce_dtype=wire)
         return named | changed
 
     def around(self, model: ShardedModel, inputs: tuple[Any, ...], named: dict[str, Any]) -> AbstractContextManager[Any]:
@@ -145,7 +150,9 @@ def refuse_others(strategy: DistributedStrategy, own: DistributedStrategy) -> No
             ", ".join(configs.blocks),
             hint,
         )
-    same = strategy.replace(sharding_configs=known, thread_num=own.thread_num, broadcast_buffers=own.broadcast_buffers)
+    kept = ["thread_num", "broadcast_buffers", *(() if strategy.amp else ("amp", "amp_configs"))]
+    kept += [] if strategy.fp16_allreduce or strategy.bf16_allreduce else ["fp16_allreduce", "bf16_allreduce"]
+    same = strategy.replace(sharding_configs=known, **{name: getattr(own, name) for name in kept})
     if others := [name for name in {**same.changes(), **own.changes()} if same.changes().get(name) != own.changes().get(name)]:
         hint = "leave it as the script has it; fleet's four lines carry out other strategies"
         raise ConfigError("is not applied to a script that calls fully_shard itself", f"strategy.{others[0]}", hint=hint)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -23,6 +22,7 @@ from fleetbench.profile import table_for
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from real.emulated.pace import Pace
+from real.engine.gradients import shard_of
 
 _PERIOD = 7
 
@@ -142,7 +142,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
         numel: int = sum(parameter.numel() for group in self.param_groups for parameter in group["params"] if parameter.grad is not None)
         deadline_ns = self._pace.deadline((2 * self._update_ns * numel + self._numel) // (2 * self._numel))
         for group in self.param_groups:
-            members = [parameter for parameter in group["params"] if parameter.grad is not None and _own(parameter).numel()]
+            members = [parameter for parameter in group["params"] if parameter.grad is not None and shard_of(parameter).numel()]
             gradients = [_first(parameter.grad) for parameter in members]
             if not members:
                 continue
@@ -162,12 +162,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
 
 def _first(tensor: torch.Tensor) -> torch.Tensor:
     """The first element, as a view: the cheapest one, for every step makes one of every parameter."""
-    return _own(tensor).narrow(0, 0, 1)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter that this trainer holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return shard_of(tensor).narrow(0, 0, 1)
 
 
 class _Part(nn.Module):

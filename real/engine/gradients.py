@@ -32,6 +32,11 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
     return found
 
 
+def shard_of(tensor: Any) -> torch.Tensor:
+    """This rank's shard of a tensor; all of one that is not sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]  # a DTensor's
+
+
 def is_dropped(what: Combination, gradients_of: Sequence[nn.Parameter]) -> bool:
     """Whether the gradients of a backward are thrown away, and its step never was: cleared, or no numbers, which a GradScaler leaves out.
 

@@ -68,7 +68,7 @@ class ScriptSession(LegSession):
         self._known = known
         self._launch: CommandLaunch | None = None
         self._num_launches = 0
-        self._restart_part: DistributedStrategy | None = None
+        self._restart_part: tuple[object, ...] | None = None
         self._held_s = 0.0
         self.notes: list[str] = []
         """Notes about harmless problems."""
@@ -229,6 +229,8 @@ class ScriptSession(LegSession):
             self._held_s += launch.held_s
 
 
-def restart_part(strategy: DistributedStrategy) -> DistributedStrategy:
-    """Return the strategy with only the changes that need a restart: mixed precision, compiled graphs, recompute."""
-    return strategy.without(*KNOBS.keys() - named("restarts"))
+def restart_part(strategy: DistributedStrategy) -> tuple[object, ...]:
+    """What a living process does not change well: mixed precision, compiled graphs, recompute, and arguments of ``fully_shard``."""
+    spread = strategy.sharding_configs.reshard_after_forward
+    of_calls = (strategy.fp16_allreduce, strategy.bf16_allreduce, None if type(spread) is bool else spread) if strategy.sharding else ()
+    return (strategy.without(*KNOBS.keys() - named("restarts")), *of_calls)

@@ -49,6 +49,7 @@ from fleetbench.quantities import MIB, Nanoseconds, counted
 from fleetbench.result import RunResult, step_times
 from fleetbench.store import machine, versions
 from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
+from fleetbench.units import size
 from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS
 from fleetbench.workloads.models.registry import check_model
 from real.job.launch import Progress
@@ -264,9 +265,14 @@ def _computing(experiment: Experiment, **changes: Any) -> Experiment:
     return experiment.replace(strategy=_computed(experiment.strategy), workload=workload, **changes)
 
 
+def _shards_itself(experiment: Experiment) -> bool:
+    """Whether a script has sharded its model, which no leg makes whole; experiments are measured whole, and simulated in shards."""
+    return experiment.strategy.sharding and experiment.run.launcher == "command"
+
+
 def _num_legs(experiment: Experiment, quiet: Experiment) -> int:
     counts = len(searched_threads(experiment))
-    if experiment.strategy.sharding:
+    if _shards_itself(experiment):
         return 2
     return 3 * counts + 3 + experiment.strategy.quantises if quiet.cluster.trainers > 1 else 2 * counts
 
@@ -280,7 +286,8 @@ class _Measuring:
     def __init__(self, session: LegSession, experiment: Experiment, quiet: Experiment, seconds: float, progress: Progress | None) -> None:
         self._experiment = experiment
         self._quiet = quiet
-        self._own = experiment.strategy
+        own = experiment.strategy
+        self._own = _computed(own) if own.sharding and not _shards_itself(experiment) else own
         self._counts = searched_threads(experiment)
         numbers, total = count(1), _num_legs(experiment, quiet)
         self._legs = Legs(session, seconds, lambda: None if progress is None else progress(next(numbers), total))
@@ -318,6 +325,8 @@ class _Measuring:
         parts = self._legs.layers(self._own)
         run = self._legs.run("as it is", self._own, STRAGGLER_STEPS if stragglers else STEPS)
         table = settled(table_of(compute_key(self._experiment, self._own), parts), run)
+        whole = size(sum(gradient.nbytes for gradient in table.by_readiness()))
+        self._notes.append(f"layers were timed with the whole model on each rank: {whole} of parameters, and as much of gradients")
         degree, points = run.plan.shard_ranks, points_of_blocks(run)
         table = dataclasses.replace(table, update=Nanoseconds(degree * table.update))  # which a trainer has done of its shard
         hockney = fit_points(points, degree)

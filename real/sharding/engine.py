@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from real.communication.communicators import Communicators, agree_on
 from real.communication.lanes import host_reads
 from real.compute.compute import apply_compute
 from real.compute.mixed_precision import unscale
-from real.engine.gradients import tensors_of
+from real.engine.gradients import shard_of, tensors_of
 from real.engine.optimizers import OptimizerControl, hide
 from real.engine.outside import owners_of, refuse_replaced
 from real.engine.planning import Planning
@@ -53,7 +53,7 @@ from real.engine.refusals import (
 )
 from real.engine.stopwatch import Stopwatch
 from real.sharding.rounds import Rounds
-from real.sharding.waits import time_waits
+from real.sharding.waits import Exchange, places, replaced
 from real.sharding.wrapping import refuse_unshardable_model, shard
 
 OPTIMIZER = "fleet.distributed_optimizer"
@@ -120,8 +120,10 @@ class ShardedEngine:
         self._reached: set[str] = set()
         """Parameters that the backward under way has reached."""
         self.stopwatch = Stopwatch(communicators.rank, keep_times, clock_of(communicators.device), strategy.fetch_every_n_steps)
-        if keep_times:
-            time_waits(self.modules, self.stopwatch)
+        self._timed = ExitStack()
+        """Puts back what of torch tells when it waits."""
+        for place in places(self._waiting) if keep_times else ():
+            self._timed.enter_context(replaced(*place))
         self._optimizer: Optimizer | None = None
         self.rounds = self._rounds(first_step) if self._what.is_local else None
         """Of workers that update alone; none where all trainers update together."""
@@ -242,6 +244,14 @@ class ShardedEngine:
 
     def close(self) -> None:
         """The model stays sharded: train another one next."""
+        self._timed.close()
+
+    @contextmanager
+    def _waiting(self, what: Exchange, _: Any) -> Iterator[None]:
+        if what == "gradients":
+            self.stopwatch.arrives()
+        with self.stopwatch.waits():
+            yield
 
     def by_bucket(self, of_parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Flat tensors of the plan's buckets, from one tensor for each of this trainer's shards."""
@@ -251,13 +261,13 @@ class ShardedEngine:
         """The way back from ``by_bucket``."""
         found = dict[str, torch.Tensor]()
         for flat, bucket in zip(of_buckets, self.plan.buckets, strict=False):
-            shards = [_shard_of(self.parameters[name]) for name in bucket.gradients]
+            shards = [shard_of(self.parameters[name]) for name in bucket.gradients]
             pieces = flat.split([own.numel() for own in shards])
             found |= {name: piece.view_as(own) for name, piece, own in zip(bucket.gradients, pieces, shards, strict=True)}
         return found
 
     def _rounds(self, first_step: int) -> Rounds:
-        shards = [[_shard_of(self.parameters[name]) for name in bucket.gradients] for bucket in self.plan.buckets]
+        shards = [[shard_of(self.parameters[name]) for name in bucket.gradients] for bucket in self.plan.buckets]
         decider = Decider.start(family(self.strategy, self.plan), self.communicators.rank, first_step=first_step)
         return Rounds(decider, shards, self.communicators, self.stopwatch)
 
@@ -425,8 +435,3 @@ class ShardedEngine:
             self.merged = 0 if self._closes else self.merged + 1
         if not self.merged:
             self.reshard()
-
-
-def _shard_of(parameter: torch.Tensor) -> torch.Tensor:
-    """This trainer's shard of a parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -48,7 +48,9 @@ class Rounds:
     def meet(self) -> None:
         """Agree now, if any worker has updated since the last time."""
         before = self.decider.state
+        self._stopwatch.update_begins()
         self._execute(self.decider.on(time.monotonic_ns(), Flush()))
+        self._stopwatch.update_ends()
         self._note_round(before)
 
     def _note_round(self, before: State) -> None:

@@ -1,45 +1,72 @@
-"""Waits: where a step of a sharded model waits for torch's gathers and scatters."""
+"""Waits: where a step of torch's ``fully_shard`` waits for gathers and scatters; and what puts a function around another for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
 
-from torch import nn
+GROUPS = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+"""The module that gathers and scatters."""
+Exchange = Literal["gathers", "regathers", "gradients"]
+"""What is waited for: parameters, those that a backward gathers again, or scatters."""
+Waiting = Callable[[Exchange, Any], AbstractContextManager[Any]]
+"""The context of a wait for parameters, as torch has them (``FSDPParam``)."""
 
-from real.engine.stopwatch import Stopwatch
 
+def places(waiting: Waiting) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Owners and names of torch's functions, each with what makes of it one that waits inside of ``waiting``.
 
-def time_waits(modules: Iterable[Any], stopwatch: Stopwatch) -> None:
-    """Tell the stopwatch whenever one of the FSDP modules waits for its parameters, or for its gradients.
-
-    That is: in the copy out of a gather, which waits for it; after a block's backward, whose scatter holds the host's thread where there
-    are no streams; and as the backward ends, which waits for the last scatters.
+    On CPUs they wait for a gather where it is called, or, if it began before, in the copy out of it; and for a scatter where it is called.
+    On streams they wait in the copy out, and for scatters as the backward ends.
     """
-    for module in modules:
-        for group in groups_of(module):
-            group.wait_for_unshard = _waiting(group, "wait_for_unshard", stopwatch, "_all_gather_result")
-            group.post_backward = _waiting(group, "post_backward", stopwatch, "reduce_grads")
-            group.finalize_backward = _waiting(group, "finalize_backward", stopwatch)
+    groups = sys.modules.get(GROUPS)
+    if groups is None:
+        return
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        is_scatter = function.__name__ == "foreach_reduce"
+
+        def called(first: Any, *arguments: Any, **named: Any) -> Any:
+            what: Exchange | None = "gradients" if is_scatter else _waited(function.__name__, first, *arguments, **named)
+            if what is None:
+                return function(first, *arguments, **named)
+            with waiting(what, first if is_scatter else first.fsdp_params):
+                return function(first, *arguments, **named)
+
+        return called
+
+    yield groups, "foreach_reduce", around
+    for name in ("unshard", "wait_for_unshard", "finalize_backward"):
+        yield groups.FSDPParamGroup, name, around
 
 
-def groups_of(unit: nn.Module) -> list[Any]:
-    """A unit's groups of parameters, as torch has them: one, none where all its parameters are in other units, rarely several."""
-    state: Any = unit._get_fsdp_state()  # type: ignore[operator]  # noqa: SLF001  # torch has no public name for it
-    found = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on
-    return list(found) if found is not None else [each for each in [state._fsdp_param_group] if each is not None]  # noqa: SLF001  # as above
+def _waited(name: str, group: Any, async_op: bool = False) -> Exchange | None:
+    """What this call of a group's method waits for."""
+    gathered, is_on_host = group._all_gather_result, group.device.type == "cpu"  # noqa: SLF001  # torch has no public name for it
+    if name == "finalize_backward":
+        return None if is_on_host else "gradients"
+    if name == "unshard":
+        waits = is_on_host and gathered is None and not group.is_unsharded and not async_op
+    else:
+        waits = gathered is not None and (gathered.all_gather_work is not None or not is_on_host)
+    is_again = group._training_state.name == "PRE_BACKWARD"  # noqa: SLF001  # as above
+    return None if not waits else "regathers" if is_again else "gathers"
 
 
-def _waiting(group: Any, name: str, stopwatch: Stopwatch, condition: str = "") -> Callable[..., Any]:
-    """The group's method, timed where the attribute named by the condition says that there is something to wait for."""
-    call = getattr(group, name)
-
-    def timed(*arguments: Any, **named: Any) -> Any:
-        if condition and not getattr(group, condition):
-            return call(*arguments, **named)
-        if name == "post_backward":
-            stopwatch.arrives()
-        with stopwatch.waits():
-            return call(*arguments, **named)
-
-    return timed
+@contextmanager
+def replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
+    """``owner.name`` is another function inside of the context; one that a library has put there since stays."""
+    before = owner.__dict__.get(name)
+    if before is None:
+        yield
+        return
+    other = functools.wraps(before)(around(before))
+    setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        if owner.__dict__.get(name) is other:
+            setattr(owner, name, before)

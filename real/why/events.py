@@ -26,7 +26,7 @@ from torch.utils.data import dataloader
 
 from fleetbench.why.observed import Loader
 from fleetbench.why.shares import Kind
-from real.fully_shard import GROUPS, waits_for_gather
+from real.sharding.waits import places, replaced
 
 _COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single",
@@ -142,10 +142,7 @@ class Events:
         yield DistributedDataParallel, "_post_forward", self._search
         for name in _COLLECTIVES:
             yield dist, name, self._collective
-        if (groups := sys.modules.get(GROUPS)) is not None:
-            yield groups.FSDPParamGroup, "unshard", self._gathers
-            yield groups.FSDPParamGroup, "wait_for_unshard", self._gathers
-            yield groups, "foreach_reduce", functools.partial(self._within, "gradients")
+        yield from places(lambda kind, _: self._within(kind))
         if (fleet := sys.modules.get("real.engine.executor")) is not None:
             yield fleet.Executor, "wait", functools.partial(self._around, "gradients")
             yield fleet.ModelBuffers, "send", functools.partial(self._around, "buffers")
@@ -166,18 +163,15 @@ class Events:
 
         return noted
 
-    def _within(self, kind: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function of ``fully_shard``, whose collectives are not the script's."""
-
-        def noted(*arguments: Any, **named: Any) -> Any:
-            self._is_in_unit = True
-            try:
-                with self._noting(kind):
-                    return function(*arguments, **named)
-            finally:
-                self._is_in_unit = False
-
-        return noted
+    @contextmanager
+    def _within(self, kind: Kind) -> Iterator[None]:
+        """Note a wait of ``fully_shard``, whose collectives are no script's."""
+        self._is_in_unit = True
+        try:
+            with self._noting(kind):
+                yield
+        finally:
+            self._is_in_unit = False
 
     def _backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         noted = self._around("backward", function)
@@ -196,17 +190,6 @@ class Events:
             return function(scaler, *arguments, **named)
 
         return step
-
-    def _gathers(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a gather so that only the call that waits for it is recorded: others would be no meeting of ranks."""
-
-        def gathers(group: Any, *arguments: Any, **named: Any) -> Any:
-            if not waits_for_gather(group, function.__name__, *arguments, **named):
-                return function(group, *arguments, **named)
-            is_again = group._training_state.name == "PRE_BACKWARD"  # noqa: SLF001  # torch has no public name for it
-            return self._within("regathers" if is_again else "gathers", function)(group, *arguments, **named)
-
-        return gathers
 
     def _search(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def post_forward(model: DistributedDataParallel, output: Any) -> Any:
@@ -284,19 +267,3 @@ def _of_library(called: Sequence[tuple[str, FrameType]]) -> str:
 
 def _named(frame: FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
-
-
-@contextmanager
-def replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace ``owner.name`` by another function inside the context, unless a library replaces it in the meantime."""
-    before = owner.__dict__.get(name)
-    if before is None:
-        yield
-        return
-    other = functools.wraps(before)(around(before))
-    setattr(owner, name, other)
-    try:
-        yield
-    finally:
-        if owner.__dict__.get(name) is other:
-            setattr(owner, name, before)

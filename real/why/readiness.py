@@ -12,7 +12,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.why.observed import Readiness
-from real.why.events import clock, replaced
+from real.sharding.waits import replaced
+from real.why.events import clock
 
 
 class ReadinessClock:

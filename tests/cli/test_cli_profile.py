@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -160,3 +161,18 @@ def test_a_profile_without_buffers_or_link_claims_no_broadcast(tmp_path: Path, c
     assert json.loads(capsys.readouterr().out)["ddp_buffers_broadcast_s"] is None
     _shown({}, tmp_path, nbytes=8, as_json=True)
     assert json.loads(capsys.readouterr().out)["ddp_buffers_broadcast_s"] == 0.0
+
+
+def test_a_profile_of_shards_tells_of_a_trainers_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 400 ms for the whole model four trainers take 100 each: 8 samples take 1 + 2 + 100 ms. Nothing is said of local steps."""
+    experiment = Experiment.from_dict(
+        {"name": "mine", "workload": {"batch_size": 8}, "cluster": {"trainers_per_node": 4}, "strategy": {"sharding": True}}
+    )
+    layer = Layer(name="a", forward=Nanoseconds(10**6), backward=Nanoseconds(2 * 10**6))
+    table = LayerTable(key=compute_key(experiment), layers=(layer,), update=Nanoseconds(4 * 10**8))
+    taken = Taken(experiment=experiment, profile=Profile(machine="m", created="c", tables=(table,)), runs={})
+    assert show(taken, argparse.Namespace(out=tmp_path, json=False)) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"optimizer +│ 100.0 ms", told)
+    assert f"{8 / 0.103:.2f} samples/s" in told
+    assert "local steps" not in told

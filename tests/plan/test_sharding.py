@@ -55,7 +55,7 @@ def test_groups_are_neighbours_and_their_replicas() -> None:
     assert found["replica"] == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert found["reshard"] == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert groups_of(ShardingConfigs(), 4) == {"world": ((0, 1, 2, 3),)}
-    with pytest.raises(ConfigError, match=r"does not divide the 4 trainers of a shard group \(got 3\)"):
+    with pytest.raises(ConfigError, match=r"does not divide the 4 trainers of a shard group \(got 3\)\nHINT: one of 2, 4"):
         groups_of(ShardingConfigs(stage=3, sharding_degree=4, reshard_after_forward=3), 8)
 
 

@@ -59,13 +59,20 @@ class Net(nn.Module):
         return self.head(x).clone()  # a view would be warned of
 
 
+WIRES = {
+    "short sums": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+    "short": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "long sums": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
 model, given = Net(), dict[str, Any]()
 if kind == "kept":
     given = {"reshard_after_forward": False}
 elif kind == "hybrid":
     given = {"mesh": init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicas", "shards"))}
-elif kind == "wire":
-    given = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+elif kind == "mesh":
+    given = {"mesh": init_device_mesh("cpu", (world,))}
+elif kind in WIRES:
+    given = {"mp_policy": WIRES[kind]}
 PRINTED = os.environ.get("PRINTED_LINES")  # of an answer, in the place of the script's own calls
 if PRINTED is not None:
     exec(PRINTED, {"model": model, "blocks": model.layers})  # noqa: S102  # what is printed is tested

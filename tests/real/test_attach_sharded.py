@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,20 @@ import pytest
 
 from fleetbench.cli.main import main
 from fleetbench.cluster import Cluster
-from fleetbench.errors import FleetbenchError
+from fleetbench.errors import ConfigError, FleetbenchError
 from fleetbench.experiment import Experiment
+from fleetbench.plan.build import Setting, build_plan
+from fleetbench.profile import compute_key
 from fleetbench.result import RunResult
 from fleetbench.sharding_configs import ShardingConfigs
 from fleetbench.strategy import DistributedStrategy
+from real.attach.sharded import refuse_others
 from real.job.script_session import ScriptSession
+from real.layer_times import table_of
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed
 from real.profile.costs import points_of_blocks
+from real.profile.measuring import profile_script
 from tuner.pytorch import in_words_of, page_of
 from tuner.simulated.sharded import of_script
 
@@ -102,15 +108,19 @@ def test_what_is_printed_and_a_file_do_the_same(
             np.testing.assert_allclose(*values, rtol=1e-4)
 
 
+def legs_of(folder: Path, kind: str, ranks: int = 2) -> ScriptSession:
+    """A session of the script, which trains until the session ends."""
+    base = Experiment.load(str(resources.files("fleetbench").joinpath("script.toml")))
+    return ScriptSession([sys.executable, "-m", "fleetbench", "launch", "--nproc", str(ranks), SCRIPT, str(folder), kind], base)
+
+
 @pytest.fixture(scope="module")
 def driven(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[list[RunResult], list[dict[str, Any]], list[list[str]], Experiment]:
     """Legs of two ranks: as the script is (the first, and two more), without resharding, and layer times; with the losses of all steps."""
     folder = tmp_path_factory.mktemp("driven")
-    base = Experiment.load(str(resources.files("fleetbench").joinpath("script.toml")))
-    command = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "2", SCRIPT, str(folder), "plain"]
-    with ScriptSession(command, base) as session:
+    with legs_of(folder, "plain") as session:
         own, kept = session.experiment.strategy, other(reshard_after_forward=False)
         runs = [session.run(Leg(strategy=one, steps=5, warmup_steps=2)) for one in (own, kept, own)]
         parts = session.run_profile(Leg(strategy=own, steps=4, warmup_steps=2, profile=True))
@@ -124,7 +134,7 @@ Driven = tuple[list[RunResult], list[dict[str, Any]], list[list[str]], Experimen
 def test_the_default_is_the_script(driven: Driven, tmp_path: Path) -> None:
     """Its strategy says what the calls do; losses are those of the script alone, to the bit, also in legs without resharding."""
     _, _, seen, experiment = driven
-    assert experiment.strategy == OWN
+    assert (experiment.strategy, experiment.run.launcher) == (OWN, "command")
     assert (experiment.cluster.trainers, experiment.workload.optimizer) == (2, "adam")
     assert main(["launch", "--nproc", "2", SCRIPT, str(tmp_path), "plain", "34"]) == 0
     assert [own[:34] for own in seen] == losses(tmp_path, 2)
@@ -159,6 +169,80 @@ def test_layers_are_timed_without_an_exchange(driven: Driven) -> None:
 
 
 @pytest.mark.parametrize(
+    "kind",
+    ["long sums", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("short", "short sums"))],
+)
+def test_parameters_and_gradients_travel_in_their_own_types(kind: str, tmp_path: Path) -> None:
+    """The plan, and the plan of a profile, gather and scatter as many bytes as the script alone asks torch for."""
+    assert launch(kind, tmp_path / "alone", 2) == 0
+    asked = Counter[tuple[str, int]]()
+    for line in collectives(tmp_path / "alone"):
+        name, nbytes, number = line.split()
+        asked[name.partition("_")[0], int(nbytes)] += int(number)
+    with legs_of(tmp_path, kind) as session:
+        own = session.experiment.strategy
+        plan = session.run(Leg(strategy=own, steps=4, warmup_steps=2)).plan
+        parts = session.run_profile(Leg(strategy=own, steps=4, warmup_steps=2, profile=True))
+    table = table_of(compute_key(session.experiment, own), parts)
+    again = build_plan(own, table.by_readiness(), Setting(trainers=2, trainers_per_node=2))
+    for one in (plan, again):
+        told = Counter[tuple[str, int]]()
+        for block in one.blocks:
+            told["all", block.nbytes] += 1 + block.regathers + (block is one.blocks[-1])  # torch frees the last one, too
+        for operation in one.exchange:
+            told["reduce", operation.nbytes // 2] += 1
+        assert told == asked
+
+
+@pytest.mark.slow
+def test_a_wire_is_given_to_the_calls_of_another_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file, the printed lines and a driver's leg give what a script does that calls ``MixedPrecisionPolicy(reduce_dtype)`` itself."""
+    strategy = OWN.replace(bf16_allreduce=True)
+    strategy.save(tmp_path / "recommended.toml")
+    (printed,) = re.findall(r"```python\n(.*?)```", page_of(strategy, OWN, "USE it: 1.2x"), re.DOTALL)[:1]
+    assert launch("short sums", tmp_path / "itself", 2) == 0
+    assert launch("plain", tmp_path / "file", 2, "--strategy", str(tmp_path / "recommended.toml")) == 0
+    with legs_of(tmp_path, "plain") as session:
+        session.run(Leg(strategy=OWN, steps=4, warmup_steps=2))
+        run = session.run(Leg(strategy=strategy, steps=4, warmup_steps=2))
+    assert {operation.wire_dtype for operation in run.plan.exchange} == {"bfloat16"}
+    monkeypatch.setenv("PRINTED_LINES", printed)
+    assert launch("plain", tmp_path / "printed", 2) == 0
+    for folder in ("file", "printed"):
+        assert collectives(tmp_path / folder) == collectives(tmp_path / "itself")
+        assert losses(tmp_path / folder, 2) == losses(tmp_path / "itself", 2)
+    for own, expected in zip(losses(tmp_path, 2), losses(tmp_path / "itself", 2), strict=True):
+        last = own[len(own) - own[::-1].index(expected[0]) - 1 :]  # the steps of the last launch, which is another one's
+        assert last[:5] == expected[:5]
+        assert last != own
+
+
+def test_a_mesh_of_the_scripts_own_is_its_degree(tmp_path: Path) -> None:
+    """It stays beside the calls without one: the strategy says its ranks, so that no other degree is tried."""
+    with legs_of(tmp_path, "mesh") as session:
+        assert session.experiment.strategy == other(sharding_degree=2)
+
+
+def test_a_file_without_types_keeps_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of nothing but resharding goes with a script that gathers, or scatters, in BF16; other types are refused."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    script = OWN.replace(amp=True, amp_configs={"dtype": "bf16"}, sharding_configs={"param_dtype": "bfloat16"}, bf16_allreduce=True)
+    refuse_others(other(reshard_after_forward=False), script)
+    refuse_others(script, script)
+    with pytest.raises(ConfigError, match=r"strategy\.amp: is not applied"):
+        refuse_others(OWN.replace(amp=True, amp_configs={"dtype": "bf16"}), OWN)
+
+
+def test_gathers_on_streams_are_not_profiled() -> None:
+    """A script of NCCL is refused by name, before a leg."""
+    asked = Experiment.from_dict({"run": {"backend": "nccl", "device": "cuda", "launcher": "command"}, "cluster": {"trainers_per_node": 2}})
+    session: Any = SimpleNamespace(experiment=asked.replace(strategy=OWN))
+    with pytest.raises(ConfigError, match="profile and tune need gloo") as refused:
+        profile_script(session, seconds=1.0, stragglers=True)
+    assert "tune --simulate-only" in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("kind", "what"),
     [
         ("together", "makes several modules one unit"),
@@ -168,9 +252,7 @@ def test_layers_are_timed_without_an_exchange(driven: Driven) -> None:
 )
 def test_what_is_not_driven(kind: str, what: str, tmp_path: Path) -> None:
     """A driver hears why."""
-    base = Experiment.load(str(resources.files("fleetbench").joinpath("script.toml")))
-    command = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "2", SCRIPT, str(tmp_path), kind]
-    with pytest.raises(FleetbenchError, match=what), ScriptSession(command, base):
+    with pytest.raises(FleetbenchError, match=what), legs_of(tmp_path, kind):
         pass
 
 
@@ -188,13 +270,15 @@ def test_libraries_are_told_in_their_words() -> None:
 def test_the_strategies_that_are_tried() -> None:
     """Each degree that divides the ranks, with and without resharding; a script's own degree and number of neighbours stay beside these."""
 
-    def tried(own: DistributedStrategy, trainers: int) -> list[tuple[int, bool | int]]:
-        asked = Experiment(name="asked", cluster=Cluster(trainers_per_node=trainers), strategy=own)
+    def tried(own: DistributedStrategy, trainers: int, nodes: int = 1) -> list[tuple[int, bool | int]]:
+        asked = Experiment(name="asked", cluster=Cluster(nodes=nodes, trainers_per_node=trainers // nodes), strategy=own)
         found = [one.sharding_configs for one in of_script(asked)]
         return [(one.sharding_degree, one.reshard_after_forward) for one in found]
 
     assert tried(OWN, 4) == [(0, True), (0, False), (2, True), (2, False)]
     assert tried(OWN, 2) == [(0, True), (0, False)]
+    assert tried(OWN, 4, nodes=2) == [(0, True), (0, False), (0, 2), (2, True), (2, False)]
+    assert tried(other(sharding_degree=4), 4) == [(4, True), (4, False)]
     assert tried(other(sharding_degree=2, reshard_after_forward=False), 4) == [(2, False), (2, True)]
     assert tried(other(reshard_after_forward=2), 4) == [(0, 2), (0, True), (0, False), (2, True), (2, False)]
 
@@ -202,13 +286,11 @@ def test_the_strategies_that_are_tried() -> None:
 @pytest.mark.slow
 def test_legs_of_replicas_start_the_script_again(tmp_path: Path) -> None:
     """On four ranks a shard group of two has its own launch, whose mesh is checked there; a mesh of the script's own stays."""
-    base = Experiment.load(str(resources.files("fleetbench").joinpath("script.toml")))
-    command = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "4", SCRIPT, str(tmp_path)]
-    with ScriptSession([*command, "plain"], base) as session:
+    with legs_of(tmp_path, "plain", 4) as session:
         run = session.run(Leg(strategy=other(sharding_degree=2), steps=4, warmup_steps=2))
         assert run.plan.shard_ranks == 2
         assert Counter(span.name.split()[0] for span in run.spans)["all_gather"] == 4 * 6 * 7
-    with ScriptSession([*command, "hybrid"], base) as session:
+    with legs_of(tmp_path, "hybrid", 4) as session:
         assert session.experiment.strategy == other(sharding_degree=2)
         with pytest.raises(LegFailed, match="is the script's mesh"):
             session.run(Leg(strategy=OWN, steps=4, warmup_steps=2))

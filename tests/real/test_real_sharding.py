@@ -15,11 +15,13 @@ from sharding_cases import DDP, ON_FOUR, ON_TWO, OVERFLOW, SAVED, STEPS, WORKERS
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.profile import compute_key
 from fleetbench.sharding_configs import ShardingConfigs
 from fleetbench.strategy import DistributedStrategy
 from real.job.launcher import launch_script
 from real.job.session import Session
 from real.leg import Leg
+from real.profile.measuring import measure_profile
 from tuner.tune import tune
 
 RANK, SCRIPT = (Path(__file__).with_name(name) for name in ("sharding_rank.py", "sharded_lines.py"))
@@ -241,6 +243,34 @@ def test_an_experiment_trains_shards_as_it_trains_the_whole_model() -> None:
     losses = [run.steps["loss"].tolist() for run in runs]
     assert losses == [losses[0]] * 4
     assert [bool(run.plan.blocks) for run in runs] == [False, True, True, False]
+
+
+def test_an_experiment_is_profiled_whole() -> None:
+    """Its layers are those without sharding, so that ``real`` and ``sim`` of stage 3 have their times."""
+    workload = {"model": "mlp", "data": "synthetic", "steps": 6}
+    experiment = Experiment.from_dict({"workload": workload, "cluster": {"trainers_per_node": 2}})
+    sharded = experiment.replace(strategy=DistributedStrategy(sharding=True, sharding_configs=ShardingConfigs(stage=3)))
+    taken = measure_profile(sharded, seconds=0.2)
+    table = next(table for table in taken.profile.tables if table.key == compute_key(sharded))
+    assert table.forward_ns > 0
+    assert table.update > 0
+    assert not any(run.plan.blocks for run in taken.runs.values())
+
+
+def test_the_update_of_a_worker_counts_once() -> None:
+    """Where workers average every second step, and at the end, no two updates and averagings of a rank overlap."""
+    workload = {"model": "mlp", "data": "synthetic", "steps": 6}
+    experiment = Experiment.from_dict({"workload": workload, "cluster": {"trainers_per_node": 2}})
+    configs = ShardingConfigs(stage=1, sharding_degree=1)
+    strategy = DistributedStrategy(sharding=True, sharding_configs=configs).replace(localsgd=True, localsgd_configs={"k_steps": 2})
+    with Session(experiment) as session:
+        run = session.run(Leg(strategy=strategy, steps=6, warmup_steps=2))
+    for rank in (0, 1):
+        found = (span for span in run.spans if span.rank == rank and span.name in ("update", "merge"))
+        spans = sorted(found, key=lambda span: span.start_ns)
+        assert {span.name for span in spans} == {"update", "merge"}
+        for one, other in itertools.pairwise(spans):
+            assert one.start_ns + one.duration_ns <= other.start_ns, (one, other)
 
 
 def test_a_tuning_refuses_sharding(tmp_path: Path) -> None:

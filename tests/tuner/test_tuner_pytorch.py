@@ -78,6 +78,52 @@ def test_what_is_printed_for_pytorch_does_what_the_strategy_says(tmp_path: Path)
     }
 
 
+SHARDED = """
+import json, sys
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+told = []
+for code in json.loads(sys.argv[2]):
+    blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    found = {"model": nn.Sequential(*blocks), "blocks": blocks}
+    exec(code, found)
+    units = [unit._get_fsdp_state()._fsdp_param_groups for unit in blocks]
+    (first,), (second,) = units
+    assert first.mp_policy == second.mp_policy
+    told.append([str(first.mp_policy.param_dtype), str(first.mp_policy.reduce_dtype), first.post_forward_mesh_info is not None])
+print(json.dumps(told))
+"""
+STAGE_3 = DistributedStrategy.from_dict({"sharding": True, "sharding_configs": {"stage": 3}})
+SHORT = {"amp": True, "amp_configs": {"dtype": "bf16"}, "sharding_configs": {"param_dtype": "bfloat16"}}
+
+
+def test_what_is_printed_for_fully_shard_does_what_the_strategy_says(tmp_path: Path) -> None:
+    """Of a model without sharding and of one with it: the types in which parameters and gradients travel, and whether blocks reshard."""
+    pairs = [
+        (STAGE_3, OWN, ["None", "None", True]),
+        (STAGE_3.replace(sharding_configs={"stage": 2}), OWN, ["None", "None", False]),
+        (STAGE_3.replace(**SHORT), OWN.replace(amp=True, amp_configs={"dtype": "bf16"}), ["torch.bfloat16", "torch.float32", True]),
+        (STAGE_3.replace(sharding_configs={"stage": 2}), STAGE_3, ["None", "None", False]),
+        (STAGE_3.replace(bf16_allreduce=True), STAGE_3, ["None", "torch.bfloat16", True]),
+        (STAGE_3.replace(bf16_allreduce=True, **SHORT), STAGE_3.replace(**SHORT), ["torch.bfloat16", "torch.bfloat16", True]),
+    ]
+    codes = [re.findall(r"```python\n(.*?)```", page_of(own, base, "USE it: 1.2x"), re.DOTALL)[0] for own, base, _ in pairs]
+    command = [sys.executable, "-W", "ignore", "-c", SHARDED, str(tmp_path / "store"), json.dumps(codes)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert json.loads(told) == [expected for _, _, expected in pairs]
+
+
+def test_a_script_of_ddp_is_not_sharded_by_launch() -> None:
+    """The page of a sharded strategy for an unsharded model names the four lines, and no command, which would be refused."""
+    page = page_of(STAGE_3, OWN, "USE it: 1.2x")
+    assert "In the place of DistributedDataParallel" in page
+    assert "fleetbench launch" not in page
+    assert "optimizer = torch.optim.AdamW(model.parameters())  # after it" in page
+    assert "fleetbench launch --strategy" in page_of(STAGE_3.replace(bf16_allreduce=True), STAGE_3, "USE it: 1.2x")
+
+
 def test_what_is_printed_for_libraries_is_python() -> None:
     """One call each, whose arguments have the names of their documentation; compression is none of Trainer's."""
     page = page_of(PLAIN["a wire"].replace(gradient_merge=True, gradient_merge_configs={"k_steps": 4}), OWN, "USE it: 1.2x")

@@ -27,11 +27,10 @@ from real.estimate.step import estimate
 from sim.many.sweep import Axis
 from sim.run import simulate
 from tuner.learning import Arrival
-from tuner.simulated import candidates
+from tuner.simulated import candidates, sharded
 from tuner.simulated.answer import SimulatedRecommendation, tune_simulated
 from tuner.simulated.assumptions import scaled
 from tuner.simulated.candidates import ranked, ways_of_embeddings
-from tuner.simulated.sharded import fits
 from tuner.simulated.sizes import tune_sizes
 from tuner.simulated.uncertainty import FIRST_LOOK_ERROR, MODEL_ERROR, spread_of, ways_outside
 
@@ -248,7 +247,7 @@ def test_copies_of_local_steps_count_where_memory_is_asked(tmp_path: Path) -> No
     named = name_profile(experiment, dataclasses.replace(profile, memory=larger), tmp_path / "larger.toml")
     for configs, expected in (({"k_steps": 4}, True), ({"k_steps": 4, "outer_momentum": 0.9}, False)):
         local = named.strategy.replace(localsgd=True, localsgd_configs=configs)
-        assert fits(named.replace(strategy=local)) is expected
+        assert sharded.fits(named.replace(strategy=local)) is expected
 
 
 def test_what_fits_no_trainer_is_left_out_before_time_is_asked(tmp_path: Path) -> None:
@@ -271,6 +270,23 @@ def test_what_fits_no_trainer_is_left_out_before_time_is_asked(tmp_path: Path) -
     assert any("has too little memory for them" in note for note in found.notes)
 
 
+def test_the_sharded_strategies_that_are_tried() -> None:
+    """Over all trainers also spread within a node after a forward; where rounding is allowed each in BF16, too. Each has a time."""
+    cluster = {"trainers_per_node": 2, "nics_per_node": 2, "intra": {"bandwidth": "100 Gbit/s", "latency": "5 us"}}
+
+    def tried(**tune: Any) -> list[tuple[int, int, bool | int, bool]]:
+        asked = _experiment(cluster=cluster, tune={"sharding": [2, 3], **tune})
+        found, notes = sharded.candidates(asked)
+        assert not notes
+        assert all(step_s_of(simulate(asked.replace(strategy=one))) > 0 for one in found)
+        configs = [(one.sharding_configs, one.bf16_allreduce) for one in found]
+        return [(one.stage, one.sharding_degree, one.reshard_after_forward, wire) for one, wire in configs]
+
+    own = [(2, 0, True, False), (2, 2, True, False), (3, 0, True, False), (3, 2, True, False), (3, 0, 2, False)]
+    assert tried() == own
+    assert tried(allow=["wire16"]) == [(*each[:3], wire) for each in own for wire in (False, True)]
+
+
 def test_what_does_not_fit_is_chosen_where_nothing_fits_alone(tmp_path: Path) -> None:
     """A faster strategy that does not fit takes the place of one that does never; where none fits, ``min_gain`` decides as ever."""
     experiment = _registry(tmp_path, "H100")
@@ -282,11 +298,11 @@ def test_what_does_not_fit_is_chosen_where_nothing_fits_alone(tmp_path: Path) ->
         named = name_profile(experiment, dataclasses.replace(_profile(experiment), memory=memory), tmp_path / f"{activations}.toml")
         return named.replace(strategy=DistributedStrategy(**fields))
 
-    whole, sharded = DistributedStrategy(), DistributedStrategy(sharding=True)
-    assert candidates.choose(needing(10**9, sharding=True), {sharded: 1.0, whole: 0.5}) == sharded
-    assert candidates.choose(needing(10**9), {whole: 0.5, sharded: 1.0}) == sharded
-    assert candidates.choose(needing(90 * 10**9), {whole: 1.0, sharded: 1.5}) == whole
-    assert candidates.choose(needing(90 * 10**9), {whole: 1.0, sharded: 0.5}) == sharded
+    whole, shards = DistributedStrategy(), DistributedStrategy(sharding=True)
+    assert candidates.choose(needing(10**9, sharding=True), {shards: 1.0, whole: 0.5}) == shards
+    assert candidates.choose(needing(10**9), {whole: 0.5, shards: 1.0}) == shards
+    assert candidates.choose(needing(90 * 10**9), {whole: 1.0, shards: 1.5}) == whole
+    assert candidates.choose(needing(90 * 10**9), {whole: 1.0, shards: 0.5}) == shards
 
 
 def test_estimated_compute_is_said_and_widens_the_interval(tmp_path: Path) -> None:
@@ -480,7 +496,7 @@ def test_what_fits_only_recomputed_is_recomputed(tmp_path: Path) -> None:
     assert (found.strategy, found.fits_in_memory, found.per_trainer.memory_bytes) == (again, True, needed)
     table = estimate(on[gpu].replace(strategy=again), gpu).tables[0]
     assert found.step_s == pytest.approx((table.forward_ns + table.backward_ns + table.update) / 1e9, rel=1e-3)
-    assert fits(candidates.with_compute(on[less], tmp_path).replace(strategy=again)) is False
+    assert sharded.fits(candidates.with_compute(on[less], tmp_path).replace(strategy=again)) is False
 
 
 def test_answers_have_the_utilisation_of_a_gpu(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from fleetbench.utilisation import Utilisation, utilisation
 from tuner.budget import seeds_of
 from tuner.learning import Learn, by_virtual_trainers
 from tuner.notes import Annotated, Note, Remark
+from tuner.pytorch import page_of
 from tuner.simulated import candidates, sharded
 from tuner.simulated.assumptions import assumptions, changed
 from tuner.simulated.uncertainty import CONFIDENCE, Spread, spread_of, ways_outside
@@ -189,6 +190,8 @@ def tune_simulated(
         folder.mkdir(parents=True, exist_ok=True)
         experiment.save(folder / "experiment.toml")
         found.save(folder)
+        if found.strategy != experiment.strategy:
+            write_whole(folder / "recommended.md", page_of(found.strategy, experiment.strategy, found.line))
     except BaseException:  # a Ctrl-C too leaves no half of it
         shutil.rmtree(folder, ignore_errors=True)
         raise

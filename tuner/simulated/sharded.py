@@ -6,24 +6,17 @@ from typing import Any
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.fields import CALLED
 from fleetbench.hardware import gpu_named
 from fleetbench.plan.build import Plan, build_plan
 from fleetbench.plan.combination import Combination
+from fleetbench.plan.layers import DTYPE_BYTES
 from fleetbench.plan.sharding import blocks_of
 from fleetbench.profile import profile_of, table_for
 from fleetbench.strategy import DistributedStrategy
 from sim import scenario
 from tuner.notes import Note, left_out
-
-EXCLUDED = ("fusion", "hierarchy", "communicators", "local steps")
-"""Groups of fields (``fleetbench.fields.CALLED``) that exclude sharding, as these fields do."""
-_FIELDS = (
-    "sharding",
-    "find_unused_parameters",
-    "build_strategy.enable_backward_optimizer_op_deps",
-    "build_strategy.enable_sequential_execution",
-)
+from tuner.pytorch import UNSHARDED
+from tuner.space import needs
 
 
 def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[Note]]:
@@ -34,7 +27,7 @@ def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[
     cluster, own, found = experiment.cluster, experiment.strategy, list[DistributedStrategy]()
     if own.mode == "ps" or cluster.trainers == 1:
         return [], []
-    base = own.without(*_FIELDS, *(field for called in EXCLUDED for field in CALLED[called]))
+    base = own.without(*UNSHARDED)
     degrees = [0]
     if cluster.is_even and 1 < cluster.trainers_per_node < cluster.trainers:
         degrees.append(cluster.trainers_per_node)
@@ -44,17 +37,29 @@ def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[
     ]
     configs = [*kept, *([{"stage": 3}] if 3 in stages else [])]
     configs += [{"stage": 3, "reshard_after_forward": False}] if 3 in stages and (merges or not kept) else []
+    if 3 in stages and 1 < cluster.trainers_per_node < cluster.trainers and cluster.is_even:
+        configs.append({"stage": 3, "reshard_after_forward": cluster.trainers_per_node})
     for one in configs:
         for degree in dict.fromkeys([*degrees, *([own.sharding_configs.sharding_degree] if own.sharding else [])]):
             asked = own.sharding_configs
+            if type(one.get("reshard_after_forward")) is int and degree:  # a node is the shard group
+                continue
             also = {"sharding_degree": degree, "blocks": list(asked.blocks), "param_dtype": asked.param_dtype}
             try:
                 strategy = base.replace(sharding=True, sharding_configs=one | also)
                 plan_of(experiment.replace(strategy=strategy))
             except ConfigError as error:  # a sparse gradient, say, or a field that excludes it
                 return [], [left_out("sharding", "is not tried", error)]
-            found.append(strategy)
+            found += _with_wires(experiment, strategy)
     return [strategy for strategy in found if strategy != own], []
+
+
+def _with_wires(experiment: Experiment, strategy: DistributedStrategy) -> list[DistributedStrategy]:
+    """The strategy, and with gradients in BF16 where rounding them is allowed."""
+    is_free, _ = needs(experiment)["rounding"]
+    if not is_free or strategy.fp16_allreduce or all(DTYPE_BYTES[one.dtype] <= 2 for one in table_for(experiment).by_readiness()):
+        return [strategy]
+    return [strategy, strategy.replace(bf16_allreduce=True)]
 
 
 def recomputed(experiment: Experiment) -> list[DistributedStrategy]:
@@ -76,29 +81,33 @@ def is_timed(experiment: Experiment) -> bool:
 
 
 def of_script(experiment: Experiment) -> list[DistributedStrategy]:
-    """What a script's calls of ``fully_shard`` may do otherwise without other training; its own come first.
+    """What a script's calls of ``fully_shard`` may do otherwise; its own come first.
 
-    Blocks reshard after their forward, or stay; where a shard group is all trainers, there may be smaller ones, replicas of each other.
+    Blocks reshard after their forward, within their node, or stay; where a shard group is all trainers, there may be smaller ones, replicas
+    of each other. Gradients travel in BF16, too, where rounding is allowed.
     """
     own, trainers = experiment.strategy, experiment.cluster.trainers
     configs = own.sharding_configs
     degrees = [configs.sharding_degree]
     if not configs.sharding_degree:
         degrees += [degree for degree in range(2, trainers) if trainers % degree == 0]
+    within = experiment.cluster.trainers_per_node
+    within_node = [within] if not configs.sharding_degree and 1 < within < trainers and experiment.cluster.is_even else []
     found = [
         own.replace(sharding_configs=dataclasses.replace(configs, sharding_degree=degree, reshard_after_forward=again))
         for degree in degrees
-        for again in dict.fromkeys([configs.reshard_after_forward, True, False])
+        for again in dict.fromkeys([configs.reshard_after_forward, True, False, *within_node])
         if type(again) is bool or degree == configs.sharding_degree
     ]
-    return list(dict.fromkeys([own, *found]))
+    return list(dict.fromkeys(each for one in [own, *found] for each in _with_wires(experiment, one)))
 
 
 def name_of(strategy: DistributedStrategy) -> str:
     """A sharded strategy in words."""
     configs = strategy.sharding_configs
     within = f" among {configs.sharding_degree} neighbours" if configs.sharding_degree else ""
-    return f"reshard_after_forward = {configs.reshard_after_forward}{within}"
+    wire = ", gradients in BF16" if strategy.bf16_allreduce else ""
+    return f"reshard_after_forward = {configs.reshard_after_forward}{within}{wire}"
 
 
 def plan_of(experiment: Experiment) -> Plan:
