@@ -1,4 +1,4 @@
-"""Launching a job with parameter servers: ``fleetbench launch --servers ... --workers ... train.py``, here or as one host of several.
+"""Launching a job with parameter servers: ``fleetbench launch --servers ... --workers ... train.py``.
 
 Every process runs the same script; variables say which of them it is (Paddle's, as its own launchers set
 them). The job fails with the first process that fails. A launcher stays until its own processes have ended;
@@ -38,7 +38,7 @@ def launch_placed(
     startup_timeout_s: float = 300.0,
     echo: Echo = sys.stdout.buffer.write,
 ) -> None:
-    """Run ``script`` (a Python file and its arguments) as this machine's servers and trainers, until they have ended.
+    """Run ``script`` (a Python file and its arguments) as this machine's servers and trainers to their end.
 
     Server N's output is in ``log_dir/serverlog.N``, trainer N's in ``workerlog.N``; trainer 0's is echoed
     where it runs. ``startup_timeout_s``: for servers and trainers to come. Raises ``EnvironmentLacks`` for a
@@ -90,7 +90,7 @@ class ServedJob:
             raise failure
 
     def _is_over(self) -> bool:
-        """Whether all have ended, one has failed or blamed another, or the servers' time after the last trainer is over."""
+        """Whether all have ended, one failed or blamed another, or the servers' time is over."""
         living = [process for process in self.processes if process.code is None]
         if not living or any(process.code for process in self.processes) or self._note.exists():
             return True

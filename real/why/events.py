@@ -103,7 +103,7 @@ class Events:
 
     @contextmanager
     def evaluations(self, module: nn.Module) -> Iterator[None]:
-        """Record the module's forwards without gradients, including those that a script calls past its DDP."""
+        """Record the module's forwards without gradients, including those that bypass the script's DDP."""
         begun: list[int] = []
 
         def begins(*_: object) -> None:
@@ -198,7 +198,7 @@ class Events:
         return step
 
     def _gathers(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a gather so that only the call that waits for it is recorded: others would be no meeting of ranks."""
+        """Wrap a gather so that only the call that waits for it is recorded: only there ranks meet."""
 
         def gathers(group: Any, *arguments: Any, **named: Any) -> Any:
             if not waits_for_gather(group, function.__name__, *arguments, **named):
@@ -288,7 +288,7 @@ def _named(frame: FrameType) -> str:
 
 @contextmanager
 def replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace ``owner.name`` by another function inside the context, unless a library replaces it in the meantime."""
+    """Replace ``owner.name`` inside the context, unless a library replaces it meanwhile."""
     before = owner.__dict__.get(name)
     if before is None:
         yield
