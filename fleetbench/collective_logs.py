@@ -4,7 +4,7 @@ A reader finds runs and their rows. For every format, one function decides which
 of one kind among all ranks, by what each row states: its run's name, the groups that ran at once, ``redop``,
 ``root``, ``#wrong``, and that
 
-  algbw = size / time,    busbw = 2 (n - 1) / n algbw,
+    algbw = size / time,    busbw = 2 (n - 1) / n algbw,
 
 as nccl-tests' doc/PERFORMANCE.md derives them. busbw is (n - 1) / n algbw for an all-gather, a reduce-scatter
 and an all-to-all, and algbw for others. A line may start with anything: labels of ``mpirun --tag-output`` and

@@ -49,7 +49,7 @@ _NO_MANIFEST: tuple[type[Exception], ...] = (OSError, *_MALFORMED)
 
 @contextlib.contextmanager
 def reading(path: str | Path, hint: str, *also: type[Exception]) -> Iterator[None]:
-    """Turn what a malformed file raises, and ``also``, into a ``ConfigError`` that names the file."""
+    """Turn errors of a malformed file, including ``also``, into a ``ConfigError`` that names the file."""
     try:
         yield
     except OSError as error:

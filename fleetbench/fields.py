@@ -32,7 +32,7 @@ PARAMETERS = {key: knob.called if knob.called in SEARCHES else key for key, (_, 
 
 
 def named(words: str) -> KeysView[str]:
-    """Return the fields whose knobs say all of these words."""
+    """Return the fields whose knobs have all these words in ``says``."""
     return {name: knob for name, knob in KNOBS.items() if set(words.split()) <= set(knob.says.split())}.keys()
 
 

@@ -20,6 +20,7 @@ import tomli_w
 from fleetbench.config import Config, at_least, decode, defaults_of, encode
 from fleetbench.digests import read_text, read_toml, sealed, write_whole
 from fleetbench.errors import ConfigError
+from fleetbench.exclusions import exclusions
 from fleetbench.fleet_names import translate
 from fleetbench.knobs import Knob
 from fleetbench.sharding_configs import ShardingConfigs
@@ -438,100 +439,10 @@ class DistributedStrategy(Config):
         if self.sharding and self.sharding_configs.param_dtype != "own" and not (self.amp and self.amp_configs.dtype == "bf16"):
             where, value = "sharding_configs.param_dtype", repr(self.sharding_configs.param_dtype)
             raise ConfigError("is also the type of compute", where, value, 'set amp = true and amp_configs.dtype = "bf16" with it')
-        for both, one, other, reason in self._exclusions():
+        for both, one, other, reason in exclusions(self):
             if both:
                 where = one.replace("Local SGD", "adaptive_localsgd" if self.adaptive_localsgd else "localsgd")
                 raise ConfigError(f"{one} and {other} exclude each other: {reason}", where, hint="keep one of them")
-
-    def _exclusions(self) -> tuple[tuple[bool, str, str, str], ...]:
-        """Return a row per invalid combination: whether both settings are on, their names, the reason."""
-        build, merge, average = self.build_strategy, self.gradient_merge_configs, self.averaging
-        half, unused, synced = (self.fp16_allreduce or self.bf16_allreduce), self.find_unused_parameters, self.sync_batch_norm
-        by_bucket, fuses = not build.enable_backward_optimizer_op_deps, build.fuse_all_optimizer_ops
-        update, fused = "build_strategy.enable_backward_optimizer_op_deps = false", "build_strategy.fuse_all_optimizer_ops"
-        sequential, hierarchy = "build_strategy.enable_sequential_execution", "use_hierarchical_allreduce"
-        state, changes = 'optimizer_state = "average"', "Fleet would change it silently"
-        served, local = self.mode == "ps", self.localsgd_configs
-        stays, parts, rounds = "the inner optimizer's state stays local", "fragments", "fragments have their own rounds"
-        resets, shares_state = average.momentum == "reset", average.optimizer_state == "average"
-        in_order, feeds_back = build.enable_sequential_execution, self.localsgd and local.outer_error_feedback
-        int8, fp32 = 'outer_wire = "int8"', 'outer_wire = "fp32"'
-        alone = "blocks follow one another on one communicator"
-        cut, averages = self.localsgd and local.has_fragments, self.is_local and not self.has_outer
-        return (
-            (
-                self.localsgd and self.adaptive_localsgd,
-                "localsgd",
-                "adaptive_localsgd",
-                "only one of them can decide when trainers synchronise",
-            ),
-            (self.fp16_allreduce and self.bf16_allreduce, "fp16_allreduce", "bf16_allreduce", "a bucket is sent in one type"),
-            (self.a_sync and self.mode == "collective", "a_sync", 'mode = "collective"', "only servers are asynchronous"),
-            (served and self.localsgd, "localsgd", 'mode = "ps"', "trainers of parameter servers do not synchronise among themselves"),
-            (
-                served and self.adaptive_localsgd,
-                "adaptive_localsgd",
-                'mode = "ps"',
-                "trainers of parameter servers do not synchronise among themselves",
-            ),
-            (served and self.use_hierarchical_allreduce, hierarchy, 'mode = "ps"', "nothing is all-reduced"),
-            (averages and half, "Local SGD", "a 16-bit wire", "rounding errors of parameters on the wire would be permanent"),
-            (
-                self.quantises and not self.has_outer,
-                int8,
-                "averaging alone",
-                "rounding errors of parameters on the wire would be permanent",
-            ),
-            (self.quantises and half, int8, "a 16-bit wire", "a bucket is sent in one type"),
-            (self.quantises and self.use_hierarchical_allreduce, int8, hierarchy, "INT8 uses one all-to-all over all trainers"),
-            (self.is_local and synced, "Local SGD", "sync_batch_norm", "batch norm would synchronise in every layer of every step"),
-            (self.is_local and by_bucket, "Local SGD", update, "local steps exchange no buckets"),
-            (self.scales_loss and by_bucket, update, "amp", "an update cannot be undone when a later bucket overflows"),
-            (unused and by_bucket, update, "find_unused_parameters", "unused parameters are only known after the last bucket"),
-            (fuses and by_bucket, update, fused, "there is either one update of everything, or one per bucket"),
-            (unused and fuses, fused, "find_unused_parameters", "a fused update cannot leave parameters out"),
-            (
-                self.scales_loss and merge.remainder == "flush",
-                'remainder = "flush"',
-                "amp",
-                "overflow is not checked at the end of an epoch",
-            ),
-            (in_order and not self.sync_nccl_allreduce, sequential, "sync_nccl_allreduce = false", "sequential execution overlaps nothing"),
-            (resets and shares_state, 'momentum = "reset"', state, "momentum is part of the optimizer's state"),
-            (self.has_outer and average.momentum != "local", "outer_lr", "momentum other than local", stays),
-            (self.has_outer and shares_state, "outer_lr", state, stays),
-            (cut and local.schedule != "fleet", parts, "schedule other than fleet", rounds),
-            (cut and average.buffers == "average", parts, 'buffers = "average"', "statistics belong to no fragment"),
-            (cut and self.gradient_merge and merge.remainder == "flush", parts, 'remainder = "flush"', rounds),
-            (cut and self.scales_loss, parts, "amp", "a skipped update would still count in a fragment's round"),
-            (synced and self.nccl_comm_num > 1, "sync_batch_norm", "nccl_comm_num above 1", changes),
-            (synced and self.use_hierarchical_allreduce, "sync_batch_norm", hierarchy, changes),
-            (synced and self.thread_num > 1, "sync_batch_norm", "thread_num above 1", changes),
-            (feeds_back and not self.quantises, "outer_error_feedback", fp32, "nothing is lost on the wire"),
-            (self.a_sync and self.overlap_push, "overlap_push", "a_sync", "asynchronous pushes already overlap the next steps"),
-            (self.a_sync and self.reduce_in_node, "reduce_in_node", "a_sync", "trainers of a node would wait for each other"),
-            (served and self.sharding, "sharding", 'mode = "ps"', "servers hold the parameters"),
-            (self.sharding and self.adaptive_localsgd, "adaptive_localsgd", "sharding", "a worker of several trainers has no loss"),
-            (self.sharding and cut, parts, "sharding", "a block belongs to no fragment"),
-            (self.sharding and self.quantises, int8, "sharding", "INT8 uses one all-to-all over all trainers"),
-            (self.sharding and shares_state, state, "sharding", "each trainer has only a shard of it"),
-            (self.sharding and average.momentum != "local", "momentum other than local", "sharding", "each trainer has only a shard of it"),
-            (
-                self.sharding and average.buffers == "average",
-                'buffers = "average"',
-                "sharding",
-                "statistics belong to trainers, not to workers",
-            ),
-            (self.sharding and self.localsgd and local.outer_on_host, "outer_on_host", "sharding", "each trainer has only a shard of it"),
-            (self.sharding and self.use_hierarchical_allreduce, hierarchy, "sharding", "sharding_degree already defines the groups"),
-            (self.sharding and self.fusion != "fleet", "fusion", "sharding", "each block is one bucket"),
-            (self.sharding and self.nccl_comm_num > 1, "nccl_comm_num above 1", "sharding", alone),
-            (self.sharding and not self.sync_nccl_allreduce, "sync_nccl_allreduce = false", "sharding", alone),
-            (self.sharding and unused, "find_unused_parameters", "sharding", "every block is scattered in every step"),
-            (self.sharding and by_bucket, update, "sharding", "a trainer updates its shard of all blocks at once"),
-            (self.sharding and in_order, sequential, "sharding", "gathers overlap compute"),
-            (self.sharding and merge.remainder == "flush", 'remainder = "flush"', "sharding", "shards are only accumulated in a backward"),
-        )
 
     @classmethod
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from tuner.verify import Progress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is tuned, once it is known."""
+    """The experiment to tune, once it is known."""
 
     experiment: Experiment
     """Experiment with its profile."""

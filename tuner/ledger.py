@@ -37,7 +37,7 @@ class Wanted(Exception):  # noqa: N818  # a question to the caller, and no error
 
 @dataclass(slots=True)
 class Ledger:
-    """What has been read from the evidence, and what is left of the budget."""
+    """Results read from the evidence, and the rest of the budget."""
 
     experiment: Experiment
     evidence: Evidence

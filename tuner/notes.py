@@ -35,7 +35,7 @@ class Learnt(Config):
     target_loss: float
     """Target loss."""
     seeds: str
-    """Seeds, and how to read ``ways``."""
+    """Text that names the seeds and explains the figures in ``ways``."""
     ways: tuple[str, ...]
     """Each way of training with its steps."""
 

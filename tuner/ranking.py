@@ -26,7 +26,7 @@ pairs."""
 
 
 def choose(state: State) -> None:
-    """Rank the arms; then others, as long as one promises a gain given the simulator's errors so far."""
+    """Rank the arms, then other strategies while one promises a gain, given the simulator's errors so far."""
     rank(state, [*state.arms])
     for _ in range(state.experiment.tune.finalists):
         if (arm := following(state)) is None:

@@ -63,7 +63,7 @@ class Search:
 
     tried: tuple[Tried, ...]
     notes: tuple[Note, ...] = ()
-    """What is not searched or could not be simulated, and why."""
+    """Parts that are not searched or could not be simulated, with reasons."""
 
     @property
     def default(self) -> Tried:

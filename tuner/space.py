@@ -63,7 +63,7 @@ class Space:
     fixed: tuple[tuple[str, Value], ...] = ()
     """Parameters with one value."""
     notes: tuple[Note, ...] = ()
-    """What is not searched, and why."""
+    """Parameters that are not searched, with reasons."""
 
     @property
     def size(self) -> int:
@@ -259,7 +259,7 @@ def _with(strategy: DistributedStrategy, name: str, value: Value) -> Distributed
 
 
 def _changes(strategy: DistributedStrategy, name: str, value: Any) -> dict[str, Any]:
-    """Return the fields with which the parameter has this value."""
+    """Return the strategy's fields that give the parameter this value, as changes."""
     *tables, key = SEARCHES[name][0].split(".")
     changes: dict[str, Any] = {tables[0]: {key: value}} if tables else {key: value}
     match name:

@@ -22,7 +22,7 @@ Way = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a tuning decides about, besides its evidence."""
+    """Inputs of a tuning's decisions, besides its evidence."""
 
     experiment: Experiment
     """Experiment that is tuned."""
@@ -39,7 +39,7 @@ class Setting:
 
 @dataclass(slots=True)
 class State:
-    """What a decision has read, and what follows from it."""
+    """Results that a decision has read, and its conclusions."""
 
     setting: Setting
     ledger: Ledger

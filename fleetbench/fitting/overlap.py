@@ -149,7 +149,7 @@ _RIDGE_TOGETHER = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Together:
-    """What two collectives achieve together as a multiple of one: for latencies, and for transfers."""
+    """Rate of two simultaneous collectives as a multiple of one's: for latencies, and for transfers."""
 
     latency: float
     transfer: float

@@ -38,7 +38,7 @@ _OTHERS = re.compile(r"all_?gather|all_?to_?all|send|recv|barrier", re.IGNORECAS
 _UNALIGNED = re.compile(r"send|recv|c10d::", re.IGNORECASE)
 """Communication between some ranks only, and operators that only launch communication."""
 _CAUSES: tuple[Kind, ...] = ("input", "device", "optimizer", "idle", "loop")
-"""What a rank may do more of than the ranks that wait for it."""
+"""Kinds of work of which a rank may do more than the ranks that wait for it."""
 _EXCHANGES: tuple[Kind, ...] = ("gradients", "buffers", "collective")
 _SAID = 0.02
 """Share of a step below which parts are not mentioned."""

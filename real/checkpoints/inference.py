@@ -1,4 +1,4 @@
-"""The model for a server: exported, so that it is loaded without this package and without the model's own code."""
+"""Export of the model for serving: it loads without this package and without the model's own code."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,11 @@ _SUFFIX = ".pt2"
 
 
 def save_inference_model(engine: Engine, meeting: Meeting, path: Path, example_inputs: Sequence[Any], dynamic_shapes: Any) -> None:
-    """Export the model that all trainers agree on, in evaluation mode, on the CPU. Every trainer calls it; rank 0 writes.
+    """Export the model that all trainers agree on, in evaluation mode, on the CPU.
 
-    Within a round of Local SGD that is what an averaging would give now, or Theta with an outer optimizer or fragments;
+    Every trainer calls it; rank 0 writes.
+
+    Within a round of Local SGD it is the average of now, or Theta with an outer optimizer or fragments;
     the training itself is not disturbed. Raises ``ConfigError`` for a model that torch cannot export.
     """
     engine.progress(EXPORT)
@@ -37,7 +39,7 @@ def save_inference_model(engine: Engine, meeting: Meeting, path: Path, example_i
 
 @torch.no_grad()
 def served_copy(model: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A copy on the CPU, in evaluation mode, with some parameters replaced, and without what a strategy put into the model."""
+    """Return a copy on the CPU, in evaluation mode, with replaced parameters and no strategy's changes."""
     tensors = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
     computed = {id(value): value.detach().clone() for value in tensors if not value.is_leaf}  # as by pruning: torch copies none
     served = copy.deepcopy(model, dict[int, Any](computed)).cpu().eval()

@@ -1,7 +1,7 @@
-"""Meeting: all trainers agree on the host about what they do beside training, such as a save.
+"""Meeting: all trainers agree, on the host, on work besides training, such as a save.
 
-On a gloo group of its own, so that a trainer that does something else in the meantime is not taken for one
-that agrees, and its gradients are not taken for an answer.
+It has its own gloo group, so that a trainer that is doing something else does not appear to agree, and its
+gradients are not mistaken for an answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,17 +16,17 @@ from real.communication.communicators import collective_errors
 from real.processes.failures import Failures
 
 _WRITING = timedelta(minutes=30)
-"""For a trainer that answers while it writes: file systems may be slow."""
+"""Timeout for a trainer that answers while it writes: file systems may be slow."""
 
 _ANSWER_S = 10.0
-"""For a trainer to say that it lives; a busy one may be slow."""
+"""Seconds within which a trainer must say that it lives; a busy one may be slow."""
 
 
 class Meeting:
-    """Where all trainers meet. Every one makes it at the same place, and calls its methods in the same order.
+    """A meeting of all trainers. Each creates it at the same point and calls its methods in the same order.
 
-    ``timeout`` bounds how long they wait for each other. Where ``failures`` can ask them, and all answer, they wait on: one
-    of them writes.
+    ``timeout`` limits how long they wait for each other. If ``failures`` can ask them and all answer, they
+    keep waiting, because one of them is writing.
     """
 
     def __init__(self, timeout: timedelta, failures: Failures | None = None) -> None:
@@ -36,10 +36,13 @@ class Meeting:
         self._group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc="meeting")
         # A group of its own: a trainer that leaves must not be taken for one that agrees.
         self._exit_group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc="exit")
-        self.rank, self.trainers = dist.get_rank(), dist.get_world_size()  # at the exit the script may have destroyed the world
+        self.rank, self.trainers = dist.get_rank(), dist.get_world_size()  # at exit the script may have destroyed the world
 
     def meet(self, where: str) -> None:
-        """Wait for all trainers to call ``where``. Raises ``ConfigError``, on rank 0 with who is missing, for those who do not come."""
+        """Wait until all trainers have called ``where``.
+
+        Raises ``ConfigError`` if some do not; rank 0's names them.
+        """
         if self.trainers == 1:
             return
         try:
@@ -53,7 +56,7 @@ class Meeting:
             raise found from error
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """All trainers' whole numbers, as many from each, in the order of ranks."""
+        """Return all trainers' integers, equally many from each, in the order of ranks."""
         own = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
         if self.trainers == 1:
             return [list(numbers)]
@@ -62,7 +65,7 @@ class Meeting:
         return [tensor.tolist() for tensor in found]
 
     def _finish(self, work: dist.Work | None) -> None:
-        """Wait for a collective, as long as all trainers answer."""
+        """Wait for a collective while all trainers answer."""
         assert work is not None, "every trainer is in the group"
         with collective_errors() if self._failures is None else self._failures.broken():
             while True:
@@ -78,19 +81,19 @@ class Meeting:
                     return
 
     def leave(self) -> None:
-        """At a process's exit: wait for all others to come to theirs, as long as all answer; one may still evaluate or save."""
+        """Wait at exit for the others to reach theirs, while all answer; one may still evaluate or save."""
         if self.trainers > 1:
             self._finish(self._exit_group.barrier())
 
     def texts(self, text: str) -> list[str]:
-        """All trainers' texts, in the order of ranks."""
+        """Return all trainers' texts, in the order of ranks."""
         data = text.encode()
         lengths = [length for (length,) in self.gather([len(data)])]
         padded = self.gather([*data.ljust(max(lengths), b"\0")])
         return [bytes(letters[:length]).decode() for letters, length in zip(padded, lengths, strict=True)]
 
     def same(self, text: str, what: str, where: str, hint: str) -> None:
-        """Raise ``ConfigError`` on every trainer unless all have rank 0's ``text``; ``what`` says of a rank how it differs."""
+        """Raise ``ConfigError`` everywhere unless all have the same ``text``; ``what``: how one differs."""
         first, *others_told = self.texts(text)
         others = [rank for rank, told in enumerate(others_told, 1) if told != first]
         if others:
@@ -98,7 +101,10 @@ class Meeting:
 
     @contextmanager
     def together(self, where: str) -> Iterator[None]:
-        """What all do inside is done by all at its end; where one fails, all raise: it its own error, the others its name."""
+        """Run the body on all trainers; on exit all have done it.
+
+        If one fails, it raises its own error, and the others name it.
+        """
         error: Exception | None = None
         try:
             yield

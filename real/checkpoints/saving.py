@@ -1,4 +1,4 @@
-"""Saving and loading by all trainers together: each does its part, and all succeed or none does."""
+"""Saving and loading: every trainer does its part, and either all succeed or none does."""
 
 import json
 import sys
@@ -46,32 +46,34 @@ SEVERAL_FOLDERS = "give every trainer the same folder"
 
 
 class SumsDropped(UserWarning):
-    """What belongs to trainers that are not there any more: gradients that waited for their update, a round of an outer optimizer."""
+    """Warns of dropped state of trainers: gradients not yet applied, or an outer optimizer's round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What ``fleet.load_persistables`` did."""
+    """Result of ``fleet.load_persistables``."""
 
     step: int = 0
-    """The last step that was done: the loop goes on with the next. 0 where only some of a model was loaded."""
+    """Last finished step; the loop continues with the next one. 0 if only part of a model was loaded."""
     epoch: int = 0
-    """Epochs that had ended, as ``fleet.end_epoch`` was told."""
+    """Number of finished epochs, as passed to ``fleet.end_epoch``."""
     loaded: tuple[str, ...] = ()
     """Names of the model's parameters and buffers that were replaced."""
     missing: tuple[str, ...] = ()
-    """The model's, of which nothing was loaded."""
+    """Names of the model's parameters and buffers that were not loaded."""
     left_over: tuple[str, ...] = ()
-    """The checkpoint's, which were not wanted, or which the model does not have."""
+    """Names of the checkpoint's tensors that were not wanted or that the model does not have."""
     extra: Any = None
-    """What the script saved beside it."""
+    """Object that the script saved as ``extra``."""
 
 
 def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
-    """Save a training between two steps. Every trainer calls it.
+    """Save the training, between two steps, into ``path``, which all trainers must see.
 
-    Into ``path``, which all trainers must see. Raises ``ConfigError`` in the middle of a step and where trainers do not save the same,
-    ``EnvironmentLacks`` where nothing can be written; the save before is then still in force.
+    Every trainer calls it.
+
+    Raises ``ConfigError`` in the middle of a step, or if trainers save at different steps or paths;
+    ``EnvironmentLacks`` if nothing can be written. The previous save then stays in force.
     """
     progress = engine.progress(SAVE)
     engine.take_over()
@@ -86,9 +88,10 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
 
 
 def put_in_force(meeting: Meeting, path: Path, shared: Mapping[str, Any], own: Mapping[str, Any], told: Mapping[str, Any]) -> None:
-    """Write a save into ``path``: parts by name, ``shared`` by rank 0 and each trainer's ``own``, and the manifest with what is ``told``.
+    """Write a save into ``path``: rank 0 the ``shared`` parts, each trainer its ``own``; manifest ``told``.
 
-    Every trainer calls it. Raises ``EnvironmentLacks`` where nothing can be written; the save before is then still in force.
+    Parts are given by name. Every trainer calls it. Raises ``EnvironmentLacks`` if nothing can be written;
+    the previous save then stays in force.
     """
     keeps = meeting.rank == 0
     draft = Draft(path, 1 + in_force(meeting, path, SAVE))
@@ -104,7 +107,7 @@ def put_in_force(meeting: Meeting, path: Path, shared: Mapping[str, Any], own: M
         if keeps:
             draft.discard()
         raise
-    with meeting.together(SAVE):  # from the first that knows it to be in force on, it may not go
+    with meeting.together(SAVE):  # as soon as one trainer knows that it is in force, it must stay
         if keeps:
             manifest = {**told, "versions": {"torch": str(torch.__version__)}}
             draft.commit(manifest, {name: digest for text in digests for name, digest in json.loads(text).items()})
@@ -113,10 +116,10 @@ def put_in_force(meeting: Meeting, path: Path, shared: Mapping[str, Any], own: M
 
 
 def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[str], bool] | None, resynchronize: bool) -> Loaded:
-    """Go on from a checkpoint; with a ``predicate``, take only those of the model's tensors whose names it wants.
+    """Continue from a checkpoint; with a ``predicate``, load only the model's tensors whose names it accepts.
 
-    Every trainer calls it, between two steps. Raises ``ConfigError`` for what does not fit, on all
-    trainers if on one; nothing has changed then.
+    Every trainer calls it, between two steps. Raises ``ConfigError``, on all trainers, if the checkpoint does
+    not fit any of them; nothing has changed then.
     """
     engine.progress(LOAD)
     meeting.meet(LOAD)
@@ -139,14 +142,17 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
 
 
 def in_force(meeting: Meeting, path: Path, where: str = LOAD) -> int:
-    """The last save that some trainer sees in force; 0 where none does, and for a file."""
+    """Return the number of the last save in force that any trainer sees; 0 if none, or for a file."""
     with meeting.together(where):
         last = 0 if path.is_file() else last_save(path)
     return max(number for (number,) in meeting.gather([last]))
 
 
 def _read(engine: Engine, meeting: Meeting, save: Save) -> Restored:
-    """What this trainer goes on with, where nothing has changed."""
+    """Return this trainer's state.
+
+    Raises ``ConfigError`` if the number of trainers or the strategy has changed.
+    """
     manifest, where = save.manifest, str(save.folder)
     if manifest["trainers"] != meeting.trainers:
         what = "was saved by another number of trainers"
@@ -157,7 +163,10 @@ def _read(engine: Engine, meeting: Meeting, save: Save) -> Restored:
 
 
 def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
-    """What all trainers go on with where their number, or the strategy, has changed: rank 0's, and the averaged model."""
+    """Return the state from which all trainers restart, with another number of them or another strategy.
+
+    It is rank 0's state with the averaged model.
+    """
     manifest, where = save.manifest, str(save.folder)
     model, shared = save.read(MODEL), save.read(SHARED)
     refuse_another_model(engine.model, model, None, where)
@@ -180,7 +189,7 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
 
 
 def _load_some(engine: Engine, meeting: Meeting, path: Path, number: int, predicate: Callable[[str], bool]) -> Loaded:
-    """Replace the model's tensors that the checkpoint has and ``predicate`` wants."""
+    """Replace the model's tensors that the checkpoint has and ``predicate`` accepts."""
     engine.take_over()
     with meeting.together(LOAD):
         file = path if path.is_file() else open_save(path, number).file(MODEL)
@@ -204,5 +213,5 @@ def _load_some(engine: Engine, meeting: Meeting, path: Path, number: int, predic
         said = [f"loaded {len(chosen)} of the model's {len(own)} tensors from {where}"]
         lists = (("not loaded", loaded.missing), ("left over", loaded.left_over))
         said += [f"{what}: {', '.join(names)}" for what, names in lists if names]
-        print("\n".join(said), file=sys.stderr)  # noqa: T201  # what a start from another model's parameters must show
+        print("\n".join(said), file=sys.stderr)  # noqa: T201  # a start from another model's parameters must show this
     return loaded

@@ -1,1 +1,1 @@
-"""What changes how one trainer computes: precision, recompute, compilation, batch norm, injected stragglers."""
+"""How one trainer computes: precision, recompute, compilation, batch norm, injected stragglers."""

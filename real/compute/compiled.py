@@ -46,7 +46,7 @@ def apply_compiled(
 
 
 def blocks_of(container: nn.Module, prefix: str = "") -> list[list[str]]:
-    """The blocks of a model, in the order of registration: a module with parameters, and those without that follow it in a sequence."""
+    """Return a model's blocks: a module with parameters and those without that follow it in a sequence."""
     found: list[list[str]] = []
     is_open = False
     for name, child in container.named_children():

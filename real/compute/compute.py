@@ -80,10 +80,10 @@ def _set_cudnn(undo: contextlib.ExitStack, strategy: DistributedStrategy) -> Non
 
 
 def _take_memory(undo: contextlib.ExitStack, fraction: float, device: torch.device) -> None:
-    """Bound the process to a share of the device's memory, and let the caching allocator hold most of it.
+    """Limit the process to a share of the device's memory, and let the caching allocator hold most of it.
 
-    An eighth stays free: what is smaller than a MiB lies in segments of its own, and once a part of the one large block
-    is in use the allocator can no longer give that back to open them.
+    An eighth stays free: tensors smaller than a MiB need segments of their own, and as soon as part of the
+    large block is in use, the allocator can no longer return it to open them.
     """
     memory = torch.cuda.memory
     undo.callback(torch.cuda.empty_cache)
@@ -111,15 +111,15 @@ def apply_compute(
     backend: str | Callable[..., Any] = "inductor",
     errors: Errors = collective_errors,
 ) -> Undo:
-    """Put the compute part of ``strategy`` in place; nothing stays where any of it fails.
+    """Apply the compute part of ``strategy``; if any of it fails, undo the rest.
 
-    ``group`` carries the statistics of synchronised batch norm, and nothing else; ``None`` is one
-    trainer. ``errors`` stands around its collectives. ``scale()`` is the loss scale, and ``backend`` is torch.compile's.
+    ``group`` carries only the statistics of synchronised batch norm; ``None`` means one trainer. ``errors``
+    wraps its collectives. ``scale()`` is the loss scale, and ``backend`` is torch.compile's.
 
-    The order is the nesting: batch norms first, because compiled graphs are made of them; compiled
-    blocks before recompute, which runs a compiled forward twice, because a checkpoint inside a graph
-    would move batch-norm statistics twice; mixed precision around all of it. Raises ``ConfigError``
-    for a strategy that this model cannot execute.
+    The order is that of the nesting: batch norms first, because compiled graphs contain them; then compiled
+    blocks, before recompute, which runs a compiled forward twice, because a checkpoint inside a graph would
+    update batch-norm statistics twice; mixed precision around everything. Raises ``ConfigError`` for a
+    strategy that this model cannot execute.
     """
     checkpoints = strategy.recompute_configs.checkpoints if strategy.recompute else ()
     with contextlib.ExitStack() as undo:

@@ -1,8 +1,8 @@
 """Injected stragglers: X times the profiled time, added before each layer's forward and backward.
 
-Delays aim at cumulative totals, so that one delay's lateness shortens the next and does not add
-up over the layers. On a CPU a delay is a sleep; on a CUDA device it is a kernel in the compute
-stream, because the host runs ahead of the device and sleeping there would delay nothing.
+Delays aim at cumulative totals: if one takes too long, the next is shorter, so that errors do not add up
+over the layers. On a CPU a delay is a sleep. On a CUDA device it is a kernel in the compute stream, because
+the host runs ahead of the device and a sleep there would delay nothing.
 """
 
 import time
@@ -28,32 +28,32 @@ _REMEMBERED = 31
 
 
 class Delay:
-    """Makes the compute that follows wait. This one sleeps: where the host computes."""
+    """Delays the compute that follows. This class sleeps, for devices on which the host computes."""
 
     shortest_ns = _SHORTEST_SLEEP_NS
-    """What is shorter is saved up for the next delay."""
+    """Shortest delay, in nanoseconds; shorter ones are added to the next."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         self._sleep = sleep
 
     def add(self, missing_ns: int) -> int:
-        """Delay by about so much; the nanoseconds it really was, where that is known."""
+        """Delay by about ``missing_ns``; return the actual nanoseconds if known, else ``missing_ns``."""
         begin = time.monotonic_ns()
         self._sleep(missing_ns * 1e-9)
         return time.monotonic_ns() - begin
 
 
 class KernelDelay(Delay):
-    """A kernel that spins in the current stream for so many cycles.
+    """Delays by a kernel that spins in the current stream for a number of cycles.
 
-    A device has fewer cycles a second under load than when it idles. So it is calibrated right after a
-    load, and goes by the delays that training has passed as soon as there are any: the median of the last ones.
+    A device has fewer cycles per second under load than when idle. It is therefore calibrated right after a
+    load, and then from the delays that training has passed: the median of the last ones.
     """
 
     shortest_ns = _SHORTEST_KERNEL_NS
 
     def __init__(self, clock: Clock, spin: Callable[[int], None], load: Callable[[], None]) -> None:
-        """``spin`` enqueues a kernel of so many cycles; ``load`` makes the device work, and leaves work enqueued."""
+        """``spin`` enqueues a kernel of given cycles; ``load`` makes the device work, with more enqueued."""
         self._clock = clock
         self._spin = spin
         self._passing: deque[tuple[int, Mark, Mark]] = deque()
@@ -63,7 +63,7 @@ class KernelDelay(Delay):
         self._learn(wait=True)
 
     def add(self, missing_ns: int) -> int:
-        """See ``Delay``; enqueues, and returns what was asked for."""
+        """See ``Delay``. Enqueues the kernel and returns ``missing_ns``."""
         self._learn(wait=False)
         cycles = round(missing_ns * median(self._cycles_per_ns))
         if missing_ns < _SHORTEST_MEASURED_NS:
@@ -78,7 +78,7 @@ class KernelDelay(Delay):
         self._passing.append((cycles, begin, self._clock.mark()))
 
     def _learn(self, *, wait: bool) -> None:
-        """Take in the delays that the device has passed."""
+        """Record the cycles per nanosecond of the delays that the device has passed."""
         while self._passing and (wait or self._clock.passed(self._passing[0][2])):
             cycles, *marks = self._passing.popleft()
             begin, end = self._clock.resolve(marks)
@@ -86,7 +86,7 @@ class KernelDelay(Delay):
 
 
 def delay_of(device: torch.device) -> Delay:
-    """How compute on ``device`` is delayed; on CUDA it takes a third of a second to find out."""
+    """Return the delay for ``device``; on CUDA the calibration takes a third of a second."""
     if device.type != "cuda":
         return Delay()
     # torch's own tests delay with _sleep; there is no public name
@@ -94,7 +94,7 @@ def delay_of(device: torch.device) -> Delay:
 
 
 def _load(device: torch.device) -> None:
-    """Multiply matrices until the device's clock rate has come down, and leave some milliseconds of that enqueued."""
+    """Multiply matrices until the device's clock rate has dropped; leave some milliseconds enqueued."""
     generator = torch.Generator(device).manual_seed(0)  # the script's random numbers stay what they are
     matrix = torch.rand(4096, 4096, device=device, generator=generator)
     product = torch.empty_like(matrix)
@@ -108,13 +108,13 @@ def _load(device: torch.device) -> None:
 class Injector:
     """Delays a model's layers by a share of their profiled times.
 
-    Life cycle: ``attach``; every step ``begin`` with the step's X, then the model's hooks, then
-    ``finish`` at the end of the backward; ``detach``. Inside of a compiled block nothing is delayed,
-    because that would break its graph: what is due there comes at the next layer outside, or at the end.
+    Life cycle: ``attach``; in every step ``begin`` with the step's X, then the model's hooks, then
+    ``finish`` at the end of the backward; ``detach``. Nothing is delayed inside a compiled block, because
+    that would break its graph; its delay is added at the next layer outside it, or at the end.
     """
 
     def __init__(self, table: LayerTable, delay: Delay) -> None:
-        """``delay`` is the device's."""
+        """``table`` has the profiled times of the model's layers; ``delay`` is the device's."""
         self._table = table
         self._delay = delay
         self._handles: list[RemovableHandle] = []
@@ -145,7 +145,7 @@ class Injector:
         self._x, self._delayed_ns = x, 0
 
     def finish(self) -> None:
-        """Delay by what is left of the step's X."""
+        """Add the rest of the step's delay."""
         self._until(self._table.forward_ns + self._table.backward_ns)
 
     def _until(self, base_ns: int) -> None:

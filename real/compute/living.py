@@ -1,4 +1,4 @@
-"""Changes to a living model: what a strategy puts into it, and the way back.
+"""Changes that a strategy makes to a live model, and how they are undone.
 
 Strategies change between legs inside one process, so each change hands back an ``Undo`` that
 leaves modules, hooks, forward methods and flags as they were. Changes are undone in reverse order.
@@ -12,13 +12,13 @@ from weakref import WeakMethod
 from torch import nn
 
 Undo = Callable[[], None]
-"""Takes a change back; a second call does nothing."""
+"""Undoes a change; a second call does nothing."""
 
 Forward = Callable[..., Any]
 
 
 class NotCopied:
-    """What is put on one instance and does not follow it into its copies, by ``copy.deepcopy`` or a pickle: those have ``instead``.
+    """A callable on one instance that ``copy.deepcopy`` and pickles replace by ``instead``.
 
     A pickle names nothing of this package, so that a model that was saved whole loads without it.
     """
@@ -28,20 +28,23 @@ class NotCopied:
         self._instead = instead
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``call`` does."""
+        """Call ``call``."""
         return self.call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[None, Callable[..., Any]]]:
-        return cast, (None, self._instead)  # which returns ``instead`` as it is
+        return cast, (None, self._instead)  # cast returns ``instead`` unchanged
 
 
 def living_hook(call: Callable[..., Any]) -> NotCopied:
-    """A hook on one instance, which does nothing on its copies."""
-    return NotCopied(call, nullcontext().__exit__)  # which takes anything, and returns None
+    """Return a hook for one instance, which does nothing on its copies."""
+    return NotCopied(call, nullcontext().__exit__)  # accepts anything, returns None
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a method of an object that this does not keep alive: for what outlives a model, or hides from Python's collector."""
+    """Return a function that calls the method without keeping its object alive.
+
+    For callbacks that outlive a model, or that Python's collector does not see.
+    """
     found = WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
@@ -52,9 +55,9 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def override_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Undo:
-    """Let ``wrap(forward so far)`` be the forward of this one instance.
+    """Replace the forward of this one instance by ``wrap(current forward)``; return how to undo it.
 
-    Hooks of the module stay outside of it. A copy of the module has the forward that the module had before.
+    Hooks of the module still run around it. A copy of the module has the previous forward.
     """
     before = module.__dict__.get("forward")
     plain = module.forward

@@ -104,7 +104,7 @@ def in_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> Any:
-    """``nest`` with its tensors changed: tuples, lists, dicts, dataclasses, and what is registered with torch's pytree."""
+    """Return ``nest`` with its tensors changed, in dataclasses and in all containers of torch's pytree."""
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -123,14 +123,14 @@ def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> A
 
 
 def own_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """What holds this rank's gradients, to be changed in place."""
+    """Return this rank's gradients, of sparse ones the values, to be changed in place."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]  # noqa: SLF001  # values() wants coalesced ones
 
 
 @torch.no_grad()
 def unscale(tensors: list[torch.Tensor], scale: float, device: torch.device) -> torch.Tensor:
-    """Divide ``tensors`` by ``scale``, in place; returns one element on the device: 1 where something is not finite, else 0."""
+    """Divide ``tensors`` by ``scale`` in place; return one element: 1 if any is not finite, else 0."""
     found = torch.zeros(1, dtype=torch.float32, device=device)
     inverse = torch.full_like(found, 1.0 / scale)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}

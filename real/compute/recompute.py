@@ -78,7 +78,7 @@ def _recomputed(module: nn.Module) -> Callable[[Forward], Forward]:
 
 
 class _StatisticsKept:
-    """Lets batch norms move copies of their statistics in the second forward; entered again for every backward of one graph."""
+    """Lets batch norms update copies of their statistics in a second forward; reentered for each backward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

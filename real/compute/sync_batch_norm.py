@@ -1,11 +1,11 @@
 """Synchronised batch norm: a layer's batch is that of all trainers together.
 
-With n samples a channel over all ranks: mean = sum(x) / n, var = sum((x - mean)^2) / n, two all-reduces, because the
-difference of two large sums would lose the variance of data far from zero. Autograd goes back through both, so that a
-backward has two all-reduces as well. Gradients of weight and bias are a rank's own; averaging them is the exchange's
-business.
+With n samples per channel over all ranks: mean = sum(x) / n, var = sum((x - mean)^2) / n, in two all-reduces,
+because the difference of two large sums would lose the variance of data far from zero. Autograd passes
+through both, so that a backward has two all-reduces as well. Gradients of weight and bias are a rank's own;
+the exchange averages them.
 
-On CUDA torch's own SyncBatchNorm does the same with fused kernels.
+On CUDA, torch's own SyncBatchNorm does the same with fused kernels.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from real.compute.mixed_precision import in_float32
 def apply_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup, errors: Errors = collective_errors) -> Undo:
     """Make every batch norm of ``model`` one over the ranks of ``group``.
 
-    A module stays the object that it is, with its parameters, buffers, hooks and names. ``group`` should carry
-    nothing else while the model runs, because these collectives are issued from the forward and the backward.
-    Raises ``ConfigError`` for a batch norm that has a forward of its own, or has not seen its number of channels yet.
+    A module stays the same object, with its parameters, buffers, hooks and names. ``group`` should carry
+    nothing else while the model runs, because the forward and the backward issue these collectives. Raises
+    ``ConfigError`` for a batch norm with its own forward, or with a number of channels not yet known.
     """
     if dist.get_world_size(group) == 1:
         return lambda: None
@@ -98,7 +98,10 @@ def _move_statistics(module: _BatchNorm, mean: torch.Tensor, variance: torch.Ten
 
 
 class _Sum(torch.autograd.Function):
-    """A tensor's sum over the ranks of a group. Every rank's loss depends on it, so its gradient is the sum of all ranks' gradients."""
+    """A tensor's sum over the ranks of a group.
+
+    Every rank's loss depends on it, so its gradient is the sum of all ranks' gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, errors: Errors) -> torch.Tensor:

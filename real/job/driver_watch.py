@@ -1,4 +1,4 @@
-"""End of a rank of a user's script: with its driver, after its last leg, or by an error, which the driver gets.
+"""End of a rank of a user's script: with its driver, after its last leg, or by an error sent to the driver.
 
 A daemon thread watches the job's folder, because the rank itself may hang in a collective, and because its
 launcher (torchrun, srun) need not forward a signal.
@@ -52,7 +52,7 @@ class Watch:
 
 
 def watch_driver(rank: int) -> None:
-    """Make this rank end with the driver of its job, and report its errors to it, even while it waits for others.
+    """Make this rank end with its job's driver, and report its errors to it, even while it waits for others.
 
     Raises ``ConfigError`` if ``FLEETBENCH_TUNING`` names no job's folder.
     """

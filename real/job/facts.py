@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MODEL = "script:"
 """Prefix of the model name of such a workload."""
 _LEAST_LR = 1e-12
-"""Smallest learning rate, because a schedule may begin at 0, which no workload may."""
+"""Smallest learning rate: it replaces 0, with which a schedule may begin but which no workload accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def optimizer_name(facts: Facts) -> Literal["sgd", "momentum", "adagrad", "adam"
 
 
 def experiment_of(base: Experiment, facts: Facts, command: tuple[str, ...]) -> Experiment:
-    """Return a script's experiment: tuning, target and links of ``base`` with the workload and cluster found."""
+    """Return a script's experiment: tuning, target and links of ``base``, workload and cluster as found."""
     nodes, rest = divmod(facts.trainers, facts.trainers_per_node)
     cluster = Cluster(nodes=1 if rest else nodes, trainers_per_node=facts.trainers if rest else facts.trainers_per_node)
     workload = replace(

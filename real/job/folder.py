@@ -1,17 +1,20 @@
-"""A job's folder: what the driver tells the ranks of a launch, and what they tell it, as files.
+"""A job's folder: files by which the driver and the ranks of a launch talk to each other.
 
-======================= =================== ==================================================================
-file written by content ======================= ===================
-================================================================== experiment.toml, data ``Session`` what all
-ranks train, and the data, where an experiment's own workload is trained driver.json, driver driver its
-process; a number that changes while it lives seed driver the trainers' seed, of a leg that names one
-legs/N.json driver, in order a leg: strategy, steps, warm-up and what to measure legs/stop driver no order
-follows abort driver, or a rank end at once; a rank writes it when it finds the driver gone ranks/rankR.json
-rank R its host, and the number of trainers, as soon as it has joined the others beats/rankR rank R the
-optimizer step of its process that it is at results/N/rankR.json rank R its part of leg N, written before it
-reads the next order errors/rankR.json rank R the exception that ended it codes/rankR.json who started rank R
-how it ended, if it failed (``launcher``, ``inside``) ======================= ===================
-==================================================================
+=======================  ===================  ==============================================================
+file                     written by           content
+=======================  ===================  ==============================================================
+experiment.toml, data    ``Session``          an experiment's own workload: what all ranks train, and its data
+driver.json, driver      driver               its process; a number that changes while it lives
+seed                     driver               the trainers' seed, for a leg that sets one
+legs/N.json              driver, in order     a leg: strategy, steps, warm-up and what to measure
+legs/stop                driver               no further order follows
+abort                    driver, or a rank    end at once; a rank writes it when it finds the driver gone
+ranks/rankR.json         rank R               its host and the number of trainers, once it has joined
+beats/rankR              rank R               the optimizer step that its process is in
+results/N/rankR.json     rank R               its part of leg N, written before it reads the next order
+errors/rankR.json        rank R               the exception that ended it
+codes/rankR.json         starter of rank R    how it ended, if it failed (``launcher``, ``inside``)
+=======================  ===================  ==============================================================
 
 A rank writes its own part files alone. Every JSON file is complete or missing, so a shared file system is
 enough. A rank learns of the directory by the environment variable ``FLEETBENCH_TUNING``; without it nothing
@@ -133,7 +136,7 @@ class DriverSide(JobFolder):
         write_json(self.path / "driver.json", encode(Place.here()))  # at which other ranks know the launch
 
     def show_life(self) -> None:
-        """Show ranks of other hosts that the driver lives, by a number that changes until the launch is over."""
+        """Show ranks on other hosts that the driver lives, by a number that changes until the launch ends."""
 
         def run() -> None:
             for number in itertools.count():

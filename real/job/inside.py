@@ -1,11 +1,11 @@
-"""Inside: the driver is one of the processes that somebody has started already, one for each trainer.
+"""Inside: the driver is one of a job's processes, of which a launcher has started one per trainer.
 
-All of them run one command, ``fleetbench tune EXPERIMENT.toml -- python train.py``, and their environment
-says which trainer each is. Rank 0 drives as it would outside; what it launches is its own trainer.
-The others ``serve``: they start theirs whenever a launch's folder appears, and end with the
-driver. All of it lies below one folder, which rank 0 makes below ``--out``: every node must see it. It
-goes with the driver, but where a worker failed, for the trainers' output, it stays.
-Trainers of a launch meet through a file in its folder, so that launches do not meet each other.
+All of them run the same command, ``fleetbench tune EXPERIMENT.toml -- python train.py``, and their
+environment says which trainer each is. Rank 0 drives as it would outside, and launches its own trainer. The
+others ``serve``: they start theirs whenever a launch's folder appears, and end with the driver. All files
+are in one folder, which rank 0 makes below ``--out`` and which every node must see. It is removed with the
+driver, unless a worker failed: then it stays, for the trainers' output. The trainers of a launch find each
+other through a file in its folder, so that launches cannot mix.
 
 ``met`` (rank 0 has told the folder) -> launches, one after another -> ``ended``: the driver says stop, or is
 gone.
@@ -97,7 +97,7 @@ def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) ->
 
 
 def trainer_environment(folder: Path, role: Role | None = None) -> dict[str, str]:
-    """Return the environment of a trainer of this folder's launch: its seed, and its role (default: this process's)."""
+    """Return a trainer's environment in this folder's launch: seed, and role (default: this process's)."""
     seed = {SEED: (folder / "seed").read_text(encoding="ascii")} if (folder / "seed").exists() else {}
     seed |= attached_environment(folder)
     if role is None:

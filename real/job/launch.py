@@ -1,12 +1,12 @@
-"""Launch: the ranks of a job, started once, which run one leg after another as they are ordered, and are watched until they end.
+"""Launch: starts the ranks of a job once, orders one leg after another, and watches the ranks until they end.
 
-``WorkerLaunch`` starts programs of this project, whose processes are its children. ``CommandLaunch`` starts a
-user's command, whose ranks join by ``fleet.init``. What else the command starts is known by the job's folder
-in its environment, and ends when that says so.
+``WorkerLaunch`` starts programs of this project as child processes. ``CommandLaunch`` starts a user's
+command, whose ranks join by ``fleet.init``. Other processes that the command starts are recognised by the
+job's folder in their environment, and end when that folder says so.
 
-How a command's rank ended, who has started it says: ``fleetbench launch`` and a driver inside write its exit
-code into the job's folder, torch's agent reports it at its own end. Under a launcher that says nothing, a
-rank that was killed is the one that fell silent.
+The starter of a command's rank reports how the rank ended: ``fleetbench launch`` and a driver inside the job
+write its exit code into the job's folder, torch's agent reports it at its own end. If a launcher reports
+nothing, the rank that fell silent is taken to be the one that was killed.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ Progress = Callable[[int, int], None]
 
 
 class Order(Protocol):
-    """What ranks do next: a leg, or a look at the script."""
+    """An order to ranks: a leg, or a look at the script."""
 
     @property
     def steps(self) -> int:
@@ -61,7 +61,7 @@ class Order(Protocol):
 
 
 class Launch(ABC):
-    """``started`` -> ``joined`` (every rank has met the others) -> legs, one order after another -> ``ended``.
+    """``started`` -> ``joined`` (all ranks have met) -> legs, one order after another -> ``ended``.
 
     A rank that dies, raises, or falls silent past the timeout ends the launch with an error that names it.
     """
@@ -170,7 +170,7 @@ class Launch(ABC):
             self.startup_s = time.monotonic() - self._begin_s
 
     def _check(self) -> None:
-        """Raise if a rank has failed and the others have had their time, or if all have been silent for too long."""
+        """Raise if a rank has failed and the others' time is over, or if all were silent for too long."""
         if self._first_error_s is None and any(any(told.iterdir()) for told in (self._folder.errors, self._folder.codes)):
             self._first_error_s = time.monotonic()
         is_overdue = self._first_error_s is not None and time.monotonic() - self._first_error_s > _OTHERS_S
@@ -298,7 +298,7 @@ class CommandLaunch(Launch):
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def _last_lines(self) -> str:
-        """Return the first error of the output, or its last lines: a launcher's own lines follow a script's."""
+        """Return the output's first error, or its last lines: a launcher's own lines follow a script's."""
         text = self._said()
         if (error := _ERROR.search(text)) is not None:
             return error[1]

@@ -77,7 +77,7 @@ def _unheard(echo: Echo) -> Echo:
 
 
 def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started], object], Callable[[], bool]], None]) -> None:
-    """Tell the trainers to end, and call ``look`` until they and then the servers have, or until their time is over.
+    """Tell trainers to end; call ``look`` until they and then the servers have ended or their time is over.
 
     Only the trainer itself is told, and its own child processes after it has ended: workers that load its
     data must not end before it.

@@ -1,4 +1,4 @@
-"""RankLegs: the legs of one rank, one after another as the driver orders them, of a user's script or of an experiment's own workload.
+"""RankLegs: the legs of one rank, in the driver's order, of a script or of an experiment's own workload.
 
 ``joined`` (the driver knows that this rank is there) -> legs: after the last step of each its part is
 written, and the next order is waited for -> the driver says stop. In a script each leg begins and ends where
@@ -240,16 +240,16 @@ class RankLegs:
             self._engine = cast("Engine", self._legs.send(is_over))  # a script has no other
 
     def _of_script(self, switch: EngineSwitch | ShardedSwitch) -> Generator[LegEngine, bool | None, None]:
-        """Beats count the process's steps, whatever a leg, or a checkpoint that was loaded, calls them: errors name the script's own."""
+        """Follow orders in a script. Beats count the process's own steps, by which errors name them."""
         is_stopped = yield from self.orders(switch, lambda number, _step: self._beats.beat(number, self._num_steps + 1))
         if is_stopped:
             switch.open(switch.own_strategy, keep_times=False)  # what the script does on its way out finds it as ever
             end_script()
 
     def orders(self, trained: Trained, beat: Callable[[int, int], None] | None = None) -> Generator[LegEngine, bool | None, bool]:
-        """Leg after leg, step by step, until the driver says stop: True, or a script ends. All ranks change legs after the same steps.
+        """Run leg after leg, step by step, until the driver says stop (returns True) or the script ends.
 
-        ``beat`` hears of a leg's number and a step that begins.
+        All ranks change legs after the same steps. ``beat`` gets a leg's number and each step that begins.
         """
         number = 0
         beat = beat or self._beats.beat

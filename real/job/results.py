@@ -1,14 +1,14 @@
-"""Results: what the ranks and servers of a leg wrote, as a run of this project, with all times on rank 0's clock.
+"""Results: turn the files of a leg's ranks and servers into a run, with all times on rank 0's clock.
 
-Pauses (to copy parameters for an evaluation) are left out of the clock. Of each pause all ranks lose the same
-time, that of the shortest on any rank: moments of a step can then be compared between ranks as before, and no
-rank's step begins before its last one has ended. What a rank pauses longer than another is the loop's work
+Pauses (to copy parameters for an evaluation) are cut out of the clock. Each pause is cut by the same time on
+all ranks, that of the rank with the shortest pause: times of a step then stay comparable between ranks, and
+no step begins before the rank's previous one has ended. The rest of a longer pause counts as the loop's work
 (``other``).
 
-Of a user's script, steps after which it evaluated its model, and those that follow, up to the next exchange,
-are left out, on all ranks, and the gap is closed as far as it is one on every rank: an evaluation is no part
-of a step, and where one rank evaluates alone the others wait for it in that exchange. Where most steps are
-followed by one, it belongs to the loop.
+In a user's script, a step after which the script evaluated its model, and the following ones up to the next
+exchange, are left out on all ranks, and the gap is closed by the time common to all ranks: an evaluation is
+no part of a step, and if only one rank evaluates, the others wait for it in that exchange. If most steps are
+followed by an evaluation, it counts as part of the loop.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
 
 
 def _to_target(told: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> tuple[float, Crossing] | None:
-    """Return seconds from the first counted start to the end of the step at which losses have reached the target."""
+    """Return seconds from the first counted start to the end of the step that reaches the target loss."""
     if (reached := crossing(told, target)) is None:
         return None
     kept = [record for record in records if 1 <= record.step <= reached.step]
@@ -172,7 +172,7 @@ def _on_first_clock(part: Part) -> Part:
 
 
 def _without(part: Part, gaps: Sequence[tuple[int, int]], origin: int = 0) -> Part:
-    """Return the part with all times relative to ``origin``, without the ``gaps`` (begin and length, in order)."""
+    """Return the part with times relative to ``origin`` and without ``gaps`` (begin and length, in order)."""
     begins = [begin for begin, _ in gaps]
     before = [0, *itertools.accumulate(length for _, length in gaps)]
 

@@ -1,9 +1,9 @@
-"""ScriptSession: legs in a user's script, through one launch of its command after another.
+"""ScriptSession: legs in a user's script, in successive launches of its command.
 
-A launch is kept as long as it will do: the next leg follows the last one in the living process. There is a
-new one where a pair begins and the last launch was used enough, where a leg starts from the initial
-parameters, where its strategy changes what a process can have only once, where a leg has failed, and where
-the script's own data end: then what it can do in one launch is known, and legs are cut to it.
+A launch is kept as long as possible: the next leg runs in the same processes. A new launch starts if a pair
+begins and the last launch was used enough, if a leg starts from the initial parameters, if its strategy
+changes something that a process can set only once, if a leg has failed, and if the script's own data end.
+In that case the number of steps of one launch is known, and legs are cut to it.
 """
 
 import dataclasses
@@ -43,22 +43,20 @@ another launch, because launches differ."""
 
 
 class ScriptSession(LegSession):
-    """Entering starts the command and finds out what the script is, which is then ``experiment``.
+    """Runs legs in a user's script.
 
-    Leaving ends it.
+    Entering starts the command and describes the script in ``experiment``; leaving ends it.
 
-    Raises ``ConfigError`` for a strategy or script that cannot be executed, ``LegFailed`` naming the rank
-    where a leg breaks: the session goes on with the next.
+    Raises ``ConfigError`` for a strategy or script that cannot be executed, and ``LegFailed``, naming the
+    rank, if a leg fails; the session continues with the next leg.
     """
 
     experiment: Experiment
 
     def __init__(self, command: Sequence[str], base: Experiment, *, known: Experiment | None = None, workdir: Path | None = None) -> None:
-        """``known``: what was found before, by a session that was interrupted.
+        """``known``: description by an interrupted session; if given, nothing starts until the first leg.
 
-        Nothing is started until the first leg then.
-
-        ``workdir``: the folder that the command is started in; this process's, if none.
+        ``workdir``: folder in which the command starts; by default this process's.
         """
         super().__init__()
         self._within = Path(os.environ[SHARED]) if SHARED in os.environ else None

@@ -1,4 +1,4 @@
-"""Launching a job with parameter servers: ``fleetbench launch --servers ... --workers ... train.py``, here or as one host of several.
+"""Launching a job with parameter servers: ``fleetbench launch --servers ... --workers ... train.py``.
 
 Every process runs the same script; variables say which of them it is (Paddle's, as its own launchers set them). The job fails with
 the first process that fails. A launcher follows its own processes and ends all if one fails; servers and trainers of other hosts then
@@ -33,7 +33,7 @@ def launch_placed(
     startup_timeout_s: float = 300.0,
     echo: Echo = sys.stdout.buffer.write,
 ) -> None:
-    """Run ``script`` (a Python file and its arguments) as this machine's servers and trainers, until they have ended.
+    """Run ``script`` (a Python file and its arguments) as this machine's servers and trainers to their end.
 
     Server N's output is in ``log_dir/serverlog.N``, trainer N's in ``workerlog.N``; trainer 0's is echoed where it runs.
     ``startup_timeout_s``: for servers and trainers to come. Raises ``EnvironmentLacks`` for a server's address that is taken,

@@ -78,10 +78,13 @@ class LegSession(ABC):
         return [part["layer_times"] for part in self._parts(leg)]
 
     def together(self, legs: Sequence[Leg]) -> None:  # noqa: B027  # where all legs are of one launch, there is nothing to do
-        """Announce the next legs, which are compared with each other and should share one launch if possible."""
+        """Announce the next legs, which will be compared and should share a launch if possible."""
 
     def _parts(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
-        """Return every rank's part of a leg, by rank. Stores the machine's other load in ``foreign_cores``."""
+        """Return every rank's part of a leg, by rank.
+
+        Stores the machine's other load in ``foreign_cores``.
+        """
         with watching(self._mark) as load:
             parts = self._run(leg, progress)
         self.foreign_cores = load.cores
@@ -113,7 +116,7 @@ class LegSession(ABC):
 
 
 class Session(LegSession):
-    """A launch of the experiment's trainers on this machine, on entering or, without ``at_once``, at the first leg.
+    """Launch of an experiment's trainers on this machine, on entry or, without ``at_once``, at the first leg.
 
     Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` with the rank if a worker breaks.
     """

@@ -1,4 +1,4 @@
-"""Attached: the environment that attaches the processes of a command to a job (``real.attach``), and what they leave in its folder.
+"""Attached: the environment that attaches a command's processes to a job (``real.attach``), and their files.
 
 ======================  =========================  ================================================
 file                    written by                 content

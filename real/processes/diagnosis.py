@@ -6,8 +6,8 @@ an error of its own, then who fell silent.
 
 Errors of a leg of a user's script:
 
-LegFailed the strategy's own doing, as far as anybody can tell: out of memory, no numbers, an exception, a
-refusal └── LegLost the launch broke: a process was killed or fell silent; worth another try
+LegFailed     probably the strategy's own fault: out of memory, non-finite values, an exception, a refusal
+└── LegLost   the launch broke: a process was killed or fell silent; worth another try
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _blame(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats
 
 
 def first_to_blame(exit_codes: Mapping[int, int]) -> int:
-    """Return the rank that ended by itself: killed, else failed, and last those ended by the launcher's signal."""
+    """Return the rank that ended by itself: killed, else failed, else ended by the launcher's signal."""
     return min(exit_codes, key=lambda rank: (exit_codes[rank] == -signal.SIGTERM, exit_codes[rank] >= 0, rank))
 
 

@@ -1,4 +1,4 @@
-"""Exits: what a process does at its end, and what it does at once. A fork does nothing of its parent's."""
+"""Exits: clean-up at the end of a process, and immediate exits. A fork does none of its parent's clean-up."""
 
 import atexit
 import ctypes
@@ -13,7 +13,7 @@ from typing import NoReturn
 
 
 def at_exit(run: Callable[[], object]) -> None:
-    """Call ``run`` at the exit of this process, but not at a fork's exit: threads, connections and peers are not its own.
+    """Call ``run`` at this process's exit, but not at a fork's: a fork does not own threads and connections.
 
     A process of ``multiprocessing`` ends without the interpreter's hooks, and its exception is known only
     before that.
@@ -35,7 +35,7 @@ def at_exit(run: Callable[[], object]) -> None:
 
 
 def keep_in_forks(*held: object) -> None:
-    """Let forks exit without destroying what this process holds: groups and stores wait for threads that a fork lacks."""
+    """Let forks exit without destroying this process's groups and stores, which wait for its threads."""
 
     def keep() -> None:
         for each in held:

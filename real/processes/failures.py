@@ -88,7 +88,7 @@ def abort_collectives() -> None:
 
 
 def leave_without_success(grace_s: float = GRACE_S) -> None:
-    """End this process of torch's process group, because a rank has failed."""
+    """Abort collectives and end this process with the exit code of a failed worker."""
     abort = threading.Thread(target=abort_collectives, name="failures-abort", daemon=True)  # which may hang itself
     abort.start()
     abort.join(grace_s)
@@ -129,7 +129,7 @@ class Failures:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this process must not end with exit code 0, because a collective broke or some rank has failed."""
+        """Whether this process must not exit with 0, because a collective broke or some rank has failed."""
         return self._has_failed or self.failure is not None or hasattr(sys, "last_value")
 
     def start(self) -> None:
@@ -146,7 +146,7 @@ class Failures:
 
     @contextmanager
     def broken(self) -> Iterator[None]:
-        """Turn an error of a collective inside into a ``CollectiveFailed`` that names the cause, as far as ranks know it."""
+        """Turn a collective's error into a ``CollectiveFailed`` that names the cause, if ranks know it."""
         this, begin_s = object(), time.monotonic()
         self._waits[this] = begin_s
         try:
@@ -167,7 +167,7 @@ class Failures:
         return self._asked(lambda: _absence(self._missing(self._append(), patience_s)), otherwise, patience_s)
 
     def begin_exit(self) -> None:
-        """Mark that this process has come to its exit, which may explain collectives of others that break or take long."""
+        """Mark that this process has reached its exit, which may explain others' broken collectives."""
         self._is_leaving = True
 
     def end(self) -> None:
@@ -219,7 +219,7 @@ class Failures:
                 return
 
     def _is_left_alone(self) -> bool:
-        """Whether a collective takes far longer than any before, mostly since another rank has come to its exit."""
+        """Whether a collective takes far longer than any before, mostly since another rank exited."""
         if self._is_leaving:
             if self._left_s is None:
                 self._store.set(_LEAVING, "")

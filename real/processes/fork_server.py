@@ -1,13 +1,13 @@
-"""Fork server: one Python process that has imported what ranks import, and becomes them by forks.
+"""Fork server: one Python process that has imported the modules that ranks need, and forks ranks.
 
-Importing torch costs every rank seconds of a core, and a machine that starts many launches, one after
-another, most of its time. A fork has it all at once. It is for programs of this project alone, on CPUs and
-Linux: a user's script may set variables before it imports torch, and a process that has spoken to a GPU must
-not fork.
+Importing torch takes every rank seconds of a core, and takes a machine that starts many launches in turn
+most of its time. A fork has everything at once. The server only forks programs of this project, on CPUs
+under Linux: a user's script may set variables before it imports torch, and a process that has used a GPU
+must not fork.
 
-A server ends with the process that uses it. What to fork is a JSON message on its standard input, with which
-comes the file of its output. A fork becomes a child of the user's process, with which it ends, and answers
-with its number.
+A server ends with the process that uses it. It reads JSON messages from its standard input, each with the
+file for the fork's output. A fork becomes a child of the using process, ends with it, and answers with its
+process number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.processes.exits import at_exit, end_now
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "real.fleet", "real.emulated.emulated_training")
-"""What ranks of an experiment import; torch's optimizers import its compiler."""
+"""Modules that an experiment's ranks import; torch's optimizers import its compiler."""
 _OF_TESTS = "PYTEST_CURRENT_TEST"  # changes with every test, and says nothing to a rank
 _POLL_S = 0.01
 _ADOPTING = threading.Lock()
@@ -107,13 +107,11 @@ class ForkServer:
         return self._process.poll()
 
     def fork(self, arguments: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> Forked:
-        """Start ``python ARGUMENTS`` (``-m MODULE ...`` or ``SCRIPT ...``) here, in a session of its own.
+        """Start ``python ARGUMENTS`` (``-m MODULE ...`` or ``SCRIPT ...``) here, in its own session.
 
-        Its output goes to ``log``.
-
-        ``variables`` of its own go before the server's; with a RANK among them it is called by it, as it has
-        no command line of its own. Raises ``EnvironmentLacks`` where the log cannot be written,
-        ``WorkerFailed`` where the server has ended, or does not answer.
+        Its output goes to ``log``. ``variables`` override the server's; if RANK is among them, it names the
+        process, which has no command line of its own. Raises ``EnvironmentLacks`` if the log cannot be
+        written, ``WorkerFailed`` if the server has ended or does not answer.
         """
         try:
             output = log.open("wb")

@@ -1,4 +1,4 @@
-"""Joining: a process becomes one rank of its job's process group, through the network interface that leads to rank 0.
+"""Joining: a process becomes a rank of its job's process group, through the interface that reaches rank 0.
 
 The launchers ask about interfaces too, and need no torch for that.
 """
@@ -30,14 +30,13 @@ _LOOPBACK = ("127.0.0.1", 1)
 
 
 def join(role: Role, timeout: timedelta, backend: str | None = None, *, takes_interface: bool = True) -> None:
-    """Make torch's process group. By default NCCL carries it where somebody started several on CUDA.
+    """Make torch's process group.
 
-    Gloo where they share it, and else.
+    By default it uses NCCL if a launcher started this process and every trainer of the node has its own CUDA
+    device, else gloo. If ``CUDA_VISIBLE_DEVICES`` is set, devices are not counted: each rank may see one.
+    ``takes_interface``: see ``take_interface``; if false, gloo chooses the interface, as in any other script.
 
-    With ``CUDA_VISIBLE_DEVICES`` a rank may see its own device alone, so that their number says nothing.
-    ``takes_interface``: see ``take_interface``; else gloo chooses, as in scripts of others.
-
-    Raises ``ConfigError`` for a parameter server, and where the address of rank 0 is missing.
+    Raises ``ConfigError`` for a parameter server, and if the address of rank 0 is missing.
     """
     if role.kind == "server":
         hint = 'use DistributedStrategy(mode="ps"), or start trainers alone'
@@ -109,7 +108,7 @@ def own_part(store: Store, rank: int, trainers: int, timeout: timedelta) -> Stor
 
 
 def _address(role: Role) -> tuple[str, int] | None:
-    """Return rank 0's address if trainers meet over the network: not on one machine, and not through a file."""
+    """Return rank 0's address if trainers meet over the network, and not on one machine or through a file."""
     if role.rendezvous == ENVIRONMENT:
         return None if role.trainers_per_node == role.trainers else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     address = urlsplit(role.rendezvous or "")
@@ -132,7 +131,7 @@ def interface_towards(host: str, port: int, *, patience_s: float = 0.0) -> str |
 
 
 def take_interface(host: str, port: int, *, patience_s: float = 0.0) -> None:
-    """Make gloo use, in this process, the interface through which rank 0 is reached, unless somebody chose one.
+    """Make gloo use, in this process, the interface that reaches rank 0, unless somebody chose one.
 
     By itself gloo takes the one that the host's own name resolves to, which on many systems is the loopback.
     ``patience_s`` is ``interface_towards``'s. Raises ``EnvironmentLacks`` as that does, and for a name that

@@ -95,7 +95,7 @@ OWNER = "owner.json"
 
 
 def make_folder(within: Path | None = None) -> Path:
-    """Create a folder that only this user may enter, below ``within`` or the temporary folder, and sweep there first.
+    """Create a folder for only this user, below ``within`` or the temporary folder, after a sweep there.
 
     Raises ``EnvironmentLacks`` if the temporary folder has too little room.
     """

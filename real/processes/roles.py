@@ -27,22 +27,27 @@ STORE = "FLEETBENCH_STORE"
 """Environment variable with the file through which the ranks of ``fleetbench launch`` find each other."""
 
 JOINED = "FLEETBENCH_JOINED"
-"""Environment variable with a file that is there once a trainer of ``fleetbench launch`` has called ``fleet.init``."""
+"""Environment variable with a file that is there once a trainer of ``fleetbench launch`` has called
+``fleet.init``."""
 
 ATTACH = "FLEETBENCH_ATTACH"
-"""Environment variable with a job's folder, in a command whose scripts need not know fleetbench: see ``real.attach``."""
+"""Environment variable with a job's folder, in a command whose scripts need not know fleetbench: see
+``real.attach``."""
 
 STRATEGY = "FLEETBENCH_STRATEGY"
 """Environment variable with the file of ``fleetbench launch --strategy``."""
 
 STARTUP = "FLEETBENCH_STARTUP_TIMEOUT"
-"""Environment variable with the seconds that a server or trainer of ``fleetbench launch --servers`` waits for the others to come."""
+"""Environment variable with the seconds that a server or trainer of ``fleetbench launch --servers`` waits for
+the others to come."""
 
 TUNING = "FLEETBENCH_TUNING"
-"""Environment variable with a job's folder, in a user's script that ``fleetbench profile``, ``tune`` or ``why -- COMMAND`` drives."""
+"""Environment variable with a job's folder, in a user's script that ``fleetbench profile``, ``tune`` or ``why
+-- COMMAND`` drives."""
 
 WHY = "FLEETBENCH_WHY"
-"""Environment variable of a command that ``fleetbench why`` looks at: DistributedDataParallel stays as it is."""
+"""Environment variable of a command that ``fleetbench why`` looks at: DistributedDataParallel stays as it
+is."""
 
 SEED = "FLEETBENCH_SEED"
 """Environment variable with the seed of a tuning's run to the target, for a user's script that takes it."""

@@ -1,4 +1,4 @@
-"""Processes that a launch has started on this machine: servers and trainers, which end with it and have names."""
+"""Processes that a launch has started on this machine: named servers and trainers, which end with it."""
 
 import contextlib
 import os
@@ -133,7 +133,7 @@ def _signal(pid: int, how: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def uninterrupted(*signals: signal.Signals) -> Iterator[None]:
-    """A clean-up, bounded in time, that none of ``signals`` breaks off: by default a second Ctrl-C, SIGTERM and SIGHUP.
+    """A timed clean-up that none of ``signals`` interrupts: by default a second Ctrl-C, SIGTERM and SIGHUP.
 
     A thread other than the main one hears no signal anyway.
     """
@@ -150,7 +150,7 @@ def uninterrupted(*signals: signal.Signals) -> Iterator[None]:
 
 
 def free_ports(num: int) -> list[int]:
-    """Ports of this machine on which no program listens just now, below those that the system gives to outgoing connections.
+    """Return ports of this machine without a listener, below those that the system uses for connections.
 
     One of those might be taken by any connection before a server binds it.
     """

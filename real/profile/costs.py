@@ -1,8 +1,7 @@
-"""Costs of training beside its layers, from the steps and spans of short runs of the strategies themselves.
+"""Costs of training besides its layers, from the steps and spans of short runs of the strategies.
 
-All durations are seconds. A step's time is a sum, so what enters it is a mean, over ranks and steps,
-of which the slowest few in a hundred are left out (``typical``); a median would leave out half of what
-makes real steps long.
+All durations are seconds. A step's time is a sum, so its parts are means over ranks and steps, without the
+slowest few percent (``typical``); a median would leave out half of what makes real steps long.
 """
 
 import dataclasses
@@ -86,7 +85,7 @@ def start_times(result: RunResult) -> dict[int, Floats]:
 
 
 def collective_times(averaged: RunResult) -> dict[int, Floats]:
-    """Return the seconds of each bucket's all-reduce in an averaging in which they queue, by rank and averaging.
+    """Return the seconds of each bucket's all-reduce in an averaging whose buckets queue.
 
     It is the time from the end of the previous one on its lane to its own end, because gaps are part of the
     cost. All-reduces that began before any on the lane had ended are excluded: they queued after nothing. If
@@ -197,7 +196,7 @@ def fit_points(points: Iterable[CollectivePoint], trainers: int) -> Hockney:
 
 
 def quantising(run: RunResult, hockney: Hockney) -> Nanoseconds:
-    """Return the time to send 10^6 bytes in INT8 beyond the link: quantising, adding up, and converting back."""
+    """Return the time to send 10^6 bytes in INT8 beyond the link: quantising, adding and converting back."""
     nbytes = sum(operation.nbytes for chain in run.plan.of_bucket.values() for operation in chain)
     beyond_s = typical(exchanges(run, closing(run))) - len(run.plan.buckets) * hockney.line.intercept - hockney.line.slope * nbytes
     return Nanoseconds(max(0, round(beyond_s * 1e15 / nbytes)))
@@ -220,7 +219,7 @@ def starts_of(whole: RunResult, several: RunResult) -> Starts:
 
 
 def slowdowns_of(table: LayerTable, several: RunResult, starts: Starts, hockney: Hockney) -> Slowdowns:
-    """Return how compute and collectives slow each other, from a run in which several buckets overlap the backward."""
+    """Return how compute and collectives slow each other, from a run whose buckets overlap the backward."""
     ready = {gradient.name: gradient.ready * 1e-9 for layer in table.layers for gradient in layer.gradients}
     buckets = several.plan.buckets
     exchange = Exchange(
@@ -266,18 +265,17 @@ def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
 
 
 def sharing_notes(in_flight: Sequence[Link], alone: Link) -> list[str]:
-    """That the fit of ``link_of_two`` ends where it may go no further, if it does."""
+    """Return a note for each link at which the fit of ``link_of_two`` ended at its limit."""
     least = LEAST_TOGETHER / 2
     what = f"two in flight took longer than the fit allows for: each is said to have {least:g} of the bandwidth, which is its limit"
     return [f"the link: {what}; profile again" for each in in_flight if each.bandwidth < 1.05 * least * alone.bandwidth]
 
 
 def settled(table: LayerTable, whole: RunResult) -> LayerTable:
-    """The table with the forward, backward, update and loop of a run in which all gradients travel beside compute.
+    """Return the table with the forward, backward, update and loop times of the run ``whole``.
 
-    The copying of gradients that ends its backward is no layer's. Where threads make batches, the loop also
-    waits for them, by how much depends on the step; its own work is then what it was between the layers'
-    steps.
+    The copying of gradients at the end of its backward belongs to no layer. If threads load batches, the loop
+    also waits for them, for a time that depends on the step; its own work is then taken from the layers' leg.
     """
     start_s = sum(typical(times) for times in start_times(whole).values())
     forward, backward = typical_s(whole, "forward_s"), typical_s(whole, "backward_s") - start_s
@@ -287,9 +285,9 @@ def settled(table: LayerTable, whole: RunResult) -> LayerTable:
 
 
 def with_averaging(table: LayerTable, averaged: RunResult) -> LayerTable:
-    """The table with a local step's compute and update, and with what an averaging adds: packing deltas and applying their mean.
+    """Return the table with a local step's compute and update, and the time to pack and apply mean deltas.
 
-    Starting the averaging's collectives is in the table already.
+    The table already has the time to start the averaging's collectives.
     """
     share, excess_s = _local_compute(averaged, (table.forward_ns + table.backward_ns) * 1e-9)
     steps = counted(averaged)
@@ -310,12 +308,11 @@ _FEWEST_ROUNDS = 3
 
 
 def _local_compute(averaged: RunResult, synchronous_s: float) -> tuple[float, float]:
-    """Compute in the later half of a round over a synchronous step's, at most 1.
+    """Return a local step's compute as a share of a synchronous step's, at most 1, and a round's extra time.
 
-    And what the earlier half takes beyond, in seconds.
-
-    A core that waited for the averaging computes slower for some steps. 1 and 0 where whole rounds are too
-    few, or where their first step is longer than the later half by less than two standard errors over rounds.
+    The share is that of a round's later half; the extra seconds are those of its earlier half, because a core
+    that waited for the averaging computes more slowly for some steps. Returns 1 and 0 if there are too few
+    whole rounds, or if the first step exceeds the later half by less than two standard errors over rounds.
     """
     k_steps = averaged.experiment.strategy.localsgd_configs.k_steps
     steps = averaged.steps.sort_values(["rank", "step"])

@@ -1,27 +1,27 @@
-"""Measuring: a launch whose legs become a profile, which is stored for those that need layer times and have none.
+"""Measuring: a launch whose legs yield a profile, which is stored for commands that need layer times.
 
-Layers are timed on all trainers of a node at once, with the compute part of the strategy as it will
-be (mixed precision, recompute, fused operations), at every thread count asked for. Their times are
-then brought to what forward and backward take in training, where trainers meet at every step and
-nothing is hooked. What communication costs, and by how much it and compute slow each other, is read
-off runs of the strategies themselves. How long legs may take is said beforehand.
+Layers are timed on all trainers of a node at once, with the compute part of the strategy (mixed precision,
+recompute, fused operations), at every requested thread count. The times are then scaled to the forward and
+backward of normal training, in which trainers synchronise at every step and nothing is hooked. The cost of
+communication, and how much it and compute slow each other, come from runs of the strategies themselves. The
+duration of the legs is announced beforehand.
 
 Three legs per thread count, three more for communication:
 
 - ``layers``: no exchange, every layer timed (``ProfileLeg``);
-- ``whole``: training in step, all gradients in one bucket, so that nothing travels beside compute;
-- ``several``: training in step, in buckets that travel beside the backward;
-- ``averaged``: Local SGD of eight steps, or of two where steps are long, in one bucket: what averaging adds
-  to an update, and by how much steps are shorter that wait for nothing before them;
-- ``queued`` and ``queued, two in flight``: of two steps, with a bucket a gradient, which queue with no
-  compute beside them: what all-reduces of many sizes take, alone and two at once, on one communicator where
-  it carries two (``fleetbench.plan.groups``), and else on two;
-- ``quantised``, where the strategy sends outer differences in INT8: the same in one bucket, in INT8.
+- ``whole``: synchronous training, all gradients in one bucket, so that no exchange overlaps compute;
+- ``several``: synchronous training, in buckets that overlap the backward;
+- ``averaged``: Local SGD of eight steps, or of two if steps are long, in one bucket: the time that averaging
+  adds to an update, and how much shorter steps are that need not wait before they begin;
+- ``queued`` and ``queued, two in flight``: rounds of two steps, with one bucket per gradient, which queue
+  without compute: the times of all-reduces of many sizes, one at a time and two at once, on one communicator
+  if it carries two (``fleetbench.plan.groups``), else on two;
+- ``quantised``, if the strategy sends outer differences in INT8: the same in one bucket, in INT8.
 
-All but ``queued, two in flight`` keep one collective in flight (``sync_nccl_allreduce``).
+All except ``queued, two in flight`` keep one collective in flight (``sync_nccl_allreduce``).
 
 A script that calls ``fully_shard`` has two legs: ``layers``, whose parameters stay gathered, and ``as it
-is``, whose gathers and scatters say what communication costs.
+is``, whose gathers and scatters give the cost of communication.
 """
 
 import dataclasses
@@ -75,16 +75,16 @@ from real.supported import is_emulated, with_compute
 from real.testbed.noise import quietest, watching
 
 SECONDS = 10.0
-"""What a leg may take, unless three steps take longer."""
+"""Longest duration of a leg in seconds, unless its fewest steps take longer."""
 STRAGGLER_STEPS = 400
 _METHOD = 6
-"""Of measuring: profiles that were stored by an older one are taken again."""
+"""Version of the method: profiles that an older version stored are measured again."""
 STEPS = 100
-"""Counted steps of a leg, where the time allows."""
+"""Counted steps of a leg, if the time allows."""
 WARMUP = 10
 _PILOT = 2
 SEVERAL = 8
-"""Buckets, about, where there are several."""
+"""Approximate number of buckets in the legs with several."""
 
 T = TypeVar("T")
 
@@ -92,23 +92,21 @@ T = TypeVar("T")
 class Legs:
     """Runs legs in a session, each for at most ``seconds`` unless its fewest steps take longer.
 
-    Keeps the runs by name.
-
-    A leg is run again where the machine was busy.
+    Keeps the runs by name. A leg during which the machine was busy runs again.
     """
 
     def __init__(self, session: LegSession, seconds: float, done: Callable[[], None]) -> None:
         self.runs: dict[str, RunResult] = {}
         self.foreign_cores: float | None = None
-        """During the busiest of the legs that count."""
+        """Cores that other processes used during the busiest leg that counts; none if unknown."""
         self.noise: dict[str, Any] | None = None
-        """Gradient noise of the first leg of layers: later ones begin where trainers have drifted apart."""
+        """Gradient noise in the first leg of layers: before later ones, trainers have drifted apart."""
         self._session = session
         self._seconds = seconds
         self._done = done
 
     def layers(self, strategy: DistributedStrategy) -> list[dict[str, Any]]:
-        """Every rank's layer times, as ``Measured``."""
+        """Measure the layer times of every rank, in the form of ``Measured``."""
         leg = Leg(strategy=measured_part(strategy), steps=STEPS, warmup_steps=WARMUP, profile=True, max_s=self._seconds)
 
         def measure() -> list[dict[str, Any]]:
@@ -121,7 +119,7 @@ class Legs:
         return parts
 
     def run(self, name: str, strategy: DistributedStrategy, most: int = STEPS) -> RunResult:
-        """A run of ``strategy``; a short one before it says how many steps the time allows."""
+        """Run ``strategy``, for as many steps as a short run before it shows to fit into the time."""
         pilot = self._session.run(Leg(strategy=strategy, steps=_PILOT, warmup_steps=_PILOT))
         step_s = float(step_times(pilot.steps).max())
         steps = max(LEAST_STEPS, min(most, int(self._seconds / step_s)))
@@ -132,7 +130,7 @@ class Legs:
         return self.runs[name]
 
     def averaged(self, strategy: DistributedStrategy, optimizer: str, step_s: float) -> RunResult:
-        """Of that name, in rounds of eight steps, where six of them pass in time if a step takes ``step_s``, or else of two."""
+        """Run the leg ``averaged``: rounds of eight steps if six of them fit at ``step_s``, else of two."""
         k_steps = 8 if 6 * 8 * step_s <= self._seconds else 2
         return self.run("averaged", averaged(strategy, optimizer, k_steps), 25 * max(4, k_steps))
 
@@ -144,9 +142,9 @@ class Legs:
 
 
 def measured_part(strategy: DistributedStrategy) -> DistributedStrategy:
-    """The compute part, with the update apart from the backward, so that it can be told from it.
+    """Return a strategy's compute part, with the update after the backward so that it is timed separately.
 
-    A sharded strategy is as it is.
+    A sharded strategy is returned unchanged.
     """
     if strategy.sharding:
         return strategy
@@ -154,7 +152,7 @@ def measured_part(strategy: DistributedStrategy) -> DistributedStrategy:
 
 
 def _computed(strategy: DistributedStrategy) -> DistributedStrategy:
-    """The compute part, under which the script's loop passes: parameters that a loss does not reach are handled as it says."""
+    """Return a strategy's compute part, with its ``find_unused_parameters``, which the loop may need."""
     return compute_part(strategy).replace(find_unused_parameters=strategy.find_unused_parameters)
 
 
@@ -207,22 +205,22 @@ def _local(strategy: DistributedStrategy, optimizer: str, k_steps: int = 2, **ch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A profile, and the runs after it."""
+    """A profile and the runs from which it was computed."""
 
     experiment: Experiment
-    """What was measured."""
+    """Experiment that was measured."""
     profile: Profile
     runs: dict[str, RunResult] = field(default_factory=dict)
-    """By leg."""
+    """Runs by the name of their leg."""
 
 
 def measure_profile(
     experiment: Experiment, *, seconds: float = SECONDS, stragglers: bool = False, progress: Progress | None = None
 ) -> Taken:
-    """Measure in one launch.
+    """Measure the profile of an experiment in one launch.
 
-    ``seconds``: what a leg may take. ``stragglers``: fit a straggler model; the tables are then those of X =
-    0. Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank.
+    ``seconds``: longest duration of a leg. ``stragglers``: fit a straggler model; the tables then hold X = 0.
+    Raises ``ConfigError`` if the experiment cannot be executed, ``WorkerFailed`` naming the rank.
     """
     if is_emulated(experiment):
         hint = "--set run.device=cpu measures the layer times that it sleeps by"
@@ -235,10 +233,10 @@ def measure_profile(
 def profile_script(
     session: ScriptSession, *, seconds: float = SECONDS, stragglers: bool = False, progress: Progress | None = None
 ) -> Taken:
-    """Measure the session's script; see the module.
+    """Measure the profile of the session's script, as the module describes.
 
-    Among several nodes of several trainers, the profile has one link, that of a ring over all. Where the
-    link inside a node is not declared it is taken to be as slow, so that rings cost what was measured.
+    With several nodes of several trainers, the profile has one link, that of a ring over all trainers. An
+    undeclared link inside a node is assumed to be as slow, so that rings take the time measured.
     """
     experiment = session.experiment
     taken = _Measuring(session, experiment, _computing(experiment), seconds, progress).take(stragglers=stragglers)
@@ -250,9 +248,9 @@ def profile_script(
 
 
 def _quiet(experiment: Experiment) -> Experiment:
-    """What the launch runs: no stragglers but the machine's own, no servers, nothing evaluated.
+    """Return the experiment to launch: without injected stragglers, servers and evaluations.
 
-    All nodes on a testbed; one node otherwise, because this machine is one.
+    It has all nodes on a testbed, and otherwise one, because this machine is one node.
     """
     cluster = experiment.cluster
     if experiment.run.launcher == "testbed":
@@ -278,10 +276,7 @@ def _num_legs(experiment: Experiment, quiet: Experiment) -> int:
 
 
 class _Measuring:
-    """The legs of a launch that is there and runs ``quiet``, for ``experiment``.
-
-    And what follows from them.
-    """
+    """Legs of a running launch of ``quiet``, and the profile of ``experiment`` that follows from them."""
 
     def __init__(self, session: LegSession, experiment: Experiment, quiet: Experiment, seconds: float, progress: Progress | None) -> None:
         self._experiment = experiment
@@ -388,7 +383,7 @@ class _Measuring:
         return None if self._legs.noise is None else GradientNoise(batch_size=batch_size, **self._legs.noise)
 
     def _communication(self, whole: RunResult) -> tuple[Hockney | None, Communication | None]:
-        """What communication costs among the launch's trainers, beside ``whole``; nothing for one trainer."""
+        """Measure the cost of communication, given the run ``whole``; none for one trainer."""
         legs, quiet, trainers = self._legs, self._quiet, self._quiet.cluster.trainers
         if trainers == 1:
             return None, None
@@ -414,7 +409,7 @@ class _Measuring:
         )
 
     def _settled(self, strategy: DistributedStrategy, most: int) -> tuple[LayerTable, RunResult]:
-        """A thread count's table with the sums that training has, and the run of at most ``most`` steps that they are from."""
+        """Return a thread count's table with training times, and their run of at most ``most`` steps."""
         parts = self._legs.layers(strategy)
         if self._memory is None:
             self._memory = memory_of(parts)
@@ -425,7 +420,7 @@ class _Measuring:
     def _beside(
         self, strategy: DistributedStrategy, table: LayerTable, whole: RunResult, hockney: Hockney | None
     ) -> tuple[LayerTable, Threads]:
-        """The table with what a collective beside compute does to both, and the thread count's line."""
+        """Return the table with the slowdowns of overlapping work, and the thread count's entry."""
         error, threads = 0.0, counted(strategy.thread_num, "thread")
         if hockney is not None:
             run = self._legs.run(f"several, {threads}", several(strategy, table))
@@ -463,12 +458,12 @@ _LOOK_S = 1.0
 def ensure_profile(
     experiment: Experiment, root: Path, *, progress: Progress | None = None, told: Callable[[str], object] | None = None
 ) -> Experiment:
-    """The experiment with ``workload.profile`` filled in: the file it names, a stored one, or a new one.
+    """Return the experiment with ``workload.profile`` set to its own file, a stored one, or a new one.
 
-    Profiles are stored below ``root / "profiles"`` under a hash of all that changes compute. One of a busy
-    machine lies beside them: it serves this process, and later ones while the machine is still busy, because
-    a new one would be no better. ``told`` hears beforehand that a profile is taken, and how long that takes.
-    A table of layers needs none, and is returned as it is.
+    Profiles are stored below ``root / "profiles"``, named by a hash of all that changes compute. A profile of
+    a busy machine has its own name: this process uses it, and later ones while the machine is still busy,
+    because a new one would be no better. ``told`` is called before a new profile is measured, with a text
+    that says how long that takes. An experiment with a table of layers is returned unchanged.
     """
     if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
         return experiment
@@ -506,14 +501,14 @@ def _announced(experiment: Experiment, folder: Path) -> str:
 
 
 def take_profile(experiment: Experiment, *, progress: Progress | None = None) -> Profile:
-    """Measure every thread count that ``tune`` may search and the strategy's own."""
+    """Measure a profile for the strategy's thread count and for all that ``tune`` may search."""
     return measure_profile(experiment, progress=progress).profile
 
 
 def searched_threads(experiment: Experiment) -> tuple[int, ...]:
-    """The strategy's own, and those of ``tune.thread_num`` for which there are cores.
+    """Return the strategy's thread count and those of ``tune.thread_num`` that the cores allow, sorted.
 
-    Synchronised batch norm allows one alone.
+    With synchronised batch norm, it is only the strategy's.
     """
     strategy = experiment.strategy
     cores = (os.cpu_count() or 1) // experiment.cluster.trainers_per_node

@@ -1,6 +1,6 @@
-"""What the ranks of a command record about their own steps, with torch's DistributedDataParallel unchanged.
+"""Recording of steps inside the ranks of a command, with torch's DistributedDataParallel unchanged.
 
-``following`` hooks DDP's forward in a process of the job. ``observer`` obeys the driver's looks from the
-first forward with gradients on. ``events`` records what the main thread does. ``settings`` rebuilds a DDP
+``following`` hooks DDP's forward in a process of the job. ``observer`` carries out the driver's looks from
+the first forward with gradients on. ``events`` records the main thread's work. ``settings`` rebuilds a DDP
 with other arguments. ``job`` is the driver's side.
 """

@@ -103,7 +103,7 @@ class Events:
 
     @contextmanager
     def evaluations(self, module: nn.Module) -> Iterator[None]:
-        """Record the module's forwards without gradients, including those that a script calls past its DDP."""
+        """Record the module's forwards without gradients, including those that bypass the script's DDP."""
         begun: list[int] = []
 
         def begins(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""FleetModel: a model of fleet's four lines, whose strategy's engine exchanges, for an observer that expects a DDP."""
+"""FleetModel: adapts a model of fleet's four lines to an observer that expects a DDP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FleetModel:
     """Hooks a model so that its forwards reach the process's observer. Every rank creates it."""
 
     can_change = False
-    """Settings belong to the strategy."""
+    """Whether an observer may change settings: no, they belong to the strategy."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._threads = engine, torch.get_num_threads()

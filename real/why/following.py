@@ -1,4 +1,4 @@
-"""Following: forwards of DistributedDataParallel and of ``fully_shard``'s models in a process under observation."""
+"""Following: forwards of DistributedDataParallel and ``fully_shard`` models in an observed process."""
 
 import functools
 import itertools

@@ -16,7 +16,7 @@ steps."""
 
 
 class KeptState:
-    """Parameters, gradients and buffers of models, and all optimizers' state: ``keep`` copies, ``restore`` restores."""
+    """Copies of models' parameters, gradients and buffers and of optimizers' state: ``keep``, ``restore``."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = tuple(models)

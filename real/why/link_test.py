@@ -54,7 +54,7 @@ class LinkReport(Config):
 
     @property
     def remarks(self) -> tuple[Remark, ...]:
-        """What slows the exchange, and what to do about it."""
+        """Return statements on what slows the exchange, and remedies."""
         has_infiniband = any(host.has_infiniband for host in self.links.hosts)
         of_nccl = remarks(self.transports, len(self.links.hosts), has_infiniband) if self.transports else ()
         return (*remarks_of_links(self.links), *of_nccl)
@@ -113,7 +113,7 @@ def run_with(command: Sequence[str], heard: Heard) -> LinkReport | None:
 
 
 def with_module(command: Sequence[str]) -> list[str]:
-    """Return the launcher's command line with what each rank runs: a module if it accepts one, else a program."""
+    """Return the launcher's command line with each rank's module, or a program if it accepts no module."""
     names = [Path(word).name for word in command if not word.startswith("-")]
     takes_module = any(map(_TAKE_A_MODULE.fullmatch, names)) or any(map(_PYTHON.fullmatch, names[-1:]))
     return [*command, *([] if takes_module else [sys.executable, "-u", "-P"]), "-m", MODULE]

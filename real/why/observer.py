@@ -57,11 +57,12 @@ part of a look."""
 
 
 class Observer:
-    """Life cycle: made at a model's first forward with gradients -> looks -> the driver says stop, and ``SystemExit`` is raised.
+    """Records looks at the steps of a model.
 
-    A look begins and ends with an optimizer step. If the script ends first, what was seen so far is told.
-    Steps are those of the first optimizer that steps and holds parameters of that model. All ranks look at
-    the same steps.
+    Life cycle: made at the model's first forward with gradients -> looks -> the driver says stop, and
+    ``SystemExit`` is raised. A look begins and ends with an optimizer step. If the script ends first, the
+    observer reports what it has seen. Steps are those of the first optimizer that steps and holds parameters
+    of the model. All ranks look at the same steps.
     """
 
     def __init__(self, model: nn.Module, living: LivingDdp | FleetModel | ShardedModel) -> None:
@@ -245,7 +246,7 @@ class Observer:
         return gathered(self._group, self._device, own)
 
     def _ahead_ns(self) -> int:
-        """Return by how much this host's clock is ahead of rank 0's, from the times at which ranks leave a barrier."""
+        """Return how far this host's clock is ahead of rank 0's, from when ranks leave a barrier."""
         left = []
         for _ in range(1 + _MEETINGS):
             dist.barrier(self._group)

@@ -1,4 +1,4 @@
-"""Settings: arguments of a running DistributedDataParallel, and the same model with others between two steps."""
+"""Settings: arguments of a running DistributedDataParallel, and how to change them between two steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _OF_REDUCER = (
 
 
 class LivingDdp:
-    """A script's DDP: ``change`` gives it another Reducer with other arguments, between two steps of all ranks.
+    """A script's DDP: ``change`` gives it a Reducer with other arguments, between two steps of all ranks.
 
     A model is not changed (``can_change``) if its communication hook, or anything else that only the Reducer
     knows, cannot be read from outside.

@@ -53,8 +53,8 @@ class Computed(NamedTuple):
 
 Arguments = tuple[Tensors, Tensors, torch.Tensor, torch.Tensor, torch.Tensor]
 Way = Callable[..., Computed]
-"""A function of ``Arguments``: parameters ``(members, ...)``, buffers ``(trainers, ...)``, the loss scale, inputs and labels,
-each ``(trainers, batch, ...)``."""
+"""Function of ``Arguments``: parameters ``(members, ...)``, buffers ``(trainers, ...)``, the loss scale,
+inputs and labels, each ``(trainers, batch, ...)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class Problem:
         return sum(nbytes for place, nbytes in kept.items() if place not in {value.untyped_storage().data_ptr() for value in own})
 
     def graph(self, *arguments: Any, together: int = 0) -> Way:
-        """Return the ``Way`` over stacked tensors, traced with these arguments, for all trainers or ``together`` at a time.
+        """Return the traced ``Way`` over stacked tensors, for all trainers or ``together`` at a time.
 
         Raises ``RuntimeError`` or ``UserWarning`` for a model that vmap cannot stack.
         """

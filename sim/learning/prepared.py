@@ -31,7 +31,7 @@ def never() -> None:
 
 
 class Prepared:
-    """Data of an experiment, below ``folder``, its initial model, and all trainers' batches as joint batches."""
+    """An experiment's data, below ``folder``, its initial model, and all trainers' joint batches."""
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
         """Prepare. Raises ``ConfigError`` if memory does not suffice for the models."""

@@ -1,4 +1,4 @@
-"""Replicas: all trainers' parameters, gradients and optimizers as stacked tensors, and what the plan's operations do to them.
+"""Replicas: all trainers' parameters, gradients and optimizers as stacked tensors, and the plan's operations.
 
 The first dimension counts trainers; trainers that never part share one member. The real engine's rules hold:
 a plain all-reduce is a mean, everything else divides by the number of trainers, casts to the wire's type, and
@@ -24,7 +24,7 @@ from sim.learning.gradients import CACHE_NBYTES, Arguments, Tensors, Way
 
 
 class Replicas:
-    """Replicas of a step: ``compute`` leaves gradients, ``run`` executes operations, ``scalar`` gives what is observed."""
+    """Replicas: ``compute`` leaves gradients, ``run`` executes operations, ``scalar`` observes."""
 
     def __init__(self, model: nn.Module, workload: Workload, plan: Plan, combination: Combination) -> None:
         """Create replicas: all trainers begin with the parameters and buffers of ``model``, on its device."""
@@ -117,7 +117,7 @@ class Replicas:
 
     @torch.no_grad()
     def evaluated(self) -> torch.Tensor:
-        """Return the mean over trainers of what an evaluation depends on: parameters, then floating-point buffers."""
+        """Return the mean over trainers of parameters, then floating-point buffers, for an evaluation."""
         values = [*self.parameters.values(), *(buffer for buffer in self.buffers.values() if buffer.is_floating_point())]
         return torch.cat([value.detach().mean(0).reshape(-1) for value in values])
 
@@ -175,7 +175,7 @@ class Replicas:
             self._gradients.update(zip(self._plan.buckets[bucket].gradients, values, strict=True))
 
     def _end_round(self, operation: Operation) -> None:
-        """Take the difference of a single trainer, step the outer optimizer, or merge: one fragment, or the whole model."""
+        """Take one trainer's difference, step the outer optimizer, or merge, for a fragment or the whole."""
         plan = self._plan
         buckets = range(len(plan.buckets)) if operation.fragment is None else plan.fragments[operation.fragment]
         if operation.kind == "outer":
@@ -222,7 +222,7 @@ class Replicas:
 
 
 def sharing(plan: Plan, combination: Combination) -> tuple[bool, bool]:
-    """Return whether all trainers share their parameters, and whether only the mean of gradients is needed."""
+    """Return whether all trainers share parameters, and whether only the mean of gradients is needed."""
     plain = all(is_plain(chain, plan.buckets[bucket].dtype) or chain[0].payload == "rows" for bucket, chain in plan.of_bucket.items())
     shares = not combination.is_local or (plan.trainers == 1 and combination.outer is None and combination.fragments is None)
     return shares, shares and plain
@@ -248,7 +248,7 @@ def _mean_difference(values: torch.Tensor, snapshot: torch.Tensor) -> torch.Tens
 
 
 def _mean_buffer(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the averaged statistics, or the largest count: ``(1, ...)``."""
+    """Return the mean over trainers of a statistic, or the maximum of a count: ``(1, ...)``."""
     if buffer.is_floating_point():
         return buffer.to(torch.float64).mean(0, keepdim=True).to(buffer.dtype)
     return buffer.amax(0, keepdim=True)

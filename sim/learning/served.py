@@ -1,4 +1,4 @@
-"""Virtual trainers of parameter servers: they train in the order in which a simulation, or a real job, has pulled, pushed and applied.
+"""Virtual trainers of parameter servers: they pull, push and apply in a simulation's or a real job's order.
 
 The clock comes first here: which parameters a gradient is computed from, and in which order servers apply it,
 is what links and stragglers make of it. ``sim.servers`` notes that order and needs nothing of the loss; a
@@ -135,7 +135,10 @@ class _Trainer:
 
 
 class ServedReplay:
-    """A training run in a given order. Life cycle: created (data are prepared, memory is checked), ``run``."""
+    """A training run in a given order.
+
+    Life cycle: created (data are prepared, memory is checked), ``run``.
+    """
 
     def __init__(self, experiment: Experiment, played: Played, folder: Path, say: Say = lambda _: None, look: Look = never) -> None:
         self._begin_s = time.perf_counter()
@@ -163,7 +166,7 @@ class ServedReplay:
         self._held_out_losses: list[tuple[int, float]] = []
 
     def _expected_bytes(self) -> int:
-        """Return the largest memory, without activations: copies, gradients in flight, and the servers' state."""
+        """Return the peak memory without activations: copies, gradients in flight, and the servers' state."""
         layout, rules = self._layout, self._job.rules
         dense, tables = layout.flat.nbytes, sum(table.nbytes for table in layout.tables)
         own = 4 * (dense + tables) if self._geo else dense * (3 + rules.pushes_in_flight + min(rules.room, len(self._job.steps)))

@@ -69,7 +69,7 @@ def learnt_from(experiment: Experiment) -> Experiment:
 
 
 def key_of(experiment: Experiment, order: Order | None = None) -> str:
-    """Return 16 hexadecimal digits over everything that a trajectory depends on, including data and torch's version.
+    """Return 16 hexadecimal digits over all that a trajectory depends on, including data and torch's version.
 
     ``order``: that of trainers of parameter servers, which the clock decides. The path of an ``imagenet:``
     folder counts, its contents do not.

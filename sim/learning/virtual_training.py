@@ -1,7 +1,4 @@
-"""Training without a clock: ``fleetbench.plan.drive``'s protocol over all trainers' replicas at once.
-
-And the store of what was learnt.
-"""
+"""Training without a clock: ``fleetbench.plan.drive``'s protocol over all replicas, and a store."""
 
 import contextlib
 import dataclasses
@@ -47,14 +44,14 @@ def train(
     at_least: int = 0,
     look: Look = never,
 ) -> Trajectory:
-    """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
+    """Train an experiment's trainers as ``fleetbench real`` would: same parameters, same order of data.
 
-    Computes on one thread of the CPU; without parameter servers on a GPU, where ``run.device`` names one and
-    there is one. ``played``: the order in which trainers of parameter servers do so, where it is known; else
-    it is simulated first. ``until``: a held-out loss; where it is reached, as ``workload.target_loss`` is,
-    training is over, and, of collectives, was that of an experiment of so many steps. ``at_least``: so many
-    steps these train in any case. ``look`` is called before each trainer's batch, or before that of all where
-    they compute at once, and before an evaluation; it may raise.
+    Computes on one thread of the CPU, or, without parameter servers, on a GPU if ``run.device`` asks for one
+    and there is one. ``played``: the order in which trainers of parameter servers act, if known; else it is
+    simulated first. ``until``: a held-out loss at which training ends, by the rule of
+    ``workload.target_loss``; collective training is then that of an experiment with as many steps.
+    ``at_least``: number of steps that collective training takes in any case. ``look`` is called before each
+    trainer's batch, or once before all if they compute at once, and before an evaluation; it may raise.
 
     Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory
     does not suffice.
@@ -68,7 +65,7 @@ def train(
 
 
 class VirtualTraining:
-    """One training. Life cycle: made (the data are prepared, memory is checked), ``run``."""
+    """One training. Life cycle: made (prepares the data, checks memory), ``run``."""
 
     def __init__(
         self,
@@ -79,10 +76,7 @@ class VirtualTraining:
         device: str = "cpu",
         look: Look = never,
     ) -> None:
-        """``way``: ``loop`` or ``graph`` on this ``device``.
-
-        Where it is none, the faster one on the device that the experiment names.
-        """
+        """``way``: ``loop`` or ``graph`` on ``device``; default: the faster on the experiment's device."""
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
         if way is None and experiment.run.device == "cuda" and torch.cuda.is_available():
@@ -109,7 +103,10 @@ class VirtualTraining:
         self._choose(problem, way, say, device)
 
     def _choose(self, problem: Problem, wanted: str | None, say: Say, device: str) -> None:
-        """Make the replicas, and choose how gradients are computed. Raises ``ConfigError`` where memory does not suffice."""
+        """Make the replicas and choose how gradients are computed.
+
+        Raises ``ConfigError`` if memory does not suffice.
+        """
         workload, plan, what = self._experiment.workload, self._strategy.plan, self._strategy.combination
         inputs, labels = self._batches.batch(0)
         one = slice(workload.batch_size)  # copied: a part of the joint batch holds all of it in memory
@@ -140,7 +137,7 @@ class VirtualTraining:
         return 1.0 if scale is None else scale.value
 
     def run(self, progress: Progress | None = None, until: float | None = None, at_least: int = 0) -> Trajectory:
-        """Train to the last step, or ``until`` a held-out loss is reached, though ``at_least`` so many, and average."""
+        """Train to the last step or to the held-out loss ``until``, for ``at_least`` steps, and average."""
         workload, warmup, key = self._experiment.workload, self._experiment.run.warmup_steps, self.key
         losses, held_out, local_steps = [], [], []
         observed: dict[str, dict[int, float]] = {}
@@ -201,7 +198,7 @@ class VirtualTraining:
 
 
 def _plan(experiment: Experiment, model: nn.Module) -> Plan:
-    """The plan of the real engine, but for the order of readiness, which nothing that is learnt depends on."""
+    """Return the real engine's plan, except for the order of readiness, on which losses do not depend."""
     workload, cluster, sparse = experiment.workload, experiment.cluster, sparse_weights(model)
     gradients = [
         Gradient(name=name, numel=parameter.numel(), dtype=workload.dtype, sparse=name in sparse, ready=Nanoseconds(place))
@@ -221,16 +218,19 @@ _HINT = "remove this folder: the virtual trainers then train again"
 
 
 class Trajectories:
-    """Trains what is not known yet."""
+    """Store of trainings: trains only experiments whose result is not known yet."""
 
     def __init__(self, root: Path, say: Say) -> None:
-        """``root``: ``--out``."""
+        """``root``: folder of ``--out``."""
         self._root = root / FOLDER
         self._say = say
         self._known: dict[str, Trajectory] = {}
 
     def of(self, experiment: Experiment, progress: Progress | None = None) -> Trajectory:
-        """What the experiment's trainers learn. Raises ``ConfigError`` for what virtual trainers do not execute."""
+        """Return the losses of the experiment's trainers.
+
+        Raises ``ConfigError`` for options that virtual trainers do not support.
+        """
         played = Played.of(experiment) if experiment.strategy.mode == "ps" else None
         key = key_of(experiment, None if played is None else played.order)
         if key not in self._known:

@@ -1,4 +1,4 @@
-"""Objective: seconds of a step of one experiment, strategy after strategy, and nothing else of a run."""
+"""Objective: seconds per step of one experiment under any strategy, without the rest of a run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from sim.scenario import Draws, Scenario
 
 
 def table_key(strategy: DistributedStrategy) -> tuple[DistributedStrategy, bool]:
-    """Equal where two strategies of an experiment have the same layer table."""
+    """Return a key that is equal for two strategies of an experiment if they have the same layer table."""
     return compute_part(strategy), computes_locally(strategy)
 
 
 @dataclass(slots=True)
 class StepTime:
-    """``step_s_of`` what ``simulate`` says, to a rounding of floats.
+    """Computes ``step_s_of`` the result of ``simulate``, up to float rounding.
 
-    Strategies share draws, which do not depend on them. A strategy whose
-    steps are not of the vector engine's kind is simulated as ever.
+    Strategies share draws, which do not depend on them. A strategy that the vector engine does not support is
+    simulated by the reference engine.
     """
 
     experiment: Experiment

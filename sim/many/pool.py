@@ -1,4 +1,4 @@
-"""pool: several simulations at once, over this machine's cores, by forks of this process."""
+"""pool: several simulations at once, on this machine's cores, in forks of this process."""
 
 import multiprocessing
 import os
@@ -18,20 +18,20 @@ from sim.learning.trajectory import Trajectory
 from sim.run import Engine, simulate
 
 _WORTH_A_PROCESS = 3
-"""Fewer simulations than this run here."""
+"""Fewer simulations than this run in this process."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One simulation of several."""
+    """One of several simulations."""
 
     label: str
-    """What an error calls it."""
+    """Name of the simulation in error messages."""
     experiment: Experiment
     learnt: Trajectory | None = None
-    """What its virtual trainers have learnt."""
+    """Losses that its virtual trainers have reached; none if nothing was trained."""
 
 
 def summaries(
@@ -41,11 +41,12 @@ def summaries(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> list[Summary]:
-    """The summaries of all jobs, in their order; they do not depend on how many run at once.
+    """Return the summaries of all jobs, in their order; they do not depend on how many run at once.
 
-    At most ``processes`` run, by default one a core that this process may use. ``progress`` is told how many jobs are done.
+    At most ``processes`` run at once, by default one per core that this process may use. ``progress`` is
+    called with the number of jobs done and their total.
 
-    Raises ``EnvironmentLacks`` where a process was killed, and what a simulation raises, with the job's label in front.
+    Raises ``EnvironmentLacks`` if a process was killed; simulations' errors are prefixed by the job's label.
     """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number, tell = min(usable if processes is None else processes, len(jobs)), progress or (lambda *_: None)
@@ -60,12 +61,15 @@ def summaries(
 
 
 def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, tell: Progress) -> list[Summary]:
-    """So many processes, which are killed on the way out, also by a Ctrl-C: they hold nothing that would be lost."""
+    """Run jobs in ``number`` processes.
+
+    These are killed at the end, also after Ctrl-C: they hold nothing worth keeping.
+    """
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(number, multiprocessing.get_context("fork"), _begin, (os.getpid(),))
     try:
         with warnings.catch_warnings(), _later(signal.SIGINT, signal.SIGTERM):
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: these simulate, and use none of them
+            warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads: the forks use no thread
             futures = {pool.submit(simulated, job, engine): job for job in jobs}
         for done, future in enumerate(as_completed(futures), start=1):
             with naming(futures[future].label):
@@ -84,7 +88,7 @@ def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, tell: Progress
 
 @contextmanager
 def _later(*signals: signal.Signals) -> Iterator[None]:
-    """Hear signals after the ``with``, and never in its forks: an exception at a fork is lost in the hooks that run there."""
+    """Block signals inside and in forks made there: an exception during a fork would be lost in its hooks."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -93,14 +97,14 @@ def _later(*signals: signal.Signals) -> Iterator[None]:
 
 
 def _begin(parent: int) -> None:
-    """In a worker: it ends with its parent, which has shown all warnings."""
+    """Set up a worker: it ends with its parent, and stays quiet because the parent has shown all warnings."""
     end_with_parent(parent)
     warnings.simplefilter("ignore")
 
 
 @contextmanager
 def naming(label: str) -> Iterator[None]:
-    """Put a label in front of what an error says."""
+    """Prefix the message of an error by a label."""
     try:
         yield
     except FleetbenchError as error:
@@ -108,5 +112,5 @@ def naming(label: str) -> Iterator[None]:
 
 
 def simulated(job: Job, engine: Engine) -> Summary:
-    """The summary of one simulation."""
+    """Run one simulation and return its summary."""
     return simulate(job.experiment, timeline=False, table=False, engine=engine, learnt=job.learnt).summary

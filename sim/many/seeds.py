@@ -1,7 +1,7 @@
-"""seeds: what of a summary is the experiment's, and what is the draw's.
+"""seeds: how much the figures of a summary depend on the seed.
 
-The experiment is simulated under several seeds, one after the other from its own on; a figure of the
-summary is then a sample of independent numbers. Its mean has the interval of Student's t.
+The experiment is simulated under several consecutive seeds, starting with its own. Each figure of the
+summary is then a sample of independent numbers, whose mean gets a confidence interval by Student's t.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ wall_s samples_per_s step_s.mean step_s.p50 step_s.p95 step_s.p99 compute_s wait
 final_loss per_trainer.samples_per_s per_trainer.tokens_per_s per_trainer.mfu
 """
 FIGURES = tuple(_FIGURES.split())
-"""What of a summary gets an interval; ``step_s.p95`` is a key within ``step_s``."""
+"""Names of the figures that get an interval; ``step_s.p95`` is a key within ``step_s``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Interval:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """Mean +- t(n - 1) std / sqrt(n), of at least two values."""
+        """Return the interval mean +- t(n - 1) std / sqrt(n) of at least two values."""
         from scipy import stats
 
         mean, std = statistics.fmean(values), statistics.stdev(values)
@@ -61,23 +61,26 @@ class OverSeeds:
 
     @property
     def intervals(self) -> dict[str, Interval]:
-        """Of every figure that all runs have."""
+        """Intervals of all figures that every run has, by name."""
         figures = [dict(flat(dataclasses.asdict(summary))) for summary in self.summaries]
         values = {name: [figure.get(name) for figure in figures] for name in FIGURES}
         return {name: Interval.of([value for value in found if value is not None]) for name, found in values.items() if None not in found}
 
     @property
     def num_reached(self) -> int:
-        """Runs that reached the target."""
+        """Number of runs that reached the target."""
         return sum(summary.time_to_target_s is not None for summary in self.summaries)
 
     @property
     def median_to_target_s(self) -> float | None:
-        """The time after which half of the runs have reached the target, none where fewer have; those that end before it are censored."""
+        """Seconds after which half of the runs have reached the target; none if fewer do.
+
+        Runs that miss it are censored.
+        """
         return median_arrival([summary.time_to_target_s for summary in self.summaries])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: the intervals, and every run's summary."""
+        """Return the intervals and every run's summary as plain data."""
         first = self.summaries[0]
         return {
             "name": first.name,
@@ -93,7 +96,7 @@ class OverSeeds:
 
 
 def check_number(num_seeds: int) -> None:
-    """Raise ``ConfigError`` for a number of seeds of which no interval can be said."""
+    """Raise ``ConfigError`` for fewer than 2 seeds, which give no interval, or more than ``MOST_SEEDS``."""
     if num_seeds > MOST_SEEDS:
         raise ConfigError(f"has more than {MOST_SEEDS:,} seeds", "--seeds", f"{num_seeds:,}", "for example --seeds 10")
     if num_seeds < 2:
@@ -109,7 +112,7 @@ def over_seeds(
     progress: Callable[[int, int], None] | None = None,
     learn: Learn | None = None,
 ) -> OverSeeds:
-    """Simulate under the experiment's seed and those that follow it; see ``sim.many.pool`` for the rest.
+    """Simulate under the experiment's seed and those after it; ``sim.many.pool`` has the other arguments.
 
     ``learn``: trains each seed's virtual trainers, from initial parameters and data of its own.
 

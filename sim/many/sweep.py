@@ -1,7 +1,7 @@
 """sweep: one experiment at many values of one key, or of two.
 
-A point is the experiment with the keys set, as ``--set`` sets them; nothing else differs, so that all points
-share their draws. The table has a row a point: the keys' values, trainers, and what ``COLUMNS`` names.
+A point is the experiment with the keys set as by ``--set``; nothing else differs, so that all points share
+their random draws. The table has one row per point: the keys' values and the figures in ``COLUMNS``.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ trainers steps wall_s samples_per_s step_s compute_s wait_s exposed_comm_s updat
 final_loss
 """
 COLUMNS = tuple(_COLUMNS.split())
-"""Of a sweep's table, after the keys; means are over ranks and steps, as in ``summary.json``."""
+"""Columns of a sweep's table after the keys; means are over ranks and steps, as in ``summary.json``."""
 PER_TRAINER = ("tokens_per_s", "mfu", "memory_bytes")
-"""After ``COLUMNS``, each of a trainer; none where it is not known."""
+"""Columns after ``COLUMNS``: figures per trainer, none if unknown."""
 MOST_POINTS = 100_000
 _NOTICED = 1.1
-"""So many times as many steps to one loss are told apart."""
+"""Factor between the fewest and the most steps to one loss above which values count as different."""
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 _USAGE = "--sweep cluster.nodes=1,2,4,8 takes each in turn; 1..8 stands for 1,2,3,4,5,6,7,8; no value has a comma"
 
 Load = Callable[[Sequence[str]], Experiment]
-"""The experiment with ``section.key=value`` overrides."""
+"""Loads the experiment with ``section.key=value`` overrides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """A key and the values that it takes, as the command line writes them."""
+    """A key and its values, as written on the command line."""
 
     key: str
     values: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str) -> Axis:
-        """Read ``key=v1,v2,...``; ``a..b`` stands for all whole numbers from a to b. Raises ``ConfigError``."""
+        """Parse ``key=v1,v2,...``; ``a..b`` stands for all integers from a to b. Raises ``ConfigError``."""
         key, separator, listed = text.partition("=")
         if not separator or not key.strip():
             raise ConfigError("not a sweep", "--sweep", repr(text), _USAGE)
@@ -62,14 +62,15 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What was swept, and the table."""
+    """A sweep's axes and its table."""
 
     name: str
     axes: tuple[Axis, ...]
     table: pd.DataFrame
-    """A row a point: a column for each key, with its values as they resolved, then ``COLUMNS``."""
+    """One row per point: a column for each key with its resolved values, then ``COLUMNS`` and
+    ``PER_TRAINER``."""
     note: str | None = None
-    """What the virtual trainers' losses cannot tell apart."""
+    """Warning that the losses do not distinguish the values, or that a training diverged; none otherwise."""
 
 
 def sweep(
@@ -82,19 +83,19 @@ def sweep(
     prepare: Callable[[Experiment], Experiment] = lambda experiment: experiment,
     learn: Learn | None = None,
 ) -> Sweep:
-    """Simulate every combination of the axes' values, one or two of them.
+    """Simulate every combination of the values of one or two axes.
 
     Args:
-        load: gives the experiment with overrides, such as ``lambda more: Experiment.load(path, more)``.
-        axes: what to sweep, such as ``cluster.nodes=1,2,4``; the last one varies fastest.
+        load: returns the experiment with overrides, such as ``lambda more: Experiment.load(path, more)``.
+        axes: one or two axes, such as ``cluster.nodes=1,2,4``; the last one varies fastest.
         engine: see ``simulate``.
         processes: see ``sim.many.pool``.
-        progress: told how many points are done.
-        prepare: what a point takes before it can be simulated, such as a profile; called when all points are read.
-        learn: trains a point's virtual trainers; points that differ in the cluster's links or stragglers share what they learn.
+        progress: called with the number of points done and their total.
+        prepare: completes a point, for example with a profile; called after all points were read.
+        learn: trains a point's virtual trainers; points that differ in links or stragglers share the result.
 
     Raises:
-        ConfigError: the axes are none, more than two or not of this experiment.
+        ConfigError: there is no axis, there are more than two, or an axis is no key of this experiment.
         FleetbenchError: a point failed; the message names it.
     """
     read = [Axis.parse(axis) if isinstance(axis, str) else axis for axis in axes]
@@ -125,9 +126,9 @@ def sweep(
 
 
 def _indistinct(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
-    """Says so where a training diverged, or all values of K reach one loss after about as many steps: that says nothing of K. None else.
+    """Return a warning if a training diverged or if all values of K need about as many steps, else none.
 
-    The loss is the lowest that all reach, at three evaluations in a row.
+    Steps are those to the lowest loss that all of them reach at three evaluations in a row.
     """
     if diverged := [value for value, one in learnt.items() if not math.isfinite(one.final_loss)]:
         return f"the held-out loss is not finite where {key} is {', '.join(diverged)}: set a lower workload.lr"
@@ -146,7 +147,7 @@ def _indistinct(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
 
 
 def _value(experiment: Experiment, key: str, text: str) -> Any:
-    """A number or a switch as it resolved; anything else, such as a link or a list, as it was written."""
+    """Return a number or boolean as resolved; anything else, such as a link or a list, as written."""
     value: Any = experiment
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)

@@ -1,18 +1,18 @@
-"""what_if: how much faster the same run would be without what makes it slow.
+"""what_if: how much faster the same run would be without each thing that makes it slow.
 
-The same experiment is simulated again with one thing changed, under the same draws of all that stays:
+The same experiment is simulated again with one thing changed and all other random draws kept:
 
 - ``without stragglers``: X = 0 on every rank;
 - ``without rank R``: X = 0 on that rank, so that no rank waits for it longer than for the fastest. The
-  rank stays: the world, its traffic and everybody's share of the data are those of the run. It is the
-  question that Lin et al. 2025 ask of production jobs ("Understanding Stragglers in Large Model Training
-  Using What-if Analysis", OSDI, section 3: all other operations as they were, the worker's as they should be);
+  rank stays: the number of ranks, the traffic and every rank's share of the data are unchanged. Lin et al.
+  2025 ask this of production jobs ("Understanding Stragglers in Large Model Training Using What-if
+  Analysis", OSDI, section 3: all other operations as they were, the worker's as they should be);
 - ``without node N``: X = 0 on all its ranks;
-- ``with infinite bandwidth``: every link carries any number of bytes in its latency (a fusion that plans
-  by what links cost plans again);
-- ``with neither``: no stragglers and infinite bandwidth, which is what compute and latency alone take.
+- ``with infinite bandwidth``: every link carries any number of bytes in its latency (a fusion that depends
+  on the cost of links is planned again);
+- ``with neither``: no stragglers and infinite bandwidth, which leaves only compute and latency.
 
-What makes a node slow by itself (``node_overrides``) stays in all cases: the file without an entry is what answers that.
+A node's own slowness (``node_overrides``) stays in all cases: remove its entry to see its effect.
 A gain is the run's time over the time without: 1.25 means that the run would be 1.25 times as fast.
 """
 
@@ -38,15 +38,15 @@ AS_IT_IS = "as it is"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One of the runs, and what it gains over the run as it is."""
+    """One of the runs, and its gain over the run as it is."""
 
     name: str
     summary: Summary
     gain: float
-    """Time of the run as it is over this one's; 1 for itself."""
+    """Ratio of the time of the run as it is to this one's; 1 for itself."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the case as plain data."""
         own = self.summary
         return {"name": self.name, "gain": self.gain, "wall_s": own.wall_s, "step_s": own.step_s["mean"], "per_trainer": own.per_trainer}
 
@@ -59,7 +59,7 @@ def what_if(
 ) -> tuple[Case, ...]:
     """Simulate ``experiment`` as it is, and without each thing that slows it; the run as it is comes first.
 
-    ``progress`` is told how many of the runs are done. ``engine`` and errors are those of ``simulate``.
+    ``progress`` gets the number of runs done and their total. ``engine`` and errors: as in ``simulate``.
     """
     slowest = slowest_rank_and_node(experiment)
     quick = with_infinite_bandwidth(experiment)
@@ -87,9 +87,9 @@ def what_if(
 
 
 def slowest_rank_and_node(experiment: Experiment) -> tuple[int, int] | None:
-    """The rank and the node with the largest mean X over the counted steps, nodes' own slowness included, the lowest of equals.
+    """Return the rank and node with the largest mean X over the counted steps, with nodes' own slowness.
 
-    None where no rank is ever late.
+    Among equals it is the lowest. None if no rank is ever late.
     """
     steps = range(1, experiment.workload.steps + 1)
     late = Draws(cluster=experiment.cluster, seed=experiment.run.seed, steps=steps).of_ranks().sum(axis=1)
@@ -99,14 +99,14 @@ def slowest_rank_and_node(experiment: Experiment) -> tuple[int, int] | None:
 
 
 def without_stragglers(experiment: Experiment) -> Experiment:
-    """The experiment with X = 0 everywhere."""
+    """Return the experiment with X = 0 everywhere."""
     return experiment.replace(cluster=dataclasses.replace(experiment.cluster, stragglers=()))
 
 
 def with_infinite_bandwidth(experiment: Experiment) -> Experiment:
-    """The experiment whose links, declared or measured, take their latency and nothing more.
+    """Return the experiment with links, declared or measured, that take only their latency.
 
-    Collectives that take what was measured become rings, whose latency is that of the measured link.
+    Collectives with measured times become rings with the measured link's latency.
     """
     cluster = experiment.cluster
     intra, inter = links_for(experiment)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fleetbench.errors import ConfigError
+from fleetbench.exclusions import exclusions as rows_of
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.events import DataEnd, EpochEnd, Flush
 from fleetbench.plan.fusion import Cost
@@ -273,7 +274,7 @@ def refusal(fields: Fields) -> str | None:
 
 def exclusions() -> list[tuple[str, str, str]]:
     """All combinations that ``DistributedStrategy`` refuses: two names and the reason."""
-    found = [(one, other, reason) for _, one, other, reason in DistributedStrategy()._exclusions()]
+    found = [(one, other, reason) for _, one, other, reason in rows_of(DistributedStrategy())]
     assert len(found) <= len(string.ascii_letters), "the docs letter them"
     return found
 

@@ -30,7 +30,7 @@ from tuner.why.simulated import Additive, Simulated, simulated_of
 from tuner.why.trials import try_change
 
 _STEPS, _WATCHED = 400, 0.2
-"""Largest number of steps that are observed, and the approximate share of the time for it."""
+"""Largest number of observed steps, and the approximate share of the time for observing."""
 _ALONE, _ALONE_S = 100, 3.0
 """Largest number of steps without an exchange, and the approximate seconds for it."""
 _LONGEST_ALONE = 1.1

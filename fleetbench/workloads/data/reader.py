@@ -69,7 +69,7 @@ class Sampler:
     seed: int
     uneven: str
     wanted_steps: int | None = None
-    """Steps per epoch, if fewer than the data give are wanted."""
+    """Number of steps per epoch if it should be less than the data allow, else none."""
     unlike: Unlike | None = None
 
     @property

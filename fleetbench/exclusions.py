@@ -1,0 +1,79 @@
+"""Exclusions: pairs of strategy settings that contradict each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fleetbench.strategy import DistributedStrategy
+
+
+def exclusions(own: DistributedStrategy) -> tuple[tuple[bool, str, str, str], ...]:
+    """Return a row per invalid combination: whether both settings are on, their names, the reason."""
+    build, merge, average = own.build_strategy, own.gradient_merge_configs, own.averaging
+    half, unused, synced = (own.fp16_allreduce or own.bf16_allreduce), own.find_unused_parameters, own.sync_batch_norm
+    by_bucket, fuses = not build.enable_backward_optimizer_op_deps, build.fuse_all_optimizer_ops
+    update, fused = "build_strategy.enable_backward_optimizer_op_deps = false", "build_strategy.fuse_all_optimizer_ops"
+    sequential, hierarchy = "build_strategy.enable_sequential_execution", "use_hierarchical_allreduce"
+    state, changes = 'optimizer_state = "average"', "Fleet would change it silently"
+    served, local = own.mode == "ps", own.localsgd_configs
+    stays, parts, rounds = "the inner optimizer's state stays local", "fragments", "fragments have their own rounds"
+    resets, shares_state = average.momentum == "reset", average.optimizer_state == "average"
+    in_order, feeds_back = build.enable_sequential_execution, own.localsgd and local.outer_error_feedback
+    int8, fp32 = 'outer_wire = "int8"', 'outer_wire = "fp32"'
+    alone = "blocks follow one another on one communicator"
+    cut, averages = own.localsgd and local.has_fragments, own.is_local and not own.has_outer
+    return (
+        (own.localsgd and own.adaptive_localsgd, "localsgd", "adaptive_localsgd", "only one of them can decide when trainers synchronise"),
+        (own.fp16_allreduce and own.bf16_allreduce, "fp16_allreduce", "bf16_allreduce", "a bucket is sent in one type"),
+        (own.a_sync and own.mode == "collective", "a_sync", 'mode = "collective"', "only servers are asynchronous"),
+        (served and own.localsgd, "localsgd", 'mode = "ps"', "trainers of parameter servers do not synchronise among themselves"),
+        (
+            served and own.adaptive_localsgd,
+            "adaptive_localsgd",
+            'mode = "ps"',
+            "trainers of parameter servers do not synchronise among themselves",
+        ),
+        (served and own.use_hierarchical_allreduce, hierarchy, 'mode = "ps"', "nothing is all-reduced"),
+        (averages and half, "Local SGD", "a 16-bit wire", "rounding errors of parameters on the wire would be permanent"),
+        (own.quantises and not own.has_outer, int8, "averaging alone", "rounding errors of parameters on the wire would be permanent"),
+        (own.quantises and half, int8, "a 16-bit wire", "a bucket is sent in one type"),
+        (own.quantises and own.use_hierarchical_allreduce, int8, hierarchy, "INT8 uses one all-to-all over all trainers"),
+        (own.is_local and synced, "Local SGD", "sync_batch_norm", "batch norm would synchronise in every layer of every step"),
+        (own.is_local and by_bucket, "Local SGD", update, "local steps exchange no buckets"),
+        (own.scales_loss and by_bucket, update, "amp", "an update cannot be undone when a later bucket overflows"),
+        (unused and by_bucket, update, "find_unused_parameters", "unused parameters are only known after the last bucket"),
+        (fuses and by_bucket, update, fused, "there is either one update of everything, or one per bucket"),
+        (unused and fuses, fused, "find_unused_parameters", "a fused update cannot leave parameters out"),
+        (own.scales_loss and merge.remainder == "flush", 'remainder = "flush"', "amp", "overflow is not checked at the end of an epoch"),
+        (in_order and not own.sync_nccl_allreduce, sequential, "sync_nccl_allreduce = false", "sequential execution overlaps nothing"),
+        (resets and shares_state, 'momentum = "reset"', state, "momentum is part of the optimizer's state"),
+        (own.has_outer and average.momentum != "local", "outer_lr", "momentum other than local", stays),
+        (own.has_outer and shares_state, "outer_lr", state, stays),
+        (cut and local.schedule != "fleet", parts, "schedule other than fleet", rounds),
+        (cut and average.buffers == "average", parts, 'buffers = "average"', "statistics belong to no fragment"),
+        (cut and own.gradient_merge and merge.remainder == "flush", parts, 'remainder = "flush"', rounds),
+        (cut and own.scales_loss, parts, "amp", "a skipped update would still count in a fragment's round"),
+        (synced and own.nccl_comm_num > 1, "sync_batch_norm", "nccl_comm_num above 1", changes),
+        (synced and own.use_hierarchical_allreduce, "sync_batch_norm", hierarchy, changes),
+        (synced and own.thread_num > 1, "sync_batch_norm", "thread_num above 1", changes),
+        (feeds_back and not own.quantises, "outer_error_feedback", fp32, "nothing is lost on the wire"),
+        (own.a_sync and own.overlap_push, "overlap_push", "a_sync", "asynchronous pushes already overlap the next steps"),
+        (own.a_sync and own.reduce_in_node, "reduce_in_node", "a_sync", "trainers of a node would wait for each other"),
+        (served and own.sharding, "sharding", 'mode = "ps"', "servers hold the parameters"),
+        (own.sharding and own.adaptive_localsgd, "adaptive_localsgd", "sharding", "a worker of several trainers has no loss"),
+        (own.sharding and cut, parts, "sharding", "a block belongs to no fragment"),
+        (own.sharding and own.quantises, int8, "sharding", "INT8 uses one all-to-all over all trainers"),
+        (own.sharding and shares_state, state, "sharding", "each trainer has only a shard of it"),
+        (own.sharding and average.momentum != "local", "momentum other than local", "sharding", "each trainer has only a shard of it"),
+        (own.sharding and average.buffers == "average", 'buffers = "average"', "sharding", "statistics belong to trainers, not to workers"),
+        (own.sharding and own.localsgd and local.outer_on_host, "outer_on_host", "sharding", "each trainer has only a shard of it"),
+        (own.sharding and own.use_hierarchical_allreduce, hierarchy, "sharding", "sharding_degree already defines the groups"),
+        (own.sharding and own.fusion != "fleet", "fusion", "sharding", "each block is one bucket"),
+        (own.sharding and own.nccl_comm_num > 1, "nccl_comm_num above 1", "sharding", alone),
+        (own.sharding and not own.sync_nccl_allreduce, "sync_nccl_allreduce = false", "sharding", alone),
+        (own.sharding and unused, "find_unused_parameters", "sharding", "every block is scattered in every step"),
+        (own.sharding and by_bucket, update, "sharding", "a trainer updates its shard of all blocks at once"),
+        (own.sharding and in_order, sequential, "sharding", "gathers overlap compute"),
+        (own.sharding and merge.remainder == "flush", 'remainder = "flush"', "sharding", "shards are only accumulated in a backward"),
+    )
