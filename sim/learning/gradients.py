@@ -1,10 +1,11 @@
-"""Gradients of all trainers' batches, in the way that is fastest for the model at hand.
+"""Gradients of all trainers' batches, computed in the fastest way for the model.
 
-- ``loop``: one trainer after the other, by autograd.
-- ``graph``: ``vmap`` over all trainers, traced once into a graph of plain operations over stacked tensors, gradients included.
+- ``loop``: one trainer after the other, by autograd
+- ``graph``: ``vmap`` over all trainers, traced once into a graph of plain operations over stacked tensors,
+  gradients included
 
-Both give the same numbers up to the order of sums. Which one is faster depends on the model's width and on the number of trainers; with
-wide layers they are alike. Tracing takes seconds, so that short trainings stay in a loop.
+Both give the same numbers up to the order of sums. The faster one depends on the model's width and on the
+number of trainers; with wide layers they are alike. Tracing takes seconds, so short trainings use a loop.
 """
 
 import time
@@ -27,50 +28,52 @@ from sim.learning.prepared import Look, never
 Tensors = list[torch.Tensor]
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WORTH_TRACING_S, TRACING_S = 3.0, 0.1
-"""What tracing takes: to import the tracer, and for each parameter."""
+"""Seconds that tracing takes: to import the tracer, and for each parameter."""
 CACHE_NBYTES = 8 * 2**20
-"""Trainers that compute at a time need no more: of 0.5, 2, 8 and 24 MiB the fastest, on a core with 2 MiB of its own."""
+"""Bytes of the trainers that compute at once; 8 MiB was faster than 0.5, 2 and 24 MiB, on a core with 2 MiB
+of L2 cache."""
 _METHODS = frozenset({"view", "transpose", "t", "expand", "unsqueeze", "bmm", "mm", "add", "mul", "div", "sum", "mean", "relu"})
-"""Operations that a graph calls as a tensor's own methods, which takes half of the time of ``torch.ops``."""
+"""Operations that a graph calls as methods of tensors, which take half of the time of ``torch.ops``."""
 FEW_CLASSES = 32
-"""Rows as short as this are slow to go through one by one."""
+"""Number of classes up to which a loop over rows is slow, because the rows are short."""
 
 
 class Computed(NamedTuple):
-    """What a step computes."""
+    """Results of a step's compute."""
 
     gradients: Tensors
-    """Of each parameter: one a trainer, or their mean, ``(1, ...)``; multiplied by the loss scale."""
+    """Gradients of each parameter, ``(trainers, ...)``, or their mean, ``(1, ...)``; multiplied by the loss
+    scale."""
     losses: torch.Tensor
-    """``(trainers,)``, without the scale."""
+    """Losses, ``(trainers,)``, without the scale."""
     buffers: Tensors
-    """As they are after the step, ``(trainers, ...)``."""
+    """Buffers after the step, ``(trainers, ...)``."""
 
 
 Arguments = tuple[Tensors, Tensors, torch.Tensor, torch.Tensor, torch.Tensor]
 Way = Callable[..., Computed]
-"""A function of ``Arguments``: parameters ``(members, ...)``, buffers ``(trainers, ...)``, the loss scale, inputs and labels,
-each ``(trainers, batch, ...)``."""
+"""A function of ``Arguments``: parameters ``(members, ...)``, buffers ``(trainers, ...)``, the loss scale,
+inputs and labels, each ``(trainers, batch, ...)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is computed: a model's loss, by trainer."""
+    """The compute of a step: a model's loss, for each trainer."""
 
     model: nn.Module
     compare: Loss
     trainers: int
     shares: bool
-    """All trainers have the same parameters, so that there is one member; otherwise one a trainer."""
+    """Whether all trainers have the same parameters. Then there is one member, otherwise one per trainer."""
     averages: bool
-    """Only the mean of the trainers' gradients is wanted; where they share parameters."""
+    """Whether only the mean of the trainers' gradients is needed, because they share parameters."""
     amp: AmpConfigs | None = None
-    """The forward runs under autocast."""
+    """Mixed precision: the forward runs under autocast."""
     look: Look = never
     """Called before each trainer of a loop, and before each part of a graph."""
 
     def forward(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: torch.Tensor) -> tuple[Any, Tensors]:
-        """Of one trainer: the model's output, in full precision, and the buffers as the forward leaves them."""
+        """Return one trainer's output in full precision, and the buffers after the forward."""
         own = [buffer.clone() for buffer in buffers]
         dtype = None if self.amp is None else _HALF[self.amp.dtype]
         try:
@@ -83,12 +86,12 @@ class Problem:
 
     @cached_property
     def _tensors(self) -> Tensors:
-        """The model's own parameters and buffers."""
+        """Parameters and buffers of the model itself."""
         return [*self.model.parameters(), *self.model.buffers()]
 
     @cached_property
     def _places(self) -> list[list[tuple[dict[str, Any], str]]]:
-        """Where modules hold each of them; tied ones are held in several places."""
+        """Modules and names that hold each of the tensors; tied ones have several places."""
         found: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for module in self.model.modules():
             for held in (module._parameters, module._buffers):  # noqa: SLF001  # functional_call finds them again at each call: half of a small step
@@ -97,7 +100,7 @@ class Problem:
         return [found[id(tensor)] for tensor in self._tensors]
 
     def _hold(self, tensors: Tensors) -> None:
-        """Let the model compute with these."""
+        """Let the model compute with these tensors."""
         for places, tensor in zip(self._places, tensors, strict=True):
             for held, name in places:
                 held[name] = tensor
@@ -106,7 +109,7 @@ class Problem:
         """See ``Way``."""
         rows = 1 if self.averages else self.trainers
         gradients = [parameter.new_zeros((rows, *parameter.shape[1:])) for parameter in parameters]
-        leaves, split = ([value.detach().unbind() for value in values] for values in (parameters, gradients))  # faster than indices
+        leaves, split = ([value.detach().unbind() for value in values] for values in (parameters, gradients))  # faster than indexing
         losses: Tensors = []
         moved: list[Tensors] = []
         for trainer in range(self.trainers):
@@ -123,7 +126,7 @@ class Problem:
         return Computed(gradients, torch.stack(losses), [torch.stack(of_buffer) for of_buffer in zip(*moved, strict=True)])
 
     def activation_bytes(self, inputs: torch.Tensor, labels: torch.Tensor) -> int:
-        """What the forward of one batch keeps for its backward, beside parameters."""
+        """Return the bytes that the forward of one batch keeps for its backward, without parameters."""
         kept: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,19 +140,22 @@ class Problem:
         return sum(nbytes for place, nbytes in kept.items() if place not in {value.untyped_storage().data_ptr() for value in own})
 
     def graph(self, *arguments: Any, together: int = 0) -> Way:
-        """The ``Way`` over stacked tensors, of all trainers or of so many at a time, traced with these arguments; others have their shapes.
+        """Return the ``Way`` over stacked tensors, traced with arguments of the shapes of all later ones.
 
-        Raises ``RuntimeError`` or ``UserWarning`` for a model that vmap cannot stack.
+        It computes all trainers at once, or ``together`` at a time. Raises ``RuntimeError`` or
+        ``UserWarning`` for a model that vmap cannot stack.
         """
         if self.averages or not 0 < together < self.trainers:
             return self._traced(arguments)
         of_part = replace(self, trainers=together)._traced(self._part(arguments, slice(together)))  # noqa: SLF001  # its own class
-        stacks = [value.new_empty((self.trainers, *value.shape[1:])) for value in arguments[0]]  # to get them each step takes half of it
+        stacks = [
+            value.new_empty((self.trainers, *value.shape[1:])) for value in arguments[0]
+        ]  # allocating them in each step would take half of its time
 
         def run(*given: Any) -> Computed:
             losses, moved = given[0][0].new_empty(self.trainers), [torch.empty_like(buffer) for buffer in given[1]]
             for begin in range(0, self.trainers, together):
-                part = slice(min(begin, self.trainers - together), begin + together)  # the last may compute what the one before has
+                part = slice(min(begin, self.trainers - together), begin + together)  # the last part may overlap the one before
                 self.look()
                 found = of_part(*self._part(given, part))
                 for whole, own in zip((*stacks, losses, *moved), (*found.gradients, found.losses, *found.buffers), strict=True):
@@ -159,18 +165,18 @@ class Problem:
         return run
 
     def _part(self, arguments: Arguments, part: slice) -> Arguments:
-        """Arguments of some of the trainers."""
+        """Return the arguments of a slice of the trainers."""
         parameters, buffers, scale, inputs, labels = arguments
         own = parameters if self.shares else [value[part] for value in parameters]
         return own, [value[part] for value in buffers], scale, inputs[part], labels[part]
 
     def _traced(self, arguments: Arguments) -> Way:
-        from torch.fx.experimental.proxy_tensor import make_fx  # seconds of imports, which short trainings need not pay for
+        from torch.fx.experimental.proxy_tensor import make_fx  # takes seconds to import, so short trainings do not
 
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # vmap warns where it goes through all trainers one by one
-            traced = _tidied(make_fx(partial(self._at_once))(*arguments))  # a bound method has an argument more than the tracer gives
-        traced.graph.set_codegen(torch.fx.graph.CodeGen())  # of tensors one by one
+            warnings.simplefilter("error")  # vmap warns if it loops over trainers
+            traced = _tidied(make_fx(partial(self._at_once))(*arguments))  # a bound method has one argument more than the tracer passes
+        traced.graph.set_codegen(torch.fx.graph.CodeGen())  # takes tensors, not lists of them
         traced.recompile()
 
         @torch.no_grad()
@@ -183,7 +189,11 @@ class Problem:
     def _at_once(
         self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
     ) -> tuple[Tensors, torch.Tensor, Tensors]:
-        """All trainers' gradients are those of the sum of their losses; autocast knows a layer within a trainer's own gradient alone."""
+        """Return gradients, losses and buffers of all trainers.
+
+        The gradients are those of the sum of all losses. Under autocast each trainer's gradients are computed
+        separately, because autocast recognises a layer only there.
+        """
         joint = self.averages and self.amp is None
         own = [parameter[0] if joint else parameter.expand(self.trainers, *parameter.shape[1:]) for parameter in parameters]
 
@@ -208,7 +218,11 @@ class Problem:
         return list(gradients), losses, moved
 
     def _losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """``(trainers,)``. Under vmap, cross-entropy falls apart into twenty operations; of few classes, rows are slow to go through."""
+        """Return the losses, ``(trainers,)``.
+
+        Under vmap, cross-entropy becomes twenty operations, so it is written out here. With few classes a
+        loop over rows is slow, so it runs over columns.
+        """
         if self.compare is not cross_entropy:
             found: torch.Tensor = torch.vmap(self.compare)(outputs, labels)
             return found
@@ -218,7 +232,7 @@ class Problem:
 
 
 class Chosen(NamedTuple):
-    """A way, its name, and the time of a step."""
+    """A way, its name, and the seconds that a step takes."""
 
     way: Way
     name: str
@@ -226,10 +240,10 @@ class Chosen(NamedTuple):
 
 
 def fastest(problem: Problem, arguments: Arguments, steps: int, together: int, *, may_stack: bool) -> Chosen:
-    """The way that computes these arguments' gradients in less processor time, or on a GPU in less time.
+    """Return the way that computes these arguments' gradients in the least processor time, or on a GPU time.
 
-    ``may_stack``: memory suffices for so many trainers ``together``. A training that could not save what tracing takes, were all
-    trainers as fast as one, is not compared with a graph.
+    ``may_stack``: whether memory suffices for ``together`` trainers at once. No graph is traced if it could
+    not save the time of tracing even if all trainers took the time of one.
     """
     loop_s = _seconds(problem.loop, arguments)
     if not may_stack or loop_s * steps * (1 - 1 / problem.trainers) < WORTH_TRACING_S + TRACING_S * len(arguments[0]):
@@ -243,7 +257,11 @@ def fastest(problem: Problem, arguments: Arguments, steps: int, together: int, *
 
 
 def _seconds(way: Way, arguments: Arguments) -> float:
-    """Of one step, the second: processor time, which other programs change less; on a GPU until it has ended."""
+    """Return the seconds of the second step.
+
+    On the CPU this is processor time, which other programs change less; on a GPU it is the time until the
+    step has ended.
+    """
     clock = time.perf_counter if arguments[-1].is_cuda else time.process_time
     for _ in range(2):
         begin = clock()
@@ -254,9 +272,10 @@ def _seconds(way: Way, arguments: Arguments) -> float:
 
 
 def _tidied(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same without operations that change nothing, or that were done before: of a small model's step half of the time.
+    """Remove operations that change nothing or repeat earlier ones; this halves the step of a small model.
 
-    A graph that changes tensors in place stays as it is: there two equal operations need not give the same.
+    A graph that changes tensors in place stays as it is, because equal operations need not give equal results
+    there.
     """
     aten, graph = torch.ops.aten, traced.graph
     calls = [node for node in graph.nodes if node.op == "call_function"]
@@ -289,6 +308,9 @@ def _tidied(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _may_change(operator: Any) -> bool:
-    """Whether an operation writes to its arguments; batch norm does without saying so, and random numbers differ every time."""
+    """Whether an operation writes to its arguments, or is random.
+
+    Batch norm writes to them without saying so in its schema.
+    """
     schema = getattr(operator, "_schema", None)
     return schema is not None and (schema.is_mutable or "batch_norm" in schema.name or torch.Tag.nondeterministic_seeded in operator.tags)

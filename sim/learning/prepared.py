@@ -1,4 +1,4 @@
-"""Prepared: what virtual trainers begin with, whether collectives or parameter servers hold them together."""
+"""Prepared: the initial state of virtual trainers, with collectives or parameter servers."""
 
 import contextlib
 import dataclasses
@@ -19,22 +19,22 @@ from fleetbench.workloads.models.registry import build_model, loss_of, placehold
 from fleetbench.workloads.training import HeldOut, sampler_of
 
 Progress = Callable[[int, int], None]
-"""Told how many steps are done, and all steps."""
+"""Called with the number of steps done, and of all steps."""
 Say = Callable[[str], None]
-"""Hears of the memory before a training takes it."""
+"""Called with a message about the memory that a training needs, before it takes it."""
 Look = Callable[[], None]
-"""Looks at the time before each batch of a trainer, or of all at once, and may raise."""
+"""Called before each batch of a trainer, or of all at once; may raise, for example at a time limit."""
 
 
 def never() -> None:
-    """The ``Look`` of a training without a limit."""
+    """Do nothing: the ``Look`` of a training without a limit."""
 
 
 class Prepared:
-    """The data of an experiment, below ``folder``, its initial model, and all trainers' batches as joint ones."""
+    """The data of an experiment, below ``folder``, its initial model, and joint batches of all trainers."""
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
-        """Raises ``ConfigError`` where memory does not suffice for the models."""
+        """Raises ``ConfigError`` if memory does not suffice for the models."""
         workload, trainers, seed = experiment.workload, experiment.cluster.trainers, experiment.run.seed
         refuse_beyond(trainers, _LEAST_COPIES * sum(value.nbytes for value in placeholder_model(workload).parameters()))
         prepare(workload, seed, folder)
@@ -47,11 +47,11 @@ class Prepared:
 
 
 _LEAST_COPIES = 4
-"""Of the parameters: the model, one to evaluate, what is trained, and gradients."""
+"""Copies of the parameters: the initial model, one to evaluate, the trained one, and gradients."""
 
 
 def step_flops(workload: Workload) -> int:
-    """Operations of the forward and backward of one trainer's batch, as an estimate of the model counts them."""
+    """Return the estimated number of operations of the forward and backward of one trainer's batch."""
     model = placeholder_model(workload)
     densely(model)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
@@ -61,19 +61,22 @@ def step_flops(workload: Workload) -> int:
 
 
 def densely(model: nn.Module) -> None:
-    """Let rows that were not touched have gradients of zero: by the optimizers that take sparse ones, the same update."""
+    """Give rows that were not touched gradients of zero.
+
+    Optimizers that take sparse gradients make the same update from them.
+    """
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.sparse = False
 
 
 def free_bytes(device: str) -> int:
-    """Of memory, on ``cpu`` or ``cuda``."""
+    """Return the bytes of free memory on ``cpu`` or ``cuda``."""
     return psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info()[0]
 
 
 def refuse_beyond(trainers: int, needed: int) -> None:
-    """Raise ``ConfigError`` where so many trainers need more memory than is free."""
+    """Raise ``ConfigError`` if the trainers need more memory than is free."""
     if needed > (free := free_bytes("cpu")):
         value = f"{counted(trainers, 'trainer')} take about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
         raise ConfigError("virtual trainers do not fit into memory", "cluster", value, "simulate fewer trainers, or leave --loss out")
@@ -81,7 +84,10 @@ def refuse_beyond(trainers: int, needed: int) -> None:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Several threads of small operations wait for one another most of the time. A GPU computes with all digits of float32."""
+    """Compute on one thread, and on a GPU with all digits of float32.
+
+    Several threads of small operations wait for one another most of the time.
+    """
     before = torch.get_num_threads(), torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False

@@ -1,8 +1,10 @@
-"""Virtual trainers of parameter servers: they train in the order in which a simulation, or a real job, has pulled, pushed and applied.
+"""Virtual trainers of parameter servers: they follow the order of pulls, pushes and updates of a run.
 
-The clock comes first here: which parameters a gradient is computed from, and in which order servers apply it, is what links and stragglers
-make of it. ``sim.servers`` notes that order and needs nothing of the loss; a ``ServedReplay`` follows it with real parameters, data and
-gradients. What a push, a delta or a pull does to them is ``fleetbench.workloads.server_updates``, as with real servers.
+The order comes from a simulation or a real job. Links and stragglers decide which parameters a gradient is
+computed from, and in which order servers apply it, so the clock comes first here. ``sim.servers`` records
+that order and needs no losses. A ``ServedReplay`` follows it with real parameters, data and gradients.
+``fleetbench.workloads.server_updates`` defines the effect of a push, a delta or a pull, as it does for real
+servers.
 """
 
 import contextlib
@@ -47,16 +49,16 @@ from sim.servers.traffic import KnownRows, LookUps
 
 
 class Played(NamedTuple):
-    """A job, and the order in which it did what it did."""
+    """A job, and the order of its acts."""
 
     job: Job
     order: Order
 
     @classmethod
     def of(cls, experiment: Experiment, look: Look = never) -> Self:
-        """Simulated; ``look`` is called again and again, and may raise.
+        """Return the job and order of a simulation. ``look`` is called repeatedly, and may raise.
 
-        Raises ``ConfigError`` for what cannot be simulated or trained.
+        Raises ``ConfigError`` if the experiment cannot be simulated or trained.
         """
         job, order = served_job(experiment, look), Order()
         execute(job, order=order, step_done=look)
@@ -64,7 +66,10 @@ class Played(NamedTuple):
 
 
 def served_job(experiment: Experiment, look: Look = never) -> Job:
-    """The job of an experiment; where its model has embeddings with sparse gradients, its messages have the sizes that the data make."""
+    """Return the job of an experiment.
+
+    If its model has embeddings with sparse gradients, its messages have the sizes that the data determine.
+    """
     learnt = learnt_from(experiment)
     workload = learnt.workload
     model = build_model(workload.model, workload.model_options, workload.dtype, learnt.run.seed)
@@ -79,12 +84,12 @@ def served_job(experiment: Experiment, look: Look = never) -> Job:
 
 @torch.no_grad()
 def _look_ups(data: Prepared, learnt: Experiment, look: Look) -> LookUps:
-    """What the forwards of all trainers' steps read: embeddings are asked, of a model that learns nothing."""
+    """Return the rows that the forwards of all trainers' steps read, found by hooks on a model."""
     layout = _layout(data.model)
     under_way: list[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]] = []
 
     def note(number: int, _module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        under_way.append((number, np.unique(inputs[0].numpy())))  # no module of the registry's models reads another's table
+        under_way.append((number, np.unique(inputs[0].numpy())))  # in the registry's models no module reads another's table
 
     for module in sparse_embeddings(data.model):
         module.register_forward_pre_hook(partial(note, layout.table_of(module.weight)))
@@ -110,28 +115,32 @@ class _Trainer:
     """A trainer and its sender: between two steps, or after the forward of step ``index``."""
 
     flat: torch.Tensor
-    """Dense parameters; with GeoSGD, as are ``tables``, its own copy, otherwise what it pulled last."""
+    """Dense parameters. With GeoSGD these and ``tables`` are the trainer's own copy; otherwise those it
+    pulled last."""
     tables: Tensors
-    """Without GeoSGD all trainers' scratch: rows are looked up before each forward."""
+    """Tables. Without GeoSGD, scratch space of all trainers: rows are looked up before each forward."""
     buffers: Tensors
     geo: GeoCopy | None
     pushed: list[deque[Change]]
-    """By server: what is on its way there."""
+    """Changes on their way to each server."""
     pulled: dict[int, list[Array]] = dataclasses.field(default_factory=dict)
-    """By server: the last answer to a pull."""
+    """Last answer of each server to a pull."""
     queue: deque[Change] = dataclasses.field(default_factory=deque)
     """Gradients that the sender has not taken."""
     index: int = 0
-    """Of the step under way."""
+    """Index of the current step."""
     gradients: tuple[torch.Tensor | None, ...] = ()
     rows: list[tuple[int, torch.Tensor, Array]] = dataclasses.field(default_factory=list)
-    """Of the next forward: a table, rows of it, their values."""
+    """Rows for the next forward: a table, indices of its rows, and their values."""
     num_answers: list[int] = dataclasses.field(default_factory=list)
-    """By server: look-ups of this step that it has answered."""
+    """Number of look-ups of this step that each server has answered."""
 
 
 class ServedReplay:
-    """One training in a given order. Life cycle: made (the data are prepared, memory is checked), ``run``."""
+    """One training in a given order.
+
+    Life cycle: created (the data are prepared, memory is checked), ``run``.
+    """
 
     def __init__(self, experiment: Experiment, played: Played, folder: Path, say: Say = lambda _: None, look: Look = never) -> None:
         self._begin_s = time.perf_counter()
@@ -142,11 +151,13 @@ class ServedReplay:
         self._look = look
         self._data = data = Prepared(learnt, folder)
         workload, cluster = learnt.workload, learnt.cluster
-        refuse_dense_optimizer(data.model, dataclasses.replace(workload, optimizer="sgd"))  # servers take sparse gradients with all of them
+        refuse_dense_optimizer(
+            data.model, dataclasses.replace(workload, optimizer="sgd")
+        )  # servers support sparse gradients with every optimizer
         self._layout = layout = _layout(data.model)
         self.shards = layout.shards(cluster.servers)
         self._problem = Problem(model=data.model, compare=data.compare, trainers=cluster.trainers, shares=False, averages=False)
-        self._batch = lru_cache(maxsize=64)(data.batches.batch)  # trainers are not far from one another
+        self._batch = lru_cache(maxsize=64)(data.batches.batch)  # trainers' steps are close to one another
         self.num_bytes = self._expected_bytes()
         refuse_beyond(cluster.trainers, self.num_bytes)
         say(f"{counted(cluster.trainers, 'virtual trainer')} take {self.num_bytes / 1e6:.3g} MB")
@@ -155,11 +166,14 @@ class ServedReplay:
         self._trainers = [self._trainer() for _ in range(cluster.trainers)]
         self._losses = np.zeros((len(self._job.steps), cluster.trainers))
         self._sums: dict[int, torch.Tensor] = {}
-        """By evaluated step, until all have ended it: the sum over trainers of their parameters then."""
+        """Sum of all trainers' parameters at an evaluated step, until all have ended the step."""
         self._held_out_losses: list[tuple[int, float]] = []
 
     def _expected_bytes(self) -> int:
-        """At most, beside what a forward leaves for its backward: copies, gradients on their way, and what servers hold."""
+        """Return the largest expected number of bytes, without what a forward keeps for its backward.
+
+        It counts copies, gradients on their way, and the servers' data.
+        """
         layout, rules = self._layout, self._job.rules
         dense, tables = layout.flat.nbytes, sum(table.nbytes for table in layout.tables)
         own = 4 * (dense + tables) if self._geo else dense * (3 + rules.pushes_in_flight + min(rules.room, len(self._job.steps)))
@@ -184,7 +198,7 @@ class ServedReplay:
         )
 
     def run(self, progress: Progress | None = None, until: float | None = None) -> Trajectory:
-        """Train to the last act, or ``until`` a held-out loss is reached, and evaluate what servers hold then."""
+        """Train to the last act, or ``until`` a held-out loss, and evaluate the servers' parameters."""
         total, done = self._losses.size, 0
         with contextlib.closing(self._data.batches):
             for act in self._order.acts:
@@ -214,12 +228,12 @@ class ServedReplay:
         )
 
     def evaluated(self) -> torch.Tensor:
-        """What an evaluation depends on: the parameters that servers hold, and the mean of trainers' buffers, as one vector."""
+        """Return the servers' parameters and the trainers' mean buffers as one vector."""
         buffers = [torch.stack(of_all).to(torch.float64).mean(0) for of_all in zip(*(one.buffers for one in self._trainers), strict=True)]
         return self._vector(*self.held(), buffers)
 
     def held(self) -> tuple[torch.Tensor, Tensors]:
-        """Dense numbers and tables, as servers hold them now."""
+        """Return the dense parameters and tables that the servers hold now."""
         flat, tables = torch.empty_like(self._flat), [torch.empty_like(table) for table in self._tables]
         for shard in self.servers:
             for view, array in zip(views_of(self.shards, shard.server, flat, tables), shard.arrays, strict=True):
@@ -230,10 +244,10 @@ class ServedReplay:
         kept = [own for own, buffer in zip(buffers, self._data.model.buffers(), strict=True) if buffer.is_floating_point()]
         return torch.cat([value.reshape(-1).to(flat.dtype) for value in (*self._layout.parameters(flat, tables), *kept)])
 
-    # What is done at an act: a method by its role and kind
+    # One method per act, by its role and kind
 
     def _trainer_forward(self, act: Act) -> None:
-        """Forward and backward of a step; its gradient waits for the sender, or for the trainer's own update."""
+        """Compute a step; its gradient waits for the sender, or for the trainer's own update."""
         one, batch_size = self._trainers[act.rank], self._learnt.workload.batch_size
         for table, rows, values in one.rows:
             one.tables[table][rows] = torch.from_numpy(values)
@@ -295,7 +309,7 @@ class ServedReplay:
                 one.geo.merge(server, dense, list(zip(rest[::2], rest[1::2], strict=True)))
 
     def _server_update(self, act: Act) -> None:
-        """By one trainer's push, or by those of all whose pushes are there."""
+        """Update with one trainer's push, or with those of all trainers whose pushes have arrived."""
         came = self._trainers if act.of is None else [self._trainers[act.of]]
         lines = [one.pushed[act.rank] for one in came]
         self.servers[act.rank].update([line.popleft() for line in lines if line], act.divisor)

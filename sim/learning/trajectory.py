@@ -1,8 +1,8 @@
-"""Trajectory: what virtual trainers have learnt, as the simulator reads it; and the key under which it is known.
+"""Trajectory: the results of virtual trainers as the simulator reads them, and their key.
 
-What is learnt depends on the updates and their order, and not on the clock: of the cluster only the number of trainers and the ranks inside
-a node of the hierarchy are in the key, and of the strategy only what changes an update. So experiments that differ in bandwidths,
-stragglers or fusion share one trajectory.
+The results depend on the updates and their order, not on the clock. So the key contains only the number of
+trainers and the ranks inside a node of the hierarchy from the cluster, and from the strategy only what
+changes an update. Experiments that differ in bandwidths, stragglers or fusion share one trajectory.
 """
 
 import dataclasses
@@ -29,18 +29,21 @@ from fleetbench.workload import LAYERS, Workload
 from sim.servers.actor import Order
 
 WHO = "virtual trainers"
-"""From whom the losses are, in summaries."""
+"""Source of the losses, in summaries."""
 
 CLOCK = named("plan clock")
-"""Fields that change when something happens and, but for rounding, not what is learnt from it."""
+"""Fields that change when something happens, but not the learnt result, except for rounding."""
 LEARNT = named("virtual")
-"""Fields that virtual trainers execute; those in neither list are refused by name."""
+"""Fields that virtual trainers execute; fields that are in neither list are refused by name."""
 _UNLEARNT = ("profile", "layers", "host", "loss_curve", "target_loss")
-"""Fields of a workload that what is learnt does not depend on."""
+"""Fields of a workload that do not affect the learnt result."""
 
 
 def learnt_from(experiment: Experiment) -> Experiment:
-    """The experiment with nothing in it but what virtual trainers learn from. Raises ``ConfigError`` for what they do not execute."""
+    """Return the experiment with only the settings that virtual trainers depend on.
+
+    Raises ``ConfigError`` for settings that they do not execute.
+    """
     workload, cluster, strategy = experiment.workload, experiment.cluster, experiment.strategy
     who = "the simulator's training by virtual trainers"
     if workload.model == LAYERS:
@@ -49,7 +52,7 @@ def learnt_from(experiment: Experiment) -> Experiment:
     hint = "leave it at its default, or leave --loss out"
     refuse_unexecuted(strategy, "strategy", SERVED if strategy.mode == "ps" else LEARNT | CLOCK, who, hint)
     if strategy.sharding and strategy.is_local:
-        raise ConfigError(f"{who} knows no workers of several trainers", "strategy.sharding", "true", hint)
+        raise ConfigError(f"{who} does not support workers of several trainers", "strategy.sharding", "true", hint)
     kept = strategy.without(*CLOCK)
     refuse_unexecuted(workload, "workload", WORKLOAD | {"workload.loss_curve"}, who, hint)
     inner = kept.hierarchical_inner_ranks or cluster.trainers_per_node if kept.use_hierarchical_allreduce else cluster.trainers
@@ -64,9 +67,10 @@ def learnt_from(experiment: Experiment) -> Experiment:
 
 
 def key_of(experiment: Experiment, order: Order | None = None) -> str:
-    """Sixteen hexadecimal digits over all that a trajectory depends on, the contents of its data and torch's version among it.
+    """Return sixteen hexadecimal digits over everything that a trajectory depends on.
 
-    ``order``: of trainers of parameter servers, which the clock decides. Where an ``imagenet:`` folder lies counts, and not what is in it.
+    This includes the contents of its data and torch's version, but of an ``imagenet:`` folder only its path.
+    ``order``: the order of the acts of trainers with parameter servers, which the clock decides.
     """
     canonical = learnt_from(experiment)
     kind, _, path = canonical.workload.data.partition(":")
@@ -79,56 +83,59 @@ def key_of(experiment: Experiment, order: Order | None = None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One training. Also the simulator's source of observed scalars: what the strategy was told then it is told again."""
+    """One training.
+
+    It is also the simulator's source of observed scalars, which the strategy receives again.
+    """
 
     key: str
     workload: Workload
     first_step: int
-    """Below 1 where training warms up; a row a step from there on."""
+    """First step: below 1 if training warms up. ``losses`` has one row per step from there on."""
     losses: npt.NDArray[np.float64]
-    """``(steps, trainers)``: of every trainer's batch."""
+    """Loss of every trainer's batch, ``(steps, trainers)``."""
     observed: Mapping[str, Mapping[int, float]]
-    """``loss``, the mean over trainers that a strategy was told, and ``found_inf``, by step."""
+    """Values by step of ``loss``, the mean over trainers that a strategy was told, and of ``found_inf``."""
     held_out: tuple[tuple[int, float], ...]
     """``(step, loss)`` of every evaluation, at the mean of all trainers' parameters."""
     final_loss: float
-    """Held-out, after the last averaging."""
+    """Held-out loss after the last averaging."""
     local_steps: tuple[int | None, ...]
-    """Length of the round that each step closed; none where it closed none."""
+    """Length of the round that each step closed; ``None`` if it closed none."""
     steps_per_epoch: int
     way: str
-    """How gradients were computed: ``loop`` or ``graph``."""
+    """Way in which gradients were computed: ``loop`` or ``graph``."""
     num_bytes: int
-    """Memory that the training was expected to take, at most."""
+    """Largest number of bytes that the training was expected to need."""
     seconds: float
 
-    def scalar(self, name: str, rank: int, step: int) -> float:  # noqa: ARG002  # observed alike by all ranks
+    def scalar(self, name: str, rank: int, step: int) -> float:  # noqa: ARG002  # all ranks observe the same
         """See ``fleetbench.declared.DeclaredScalars.scalar``."""
         return learning_rate(self.workload, step) if name == "lr" else self.observed[name][step]
 
     def declared_loss(self, step: int) -> float:
-        """The trainers' mean at a step."""
+        """Return the trainers' mean loss at a step."""
         return float(self.losses[step - self.first_step].mean())
 
     def crossing(self, target: float | None) -> Crossing | None:
-        """Where it reaches the target; none where it does not."""
+        """Return the point at which it reaches the target, or ``None``."""
         return crossing(self.held_out, target)
 
     @property
     def lowest(self) -> float | None:
-        """The lowest target that is reached; none with fewer than three evaluations."""
+        """Lowest target that is reached; ``None`` with fewer than three evaluations."""
         losses = [loss for _, loss in self.held_out]
         return min((max(losses[first : first + HITS_IN_A_ROW]) for first in range(len(losses) - HITS_IN_A_ROW + 1)), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data but for ``losses``."""
+        """Return plain data without ``losses``."""
         data = dataclasses.asdict(dataclasses.replace(self, losses=np.empty(0))) | {"workload": encode(self.workload)}
         del data["losses"]
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], losses: npt.NDArray[np.float64]) -> Self:
-        """The trajectory that ``to_dict`` gave, also through JSON."""
+        """Return the trajectory from the result of ``to_dict``, which may have passed through JSON."""
         observed = {name: {int(step): value for step, value in values.items()} for name, values in data["observed"].items()}
         held_out = tuple((step, loss) for step, loss in data["held_out"])
         workload = decode(data["workload"], Workload, "workload")
@@ -137,4 +144,4 @@ class Trajectory:
 
 
 Learn = Callable[[Experiment], Trajectory]
-"""What an experiment's virtual trainers learn, for several simulations that may share it."""
+"""Returns what an experiment's virtual trainers learn; several simulations may share it."""

@@ -1,4 +1,7 @@
-"""Training without a clock: ``fleetbench.plan.drive``'s protocol over all trainers' replicas at once; and the store of what was learnt."""
+"""Training without a clock: the protocol of ``fleetbench.plan.drive`` over all trainers' replicas at once.
+
+It also has the store of trajectories.
+"""
 
 import contextlib
 import dataclasses
@@ -44,26 +47,35 @@ def train(
     at_least: int = 0,
     look: Look = never,
 ) -> Trajectory:
-    """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
+    """Train an experiment's trainers as ``fleetbench real`` would, from its initial parameters and data.
 
-    Computes on one thread of the CPU; without parameter servers on a GPU, where ``run.device`` names one and there is one.
-    ``played``: the order in which trainers of parameter servers do so, where it is known; else it is simulated first. ``until``: a
-    held-out loss; where it is reached, as ``workload.target_loss`` is, training is over, and, of collectives, was that of an experiment
-    of so many steps. ``at_least``: so many steps these train in any case. ``look`` is called before each trainer's batch, or before that
-    of all where they compute at once, and before an evaluation; it may raise.
+    It computes on one thread of the CPU. Without parameter servers it uses a GPU, if ``run.device`` names one
+    and there is one.
 
-    Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory does not suffice.
+    Args:
+        experiment: the experiment to train.
+        progress: called with the number of steps done and of all steps.
+        say: called with a message about the memory needed.
+        played: the order of acts with parameter servers, if it is known; otherwise it is simulated first.
+        until: a held-out loss that ends training when it is reached, as ``workload.target_loss`` is. With
+            collectives, the trajectory is then that of an experiment of as many steps as were made.
+        at_least: steps to train in any case, with collectives.
+        look: called before each trainer's batch, or once for all that compute at once, and before an
+            evaluation; it may raise.
+
+    Raises:
+        ConfigError: virtual trainers do not execute the workload or strategy, or memory does not suffice.
     """
     with one_thread(), tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
         if experiment.strategy.mode == "ps":
             return ServedReplay(experiment, played or Played.of(experiment, look), Path(folder), say, look).run(progress, until)
         found = VirtualTraining(experiment, Path(folder), say=say, look=look).run(progress, until, at_least)
-    torch.cuda.empty_cache()  # the next who computes there is another process
+    torch.cuda.empty_cache()  # the next process to compute there needs the memory
     return found
 
 
 class VirtualTraining:
-    """One training. Life cycle: made (the data are prepared, memory is checked), ``run``."""
+    """One training. Life cycle: created (the data are prepared, memory is checked), ``run``."""
 
     def __init__(
         self,
@@ -74,7 +86,10 @@ class VirtualTraining:
         device: str = "cpu",
         look: Look = never,
     ) -> None:
-        """``way``: ``loop`` or ``graph`` on this ``device``; where it is none, the faster one on the device that the experiment names."""
+        """``way``: ``loop`` or ``graph``, on this ``device``.
+
+        If it is ``None``, the faster one is chosen, on the device that the experiment names.
+        """
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
         if way is None and experiment.run.device == "cuda" and torch.cuda.is_available():
@@ -101,17 +116,20 @@ class VirtualTraining:
         self._choose(problem, way, say, device)
 
     def _choose(self, problem: Problem, wanted: str | None, say: Say, device: str) -> None:
-        """Make the replicas, and choose how gradients are computed. Raises ``ConfigError`` where memory does not suffice."""
+        """Create the replicas, and choose how gradients are computed.
+
+        Raises ``ConfigError`` if memory does not suffice.
+        """
         workload, plan, what = self._experiment.workload, self._strategy.plan, self._strategy.combination
         inputs, labels = self._batches.batch(0)
-        one = slice(workload.batch_size)  # copied: a part of the joint batch holds all of it in memory
-        activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # with what the backward makes of them
+        one = slice(workload.batch_size)  # copied below: a slice would keep the whole joint batch in memory
+        activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # with the backward's own tensors
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
         if wanted is None and in_loop > free_bytes(device):
             device = "cpu"
         fitting = CACHE_NBYTES // (activations + 2 * sum(value.nbytes for value in problem.model.parameters()))
         parts = 1 if problem.averages or device != "cpu" else problem.trainers // max(1, fitting)
-        together = problem.trainers if parts < 5 else problem.trainers // parts + 1  # a few gain nothing
+        together = problem.trainers if parts < 5 else problem.trainers // parts + 1  # a few parts gain nothing
         at_once = in_loop + activations * (together - 1)
         refuse_beyond(problem.trainers, at_once if wanted == "graph" else in_loop)
         taken, most = in_loop / 1e6, at_once / 1e6
@@ -132,7 +150,7 @@ class VirtualTraining:
         return 1.0 if scale is None else scale.value
 
     def run(self, progress: Progress | None = None, until: float | None = None, at_least: int = 0) -> Trajectory:
-        """Train to the last step, or ``until`` a held-out loss is reached, though ``at_least`` so many, and average."""
+        """Train to the last step, or ``until`` a held-out loss after ``at_least`` steps, and average."""
         workload, warmup, key = self._experiment.workload, self._experiment.run.warmup_steps, self.key
         losses, held_out, local_steps = [], [], []
         observed: dict[str, dict[int, float]] = {}
@@ -193,7 +211,7 @@ class VirtualTraining:
 
 
 def _plan(experiment: Experiment, model: nn.Module) -> Plan:
-    """The plan of the real engine, but for the order of readiness, which nothing that is learnt depends on."""
+    """Return the real engine's plan except for the order of readiness, which does not affect the result."""
     workload, cluster, sparse = experiment.workload, experiment.cluster, sparse_weights(model)
     gradients = [
         Gradient(name=name, numel=parameter.numel(), dtype=workload.dtype, sparse=name in sparse, ready=Nanoseconds(place))
@@ -213,7 +231,7 @@ _HINT = "remove this folder: the virtual trainers then train again"
 
 
 class Trajectories:
-    """Trains what is not known yet."""
+    """Returns trajectories, and trains those that are not stored yet."""
 
     def __init__(self, root: Path, say: Say) -> None:
         """``root``: ``--out``."""
@@ -222,7 +240,10 @@ class Trajectories:
         self._known: dict[str, Trajectory] = {}
 
     def of(self, experiment: Experiment, progress: Progress | None = None) -> Trajectory:
-        """What the experiment's trainers learn. Raises ``ConfigError`` for what virtual trainers do not execute."""
+        """Return what the experiment's trainers learn.
+
+        Raises ``ConfigError`` for settings that virtual trainers do not execute.
+        """
         played = Played.of(experiment) if experiment.strategy.mode == "ps" else None
         key = key_of(experiment, None if played is None else played.order)
         if key not in self._known:

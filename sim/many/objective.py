@@ -1,4 +1,4 @@
-"""Objective: seconds of a step of one experiment, strategy after strategy, and nothing else of a run."""
+"""Objective: the step time in seconds of one experiment, strategy after strategy, and no other result."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -18,25 +18,25 @@ from sim.scenario import Draws, Scenario
 
 
 def table_key(strategy: DistributedStrategy) -> tuple[DistributedStrategy, bool]:
-    """Equal where two strategies of an experiment have the same layer table."""
+    """Return a key that is equal for strategies of an experiment with the same layer table."""
     return compute_part(strategy), computes_locally(strategy)
 
 
 @dataclass(slots=True)
 class StepTime:
-    """``step_s_of`` what ``simulate`` says, to a rounding of floats.
+    """Step time in seconds: ``step_s_of`` the result of ``simulate``, up to the rounding of floats.
 
-    Strategies share draws, which do not depend on them. A strategy whose
-    steps are not of the vector engine's kind is simulated as ever.
+    Strategies share draws, which do not depend on them. The reference engine simulates a strategy whose steps
+    the vector engine does not support.
     """
 
     experiment: Experiment
     tables: dict[tuple[DistributedStrategy, bool], LayerTable] = field(default_factory=dict)
-    """By ``table_key``: what changes compute of a strategy; others than the experiment's own may be put in."""
+    """Layer tables by ``table_key``; a caller may add tables that the experiment does not have itself."""
     _draws: Draws | None = None
 
     def __call__(self, strategy: DistributedStrategy) -> float:
-        """See ``step_s_of``. Raises what ``simulate`` raises."""
+        """Return the step time in seconds; see ``step_s_of``. Raises as ``simulate`` does."""
         experiment = self.experiment.replace(strategy=strategy)
         compute = table_key(strategy)
         scenario = Scenario.of(experiment, table=self.tables.get(compute))

@@ -1,4 +1,4 @@
-"""pool: several simulations at once, over this machine's cores, by forks of this process."""
+"""pool: several simulations at once over this machine's cores, in forks of this process."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ from sim.learning.trajectory import Trajectory
 from sim.run import Engine, simulate
 
 _WORTH_A_PROCESS = 3
-"""Fewer simulations than this run here."""
+"""Number of simulations from which processes are worth their start."""
 
 Progress = Callable[[int, int], None]
 
@@ -28,10 +28,10 @@ class Job:
     """One simulation of several."""
 
     label: str
-    """What an error calls it."""
+    """Name of the simulation in errors."""
     experiment: Experiment
     learnt: Trajectory | None = None
-    """What its virtual trainers have learnt."""
+    """What the experiment's virtual trainers have learnt."""
 
 
 def summaries(
@@ -41,11 +41,13 @@ def summaries(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> list[Summary]:
-    """The summaries of all jobs, in their order; they do not depend on how many run at once.
+    """Return the summaries of all jobs, in their order; they do not depend on how many run at once.
 
-    At most ``processes`` run, by default one a core that this process may use. ``progress`` is told how many jobs are done.
+    At most ``processes`` run, by default one per core that this process may use. ``progress`` is called with
+    the number of jobs done.
 
-    Raises ``EnvironmentLacks`` where a process was killed, and what a simulation raises, with the job's label in front.
+    Raises ``EnvironmentLacks`` if a process was killed, and the errors of a simulation, with the job's label
+    in front.
     """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number, tell = min(usable if processes is None else processes, len(jobs)), progress or (lambda *_: None)
@@ -60,7 +62,10 @@ def summaries(
 
 
 def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, tell: Progress) -> list[Summary]:
-    """So many processes, which are killed on the way out, also by a Ctrl-C: they hold nothing that would be lost."""
+    """Run jobs in ``number`` processes.
+
+    They are killed at the end, also by Ctrl-C, because they hold nothing that would be lost.
+    """
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(number, multiprocessing.get_context("fork"), _begin, (os.getpid(),))
     try:
@@ -84,7 +89,10 @@ def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, tell: Progress
 
 @contextmanager
 def _later(*signals: signal.Signals) -> Iterator[None]:
-    """Hear signals after the ``with``, and never in its forks: an exception at a fork is lost in the hooks that run there."""
+    """Delay signals until after the ``with``, and never receive them in its forks.
+
+    An exception during a fork would be lost in the hooks that run there.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -93,14 +101,14 @@ def _later(*signals: signal.Signals) -> Iterator[None]:
 
 
 def _begin(parent: int) -> None:
-    """In a worker: it ends with its parent, which has shown all warnings."""
+    """Prepare a worker: it ends with its parent, which has already shown all warnings."""
     end_with_parent(parent)
     warnings.simplefilter("ignore")
 
 
 @contextmanager
 def naming(label: str) -> Iterator[None]:
-    """Put a label in front of what an error says."""
+    """Put a label in front of an error's message."""
     try:
         yield
     except FleetbenchError as error:
@@ -108,5 +116,5 @@ def naming(label: str) -> Iterator[None]:
 
 
 def simulated(job: Job, engine: Engine) -> Summary:
-    """The summary of one simulation."""
+    """Return the summary of one simulation."""
     return simulate(job.experiment, timeline=False, table=False, engine=engine, learnt=job.learnt).summary

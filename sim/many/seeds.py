@@ -1,6 +1,6 @@
-"""seeds: what of a summary is the experiment's, and what is the draw's.
+"""seeds: which part of a summary belongs to the experiment, and which to the draws.
 
-The experiment is simulated under several seeds, one after the other from its own on; a figure of the
+The experiment is simulated under several seeds, one after the other from its own on. Each figure of the
 summary is then a sample of independent numbers. Its mean has the interval of Student's t.
 """
 
@@ -29,7 +29,7 @@ wall_s samples_per_s step_s.mean step_s.p50 step_s.p95 step_s.p99 compute_s wait
 final_loss per_trainer.samples_per_s per_trainer.tokens_per_s per_trainer.mfu
 """
 FIGURES = tuple(_FIGURES.split())
-"""What of a summary gets an interval; ``step_s.p95`` is a key within ``step_s``."""
+"""Figures of a summary that get an interval; ``step_s.p95`` is a key within ``step_s``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Interval:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """Mean +- t(n - 1) std / sqrt(n), of at least two values."""
+        """Return mean +- t(n - 1) std / sqrt(n), of at least two values."""
         from scipy import stats
 
         mean, std = statistics.fmean(values), statistics.stdev(values)
@@ -61,23 +61,26 @@ class OverSeeds:
 
     @property
     def intervals(self) -> dict[str, Interval]:
-        """Of every figure that all runs have."""
+        """Intervals of all figures that every run has."""
         figures = [dict(flat(dataclasses.asdict(summary))) for summary in self.summaries]
         values = {name: [figure.get(name) for figure in figures] for name in FIGURES}
         return {name: Interval.of([value for value in found if value is not None]) for name, found in values.items() if None not in found}
 
     @property
     def num_reached(self) -> int:
-        """Runs that reached the target."""
+        """Number of runs that reached the target."""
         return sum(summary.time_to_target_s is not None for summary in self.summaries)
 
     @property
     def median_to_target_s(self) -> float | None:
-        """The time after which half of the runs have reached the target, none where fewer have; those that end before it are censored."""
+        """Time in seconds after which half of the runs have reached the target; ``None`` if fewer have.
+
+        Runs that end before they reach it are censored.
+        """
         return median_arrival([summary.time_to_target_s for summary in self.summaries])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: the intervals, and every run's summary."""
+        """Return plain data: the intervals, and every run's summary."""
         first = self.summaries[0]
         return {
             "name": first.name,
@@ -93,7 +96,7 @@ class OverSeeds:
 
 
 def check_number(num_seeds: int) -> None:
-    """Raise ``ConfigError`` for a number of seeds of which no interval can be said."""
+    """Raise ``ConfigError`` for a number of seeds that gives no interval, or for too many."""
     if num_seeds > MOST_SEEDS:
         raise ConfigError(f"has more than {MOST_SEEDS:,} seeds", "--seeds", f"{num_seeds:,}", "for example --seeds 10")
     if num_seeds < 2:
@@ -111,7 +114,7 @@ def over_seeds(
 ) -> OverSeeds:
     """Simulate under the experiment's seed and those that follow it; see ``sim.many.pool`` for the rest.
 
-    ``learn``: trains each seed's virtual trainers, from initial parameters and data of its own.
+    ``learn``: trains each seed's virtual trainers, from its own initial parameters and data.
 
     Raises ``ConfigError`` for fewer than two seeds, or more than ``MOST_SEEDS``.
     """

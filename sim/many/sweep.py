@@ -1,7 +1,7 @@
 """sweep: one experiment at many values of one key, or of two.
 
-A point is the experiment with the keys set, as ``--set`` sets them; nothing else differs, so that all points
-share their draws. The table has a row a point: the keys' values, trainers, and what ``COLUMNS`` names.
+A point is the experiment with the keys set, as ``--set`` sets them. Nothing else differs, so all points share
+their draws. The table has one row per point: the keys' values, trainers, and the ``COLUMNS``.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ trainers steps wall_s samples_per_s step_s compute_s wait_s exposed_comm_s updat
 final_loss
 """
 COLUMNS = tuple(_COLUMNS.split())
-"""Of a sweep's table, after the keys; means are over ranks and steps, as in ``summary.json``."""
+"""Columns of a sweep's table after the keys; means are over ranks and steps, as in ``summary.json``."""
 PER_TRAINER = ("tokens_per_s", "mfu", "memory_bytes")
-"""After ``COLUMNS``, each of a trainer; none where it is not known."""
+"""Columns after ``COLUMNS``, each per trainer; ``None`` if it is not known."""
 MOST_POINTS = 100_000
 _NOTICED = 1.1
-"""So many times as many steps to one loss are told apart."""
+"""Ratio of steps to one loss above which two values count as different."""
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 _USAGE = "--sweep cluster.nodes=1,2,4,8 takes each in turn; 1..8 stands for 1,2,3,4,5,6,7,8; no value has a comma"
 
 Load = Callable[[Sequence[str]], Experiment]
-"""The experiment with ``section.key=value`` overrides."""
+"""Returns the experiment with ``section.key=value`` overrides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +62,15 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What was swept, and the table."""
+    """The keys that were swept, and the table."""
 
     name: str
     axes: tuple[Axis, ...]
     table: pd.DataFrame
-    """A row a point: a column for each key, with its values as they resolved, then ``COLUMNS``."""
+    """One row per point: a column for each key, with its resolved values, then ``COLUMNS`` and
+    ``PER_TRAINER``."""
     note: str | None = None
-    """What the virtual trainers' losses cannot tell apart."""
+    """Differences that the virtual trainers' losses cannot show."""
 
 
 def sweep(
@@ -85,16 +86,16 @@ def sweep(
     """Simulate every combination of the axes' values, one or two of them.
 
     Args:
-        load: gives the experiment with overrides, such as ``lambda more: Experiment.load(path, more)``.
-        axes: what to sweep, such as ``cluster.nodes=1,2,4``; the last one varies fastest.
+        load: returns the experiment with overrides, such as ``lambda more: Experiment.load(path, more)``.
+        axes: axes to sweep, such as ``cluster.nodes=1,2,4``; the last one varies fastest.
         engine: see ``simulate``.
         processes: see ``sim.many.pool``.
-        progress: told how many points are done.
-        prepare: what a point takes before it can be simulated, such as a profile; called when all points are read.
-        learn: trains a point's virtual trainers; points that differ in the cluster's links or stragglers share what they learn.
+        progress: called with the number of points done.
+        prepare: prepares a point, for example with a profile; called after all points are read.
+        learn: trains a point's virtual trainers; points that differ only in links or stragglers share it.
 
     Raises:
-        ConfigError: the axes are none, more than two or not of this experiment.
+        ConfigError: there are no axes, more than two, or axes that are not of this experiment.
         FleetbenchError: a point failed; the message names it.
     """
     read = [Axis.parse(axis) if isinstance(axis, str) else axis for axis in axes]
@@ -125,9 +126,10 @@ def sweep(
 
 
 def _indistinct(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
-    """Says so where a training diverged, or all values of K reach one loss after about as many steps: that says nothing of K. None else.
+    """Return a note if a training diverged, or if all values of K reach one loss after about as many steps.
 
-    The loss is the lowest that all reach, at three evaluations in a row.
+    In the second case the losses say nothing about K. The loss is the lowest that all reach, at three
+    evaluations in a row.
     """
     if diverged := [value for value, one in learnt.items() if not math.isfinite(one.final_loss)]:
         return f"the held-out loss is not finite where {key} is {', '.join(diverged)}: set a lower workload.lr"
@@ -141,12 +143,13 @@ def _indistinct(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
         return None
     return (
         f"this workload does not notice {key}: at all values the held-out loss is {target:.4g} after {fewest} to {most} steps; "
-        "what is best here says nothing of others. Noisy labels, or trainers whose data differ (workload.unlike_data), are noticed"
+        f"the best value here says nothing about other workloads. {key} matters with noisy labels, "
+        "or where trainers' data differ (workload.unlike_data)"
     )
 
 
 def _value(experiment: Experiment, key: str, text: str) -> Any:
-    """A number or a switch as it resolved; anything else, such as a link or a list, as it was written."""
+    """Return a number or a switch as it was resolved, and any other value as it was written."""
     value: Any = experiment
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
@@ -156,10 +159,10 @@ def _value(experiment: Experiment, key: str, text: str) -> Any:
 def _expanded(part: str, text: str) -> list[str]:
     part = part.strip()
     if not part or set(part) == {"."}:
-        raise ConfigError("has a value missing", "--sweep", repr(text), _USAGE)
+        raise ConfigError("lacks a value", "--sweep", repr(text), _USAGE)
     if (bounds := _RANGE.fullmatch(part)) is None:
         return [part]
     first, last = int(bounds[1]), int(bounds[2])
     if not 0 <= last - first < MOST_POINTS:
-        raise ConfigError("is no range of whole numbers", "--sweep", repr(part), _USAGE)
+        raise ConfigError("is not a range of whole numbers", "--sweep", repr(part), _USAGE)
     return [str(number) for number in range(first, last + 1)]

@@ -1,19 +1,20 @@
-"""what_if: how much faster the same run would be without what makes it slow.
+"""what_if: how much faster the same run would be without the causes of its slowness.
 
-The same experiment is simulated again with one thing changed, under the same draws of all that stays:
+The same experiment is simulated again with one thing changed. Everything else has the same draws.
 
-- ``without stragglers``: X = 0 on every rank;
-- ``without rank R``: X = 0 on that rank, so that no rank waits for it longer than for the fastest. The
-  rank stays: the world, its traffic and everybody's share of the data are those of the run. It is the
-  question that Lin et al. 2025 ask of production jobs ("Understanding Stragglers in Large Model Training
-  Using What-if Analysis", OSDI, section 3: all other operations as they were, the worker's as they should be);
-- ``without node N``: X = 0 on all its ranks;
-- ``with infinite bandwidth``: every link carries any number of bytes in its latency (a fusion that plans
-  by what links cost plans again);
-- ``with neither``: no stragglers and infinite bandwidth, which is what compute and latency alone take.
+- ``without stragglers``: X = 0 on every rank
+- ``without rank R``: X = 0 on that rank, so no rank waits for it longer than for the fastest. The rank stays,
+  so the world, its traffic and each trainer's share of the data do not change. Lin et al. 2025 ask this
+  question of production jobs ("Understanding Stragglers in Large Model Training Using What-if Analysis",
+  OSDI, section 3: all other operations as they were, the worker's as they should be)
+- ``without node N``: X = 0 on all its ranks
+- ``with infinite bandwidth``: every link carries any number of bytes in its latency; a fusion that plans by
+  the cost of links plans again
+- ``with neither``: no stragglers and infinite bandwidth, so only compute and latency remain
 
-What makes a node slow by itself (``node_overrides``) stays in all cases: the file without an entry is what answers that.
-A gain is the run's time over the time without: 1.25 means that the run would be 1.25 times as fast.
+A node's own slowness (``node_overrides``) stays in all cases; simulate the file without the entry to see its
+effect. A gain is the run's time over the time without the cause: 1.25 means that the run would be 1.25 times
+as fast.
 """
 
 import dataclasses
@@ -32,21 +33,21 @@ from sim.run import Engine, simulate
 from sim.scenario import Draws
 
 INFINITE = BitsPerSecond(10**18)
-"""Bits per second that stand for infinitely many: a gigabyte takes 8 ns."""
+"""Bits per second that stand for an infinite bandwidth: a gigabyte takes 8 ns."""
 AS_IT_IS = "as it is"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One of the runs, and what it gains over the run as it is."""
+    """One of the runs, and its gain over the run as it is."""
 
     name: str
     summary: Summary
     gain: float
-    """Time of the run as it is over this one's; 1 for itself."""
+    """Ratio of the time of the run as it is to this run's; 1 for the run itself."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         own = self.summary
         return {"name": self.name, "gain": self.gain, "wall_s": own.wall_s, "step_s": own.step_s["mean"], "per_trainer": own.per_trainer}
 
@@ -57,9 +58,9 @@ def what_if(
     engine: Engine = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Case, ...]:
-    """Simulate ``experiment`` as it is, and without each thing that slows it; the run as it is comes first.
+    """Simulate ``experiment`` as it is, and without each cause of slowness; the run as it is comes first.
 
-    ``progress`` is told how many of the runs are done. ``engine`` and errors are those of ``simulate``.
+    ``progress`` is called with the number of runs done. ``engine`` and errors are those of ``simulate``.
     """
     slowest = slowest_rank_and_node(experiment)
     quick = with_infinite_bandwidth(experiment)
@@ -87,9 +88,9 @@ def what_if(
 
 
 def slowest_rank_and_node(experiment: Experiment) -> tuple[int, int] | None:
-    """The rank and the node with the largest mean X over the counted steps, nodes' own slowness included, the lowest of equals.
+    """Return the rank and the node with the largest mean X over the counted steps, or ``None`` if X is 0.
 
-    None where no rank is ever late.
+    X includes the nodes' own slowness. Of equals, the lowest rank or node counts.
     """
     steps = range(1, experiment.workload.steps + 1)
     late = Draws(cluster=experiment.cluster, seed=experiment.run.seed, steps=steps).of_ranks().sum(axis=1)
@@ -99,14 +100,14 @@ def slowest_rank_and_node(experiment: Experiment) -> tuple[int, int] | None:
 
 
 def without_stragglers(experiment: Experiment) -> Experiment:
-    """The experiment with X = 0 everywhere."""
+    """Return the experiment with X = 0 everywhere."""
     return experiment.replace(cluster=dataclasses.replace(experiment.cluster, stragglers=()))
 
 
 def with_infinite_bandwidth(experiment: Experiment) -> Experiment:
-    """The experiment whose links, declared or measured, take their latency and nothing more.
+    """Return the experiment with links, declared or measured, that take only their latency.
 
-    Collectives that take what was measured become rings, whose latency is that of the measured link.
+    Collectives with measured times become rings, with the latency of the measured link.
     """
     cluster = experiment.cluster
     intra, inter = links_for(experiment)
