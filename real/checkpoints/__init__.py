@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved of a training, how a training goes on from it, and the model for a server."""
+"""Checkpoints: saving a training, resuming it, and exporting the model for a server."""

@@ -1,12 +1,12 @@
-"""Checkpoint: parts of a training's state on disk, replaced as one.
+"""Checkpoint: parts of a training's state on disk, replaced as a whole.
 
-    PATH/save-00000007/manifest.json      what was saved, by whom, and the digest of every part and of itself
-    PATH/save-00000007/model.safetensors  parameters and buffers by name
-    PATH/save-00000007/*.pt               the other parts: plain data with tensors, by torch.save
+PATH/save-00000007/manifest.json      what was saved, by whom, and digests of every part and of itself
+PATH/save-00000007/model.safetensors  parameters and buffers by name
+PATH/save-00000007/*.pt               the other parts: plain data with tensors, by torch.save
 
-A save fills a folder of its own; its manifest, which is written last and at a stroke, puts it in force, and
-only then the one before goes. Whatever is killed, and whenever, leaves the old save or the new one, and
-at most a folder that the next save removes. Nothing on disk is ever executed (``weights_only``).
+A save fills a folder of its own. Its manifest, written last and atomically, makes it the current save, and
+only then is the previous one removed. A crash at any time leaves the old save or the new one, and at most a
+folder that the next save removes. Nothing on disk is ever executed (``weights_only``).
 """
 
 import re
@@ -32,30 +32,34 @@ _FOLDER = re.compile(r"save-(?!0{8})(\d{8})")
 _ANOTHER = "it was damaged since it was saved, or another version wrote it: take another checkpoint"
 _NUMPY_TYPES = (type(np.dtype(code)) for code in np.typecodes["All"] if code != "O")
 _OF_NUMPY = [np.ndarray, np.dtype, np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0], *_NUMPY_TYPES]
-"""What arrays and scalars are made of again."""
+"""Types and functions from which arrays and scalars are unpickled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A complete save: where it lies, and its manifest."""
+    """A complete save: its folder and its manifest."""
 
     folder: Path
     manifest: Mapping[str, Any]
 
     def read(self, name: str) -> Any:
-        """A part of this save. Raises ``ConfigError`` as ``file`` does."""
+        """Return a part of this save. Raises ``ConfigError`` as ``file`` does."""
         return read_part(self.file(name))
 
     def file(self, name: str) -> Path:
-        """A part's file, looked through. Raises ``ConfigError`` where it is missing, or not what was written."""
+        """Return the path of a part after a check.
+
+        Raises ``ConfigError`` if it is missing, or not what was written.
+        """
         check_files(self.folder, self.manifest["files"], [name], _ANOTHER)
         return self.folder / name
 
 
 class Draft:
-    """A save on its way, below ``root``.
+    """An unfinished save below ``root``.
 
-    ``begin``, then ``write`` by every trainer that has a part, then ``commit``, once; ``discard`` gives up before that.
+    Life cycle: ``begin``, then ``write`` by every trainer that has a part, then one ``commit``; ``discard``
+    gives up before it.
     """
 
     def __init__(self, root: Path, number: int) -> None:
@@ -63,7 +67,10 @@ class Draft:
         self.folder = root / f"save-{number:08d}"
 
     def begin(self) -> None:
-        """Clear the place; once, before any trainer writes. Raises ``EnvironmentLacks`` where nothing can be written."""
+        """Create an empty folder, once, before any trainer writes.
+
+        Raises ``EnvironmentLacks`` if it cannot be written.
+        """
         with writing(self.folder):
             if not self._root.is_dir():
                 self._root.mkdir(parents=True, exist_ok=True)
@@ -73,44 +80,47 @@ class Draft:
             self.folder.mkdir()
 
     def write(self, name: str, part: Any) -> str:
-        """Write a part; its digest. Raises as ``write_part`` does."""
+        """Write a part, and return its digest. Raises as ``write_part`` does."""
         path = self.folder / name
         with writing(path):
-            self.folder.mkdir(parents=True, exist_ok=True)  # made by another trainer, and perhaps not seen here yet
+            self.folder.mkdir(parents=True, exist_ok=True)  # another trainer made it, perhaps not visible here yet
             write_part(path, part)
             return file_digest(path)
 
     def commit(self, manifest: Mapping[str, Any], parts: Mapping[str, str]) -> None:
-        """Put the save in force; ``parts`` have digests. Raises ``EnvironmentLacks`` where a part of another trainer is not here."""
+        """Make this the current save; ``parts`` have digests.
+
+        Raises ``EnvironmentLacks`` if a part of another trainer is not here.
+        """
         if missing := [path for path in map(self.folder.joinpath, parts) if not path.is_file()]:
             self.discard()
             hint = "name a folder on a file system that all trainers share"
             raise EnvironmentLacks("another trainer wrote this part, and it is not here", str(missing[0]), hint=hint)
         path = self.folder / MANIFEST
         with writing(path):
-            sync(self._root)  # the folder is there for good before it counts
+            sync(self._root)  # the folder is on disk before it counts
             with atomic_write(path, durable=True) as partial:
                 partial.write_text(sealed_json({"schema": SCHEMA, "kind": _KIND, **manifest, "files": dict(parts)}), encoding="utf-8")
 
     def sweep(self) -> None:
-        """Remove every other save of this folder; once all trainers know that this one is in force."""
+        """Remove all other saves of this folder, after all trainers know that this one is current."""
         for path in self._root.iterdir():
             if _FOLDER.fullmatch(path.name) and path != self.folder:
-                shutil.rmtree(path, ignore_errors=True)  # what cannot be removed does no harm: its number is lower
+                shutil.rmtree(path, ignore_errors=True)  # a leftover does no harm, because its number is lower
 
     def discard(self) -> None:
-        """Remove what was written so far."""
+        """Remove everything written so far."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def last_save(root: Path) -> int:
-    """Number of the save in force below ``root``, which is the last one that is complete; 0 where there is none."""
+    """Return the number of the current save below ``root``: the last complete one, or 0 if there is none."""
     named = [_FOLDER.fullmatch(path.parent.name) for path in root.glob(f"save-*/{MANIFEST}")]
     return max((int(found[1]) for found in named if found is not None), default=0)
 
 
 def open_save(root: Path, number: int) -> Save:
-    """A complete save. Raises ``ConfigError`` for one that is missing, damaged or of another version."""
+    """Open a complete save. Raises ``ConfigError`` if it is missing, damaged or of another version."""
     if number == 0:
         hint = "fleet.save_persistables writes one; predicate=lambda name: True loads a .safetensors file as well"
         raise ConfigError("there is no checkpoint", str(root), hint=hint)
@@ -121,20 +131,24 @@ def open_save(root: Path, number: int) -> Save:
     if manifest.get("kind") != _KIND or manifest.get("schema") != SCHEMA:
         told = f"{manifest.get('kind')!r}, schema {manifest.get('schema')!r}"
         hint = f"this version reads schema {SCHEMA} of a {_KIND}; predicate=lambda name: True loads the {MODEL} beside it"
-        raise ConfigError("is no manifest of this version", str(path), told, hint)
+        raise ConfigError("is not a manifest of this version", str(path), told, hint)
     return Save(folder, manifest)
 
 
 def model_file(root: Path) -> Path:
-    """A folder's model: in the save in force, or in the folder itself. Raises ``ConfigError`` as ``open_save`` and ``Save.file`` do."""
+    """Return the path of a folder's model: in the current save, or in the folder itself.
+
+    Raises ``ConfigError`` as ``open_save`` and ``Save.file`` do.
+    """
     number = last_save(root)
     return open_save(root, number).file(MODEL) if number else root / MODEL
 
 
 def write_part(path: Path, part: Any) -> None:
-    """Write a part to ``path``, to the disk itself: a table of tensors as safetensors, or plain data with tensors, as the suffix says.
+    """Write a part to ``path`` and sync it to disk.
 
-    Raises ``EnvironmentLacks`` where the disk does not take it, ``ConfigError`` for what could not be read again.
+    The suffix decides: a table of tensors as safetensors, or plain data with tensors by torch. Raises
+    ``EnvironmentLacks`` if the disk refuses it, and ``ConfigError`` for data that could not be read again.
     """
     if path.suffix == ".safetensors":
         _write_tensors(path, part)
@@ -145,14 +159,14 @@ def write_part(path: Path, part: Any) -> None:
             _load(path, mmap=True)
         except (AttributeError, TypeError, PickleError) as error:
             hint = "give numbers, text, lists, dictionaries, arrays and tensors, such as scheduler.state_dict()"
-            raise ConfigError("can be saved as no plain data", path.name, str(error), hint) from error
+            raise ConfigError("cannot be saved as plain data", path.name, str(error), hint) from error
     sync(path)
 
 
 def _save(part: Any, file: BinaryIO) -> None:
     try:
         torch.save(part, file)
-    except RuntimeError as error:  # torch's writer goes on after what the disk refused
+    except RuntimeError as error:  # torch's writer continues after the disk's error
         raise error.__context__ or error from None
 
 
@@ -162,9 +176,9 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise ConfigError("has no plain memory to save", f"tensor {name}", f"{tensor.layout} of {tensor.dtype}", "convert it before")
+            raise ConfigError("has no plain memory to save", f"tensor {name}", f"{tensor.layout} of {tensor.dtype}", "convert it first")
     try:
-        with writing(path, SafetensorError):  # whose text holds the operating system's
+        with writing(path, SafetensorError):  # its text contains the operating system's error
             save_file(_apart(tensors), path, metadata={"format": "pt"})
     except (KeyError, ValueError) as error:
         types = ", ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
@@ -173,7 +187,10 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_part(path: Path, hint: str = "fleet.save_persistables writes such files") -> Any:
-    """What a part holds, tensors on the CPU. Raises ``ConfigError`` for a file that is none, and for one that would execute code."""
+    """Return the content of a part, with tensors on the CPU.
+
+    Raises ``ConfigError`` for a file of another kind, and for one that would execute code.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -185,13 +202,13 @@ def _load(path: Path, *, mmap: bool = False) -> Any:
     with torch.serialization.safe_globals(_OF_NUMPY):
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        except PickleError as error:  # whose text says how to execute what it holds
+        except PickleError as error:  # its text tells how to execute the content
             found = re.search(r"(?:GLOBAL |<class ')([^ ']+)", str(error))
-            raise PickleError(f"it holds a {found[1]}" if found else "it is no file of torch.save") from error
+            raise PickleError(f"it holds a {found[1]}" if found else "it is not a file of torch.save") from error
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU, contiguous, and none in another's memory."""
+    """Return the tensors on the CPU, contiguous, none sharing memory with another."""
     seen: set[int] = set()
     found = {}
     for name, tensor in tensors.items():

@@ -1,7 +1,7 @@
-"""Meeting: all trainers agree on the host about what they do beside training, such as a save.
+"""Meeting: all trainers agree on the host about steps beside training, such as a save.
 
-On a gloo group of its own, so that a trainer that does something else in the meantime is not taken for one
-that agrees, and its gradients are not taken for an answer.
+It uses a gloo group of its own, so collectives of a trainer that does something else in the meantime cannot
+match.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,17 +16,17 @@ from real.communication.communicators import collective_errors
 from real.processes.failures import Failures
 
 _WRITING = timedelta(minutes=30)
-"""For a trainer that answers while it writes: file systems may be slow."""
+"""Time limit for a trainer that answers while it writes, because file systems may be slow."""
 
 _ANSWER_S = 10.0
-"""For a trainer to say that it lives; a busy one may be slow."""
+"""Seconds in which a trainer must answer that it is alive; a busy one may be slow."""
 
 
 class Meeting:
-    """Where all trainers meet. Every one makes it at the same place, and calls its methods in the same order.
+    """Meeting of all trainers. Every trainer creates it and calls its methods in the same order.
 
-    ``timeout`` bounds how long they wait for each other. Where ``failures`` can ask them, and all answer, they wait on: one
-    of them writes.
+    ``timeout`` limits how long they wait for each other. If ``failures`` can ask them and all answer, they
+    continue to wait, because one of them is writing.
     """
 
     def __init__(self, timeout: timedelta, failures: Failures | None = None) -> None:
@@ -34,12 +34,15 @@ class Meeting:
         self._answer_s = min(timeout.total_seconds(), _ANSWER_S)
         self._failures = failures
         self._group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc="meeting")
-        # A group of its own: a trainer that leaves must not be taken for one that agrees.
+        # A separate group, so that a trainer that leaves does not seem to agree.
         self._exit_group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc="exit")
         self.rank, self.trainers = dist.get_rank(), dist.get_world_size()  # at the exit the script may have destroyed the world
 
     def meet(self, where: str) -> None:
-        """Wait for all trainers to call ``where``. Raises ``ConfigError``, on rank 0 with who is missing, for those who do not come."""
+        """Wait for all trainers to call ``where``.
+
+        Raises ``ConfigError`` if some do not; on rank 0 it names them.
+        """
         if self.trainers == 1:
             return
         try:
@@ -53,7 +56,7 @@ class Meeting:
             raise found from error
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """All trainers' whole numbers, as many from each, in the order of ranks."""
+        """Return all trainers' whole numbers in the order of ranks; each has as many."""
         own = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
         if self.trainers == 1:
             return [list(numbers)]
@@ -72,25 +75,31 @@ class Meeting:
                     if not work.is_completed() and (self._failures is None or self._failures.absent(self._answer_s)):
                         raise
                     if work.is_completed():
-                        work.wait()  # raises again, unless it ended well in the meantime
+                        work.wait()  # raises again, unless it has succeeded
                         return
                 else:
                     return
 
     def leave(self) -> None:
-        """At a process's exit: wait for all others to come to theirs, as long as all answer; one may still evaluate or save."""
+        """At a process's exit, wait for all others to come to theirs, as long as all answer.
+
+        One of them may still evaluate or save.
+        """
         if self.trainers > 1:
             self._finish(self._exit_group.barrier())
 
     def texts(self, text: str) -> list[str]:
-        """All trainers' texts, in the order of ranks."""
+        """Return all trainers' texts in the order of ranks."""
         data = text.encode()
         lengths = [length for (length,) in self.gather([len(data)])]
         padded = self.gather([*data.ljust(max(lengths), b"\0")])
         return [bytes(letters[:length]).decode() for letters, length in zip(padded, lengths, strict=True)]
 
     def same(self, text: str, what: str, where: str, hint: str) -> None:
-        """Raise ``ConfigError`` on every trainer unless all have rank 0's ``text``; ``what`` says of a rank how it differs."""
+        """Raise ``ConfigError`` on every trainer unless all have rank 0's ``text``.
+
+        ``what`` is the predicate of the error's sentence about a rank that differs.
+        """
         first, *others_told = self.texts(text)
         others = [rank for rank, told in enumerate(others_told, 1) if told != first]
         if others:
@@ -98,11 +107,14 @@ class Meeting:
 
     @contextmanager
     def together(self, where: str) -> Iterator[None]:
-        """What all do inside is done by all at its end; where one fails, all raise: it its own error, the others its name."""
+        """End when all trainers have ended this context.
+
+        If one fails, all raise: it its own error, the others an error that names it.
+        """
         error: Exception | None = None
         try:
             yield
-        except Exception as found:  # noqa: BLE001  # raised again as soon as the others know
+        except Exception as found:  # noqa: BLE001  # raised again after the others know
             error = found
         failed = [rank for rank, (fails,) in enumerate(self.gather([int(error is not None)])) if fails]
         if error is not None:

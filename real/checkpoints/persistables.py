@@ -1,13 +1,14 @@
-"""Persistables: what of a training is saved, by whom, and how a training goes on from it.
+"""Persistables: the parts of a training that are saved, by which rank, and how a training resumes.
 
-Shared, and written by rank 0: parameters, the model's buffers and the optimizer's state as rank 0 has
-them, and how far the strategy has come. A trainer's own: its random numbers, what the script added, its
-buffers (batch-norm statistics move with a trainer's own batches), a sum of gradients that waits for its
-update, and under Local SGD the optimizer's state and, within a round, the parameters.
+Shared parts, written by rank 0: parameters, the model's buffers and the optimizer's state of rank 0, and the
+strategy's progress. A trainer's own part: its random numbers, the script's extra data, its buffers
+(batch-norm statistics depend on a trainer's own batches), a sum of gradients that waits for its update, and
+under Local SGD the optimizer's state and, within a round, the parameters.
 
-Within a round of Local SGD the shared model is what an averaging would give now, made on a copy: the
-training itself is not disturbed. With an outer optimizer or fragments it is what trainers agreed on last;
-a fragment's exchange that is under way is waited for, and its mean is saved beside the outer momentum.
+Within a round of Local SGD the shared model is what an averaging would give now, computed on a copy; the
+training itself is not disturbed. With an outer optimizer or fragments it is the last model that trainers
+agreed on. If a fragment's exchange is in flight, the save waits for it, and its mean is saved beside the
+outer momentum.
 """
 
 import dataclasses
@@ -33,35 +34,38 @@ from real.engine.executor import Carried
 from real.engine.planning import Progress
 
 SHARED = "training.pt"
-"""Name of the part with what trainers share beside the model: progress, optimizers, and tables of ``Carried``."""
+"""Name of the shared part beside the model: progress, optimizers, and tables of ``Carried``."""
 _SHARED_TABLES = ("origin", "velocity", "landed")
 Tensors = Mapping[str, torch.Tensor]
 _HINT = "build the model, and freeze what is frozen, as when it was saved; predicate=lambda name: ... loads some of it"
 
 
 def own_part(rank: int) -> str:
-    """Name of the part with what one trainer has of its own."""
+    """Return the name of a trainer's own part."""
     return f"rank-{rank:05d}.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What a trainer has read, checked against its model and its optimizer."""
+    """Data that a trainer has read, checked against its model and its optimizer."""
 
     progress: Progress
     model: Tensors
     """Shared parameters and this trainer's buffers."""
     parameters: Tensors = field(default_factory=dict)
-    """Of this trainer, where a round is open."""
+    """Parameters of this trainer, if a round is open."""
     carried: Carried = field(default_factory=Carried)
     optimizers: Sequence[Mapping[str, Any]] = ()
-    """As ``unpack_optimizer`` takes them."""
+    """Optimizers' data for ``unpack_optimizer``."""
     random: Tensors = field(default_factory=dict)
     extra: Any = None
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by the first of their names. Raises ``ConfigError`` where ``state_dict()`` holds more."""
+    """Return parameters and persistent buffers by the first of their names.
+
+    Raises ``ConfigError`` if ``state_dict()`` holds more.
+    """
     stored = model.state_dict(keep_vars=True)
     found: dict[str, torch.Tensor] = {**dict(model.named_parameters())}
     found |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
@@ -74,10 +78,12 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def capture(engine: Engine, progress: Progress, extra: Any, *, has_parted: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Everything to save between two steps: the shared parts by name, complete on every trainer, this trainer's own, and the manifest.
+    """Return everything to save between two steps.
 
-    Every trainer calls it. Tensors are still those of the training: write them before it goes on.
-    ``has_parted``: some trainer's parameters have left what all agreed on. ``extra``: the script's.
+    It is the shared parts by name, this trainer's own part, and the manifest. The shared parts are complete
+    on every trainer, and every trainer calls it. Tensors are still those of the training, so write them
+    before it continues. ``has_parted``: whether any trainer's parameters differ from those that all agreed
+    on. ``extra``: the script's data.
     """
     executor, communicators = engine.executor, engine.communicators
     carried, model = executor.carried(), model_tensors(engine.model)
@@ -91,7 +97,7 @@ def capture(engine: Engine, progress: Progress, extra: Any, *, has_parted: bool)
         "parameters": {name: model[name].detach() for name in shared["origin"]},
         "buffers": {name: tensor for name, tensor in model.items() if communicators.trainers > 1 and not isinstance(tensor, nn.Parameter)},
         "optimizers": optimizers if executor.combination.is_local and communicators.trainers > 1 else [],
-        "random": {"cpu": torch.get_rng_state()},  # from which dropout draws
+        "random": {"cpu": torch.get_rng_state()},  # dropout draws from it
         "extra": extra,
     }
     if communicators.device.type == "cuda":
@@ -111,20 +117,23 @@ def capture(engine: Engine, progress: Progress, extra: Any, *, has_parted: bool)
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """The optimizer as plain data with tensors."""
+    """Return the optimizer as plain data with tensors."""
     return {"class": type(optimizer).__qualname__, "groups": groups_of(optimizer, model), "state": optimizer.state_dict()}
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """The names of each group's parameters in the model; empty names for others, which are not trained."""
+    """Return the names of each group's parameters in the model.
+
+    Parameters outside of the model, which are not trained, have empty names.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def unpack_optimizer(optimizer: torch.optim.Optimizer, data: Mapping[str, Any]) -> None:
-    """Load what ``pack_optimizer`` made. State keeps the type it was saved in.
+    """Load the result of ``pack_optimizer``. State keeps the type in which it was saved.
 
-    Torch casts all tensors of a state but ``step`` to the parameter's type, and spoils text and counters.
+    Torch casts all tensors of a state except ``step`` to the parameter's type, and breaks text and counters.
     """
     optimizer.load_state_dict(data["state"])
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -135,32 +144,38 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, data: Mapping[str, Any]) 
 
 
 def encode_progress(progress: Progress) -> dict[str, Any]:
-    """Plain data."""
+    """Return the progress as plain data."""
     cost = None if progress.cost is None else dataclasses.asdict(progress.cost)
     own = {"order": dict(progress.order), "settled": progress.settled, "plan": progress.plan}
     return {"state": progress.state.to_dict(), "cost": cost, **own}
 
 
 def decode_progress(data: Mapping[str, Any]) -> Progress:
-    """The progress that ``encode_progress`` wrote. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for anything else."""
+    """Return the progress that ``encode_progress`` wrote.
+
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` for anything else.
+    """
     cost = None if data["cost"] is None else Cost(**data["cost"])
     return Progress(**{**data, "state": State.from_dict(data["state"]), "cost": cost})
 
 
 def refuse_another_strategy(manifest: Mapping[str, Any], strategy: DistributedStrategy, where: str) -> None:
-    """Raise ``ConfigError`` naming the fields in which the strategy is not the saved one."""
+    """Raise ``ConfigError`` naming the fields in which the strategy differs from the saved one."""
     if manifest["strategy_digest"] == strategy_digest(strategy):
         return
     saved, here = dict(flat(manifest["strategy"])), dict(flat(encode(strategy)))
     fields = [f"{name}: saved {saved.get(name)!r}, here {here.get(name)!r}" for name in here | saved if saved.get(name) != here.get(name)]
-    hint = "use that strategy, or begin again from the averaged model: fleet.load_persistables(..., resynchronize=True)"
+    hint = "use that strategy, or restart from the averaged model: fleet.load_persistables(..., resynchronize=True)"
     raise ConfigError("was saved under another strategy", where, "; ".join(fields[:3]) or "the same fields, read by another version", hint)
 
 
 def refuse_another_model(
     model: nn.Module, saved: Mapping[str, torch.Tensor], trained: Sequence[str] | None, where: str, hint: str = _HINT
 ) -> None:
-    """Raise ``ConfigError`` unless names, shapes and types are the model's, and, where it is told, what is trained."""
+    """Raise ``ConfigError`` unless names, shapes and types are the model's, and the trained parameters agree.
+
+    ``trained`` is ``None`` if it is not known which were trained.
+    """
     own = model_tensors(model)
     missing, unknown = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if missing or unknown:
@@ -174,7 +189,10 @@ def refuse_another_model(
 
 
 def refuse_misfits(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], where: str, hint: str = _HINT) -> None:
-    """Raise ``ConfigError`` for the first saved tensor, in the model's order, whose shape or type is not that of the model's."""
+    """Raise ``ConfigError`` for the first saved tensor whose shape or type differs from the model's.
+
+    The order is the model's.
+    """
     for name in own:
         value = saved.get(name, own[name])
         if value.shape != own[name].shape or value.dtype != own[name].dtype:
@@ -183,7 +201,10 @@ def refuse_misfits(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Te
 
 
 def read(engine: Engine, save: Save, rank: int) -> Restored:
-    """What ``restore`` takes, of the parts that this trainer needs. Raises ``ConfigError`` for what does not fit."""
+    """Return the data for ``restore`` from the parts that this trainer needs.
+
+    Raises ``ConfigError`` if they do not fit.
+    """
     where, own, shared = str(save.folder), save.read(own_part(rank)), save.read(SHARED)
     saved = {**save.read(MODEL), **own["buffers"]}
     refuse_another_model(engine.model, saved, save.manifest["trained"], where)
@@ -205,11 +226,11 @@ def read(engine: Engine, save: Save, rank: int) -> Restored:
 def refuse_other_optimizers(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], saved: Sequence[Mapping[str, Any]], where: str
 ) -> None:
-    """Raise ``ConfigError`` unless the model has optimizers of the saved classes, with the saved groups of parameters."""
+    """Raise ``ConfigError`` unless optimizers have the saved classes and the saved groups of parameters."""
     kinds = [data["class"] for data in saved], [type(one).__qualname__ for one in optimizers]
     if kinds[0] != kinds[1]:
         told, here = (", ".join(names) or "none" for names in kinds)
-        hint = "give fleet.distributed_optimizer those that were saved, before the load; predicate=lambda name: True loads the model alone"
+        hint = "give fleet.distributed_optimizer those that were saved, before the load; predicate=lambda name: True loads only the model"
         raise ConfigError("was saved with other optimizers", where, f"saved {told}, here {here}", hint)
     hint = "build the optimizer's groups as they were built when it was saved"
     for optimizer, data in zip(optimizers, saved, strict=True):
@@ -225,7 +246,10 @@ def refuse_other_optimizers(
 
 @torch.no_grad()
 def restore(engine: Engine, found: Restored, where: str) -> None:
-    """Go on from there. Every trainer calls it with what it has checked. Raises ``ConfigError`` where another plan would come of it."""
+    """Resume from ``found``. Every trainer calls it with checked data.
+
+    Raises ``ConfigError`` if the plan would differ.
+    """
     device = engine.communicators.device
     sums = {name: total.to(device) for name, total in found.carried.sums.items()}
     loss = None if found.carried.loss is None else found.carried.loss.to(device)
@@ -242,7 +266,7 @@ def restore(engine: Engine, found: Restored, where: str) -> None:
 
 @torch.no_grad()
 def put(engine: Engine, chosen: Mapping[str, torch.Tensor]) -> None:
-    """Replace some of the model's tensors, the same on every trainer; training goes on from them."""
+    """Replace some of the model's tensors, the same on every trainer; training continues from them."""
     engine.executor.storage.rebase(chosen)
     _replace(engine, chosen)
 

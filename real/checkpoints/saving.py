@@ -1,4 +1,4 @@
-"""Saving and loading by all trainers together: each does its part, and all succeed or none does."""
+"""Saving and loading by all trainers together: all succeed or none does."""
 
 import json
 import sys
@@ -46,37 +46,37 @@ SEVERAL_FOLDERS = "give every trainer the same folder"
 
 
 class SumsDropped(UserWarning):
-    """What belongs to trainers that are not there any more: gradients that waited for their update, a round of an outer optimizer."""
+    """Data of trainers that no longer exist: gradients without an update, an outer optimizer's round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What ``fleet.load_persistables`` did."""
+    """Result of ``fleet.load_persistables``."""
 
     step: int = 0
-    """The last step that was done: the loop goes on with the next. 0 where only some of a model was loaded."""
+    """Last step that was done; the loop continues with the next. 0 if only a part of a model was loaded."""
     epoch: int = 0
-    """Epochs that had ended, as ``fleet.end_epoch`` was told."""
+    """Number of ended epochs, as reported by ``fleet.end_epoch``."""
     loaded: tuple[str, ...] = ()
     """Names of the model's parameters and buffers that were replaced."""
     missing: tuple[str, ...] = ()
-    """The model's, of which nothing was loaded."""
+    """Names of the model's parameters and buffers that were not loaded."""
     left_over: tuple[str, ...] = ()
-    """The checkpoint's, which were not wanted, or which the model does not have."""
+    """Names in the checkpoint that were not wanted, or that the model does not have."""
     extra: Any = None
-    """What the script saved beside it."""
+    """Data that the script saved with it."""
 
 
 def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
-    """Save a training between two steps. Every trainer calls it.
+    """Save a training between two steps into ``path``, which all trainers must see. Every trainer calls it.
 
-    Into ``path``, which all trainers must see. Raises ``ConfigError`` in the middle of a step and where trainers do not save the same,
-    ``EnvironmentLacks`` where nothing can be written; the save before is then still in force.
+    Raises ``ConfigError`` in the middle of a step and if trainers do not save the same, and
+    ``EnvironmentLacks`` if nothing can be written. The previous save then stays current.
     """
     progress = engine.progress(SAVE)
     engine.take_over()
     meeting.meet(SAVE)
-    meeting.same(str(path), "saves elsewhere", SAVE, SEVERAL_FOLDERS)
+    meeting.same(str(path), "saves to another folder", SAVE, SEVERAL_FOLDERS)
     meeting.same(
         json.dumps(progress.state.to_dict(), sort_keys=True), "is at another step", SAVE, "save after the same step on every trainer"
     )
@@ -86,9 +86,10 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
 
 
 def put_in_force(meeting: Meeting, path: Path, shared: Mapping[str, Any], own: Mapping[str, Any], told: Mapping[str, Any]) -> None:
-    """Write a save into ``path``: parts by name, ``shared`` by rank 0 and each trainer's ``own``, and the manifest with what is ``told``.
+    """Write a save into ``path``: ``shared`` parts by rank 0, each trainer's ``own``, and the manifest.
 
-    Every trainer calls it. Raises ``EnvironmentLacks`` where nothing can be written; the save before is then still in force.
+    ``told`` are entries of the manifest. Every trainer calls it. Raises ``EnvironmentLacks`` if nothing can
+    be written; the previous save then stays current.
     """
     keeps = meeting.rank == 0
     draft = Draft(path, 1 + in_force(meeting, path, SAVE))
@@ -104,7 +105,7 @@ def put_in_force(meeting: Meeting, path: Path, shared: Mapping[str, Any], own: M
         if keeps:
             draft.discard()
         raise
-    with meeting.together(SAVE):  # from the first that knows it to be in force on, it may not go
+    with meeting.together(SAVE):  # once any trainer knows that it is current, it must stay
         if keeps:
             manifest = {**told, "versions": {"torch": str(torch.__version__)}}
             draft.commit(manifest, {name: digest for text in digests for name, digest in json.loads(text).items()})
@@ -113,14 +114,14 @@ def put_in_force(meeting: Meeting, path: Path, shared: Mapping[str, Any], own: M
 
 
 def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[str], bool] | None, resynchronize: bool) -> Loaded:
-    """Go on from a checkpoint; with a ``predicate``, take only those of the model's tensors whose names it wants.
+    """Resume from a checkpoint; with a ``predicate``, load only the model's tensors that it selects by name.
 
-    Every trainer calls it, between two steps. Raises ``ConfigError`` for what does not fit, on all
-    trainers if on one; nothing has changed then.
+    Every trainer calls it, between two steps. Raises ``ConfigError`` for a checkpoint that does not fit, on
+    all trainers if on one; then nothing has changed.
     """
     engine.progress(LOAD)
     meeting.meet(LOAD)
-    meeting.same(str(path), "loads from elsewhere", LOAD, SEVERAL_FOLDERS)
+    meeting.same(str(path), "loads from another folder", LOAD, SEVERAL_FOLDERS)
     number = in_force(meeting, path)
     if predicate is not None:
         return _load_some(engine, meeting, path, number, predicate)
@@ -139,25 +140,28 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
 
 
 def in_force(meeting: Meeting, path: Path, where: str = LOAD) -> int:
-    """The last save that some trainer sees in force; 0 where none does, and for a file."""
+    """Return the last save that any trainer sees as current; 0 if none does, and for a file."""
     with meeting.together(where):
         last = 0 if path.is_file() else last_save(path)
     return max(number for (number,) in meeting.gather([last]))
 
 
 def _read(engine: Engine, meeting: Meeting, save: Save) -> Restored:
-    """What this trainer goes on with, where nothing has changed."""
+    """Return this trainer's data to resume from, if nothing has changed."""
     manifest, where = save.manifest, str(save.folder)
     if manifest["trainers"] != meeting.trainers:
         what = "was saved by another number of trainers"
-        hint = f"start {manifest['trainers']}, or begin again from the averaged model: fleet.load_persistables(..., resynchronize=True)"
+        hint = f"start {manifest['trainers']}, or restart from the averaged model: fleet.load_persistables(..., resynchronize=True)"
         raise ConfigError(what, where, f"saved by {manifest['trainers']}, here {meeting.trainers}", hint)
     refuse_another_strategy(manifest, engine.strategy, where)
     return read(engine, save, meeting.rank)
 
 
 def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
-    """What all trainers go on with where their number, or the strategy, has changed: rank 0's, and the averaged model."""
+    """Return the data of all trainers to resume from after a change of their number or of the strategy.
+
+    It is rank 0's data and the averaged model.
+    """
     manifest, where = save.manifest, str(save.folder)
     model, shared = save.read(MODEL), save.read(SHARED)
     refuse_another_model(engine.model, model, None, where)
@@ -166,9 +170,9 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
     same = manifest["strategy_digest"] == strategy_digest(engine.strategy)
     begun = begin_anew(saved, family(engine.strategy, engine.plan), meeting.rank, same_strategy=same)
     if saved.merged:
-        warnings.warn(f"gradients of {saved.merged} steps waited for their update, and are dropped", SumsDropped, stacklevel=4)
+        warnings.warn(f"gradients of {saved.merged} steps without an update are dropped", SumsDropped, stacklevel=4)
     if manifest["parted"] and decode(manifest["strategy"], DistributedStrategy, where).has_outer:
-        what = "updates since the last merge are each trainer's own, and are dropped; save where a round ends"
+        what = "updates since the last merge belong to single trainers and are dropped; save at the end of a round"
         warnings.warn(what, SumsDropped, stacklevel=4)
     return Restored(
         carried=Carried(velocity=shared["velocity"] if same else {}),
@@ -180,7 +184,7 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
 
 
 def _load_some(engine: Engine, meeting: Meeting, path: Path, number: int, predicate: Callable[[str], bool]) -> Loaded:
-    """Replace the model's tensors that the checkpoint has and ``predicate`` wants."""
+    """Replace the model's tensors that the checkpoint has and ``predicate`` selects."""
     engine.take_over()
     with meeting.together(LOAD):
         file = path if path.is_file() else open_save(path, number).file(MODEL)
@@ -189,7 +193,7 @@ def _load_some(engine: Engine, meeting: Meeting, path: Path, number: int, predic
         chosen = {name: saved[name] for name in own if name in saved and predicate(name)}
         if not chosen:
             names = f"the checkpoint has {', '.join(list(saved)[:3])}, the model {', '.join(list(own)[:3])}"
-            raise ConfigError("holds nothing that is wanted and that the model has", where, names, "predicate(name) is to be true for some")
+            raise ConfigError("has no tensor that is both wanted and in the model", where, names, "let predicate(name) be true for some")
         refuse_misfits(own, chosen, where)
         refuse_flying(chosen, engine.executor)
     meeting.same(digest, "loads other tensors", LOAD, "give every trainer the same file")
@@ -204,5 +208,5 @@ def _load_some(engine: Engine, meeting: Meeting, path: Path, number: int, predic
         said = [f"loaded {len(chosen)} of the model's {len(own)} tensors from {where}"]
         lists = (("not loaded", loaded.missing), ("left over", loaded.left_over))
         said += [f"{what}: {', '.join(names)}" for what, names in lists if names]
-        print("\n".join(said), file=sys.stderr)  # noqa: T201  # what a start from another model's parameters must show
+        print("\n".join(said), file=sys.stderr)  # noqa: T201  # a start from another model's parameters must show this
     return loaded

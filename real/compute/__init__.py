@@ -1,1 +1,1 @@
-"""What changes how one trainer computes: precision, recompute, compilation, batch norm, injected stragglers."""
+"""Changes to one trainer's compute: precision, recompute, compilation, batch norm, injected stragglers."""

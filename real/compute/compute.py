@@ -1,4 +1,4 @@
-"""Compute: everything of a strategy that changes how one trainer computes, put in place and taken back."""
+"""Compute: apply and undo everything in a strategy that changes how one trainer computes."""
 
 import contextlib
 import os
@@ -22,14 +22,14 @@ from real.compute.sync_batch_norm import apply_sync_batch_norm
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _BLOCK_BYTES = 2 * 2**20
-"""The caching allocator takes device memory in multiples of this."""
+"""Bytes of which the caching allocator takes multiples from the device."""
 
 
 def apply_device_settings(strategy: DistributedStrategy, device: torch.device) -> Undo:
     """Set this process's threads, determinism, cuDNN and device memory as the strategy says.
 
-    Fields that are set and do nothing on this device are reported by a ``FieldHasNoEffect`` warning.
-    Raises ``EnvironmentLacks`` where the memory that is to be taken ahead is not there.
+    A ``FieldHasNoEffect`` warning reports fields that are set but do nothing on this device. Raises
+    ``EnvironmentLacks`` if the memory to be reserved is not free.
     """
     _report(strategy, device)
     with contextlib.ExitStack() as undo:
@@ -80,10 +80,10 @@ def _set_cudnn(undo: contextlib.ExitStack, strategy: DistributedStrategy) -> Non
 
 
 def _take_memory(undo: contextlib.ExitStack, fraction: float, device: torch.device) -> None:
-    """Bound the process to a share of the device's memory, and let the caching allocator hold most of it.
+    """Limit the process to a share of the device's memory, and let the caching allocator hold most of it.
 
-    An eighth stays free: what is smaller than a MiB lies in segments of its own, and once a part of the one large block
-    is in use the allocator can no longer give that back to open them.
+    An eighth stays free: blocks below a MiB are in segments of their own, and once a part of the one large
+    block is in use, the allocator can no longer free it to open them.
     """
     memory = torch.cuda.memory
     undo.callback(torch.cuda.empty_cache)
@@ -94,10 +94,10 @@ def _take_memory(undo: contextlib.ExitStack, fraction: float, device: torch.devi
     if ahead <= 0:
         return
     try:
-        torch.empty(ahead, dtype=torch.uint8, device=device)  # freed at once, to the allocator and not to the device
+        torch.empty(ahead, dtype=torch.uint8, device=device)  # freed at once, but the allocator keeps it
     except torch.OutOfMemoryError:
         raise EnvironmentLacks(
-            "the device has not so much memory left", "fraction_of_gpu_memory_to_use", f"{fraction:g}", "a smaller share"
+            "the device has less memory left", "fraction_of_gpu_memory_to_use", f"{fraction:g}", "a smaller share"
         ) from None
 
 
@@ -111,15 +111,15 @@ def apply_compute(
     backend: str | Callable[..., Any] = "inductor",
     errors: Errors = collective_errors,
 ) -> Undo:
-    """Put the compute part of ``strategy`` in place; nothing stays where any of it fails.
+    """Apply the compute part of ``strategy``; if any of it fails, everything is undone.
 
-    ``group`` carries the statistics of synchronised batch norm, and nothing else; ``None`` is one
-    trainer. ``errors`` stands around its collectives. ``scale()`` is the loss scale, and ``backend`` is torch.compile's.
+    ``group`` carries only the statistics of synchronised batch norm; ``None`` is one trainer. ``errors`` is
+    the context around its collectives. ``scale()`` returns the loss scale. ``backend`` is torch.compile's.
 
-    The order is the nesting: batch norms first, because compiled graphs are made of them; compiled
-    blocks before recompute, which runs a compiled forward twice, because a checkpoint inside a graph
-    would move batch-norm statistics twice; mixed precision around all of it. Raises ``ConfigError``
-    for a strategy that this model cannot execute.
+    The order is the nesting: batch norms first, because compiled graphs contain them; then compiled blocks;
+    then recompute, which runs a compiled forward twice, because a checkpoint inside a graph would move
+    batch-norm statistics twice; mixed precision around all of it. Raises ``ConfigError`` for a strategy that
+    this model cannot execute.
     """
     checkpoints = strategy.recompute_configs.checkpoints if strategy.recompute else ()
     with contextlib.ExitStack() as undo:

@@ -1,8 +1,8 @@
 """Injected stragglers: X times the profiled time, added before each layer's forward and backward.
 
-Delays aim at cumulative totals, so that one delay's lateness shortens the next and does not add
-up over the layers. On a CPU a delay is a sleep; on a CUDA device it is a kernel in the compute
-stream, because the host runs ahead of the device and sleeping there would delay nothing.
+Delays aim at cumulative totals, so a late delay shortens the next one, and lateness does not add up over the
+layers. On a CPU a delay is a sleep. On a CUDA device it is a kernel in the compute stream, because the host
+runs ahead of the device and a sleep of the host would delay nothing.
 """
 
 import time
@@ -20,40 +20,43 @@ from fleetbench.stragglers import ONE
 from real.communication.clocks import Clock, Mark, clock_of
 
 _SHORTEST_SLEEP_NS = 50_000  # below the kernel's timer slack a sleep overshoots by more than itself
-_SHORTEST_KERNEL_NS = 5_000  # about what launching it costs
-_SHORTEST_MEASURED_NS = 500_000  # of which the microseconds between a mark and its kernel are one percent
+_SHORTEST_KERNEL_NS = 5_000  # about the cost of its launch
+_SHORTEST_MEASURED_NS = 500_000  # the microseconds between a mark and its kernel are one percent of it
 _CALIBRATION_CYCLES = 2_000_000  # some milliseconds: a device that has stopped working speeds up again
 _LOAD_S = 0.3
 _REMEMBERED = 31
 
 
 class Delay:
-    """Makes the compute that follows wait. This one sleeps: where the host computes."""
+    """Delays the compute that follows. This class sleeps, for compute on the host."""
 
     shortest_ns = _SHORTEST_SLEEP_NS
-    """What is shorter is saved up for the next delay."""
+    """Shortest delay in ns; shorter ones are added to the next delay."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         self._sleep = sleep
 
     def add(self, missing_ns: int) -> int:
-        """Delay by about so much; the nanoseconds it really was, where that is known."""
+        """Delay by about ``missing_ns``; return the real delay in ns, or ``missing_ns`` if unknown."""
         begin = time.monotonic_ns()
         self._sleep(missing_ns * 1e-9)
         return time.monotonic_ns() - begin
 
 
 class KernelDelay(Delay):
-    """A kernel that spins in the current stream for so many cycles.
+    """A kernel that spins in the current stream for a number of cycles.
 
-    A device has fewer cycles a second under load than when it idles. So it is calibrated right after a
-    load, and goes by the delays that training has passed as soon as there are any: the median of the last ones.
+    A device has fewer cycles per second under load than when it idles. So it is calibrated right after a
+    load. Later the median of the last delays in training replaces the calibration.
     """
 
     shortest_ns = _SHORTEST_KERNEL_NS
 
     def __init__(self, clock: Clock, spin: Callable[[int], None], load: Callable[[], None]) -> None:
-        """``spin`` enqueues a kernel of so many cycles; ``load`` makes the device work, and leaves work enqueued."""
+        """``spin`` enqueues a kernel of so many cycles; ``load`` keeps the device busy.
+
+        ``load`` returns with work enqueued.
+        """
         self._clock = clock
         self._spin = spin
         self._passing: deque[tuple[int, Mark, Mark]] = deque()
@@ -63,7 +66,7 @@ class KernelDelay(Delay):
         self._learn(wait=True)
 
     def add(self, missing_ns: int) -> int:
-        """See ``Delay``; enqueues, and returns what was asked for."""
+        """Enqueue a delay, and return ``missing_ns``; see ``Delay``."""
         self._learn(wait=False)
         cycles = round(missing_ns * median(self._cycles_per_ns))
         if missing_ns < _SHORTEST_MEASURED_NS:
@@ -78,7 +81,7 @@ class KernelDelay(Delay):
         self._passing.append((cycles, begin, self._clock.mark()))
 
     def _learn(self, *, wait: bool) -> None:
-        """Take in the delays that the device has passed."""
+        """Learn from the delays that the device has completed."""
         while self._passing and (wait or self._clock.passed(self._passing[0][2])):
             cycles, *marks = self._passing.popleft()
             begin, end = self._clock.resolve(marks)
@@ -86,7 +89,7 @@ class KernelDelay(Delay):
 
 
 def delay_of(device: torch.device) -> Delay:
-    """How compute on ``device`` is delayed; on CUDA it takes a third of a second to find out."""
+    """Return the delay of compute on ``device``; on CUDA the calibration takes a third of a second."""
     if device.type != "cuda":
         return Delay()
     # torch's own tests delay with _sleep; there is no public name
@@ -94,8 +97,8 @@ def delay_of(device: torch.device) -> Delay:
 
 
 def _load(device: torch.device) -> None:
-    """Multiply matrices until the device's clock rate has come down, and leave some milliseconds of that enqueued."""
-    generator = torch.Generator(device).manual_seed(0)  # the script's random numbers stay what they are
+    """Multiply matrices until the device's clock rate drops; leave some milliseconds of work enqueued."""
+    generator = torch.Generator(device).manual_seed(0)  # leaves the script's random numbers unchanged
     matrix = torch.rand(4096, 4096, device=device, generator=generator)
     product = torch.empty_like(matrix)
     until = time.monotonic() + _LOAD_S
@@ -108,9 +111,9 @@ def _load(device: torch.device) -> None:
 class Injector:
     """Delays a model's layers by a share of their profiled times.
 
-    Life cycle: ``attach``; every step ``begin`` with the step's X, then the model's hooks, then
-    ``finish`` at the end of the backward; ``detach``. Inside of a compiled block nothing is delayed,
-    because that would break its graph: what is due there comes at the next layer outside, or at the end.
+    Life cycle: ``attach``; in every step ``begin`` with the step's X, then the model's hooks, then ``finish``
+    at the end of the backward; ``detach``. Nothing is delayed inside a compiled block, because that would
+    break its graph. Its delay comes at the next layer outside, or at the end.
     """
 
     def __init__(self, table: LayerTable, delay: Delay) -> None:
@@ -145,7 +148,7 @@ class Injector:
         self._x, self._delayed_ns = x, 0
 
     def finish(self) -> None:
-        """Delay by what is left of the step's X."""
+        """Add the remaining delay of the step's X."""
         self._until(self._table.forward_ns + self._table.backward_ns)
 
     def _until(self, base_ns: int) -> None:
@@ -159,6 +162,6 @@ class Injector:
             self._until(base_ns)
 
     def _forward_ends(self, base_ns: int, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        """The gradient of a layer's output arrives where the layer's backward begins."""
+        """Hook a layer's output: its gradient arrives where the layer's backward begins."""
         if isinstance(output, torch.Tensor) and output.requires_grad and not torch.compiler.is_compiling():
             output.register_hook(lambda _gradient: self._until(base_ns))

@@ -1,7 +1,7 @@
-"""Changes to a living model: what a strategy puts into it, and the way back.
+"""Changes to a living model: what a strategy puts into it, and how to remove it.
 
-Strategies change between legs inside one process, so each change hands back an ``Undo`` that
-leaves modules, hooks, forward methods and flags as they were. Changes are undone in reverse order.
+Strategies change between legs inside one process, so each change returns an ``Undo`` that restores modules,
+hooks, forward methods and flags. Changes are undone in reverse order.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from weakref import WeakMethod
 from torch import nn
 
 Undo = Callable[[], None]
-"""Takes a change back; a second call does nothing."""
+"""Undoes a change; a second call does nothing."""
 
 Forward = Callable[..., Any]
 
 
 class NotCopied:
-    """What is put on one instance and does not follow it into its copies, by ``copy.deepcopy`` or a pickle: those have ``instead``.
+    """A callable on one instance that its copies, by ``copy.deepcopy`` or a pickle, replace with ``instead``.
 
-    A pickle names nothing of this package, so that a model that was saved whole loads without it.
+    A pickle does not name this package, so a model that was saved as a whole loads without it.
     """
 
     def __init__(self, call: Callable[..., Any], instead: Callable[..., Any]) -> None:
@@ -28,7 +28,7 @@ class NotCopied:
         self._instead = instead
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``call`` does."""
+        """Call ``call``."""
         return self.call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[None, Callable[..., Any]]]:
@@ -36,12 +36,15 @@ class NotCopied:
 
 
 def living_hook(call: Callable[..., Any]) -> NotCopied:
-    """A hook on one instance, which does nothing on its copies."""
+    """Return a hook for one instance, which does nothing on its copies."""
     return NotCopied(call, nullcontext().__exit__)  # which takes anything, and returns None
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a method of an object that this does not keep alive: for what outlives a model, or hides from Python's collector."""
+    """Return a call of a method of an object that this does not keep alive.
+
+    It is for callbacks that outlive a model, or that Python's collector cannot see.
+    """
     found = WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
@@ -52,7 +55,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def override_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Undo:
-    """Let ``wrap(forward so far)`` be the forward of this one instance.
+    """Make ``wrap(current forward)`` the forward of this one instance.
 
     Hooks of the module stay outside of it. A copy of the module has the forward that the module had before.
     """
@@ -62,7 +65,7 @@ def override_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> U
     module.__dict__["forward"] = override
 
     def undo() -> None:
-        override.call = plain  # also where the override was wrapped since
+        override.call = plain  # also if the override has been wrapped since
         if module.__dict__.get("forward") is override:
             if before is None:
                 del module.__dict__["forward"]

@@ -1,9 +1,9 @@
 """Synchronised batch norm: a layer's batch is that of all trainers together.
 
-With n samples a channel over all ranks: mean = sum(x) / n, var = sum((x - mean)^2) / n, two all-reduces, because the
-difference of two large sums would lose the variance of data far from zero. Autograd goes back through both, so that a
-backward has two all-reduces as well. Gradients of weight and bias are a rank's own; averaging them is the exchange's
-business.
+With n samples per channel over all ranks: mean = sum(x) / n, var = sum((x - mean)^2) / n. These are two
+all-reduces, because the difference of two large sums would lose the variance of data far from zero. Autograd
+goes back through both, so a backward has two all-reduces as well. Gradients of weight and bias are a rank's
+own; the exchange averages them.
 
 On CUDA torch's own SyncBatchNorm does the same with fused kernels.
 """
@@ -26,9 +26,10 @@ from real.compute.mixed_precision import in_float32
 def apply_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup, errors: Errors = collective_errors) -> Undo:
     """Make every batch norm of ``model`` one over the ranks of ``group``.
 
-    A module stays the object that it is, with its parameters, buffers, hooks and names. ``group`` should carry
+    A module stays the same object, with its parameters, buffers, hooks and names. ``group`` should carry
     nothing else while the model runs, because these collectives are issued from the forward and the backward.
-    Raises ``ConfigError`` for a batch norm that has a forward of its own, or has not seen its number of channels yet.
+    Raises ``ConfigError`` for a batch norm that has a forward of its own, or whose number of channels is not
+    known yet.
     """
     if dist.get_world_size(group) == 1:
         return lambda: None
@@ -65,9 +66,9 @@ def _become_torchs(module: nn.Module, group: dist.ProcessGroup) -> Undo:
 def _override(module: _BatchNorm, group: dist.ProcessGroup, errors: Errors) -> Undo:
     """Give the module a forward whose batch is that of all ranks; in evaluation mode it is the plain one.
 
-    Unequal batches are weighed by their sizes; a rank's may be empty. Statistics are float32 for
-    half precision, and the output has the input's type. The forward raises ``ConfigError`` where all ranks
-    together have one value a channel.
+    Batches of different sizes are weighted by size; a rank's batch may be empty. Statistics are float32 for
+    half precision, and the output has the input's type. The forward raises ``ConfigError`` if all ranks
+    together have one value per channel.
     """
 
     def wrap(plain: Forward) -> Forward:
@@ -98,7 +99,10 @@ def _move_statistics(module: _BatchNorm, mean: torch.Tensor, variance: torch.Ten
 
 
 class _Sum(torch.autograd.Function):
-    """A tensor's sum over the ranks of a group. Every rank's loss depends on it, so its gradient is the sum of all ranks' gradients."""
+    """Sum of a tensor over the ranks of a group.
+
+    Every rank's loss depends on it, so its gradient is the sum of all ranks' gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, errors: Errors) -> torch.Tensor:
@@ -117,14 +121,14 @@ class _Sum(torch.autograd.Function):
 def _normalise(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: dist.ProcessGroup, errors: Errors
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, mean, sum of squared distances from it, and count."""
+    """Return output, mean, sum of squared distances from it, and count."""
     values = in_float32(x)
     others = [dimension for dimension in range(x.dim()) if dimension != 1]
     size = values.new_tensor([x.numel() // x.shape[1]])
     sums = _Sum.apply(torch.cat([values.sum(others), size]), group, errors)  # type: ignore[no-untyped-call]  # torch's
     count = sums[-1].detach()
     if count.item() <= 1:
-        raise ConfigError("needs more than one value a channel over all ranks", "sync_batch_norm", str(tuple(x.shape)), "a larger batch")
+        raise ConfigError("needs more than one value per channel over all ranks", "sync_batch_norm", str(tuple(x.shape)), "a larger batch")
     mean = sums[:-1] / count
     centred = values - _over_channels(mean, x)
     squares = _Sum.apply(centred.square().sum(others), group, errors)  # type: ignore[no-untyped-call]  # torch's

@@ -1,4 +1,4 @@
-"""Attached: the environment that attaches the processes of a command to a job (``real.attach``), and what they leave in its folder.
+"""Attached: the environment that attaches a command's processes to a job, and their files in its folder.
 
 ======================  =========================  ================================================
 file                    written by                 content
@@ -19,7 +19,7 @@ from fleetbench.errors import ConfigError
 from real.processes.roles import ATTACH, STRATEGY
 
 NEVER_CALLED = "no model of DistributedDataParallel or fully_shard was called whose parameters an optimizer holds"
-FOUR_LINES = "the script calls fleet.init itself, and what it gives to it counts"
+FOUR_LINES = "the script calls fleet.init itself, and its own strategy counts"
 WAY_OUT = (
     "put fleet's lines into the script: fleet.init(), model = fleet.distributed_model(model), "
     "optimizer = fleet.distributed_optimizer(optimizer), and no DistributedDataParallel"
@@ -34,25 +34,34 @@ _ATTACHED, _UNATTACHED, _SEEN = "attached", "unattached", "seen"
 
 
 def attached_environment(folder: Path, strategy: Path | None = None, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables for a command whose processes are to attach: ``folder`` is the job's, ``strategy`` a file that they train by."""
+    """Return the variables of a command whose processes attach to a job.
+
+    ``folder`` is the job's; ``strategy`` is a file by which they train.
+    """
     path = os.pathsep.join(filter(None, [str(_SITE), base.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, ATTACH: str(folder)} | ({} if strategy is None else {STRATEGY: str(strategy.resolve())})
 
 
 def note_attached() -> None:
-    """A job executes this process's model."""
+    """Record that a job executes this process's model."""
     _note(_ATTACHED, "")
 
 
 def note_unattached(why: str) -> None:
-    """Nothing was done in this process. A reason takes the place of ``NEVER_CALLED``, which launchers leave, too."""
+    """Record that nothing was done in this process.
+
+    Any other reason replaces ``NEVER_CALLED``, which launchers leave, too.
+    """
     folder = Path(os.environ[ATTACH])
     if why != NEVER_CALLED or not (folder / _UNATTACHED).exists():
         _note(_UNATTACHED, why)
 
 
 def why_unattached(folder: Path) -> str | None:
-    """Why no process of a command has attached, as a sentence; none where one has, or no folder was given."""
+    """Return the reason why no process of a command has attached, as a sentence.
+
+    Returns ``None`` if one has, or if no folder was given.
+    """
     if not folder.is_dir() or (folder / _ATTACHED).exists():
         return None
     if not (folder / _SEEN).exists():
@@ -63,8 +72,8 @@ def why_unattached(folder: Path) -> str | None:
 
 
 def check_ordered(strategy: Path) -> None:
-    """Raise ``ConfigError`` for a file that no script takes without being changed."""
-    from fleetbench.strategy import DistributedStrategy  # which a process that attaches loads later, if at all
+    """Raise ``ConfigError`` for a strategy file that needs changes in the script."""
+    from fleetbench.strategy import DistributedStrategy  # a process that attaches loads it later, if at all
 
     if DistributedStrategy.load(strategy).mode == "ps":
         hint = "parameter servers need calls in the script, from fleet.init to fleet.stop_worker"
@@ -72,10 +81,10 @@ def check_ordered(strategy: Path) -> None:
 
 
 def refuse_unattached(folder: Path, strategy: Path, *, is_elsewhere: bool = False) -> None:
-    """Raise ``ConfigError`` where a job has ended and none of its models has taken the strategy."""
+    """Raise ``ConfigError`` if a job has ended and none of its models has used the strategy."""
     why = why_unattached(folder)
     if why is not None and is_elsewhere:
-        print(_UNCONFIRMED, file=sys.stderr, flush=True)  # noqa: T201  # a launcher's word
+        print(_UNCONFIRMED, file=sys.stderr, flush=True)  # noqa: T201  # a launcher's message
     if why is not None and not is_elsewhere:
         hint = "let it load the file: fleet.init(DistributedStrategy.load(FILE))" if why == FOUR_LINES else WAY_OUT
         hint = "install fleetbench there: python -m pip install fleetbench" if "cannot import fleetbench" in why else hint

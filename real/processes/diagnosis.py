@@ -1,12 +1,11 @@
 """Diagnosis: which rank broke a launch.
 
-A rank that dies makes the others fail a moment later, with messages that name ports; a rank that
-stops makes them run into their timeout. So the first to blame is who was killed, then who raised
-an error of its own, then who fell silent.
+When a rank dies, the others fail a moment later, with messages that name ports. When a rank stops, the others
+run into their timeout. So a killed rank is blamed first, then one with an error of its own, then a silent one.
 
 Errors of a leg of a user's script:
 
-LegFailed     the strategy's own doing, as far as anybody can tell: out of memory, no numbers, an exception, a refusal
+LegFailed     probably the strategy's fault: out of memory, not a number, an exception, a refusal
 └── LegLost   the launch broke: a process was killed or fell silent; worth another try
 """
 
@@ -26,47 +25,47 @@ if TYPE_CHECKING:
 
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory")
 STOPPED = "was stopped and did not answer, until it was killed"
-"""What an error says of a process that heard no signal but SIGKILL."""
+"""Text in errors for a process that reacted to no signal except SIGKILL."""
 NOTE = "failed-rank.json"
 """File in a launcher's folder."""
 
 
 class LegFailed(WorkerFailed):
-    """A leg cannot be run with its strategy; ``where`` names the rank."""
+    """A leg cannot run with its strategy; ``where`` names the rank."""
 
 
 class LegLost(LegFailed):
-    """The launch broke under a leg."""
+    """The launch broke during a leg."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankError:
-    """What a rank's own process reported before it ended."""
+    """Error that a rank's own process reported before it ended."""
 
     message: str
     collective: bool
-    """It failed in a collective, which is most often somebody else's fault."""
+    """Whether a collective failed, which is most often another rank's fault."""
     time_ns: int
     config: list[str | None] | None = None
-    """Arguments of the ``ConfigError`` that it was, if it was one."""
+    """Arguments of the error if it was a ``ConfigError``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What a rank said before it ended."""
+    """Failure that a rank reported before it ended."""
 
     rank: int
     what: str
-    """Such as ``failed at step 3: ValueError: the third layer is odd``."""
+    """Text such as ``failed at step 3: ValueError: the third layer is odd``."""
     own: bool
-    """False where a collective broke, which is most often another rank's fault."""
+    """False if a collective broke, which is most often another rank's fault."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.what}"
 
 
 def read_note(path: Path) -> tuple[str, str] | None:
-    """The process that another one has named for their launcher, such as ``rank 1``, and why; none where there is no such file."""
+    """Return the process that another one has blamed, such as ``rank 1``, and why, or ``None``."""
     if not path.exists():
         return None
     where, what = json.loads(path.read_text(encoding="utf-8"))
@@ -76,13 +75,15 @@ def read_note(path: Path) -> tuple[str, str] | None:
 def diagnose(
     exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int, log: str
 ) -> LegFailed | ConfigError:
-    """The error that names the rank to blame; a worker's ``ConfigError`` is handed on as it was. Memory that ran out goes first.
+    """Return the error that names the rank to blame.
+
+    A worker's ``ConfigError`` is returned as it was. Out of memory has priority over everything else.
 
     Args:
-        exit_codes: of ranks that ended by themselves before anybody was told to; negative is a signal.
-        errors: what ranks reported.
+        exit_codes: of ranks that ended by themselves before any was told to; negative is a signal.
+        errors: errors that ranks reported.
         beats: last sign of life of every rank.
-        now_ns: on the clock of the beats.
+        now_ns: time on the clock of the beats.
         log: where the workers' output is.
     """
     for error in errors.values():
@@ -90,12 +91,12 @@ def diagnose(
             what, where, value, hint = error.config
             return ConfigError(what or error.message, where, value, hint)
     hint = f"the workers' output: {log}"
-    for rank, error in sorted(errors.items(), key=lambda item: (item[1].collective, item[0])):  # other ranks repeat what one has said
+    for rank, error in sorted(errors.items(), key=lambda item: (item[1].collective, item[0])):  # other ranks repeat the error of one
         if any(words in error.message for words in OUT_OF_MEMORY):
             return LegFailed(f"out of memory: {error.message.splitlines()[0]}", f"rank {rank}", None, hint)
     rank, how = _blame(exit_codes, errors, beats, now_ns)
-    if not errors and not exit_codes and any(beat.leg >= 0 for beat in beats):  # it trained, and fell silent
-        hint += "; where it evaluates or saves for that long: --set run.timeout='900 s'"
+    if not errors and not exit_codes and any(beat.leg >= 0 for beat in beats):  # it trained, then became silent
+        hint += "; if it evaluates or saves for that long: --set run.timeout='900 s'"
     has_own_error = any(not error.collective for error in errors.values())
     return (LegFailed if has_own_error else LegLost)(how, f"rank {rank}", None, hint)
 
@@ -103,15 +104,15 @@ def diagnose(
 def require_finite(parts: Mapping[int, Mapping[str, Any]], num_before: int, log: Path, *, profile: bool) -> None:
     """Raise ``LegFailed`` for the rank whose loss or parameter was NaN or infinite first.
 
-    ``parts``: ranks' results of a leg, which measured layer times if ``profile``. ``num_before``: steps of the process before the leg.
-    ``log``: where the workers' output is.
+    ``parts``: ranks' results of a leg, which measured layer times if ``profile``. ``num_before``: steps of
+    the process before the leg. ``log``: where the workers' output is.
     """
     found = {rank: part["not_finite"] for rank, part in parts.items() if part["not_finite"] is not None}
     if found:
         rank = min(found, key=lambda rank: (found[rank]["step"], rank))
         alone = ", in a leg of layer times, in which nothing is averaged" if profile else ""
         what = f"not a number: {found[rank]['what']} at step {num_before + found[rank]['step']}{alone}"
-        hint = f"give the script a lower learning rate, or a checkpoint to begin from; the workers' output: {log}"
+        hint = f"give the script a lower learning rate, or a checkpoint to start from; the workers' output: {log}"
         raise LegFailed(what, f"rank {rank}", None, hint)
 
 
@@ -135,12 +136,12 @@ def _blame(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats
 
 
 def first_to_blame(exit_codes: Mapping[int, int]) -> int:
-    """The rank whose end was its own: killed, then failed, and last those that were told to end by the launcher's signal."""
+    """Return the rank to blame: first a killed one, then a failed one, last one ended by the launcher."""
     return min(exit_codes, key=lambda rank: (exit_codes[rank] == -signal.SIGTERM, exit_codes[rank] >= 0, rank))
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words; a negative one is a signal."""
+    """Return an exit code in words; a negative one is a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"  # real-time signals have no name

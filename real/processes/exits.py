@@ -1,4 +1,4 @@
-"""Exits: what a process does at its end, and what it does at once. A fork does nothing of its parent's."""
+"""Exits: actions at a process's end, and an immediate end. A fork executes none of its parent's."""
 
 import atexit
 import ctypes
@@ -13,15 +13,16 @@ from typing import NoReturn
 
 
 def at_exit(run: Callable[[], object]) -> None:
-    """Call ``run`` at the exit of this process, and not at that of a fork: threads, connections and peers are not the fork's.
+    """Call ``run`` at the exit of this process, but not of its forks.
 
-    A process of ``multiprocessing`` ends without the interpreter's hooks, and what ended it is known only before that.
+    Threads, connections and peers are not the fork's. A process of ``multiprocessing`` ends without the
+    interpreter's hooks, and only before that the error that ended it is known.
     """
     owner = os.getpid()
 
     def leave() -> None:
         ended_by = sys.exc_info()[1]
-        if isinstance(ended_by, SystemExit) and ended_by.code:  # torch.multiprocessing.spawn exits so after an error
+        if isinstance(ended_by, SystemExit) and ended_by.code:  # how torch.multiprocessing.spawn exits after an error
             ended_by = ended_by.__context__
         if isinstance(ended_by, Exception):
             sys.last_value = ended_by
@@ -34,7 +35,10 @@ def at_exit(run: Callable[[], object]) -> None:
 
 
 def keep_in_forks(*held: object) -> None:
-    """Let forks of this process end without destroying what it holds: process groups and stores wait for threads that a fork lacks."""
+    """Let forks of this process end without destroying these objects.
+
+    Process groups and stores would wait for threads that a fork does not have.
+    """
 
     def keep() -> None:
         for each in held:
@@ -44,7 +48,7 @@ def keep_in_forks(*held: object) -> None:
 
 
 def on_uncaught(tell: Callable[[BaseException], None]) -> None:
-    """From now on ``tell`` hears of the exception that ends this process, once it is printed; not of one that ends a fork."""
+    """Call ``tell`` with the exception that ends this process, after it is printed; not in forks."""
     before, owner = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -58,7 +62,7 @@ def on_uncaught(tell: Callable[[BaseException], None]) -> None:
 
 
 def end_now(code: int) -> NoReturn:
-    """End the process, whatever else it does, once what it has said is written."""
+    """End the process immediately, after its output is flushed."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a full disk; a stream that was closed
             stream.flush()

@@ -1,13 +1,15 @@
 """Failures: when one rank of a script fails, all others learn it within seconds, by rank and message.
 
-A rank that waits in a collective hears of nothing before its timeout. So a rank that fails says so in a log,
-in the store at which all ranks have met, and a daemon thread of every rank reads that log.
+A rank that waits in a collective notices nothing before its timeout. So a rank that fails writes to a log in
+the store at which all ranks have met, and a daemon thread of every rank reads that log.
 
-``watching`` -> ``failed``: this rank or another has failed, or a collective broke. The process ends a grace later,
-whatever the script does, and never with exit code 0. -> ``ended``: all ranks have left together.
+Life cycle: ``watching`` -> ``failed``: this rank or another has failed, or a collective broke. The process
+ends after a grace period, whatever the script does, and never with exit code 0. -> ``ended``: all ranks have
+left together.
 
-An entry of the log is a failure, or a roll call; every rank that reads one answers it, so a rank that was killed or
-stopped, or whose host is gone, is known by its missing answer. Entry n is the key ``n``, rank r's answer ``n/r``.
+An entry of the log is a failure, or a roll call. Every rank that reads one answers it, so a missing answer
+reveals a rank that was killed or stopped, or whose host is gone. Entry n is the key ``n``, rank r's answer
+``n/r``.
 """
 
 from __future__ import annotations
@@ -35,16 +37,17 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # missing from __all__ only
 
 GRACE_S = 5.0
-"""For a rank to end by itself once another has failed."""
+"""Seconds that a rank has to end by itself after another has failed."""
 OWN_GRACE_S = 30.0
-"""For the rank that failed: its script may have something to put away."""
+"""Seconds that the failed rank has to end, because its script may have something to save."""
 ALONE_S = 10.0
-"""Beside twice the longest so far: a collective that takes longer, while another rank has come to its exit, waits for that one."""
+"""Seconds, in addition to twice the longest collective so far, after which a collective counts as waiting for
+a rank that has come to its exit."""
 _POLL_S = 0.5
 _ANSWER_S = 3.0
-"""For the ranks to answer, each of which looks every ``_POLL_S``."""
+"""Seconds in which the ranks must answer; each reads every ``_POLL_S``."""
 _STORE_S = 2.0
-"""For the store to answer beside that."""
+"""Additional seconds in which the store must answer."""
 _LONGEST = 2000
 _LEFT_EARLY = "has ended while others still train: its script left early, as by sys.exit, or had fewer batches"
 _OF_PEERS = (
@@ -52,9 +55,9 @@ _OF_PEERS = (
     "caused by a remote worker crashing",  # gloo's words, also of a pipe that is broken
     *("NCCL communicator was aborted", "Broken pipe"),
 )
-"""In messages of torch.distributed that tell of another rank's end, or that it does not come."""
+"""Parts of torch.distributed's messages about another rank that has ended or does not come."""
 _LEAVING = "fleetbench/leaving"
-"""Key of the store that is there once a rank has come to its exit."""
+"""Key of the store that exists once a rank has come to its exit."""
 _SILENT_STORE = "the job's store does not answer: rank 0 or the launcher that keeps it is gone"
 
 Answer = TypeVar("Answer")
@@ -65,19 +68,19 @@ class CollectiveFailed(RuntimeError):  # noqa: N818  # named like the other ends
 
 
 def is_of_peers(error: BaseException) -> bool:
-    """Whether an error tells of a collective that broke."""
+    """Whether an error reports a broken collective."""
     text = f"{type(error).__name__}: {error}"
     return isinstance(error, CollectiveFailed) or (isinstance(error, RuntimeError) and any(what in text for what in _OF_PEERS))
 
 
 def rank_error(error: BaseException) -> RankError:
-    """What the driver of a job is told of an error that ends a rank."""
+    """Return the driver's record of an error that ends a rank."""
     arguments = list(error.args) if isinstance(error, ConfigError) else None
     return RankError(f"{type(error).__name__}: {error}", is_of_peers(error), time.monotonic_ns(), arguments)
 
 
 def abort_collectives() -> None:
-    """On NCCL, whose kernels wait on for a peer that is gone, end all collectives; on gloo connections end with the process."""
+    """End all collectives on NCCL, whose kernels would wait for a lost peer; gloo's end with the process."""
     if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config().split(","):  # also where no backend was named
         dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # torch has no other name for it
 
@@ -91,18 +94,19 @@ def leave_without_success(grace_s: float = GRACE_S) -> None:
 
 
 class Failures:
-    """One rank's view of its job; see the module. ``start`` makes it watch, ``end`` or ``leave`` belongs at the process's exit.
+    """One rank's view of its job; see the module.
 
-    ``store`` is the one at which all ranks have met. ``step``: the step that this rank is at. ``note``: a file that receives the
-    failure of whoever failed first, for the launcher of this host.
+    ``start`` makes it watch; ``end`` or ``leave`` belongs at the process's exit. ``store`` is the one at
+    which all ranks have met. ``step`` returns the step that this rank is at. ``note`` is a file that receives
+    the first failure, for the launcher of this host.
     """
 
     grace_s, alone_s = GRACE_S, ALONE_S
 
     def __init__(self, store: Store, rank: int, trainers: int, *, step: Callable[[], int], note: Path | None = None) -> None:
         self.failure: Failure | None = None
-        """The first that this rank knows of; one of a rank's own goes before one of a collective."""
-        self._keeps = store  # on rank 0 it may be the server, which is to outlive the process group
+        """First failure that this rank knows of; a rank's own error replaces one of a collective."""
+        self._keeps = store  # on rank 0 it may be the server, which must outlive the process group
         self._store = second_connection(store, rank)
         self._rank, self._trainers = rank, trainers
         self._step, self._note = step, note
@@ -111,26 +115,26 @@ class Failures:
         self._own_entry: int | None = None
         self._has_failed = self._has_broken = self._is_leaving = False
         self._waits: dict[object, float] = {}
-        """When the collectives of this rank that are under way began."""
+        """Start times of this rank's collectives in flight."""
         self._longest_s = 0.0
         self._left_s: float | None = None
-        """When this rank saw that another has come to its exit, or said so of itself."""
+        """Time when this rank saw another come to its exit, or announced its own."""
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="failures", daemon=True)
 
     @property
     def has_failed(self) -> bool:
-        """Whether this process must not end with exit code 0: a collective of it broke, or some rank has failed."""
+        """Whether this process must not end with exit code 0: its collective broke, or a rank has failed."""
         return self._has_failed or self.failure is not None or hasattr(sys, "last_value")
 
     def start(self) -> None:
-        """Begin to watch the others, and what ends this process."""
+        """Start to watch the other ranks, and errors that end this process."""
         on_uncaught(self.announce)
         self._thread.start()
 
     def announce(self, error: BaseException | str) -> None:
-        """This rank has failed: let all ranks know, unless they have learnt of another failure before."""
+        """Announce this rank's failure to all, unless they know of another one already."""
         self._has_failed = True
         own = isinstance(error, str) or not is_of_peers(error)
         text = error if isinstance(error, str) else f"failed at step {self._step()}: {type(error).__name__}: {error}"
@@ -138,7 +142,7 @@ class Failures:
 
     @contextmanager
     def broken(self) -> Iterator[None]:
-        """Turn what breaks a collective inside into a ``CollectiveFailed`` that names who broke it, as far as the ranks can tell."""
+        """Turn an error of a collective inside into a ``CollectiveFailed`` that names the known cause."""
         this, begin_s = object(), time.monotonic()
         self._waits[this] = begin_s
         try:
@@ -150,29 +154,33 @@ class Failures:
             raise CollectiveFailed(f"{cause}\nThe collective that broke: {text}") from error
         finally:
             del self._waits[this]
-            if self._step():  # before the first, ranks wait for each other's start
+            if self._step():  # before the first step, ranks wait for each other's start
                 self._longest_s = max(self._longest_s, time.monotonic() - begin_s)
 
     def absent(self, patience_s: float) -> str | None:
-        """A roll call: which ranks do not answer in so many seconds, in words; none where all do."""
+        """Call the roll: return in words which ranks do not answer in time, or ``None`` if all do."""
         otherwise: str | None = _SILENT_STORE
         return self._asked(lambda: _absence(self._missing(self._append(), patience_s)), otherwise, patience_s)
 
     def begin_exit(self) -> None:
-        """This process has come to its exit: a collective of the others that breaks, or takes too long, from now on waited for it."""
+        """Begin this process's exit.
+
+        From now on, a collective of the others that breaks or takes too long has waited for this rank.
+        """
         self._is_leaving = True
 
     def end(self) -> None:
-        """All ranks leave together: watch no more."""
+        """Stop watching, because all ranks leave together."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(_POLL_S)
 
     def leave(self) -> None:
-        """This process is at its exit, and some rank has failed. Returns only where an exception of its own says the exit code.
+        """Leave after a failure of any rank. Returns only if an exception sets the exit code.
 
-        The rank that failed goes once the others know; they wait for it, so that a launcher sees it end first. A rank
-        whose collective broke goes at once: to destroy a group in which one is still under way takes as long as that.
+        The failed rank ends once the others know. They wait for it, so a launcher sees it end first. A rank
+        whose collective broke ends at once, because destroying its group would take as long as the
+        collective.
         """
         ended_by: BaseException | None = getattr(sys, "last_value", None)
         if ended_by is not None and self.failure is None:
@@ -194,7 +202,7 @@ class Failures:
         since_s: float | None = None
         said: Failure | None = None
         while not self._ended.wait(_POLL_S):
-            with suppress(RuntimeError):  # a store that is gone is noticed by the next collective, which says so
+            with suppress(RuntimeError):  # the next collective reports a lost store
                 self._read()
                 if self._is_left_alone():
                     self._append("waits for another rank that has come to its exit")
@@ -210,7 +218,7 @@ class Failures:
                 return
 
     def _is_left_alone(self) -> bool:
-        """Whether a collective takes far longer than any before, most of it since another rank has come to its exit."""
+        """Whether a collective takes far longer than any before, mostly since another rank's exit."""
         if self._is_leaving:
             if self._left_s is None:
                 self._store.set(_LEAVING, "")
@@ -224,7 +232,7 @@ class Failures:
         return time.monotonic() - max(begin_s, self._left_s) > self.alone_s + 2 * self._longest_s
 
     def _read(self) -> None:
-        """Take in what is new in the log, and answer it."""
+        """Read new entries of the log, and answer them."""
         with self._lock:
             while self._store.check([_key(self._num_read + 1)]):
                 self._num_read += 1
@@ -239,13 +247,13 @@ class Failures:
                     self._entry_of_broken = self._num_read
                 if self.failure is None or (failure.own and not self.failure.own):
                     self.failure = failure
-                    if self._note is not None and failure.own:  # this host's launcher would otherwise blame whoever ended first
+                    if self._note is not None and failure.own:  # otherwise this host's launcher would blame the first to end
                         with suppress(OSError), atomic_write(self._note) as partial:
                             named = [f"rank {failure.rank}", failure.what.partition("\n")[0]]
                             partial.write_text(json.dumps(named), encoding="utf-8")
 
     def _append(self, what: str = "", *, own: bool = False) -> int:
-        """Write the next entry of the log, a failure or, without words, a roll call; its number."""
+        """Append an entry to the log, a failure or, without text, a roll call; return its number."""
         text = json.dumps(asdict(Failure(rank=self._rank, what=what, own=own)))
         with self._lock:
             self._read()
@@ -262,7 +270,7 @@ class Failures:
                 self._own_entry = self._append(text[:_LONGEST], own=own)
 
     def _cause(self, text: str) -> str:
-        """Why a collective broke, in words."""
+        """Return why a collective broke, in words."""
         with self._lock:
             self._read()
             entry = self._entry_of_broken
@@ -274,12 +282,12 @@ class Failures:
         return _absence(missing) or "all ranks answer, and are at different places"
 
     def _missing(self, entry: int, patience_s: float = _ANSWER_S) -> list[int]:
-        """Ranks that have not answered an entry in time."""
+        """Return the ranks that have not answered an entry in time."""
         deadline = time.monotonic() + patience_s
         keys = {rank: _key(entry, rank) for rank in range(self._trainers) if rank != self._rank}
         while True:
             is_complete = self._store.check(list(keys.values()))
-            self._read()  # whoever answers has written before what the others are to know
+            self._read()  # a rank writes its failure before it answers
             if is_complete:
                 return []
             if time.monotonic() > deadline:
@@ -287,7 +295,10 @@ class Failures:
             time.sleep(_POLL_S / 5)
 
     def _asked(self, ask: Callable[[], Answer], otherwise: Answer, patience_s: float = _ANSWER_S) -> Answer:
-        """What the store says, or ``otherwise``: its host may be gone, and then it does not even refuse."""
+        """Return the result of ``ask``, or ``otherwise`` if the store does not answer.
+
+        The store's host may be gone, and then it does not even refuse.
+        """
         answer = [otherwise]
 
         def run() -> None:

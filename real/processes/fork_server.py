@@ -1,11 +1,12 @@
-"""Fork server: one Python process that has imported what ranks import, and becomes them by forks.
+"""Fork server: a Python process that has imported the modules of ranks, and becomes ranks by forking.
 
-Importing torch costs every rank seconds of a core, and a machine that starts many launches, one after another, most of
-its time. A fork has it all at once. It is for programs of this project alone, on CPUs and Linux: a user's script may
-set variables before it imports torch, and a process that has spoken to a GPU must not fork.
+Importing torch costs every rank seconds of a core, and a machine that starts many launches in a row most of
+its time. A fork has everything at once. It is only for programs of this project, on CPUs and Linux: a user's
+script may set variables before it imports torch, and a process that has used a GPU must not fork.
 
-A server ends with the process that uses it. What to fork is a JSON message on its standard input, with which comes the file of its
-output. A fork becomes a child of the user's process, with which it ends, and answers with its number.
+A server ends with the process that uses it. A request is a JSON message on its standard input, together with
+the descriptor of the output file. A fork becomes a child of the user's process, ends with it, and answers
+with its process id.
 """
 
 from __future__ import annotations
@@ -34,33 +35,33 @@ from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.processes.exits import at_exit, end_now
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "real.fleet", "real.emulated.emulated_training")
-"""What ranks of an experiment import; torch's optimizers import its compiler."""
+"""Modules that ranks of an experiment import; torch's optimizers import its compiler."""
 _OF_TESTS = "PYTEST_CURRENT_TEST"  # changes with every test, and says nothing to a rank
 _POLL_S = 0.01
 _ADOPTING = threading.Lock()
 _PATIENCE_S = 120.0
-"""For the imports, and for one fork."""
+"""Seconds allowed for the imports, and for one fork."""
 _LONGEST = 1 << 20
-"""Bytes of a message that says what to fork."""
+"""Largest number of bytes of a request."""
 _NUMBER = 32
-"""Bytes of a process number."""
+"""Largest number of bytes of a process id."""
 
 
 class Forked:
-    """A child that a server has forked: what ``subprocess.Popen`` offers for one."""
+    """A child that a server has forked, with the methods of ``subprocess.Popen``."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; none while it runs."""
+        """Return its exit code, negative for a signal; ``None`` while it runs."""
         if self._code is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
             self._code = os.waitstatus_to_exitcode(ended[1])
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, once it has ended. Raises ``subprocess.TimeoutExpired``."""
+        """Return its exit code after its end. Raises ``subprocess.TimeoutExpired``."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -69,14 +70,17 @@ class Forked:
         return code
 
     def kill(self) -> None:
-        """End it, if it has not ended."""
+        """Kill it, if it has not ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
-    """The user's side. Life cycle: made; ``fork``, as often as wanted; ``close``, or the end of this process."""
+    """The user's side.
+
+    Life cycle: created; ``fork``, any number of times; ``close``, or the end of this process.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = _relevant(environment)
@@ -93,19 +97,20 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """Process id of the server."""
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """Its exit code; none while it runs, and can fork."""
+        """Exit code of the server; ``None`` while it runs, and can fork."""
         return self._process.poll()
 
     def fork(self, arguments: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> Forked:
-        """Start ``python ARGUMENTS`` (``-m MODULE ...`` or ``SCRIPT ...``) here, in a session of its own; its output goes to ``log``.
+        """Start ``python ARGUMENTS`` (``-m MODULE ...`` or ``SCRIPT ...``) in a session of its own.
 
-        ``variables`` of its own go before the server's; with a RANK among them it is called by it, as it has no command line of its own.
-        Raises ``EnvironmentLacks`` where the log cannot be written, ``WorkerFailed`` where the server has ended, or does not answer.
+        Its output goes to ``log``. ``variables`` override the server's. If RANK is among them, it names the
+        process, which has no command line of its own. Raises ``EnvironmentLacks`` if the log cannot be
+        written, and ``WorkerFailed`` if the server has ended or does not answer.
         """
         try:
             output = log.open("wb")
@@ -123,29 +128,33 @@ class ForkServer:
             finally:
                 adopt(on=False)
                 if not pid:
-                    self.close()  # the next fork server is another one
+                    self.close()  # the next fork uses a new server
         if pid:
             return Forked(int(pid))
         raise WorkerFailed("the process that forks ranks has ended, or does not answer", "this node", hint="its errors are above")
 
     def close(self) -> None:
-        """End the server; what it has forked goes on."""
+        """End the server; its forks continue."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
 
 
 shared: list[ForkServer] = []
-"""This process's server, if it has one; a module's state, because launches that know nothing of each other are to share it."""
+"""This process's server, if it has one. It is the module's state, because independent launches share it."""
 
 
 def can_fork() -> bool:
-    """Whether this system leaves a fork to the process that asked for it."""
+    """Whether this system can make a fork a child of the process that asked for it."""
     return sys.platform == "linux"
 
 
 def fork_server(environment: Mapping[str, str]) -> ForkServer:
-    """This process's server, a new one where the last has ended or was started with other variables: libraries read them as they load."""
+    """Return this process's server.
+
+    It starts a new one if the last has ended or has other variables, because libraries read them when they
+    load.
+    """
     if shared and (shared[0].code is not None or shared[0].environment != _relevant(environment)):
         shared.pop().close()
     if not shared:
@@ -158,16 +167,16 @@ def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name != _OF_TESTS}
 
 
-# In the server, and in its forks
+# In the server and its forks
 
 
 def _serve(modules: Sequence[str]) -> None:
-    """Fork what is asked for on the socket, which is the standard input, until its other end is closed."""
+    """Fork on requests from the socket, which is the standard input, until its other end is closed."""
     for name in modules:
         importlib.import_module(name)
-    gc.freeze()  # a fork's garbage collection leaves what was imported alone, and its pages shared
-    for imported in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001  # no list of them is public
-        imported.atexit = False  # torch takes its operators apart one by one, for longer than a fork takes to start
+    gc.freeze()  # a fork's garbage collection skips the imports, so their pages stay shared
+    for imported in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public list
+        imported.atexit = False  # torch would deregister its operators one by one, which takes longer than a fork's start
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it at once, as SIGTERM does
     user, asked = os.getppid(), socket.socket(fileno=0)
     while True:
@@ -178,7 +187,10 @@ def _serve(modules: Sequence[str]) -> None:
 
 
 def _fork(wanted: Mapping[str, Any], output: int, asked: socket.socket, user: int) -> None:
-    """Fork what is wanted, in a session of its own, without input. ``user`` adopts it, and hears its number, once its parent ends."""
+    """Fork a request, in a session of its own, without input.
+
+    ``user`` adopts the fork, and receives its process id after its parent has ended.
+    """
     with warnings.catch_warnings():  # Python 3.12 and later warn of the threads that libraries start as they load, which wait for work
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
         if child := os.fork():
@@ -204,12 +216,12 @@ def _fork(wanted: Mapping[str, Any], output: int, asked: socket.socket, user: in
 
 
 def _become(arguments: Sequence[str]) -> NoReturn:
-    """Go on as ``python ARGUMENTS``, in a process that was forked for it."""
+    """Continue as ``python ARGUMENTS``, in a process that was forked for it."""
     code = 1
     try:
         if arguments[0] == "-m":
             sys.argv = list(arguments[1:])
-            sys.modules.pop(arguments[1], None)  # it runs as __main__, whoever has imported it
+            sys.modules.pop(arguments[1], None)  # it runs as __main__, even if it was imported
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(arguments)

@@ -1,6 +1,7 @@
-"""Place: where a process runs, what it shares with another one (a clock, process numbers), and whether it lives.
+"""Place: where a process runs, what it shares with another one (a clock, process ids), and whether it lives.
 
-Temporary folders say whose they are: the next start removes what a killed process has left. What a failed worker has said stays.
+Temporary folders name their owner: the next start removes those that a killed process has left. The output of
+a failed worker stays.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ class Place(Config):
 
     host: str
     boot: str = ""
-    """The kernel's name for its own boot; empty where the system has none."""
+    """The kernel's id of its boot; empty if the system has none."""
     namespace: str = ""
-    """Of process numbers."""
+    """Namespace of process ids."""
     pid: int
     started: int = 0
-    """When it started, in the kernel's ticks: with its number it names the process for good. 0: not known."""
+    """Start of the process in the kernel's ticks, which identifies it together with its id. 0: not known."""
 
     @classmethod
     def here(cls) -> Place:
-        """This process's."""
+        """Return the place of this process."""
         boot = namespace = ""
         with contextlib.suppress(OSError):  # Linux alone has them
             boot, namespace = _BOOT.read_text(encoding="ascii").strip(), str(_NAMESPACE.readlink())
@@ -46,40 +47,43 @@ class Place(Config):
 
     @property
     def kernel(self) -> str:
-        """Equal where two processes share a monotonic clock."""
+        """Id that is equal for two processes with one monotonic clock."""
         return self.boot or self.host
 
     def shares_numbers(self, other: Place) -> bool:
-        """Whether a process number means the same to both."""
+        """Whether a process id means the same process to both."""
         return self.kernel == other.kernel and self.namespace == other.namespace
 
     def lives(self) -> bool:
-        """Whether the process is there, and no zombie; only to be asked by one that shares its numbers."""
+        """Whether the process exists and is not a zombie.
+
+        Only valid for a caller with the same process ids.
+        """
         return process_state(self.pid) not in ("", "Z", "X") and self.started in (0, start_ticks(self.pid))
 
 
 def processes_with(is_it: Callable[[bytes], bool]) -> Iterator[int]:
-    """Processes that were started with such a variable, ``NAME=value``; those of other users cannot be read, and are left out."""
+    """Yield processes that were started with such a variable, ``NAME=value``, except those of other users."""
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended, or is not ours to read
+            with contextlib.suppress(OSError):  # it has ended, or may not be read
                 if any(map(is_it, (path / "environ").read_bytes().split(b"\0"))):
                     yield int(path.name)
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does (R, S, T, Z, ...); empty where there is no such process."""
+    """Return the kernel's letter for a process's state (R, S, T, Z, ...); empty if it does not exist."""
     return (_stat(pid) or [""])[0]
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process of this number started (proc_pid_stat(5), field 22); none where there is none."""
+    """Return the start of a process in ticks (proc_pid_stat(5), field 22), or ``None`` without one."""
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third on, which follow the program's name."""
+    """Return the fields of /proc/PID/stat from the third on, after the program's name."""
     try:
         return Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
     except OSError:
@@ -88,21 +92,24 @@ def _stat(pid: int) -> list[str]:
 
 PREFIX = "fleetbench-"
 _ROOM_BYTES = 4 << 20
-"""Free space that a job's folder needs for heartbeats, logs and results."""
+"""Bytes of free space that a job's folder needs for heartbeats, logs and results."""
 OWNER = "owner.json"
-"""File of such a folder that names the process that made it."""
+"""File of such a folder that names the process that created it."""
 
 
 def make_folder(within: Path | None = None) -> Path:
-    """Make a folder that only this user may enter, below ``within`` or the temporary folder, and sweep there before.
+    """Create a folder for this user, below ``within`` or the temporary folder, and sweep there first.
 
-    Raises ``EnvironmentLacks`` where the temporary folder has too little room.
+    Raises ``EnvironmentLacks`` if the temporary folder has too little space.
     """
     root = Path(tempfile.gettempdir()) if within is None else within
     sweep(root)
     if within is None and (room := shutil.disk_usage(root)).total and room.free < _ROOM_BYTES:
-        free, hint = f"{room.free / 2**20:.2g} MiB free", f"{_ROOM_BYTES >> 20} MiB are enough: make room there, or TMPDIR=/another/folder"
-        raise EnvironmentLacks("too little room for temporary files", str(root), free, hint)
+        free, hint = (
+            f"{room.free / 2**20:.2g} MiB free",
+            f"{_ROOM_BYTES >> 20} MiB are enough: free space there, or set TMPDIR=/another/folder",
+        )
+        raise EnvironmentLacks("too little space for temporary files", str(root), free, hint)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
     try:
         (folder / OWNER).write_text(json.dumps(encode(Place.here())), encoding="utf-8")
@@ -114,7 +121,7 @@ def make_folder(within: Path | None = None) -> Path:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is removed on the way out."""
+    """Context of a folder that is removed at the end."""
     folder = make_folder()
     try:
         yield folder
@@ -123,7 +130,10 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def leave_folder(folder: Path, error: BaseException | None) -> None:
-    """Remove a folder; after ``WorkerFailed``, whose hint names output in it, it stays, and no later start removes it."""
+    """Remove a folder, except after ``WorkerFailed``, whose hint names output in it.
+
+    It then stays, and no later start removes it.
+    """
     if isinstance(error, WorkerFailed):
         (folder / OWNER).unlink(missing_ok=True)
     else:
@@ -131,7 +141,10 @@ def leave_folder(folder: Path, error: BaseException | None) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Remove this user's folders below ``root`` whose processes have ended, but those of other machines, which cannot be seen."""
+    """Remove this user's folders below ``root`` whose processes have ended.
+
+    Processes of other machines cannot be seen, so their folders stay.
+    """
     here = Place.here()
     for path in root.glob(f"{PREFIX}*/{OWNER}"):
         owner = _owner(path)
@@ -140,7 +153,10 @@ def sweep(root: Path) -> None:
 
 
 def _owner(path: Path) -> Place | None:
-    """Who made a folder; none where it, or the file that says so, is a link or not this user's, or cannot be read."""
+    """Return the creator of a folder.
+
+    Returns ``None`` if the folder or its owner file is a link, belongs to another user or cannot be read.
+    """
     try:
         if any(found.is_symlink() or found.lstat().st_uid != os.geteuid() for found in (path.parent, path)):
             return None

@@ -1,15 +1,15 @@
-"""Role: which trainer of a job this process is, as the variables of whoever started it say.
+"""Role: which trainer of a job this process is, according to the launcher's environment variables.
 
-Four kinds of start are told apart; the first whose variables are there wins.
+There are four kinds of launchers; the first one with its variables set counts.
 
 =========  ==========================================================================================
 torchrun   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK: torchrun,
-           ``fleetbench launch``, and operators of Kubernetes that start one trainer a pod
+           ``fleetbench launch``, and operators of Kubernetes that start one trainer per pod
 Paddle     PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM, PADDLE_TRAINER_ENDPOINTS, TRAINING_ROLE and
            PADDLE_PSERVERS_IP_PORT_LIST: Fleet's own launchers, and clouds that imitate them
 Slurm      SLURM_PROCID, SLURM_STEP_NUM_TASKS and other variables of a step: ``srun``. A batch script's own
-           process is no step, and trains alone
-none       one trainer alone
+           process is not a step, and is the only trainer
+none       a single trainer
 =========  ==========================================================================================
 
 Sources: torch's documentation of torchrun; Paddle's ``PaddleCloudRoleMaker``; srun(1), "output
@@ -24,28 +24,32 @@ from typing import Literal
 from fleetbench.errors import ConfigError
 
 STORE = "FLEETBENCH_STORE"
-"""Environment variable with the file through which the ranks of ``fleetbench launch`` find each other."""
+"""Environment variable with the file through which the ranks of ``fleetbench launch`` meet."""
 
 JOINED = "FLEETBENCH_JOINED"
-"""Environment variable with a file that is there once a trainer of ``fleetbench launch`` has called ``fleet.init``."""
+"""Environment variable with a file that exists once a trainer of ``fleetbench launch`` has called
+``fleet.init``."""
 
 ATTACH = "FLEETBENCH_ATTACH"
-"""Environment variable with a job's folder, in a command whose scripts need not know fleetbench: see ``real.attach``."""
+"""Environment variable with a job's folder, in a command whose scripts need not know fleetbench: see
+``real.attach``."""
 
 STRATEGY = "FLEETBENCH_STRATEGY"
 """Environment variable with the file of ``fleetbench launch --strategy``."""
 
 STARTUP = "FLEETBENCH_STARTUP_TIMEOUT"
-"""Environment variable with the seconds that a server or trainer of ``fleetbench launch --servers`` waits for the others to come."""
+"""Environment variable with the seconds that a process of ``fleetbench launch --servers`` waits for the
+others."""
 
 TUNING = "FLEETBENCH_TUNING"
-"""Environment variable with a job's folder, in a user's script that ``fleetbench profile``, ``tune`` or ``why -- COMMAND`` drives."""
+"""Environment variable with a job's folder, in a user's script that ``fleetbench profile``, ``tune`` or ``why
+-- COMMAND`` drives."""
 
 WHY = "FLEETBENCH_WHY"
-"""Environment variable of a command that ``fleetbench why`` looks at: DistributedDataParallel stays as it is."""
+"""Environment variable of a command that ``fleetbench why`` observes: its DDP stays unchanged."""
 
 SEED = "FLEETBENCH_SEED"
-"""Environment variable with the seed of a tuning's run to the target, for a user's script that takes it."""
+"""Environment variable with the seed of a tuning's run to the target, for a user's script that uses it."""
 
 ENVIRONMENT = "env://"
 """``init_method`` that reads MASTER_ADDR and MASTER_PORT."""
@@ -56,29 +60,33 @@ _PORTS = range(20_000, 32_000)  # below those that Linux gives to outgoing conne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """What one process of a job is. The defaults are those of a script that was started alone."""
+    """Role of one process in a job. The defaults are those of a script that was started by itself."""
 
     launcher: Literal["none", "torchrun", "Paddle", "Slurm"] = "none"
     kind: Literal["trainer", "server"] = "trainer"
     rank: int = 0
-    """Among the trainers, or among the servers."""
+    """Rank among the trainers, or among the servers."""
     trainers: int = 1
     local_rank: int = 0
-    """Among the trainers of its node."""
+    """Rank among the trainers of its node."""
     trainers_per_node: int | None = 1
-    """None where nodes differ in it, or a node's trainers are no neighbours in rank: there is no hierarchy then."""
+    """Trainers per node; ``None`` if nodes differ or a node's ranks are not contiguous, so there is no
+    hierarchy."""
     rendezvous: str | None = None
-    """``init_method`` of torch's process group; none for one trainer alone, who needs none, and where ``store`` is given."""
+    """``init_method`` of torch's process group; ``None`` for a single trainer, and if ``store`` is set."""
     store: str | None = None
-    """File through which the trainers find each other. No URL, in which ``#`` and ``?`` would end its name."""
+    """File through which the trainers meet. It is not a URL, in which ``#`` and ``?`` would end its name."""
     endpoints: tuple[str, ...] = ()
-    """``host:port`` of every trainer, where the launcher says it."""
+    """``host:port`` of every trainer, if the launcher provides it."""
     servers: tuple[str, ...] = ()
     """``host:port`` of every parameter server."""
 
 
 def role_of(environment: Mapping[str, str]) -> Role:
-    """The role that the variables give. Raises ``ConfigError`` naming the variable that is missing or makes no sense."""
+    """Return the role that the variables describe.
+
+    Raises ``ConfigError`` naming a variable that is missing or invalid.
+    """
     if "RANK" in environment:
         return _of_torchrun(environment)
     if "PADDLE_TRAINER_ID" in environment or environment.get("TRAINING_ROLE") == "PSERVER":
@@ -89,7 +97,7 @@ def role_of(environment: Mapping[str, str]) -> Role:
 
 
 def role_among(hosts: Sequence[str], rank: int) -> Role:
-    """The role of a rank whose script has made the process group by itself; ``hosts`` has every rank's."""
+    """Return the role of a rank whose script has created the process group; ``hosts`` has every rank's."""
     return Role(
         rank=rank,
         trainers=len(hosts),
@@ -100,12 +108,12 @@ def role_among(hosts: Sequence[str], rank: int) -> Role:
 
 
 def launcher_of(role: Role, environment: Mapping[str, str]) -> str:
-    """What started the process, by its name: ``fleetbench launch`` gives the variables of others."""
+    """Return the name of the launcher: ``fleetbench launch`` sets the variables of others."""
     return "fleetbench launch" if JOINED in environment or STARTUP in environment else role.launcher
 
 
 def require_address(role: Role, environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` where a role leaves rank 0's address to torch's variables, and they are not there or make no sense."""
+    """Raise ``ConfigError`` if a role needs rank 0's address from torch's variables, and they are invalid."""
     if role.rendezvous == ENVIRONMENT:
         _text("MASTER_ADDR", environment)
         _number("MASTER_PORT", environment, least=1)
@@ -140,9 +148,9 @@ def _of_paddle(environment: Mapping[str, str]) -> Role:
         num = _number("PADDLE_TRAINERS_NUM", environment, least=1)
         return Role(launcher="Paddle", kind="server", rank=servers.index(own), trainers=num, endpoints=endpoints, servers=servers)
     if role != "TRAINER":
-        raise ConfigError("is no role that is known here", "TRAINING_ROLE", repr(role), "TRAINER or PSERVER")
+        raise ConfigError("is not a known role", "TRAINING_ROLE", repr(role), "TRAINER or PSERVER")
     rank, trainers = _rank_of("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", environment)
-    if trainers > 1 and len(endpoints) != trainers and (endpoints or not servers):  # trainers of servers need not find each other
+    if trainers > 1 and len(endpoints) != trainers and (endpoints or not servers):  # trainers of servers need not meet
         hint = "a comma-separated list of host:port, one for each trainer in the order of their ids"
         raise ConfigError(f"names {len(endpoints)} of {trainers} trainers", "PADDLE_TRAINER_ENDPOINTS", repr(",".join(endpoints)), hint)
     hosts = [endpoint.rpartition(":")[0] for endpoint in endpoints] or [""] * trainers
@@ -175,10 +183,10 @@ def _of_slurm(environment: Mapping[str, str]) -> Role:
 
 
 def _slurm_endpoint(environment: Mapping[str, str], num_nodes: int) -> tuple[str, int]:
-    """Where rank 0 listens: on the step's first node, unless MASTER_ADDR names another address of it.
+    """Return rank 0's address: the step's first node, unless MASTER_ADDR names another address of it.
 
-    Without MASTER_PORT it is the first port that the step reserved (``srun --resv-ports``), or one
-    that follows from the numbers of job and step, so that steps that meet on a node do not meet there.
+    Without MASTER_PORT the port is the first that the step reserved (``srun --resv-ports``), or one computed
+    from the numbers of job and step, so steps that share a node use different ones.
     """
     if "MASTER_ADDR" in environment:
         host = environment["MASTER_ADDR"]
@@ -194,26 +202,29 @@ def _slurm_endpoint(environment: Mapping[str, str], num_nodes: int) -> tuple[str
 
 
 def _first_host(nodelist: str) -> str:
-    """The first of Slurm's list of nodes, such as ``gpu[03-05,9],login``."""
+    """Return the first of Slurm's list of nodes, such as ``gpu[03-05,9],login``."""
     first = re.match(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", nodelist)
     assert first is not None, "the pattern matches the empty string"
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Slurm's count of tasks, node by node: ``4(x2),3`` is 4, 4 and 3."""
+    """Return Slurm's number of tasks by node: ``4(x2),3`` is 4, 4 and 3."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if found is None:
             hint = "for example 8 or 8(x2),4; srun sets it"
-            raise ConfigError("is no count of tasks a node", "SLURM_STEP_TASKS_PER_NODE", repr(text), hint)
+            raise ConfigError("is not a number of tasks per node", "SLURM_STEP_TASKS_PER_NODE", repr(text), hint)
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
 
 def _per_node(hosts: Sequence[str]) -> int | None:
-    """Trainers a node, of every rank's host; none where they differ, or a host's ranks are no neighbours."""
+    """Return the trainers per node from every rank's host.
+
+    Returns ``None`` if they differ, or if a host's ranks are not contiguous.
+    """
     num = hosts.count(hosts[0])
     blocks = [set(hosts[first : first + num]) for first in range(0, len(hosts), num)]
     even = len(hosts) % num == 0 and all(len(block) == 1 for block in blocks) and len(set(hosts)) == len(blocks)
@@ -221,18 +232,18 @@ def _per_node(hosts: Sequence[str]) -> int | None:
 
 
 def _rank_of(rank: str, size: str, environment: Mapping[str, str]) -> tuple[int, int]:
-    """A rank, and the number of trainers that it is one of."""
+    """Return a rank, and the number of trainers."""
     trainers = _number(size, environment, least=1)
     own = _number(rank, environment)
     if own >= trainers:
-        raise ConfigError(f"is no rank of {trainers}", rank, str(own), f"0 to {trainers - 1}, as {size} says")
+        raise ConfigError(f"is not a rank of {trainers}", rank, str(own), f"0 to {trainers - 1}, as {size} says")
     return own, trainers
 
 
 def _number(name: str, environment: Mapping[str, str], least: int = 0) -> int:
     text = _text(name, environment)
     if not text.isdecimal() or int(text) < least:
-        raise ConfigError(f"is no whole number of at least {least}", name, repr(text), _HINT)
+        raise ConfigError(f"is not a whole number of at least {least}", name, repr(text), _HINT)
     return int(text)
 
 

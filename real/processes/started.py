@@ -1,4 +1,4 @@
-"""Processes that a launch has started on this machine: servers and trainers, which end with it and are known by name."""
+"""Started: servers and trainers that a launch has started on this machine, which end with it."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from real.processes.roles import STORE
 
 LOCAL = "127.0.0.1"
 _PORTS = range(20_000, 32_000)
-"""This machine, to itself."""
+"""Ports that servers and ranks of this machine listen on."""
 QUIET = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
@@ -32,12 +32,12 @@ QUIET = {
 
 _POLL_S = 0.02
 _END_S = 3.0
-"""For processes to end after SIGTERM, which one that is stopped does not hear; then for the kernel, after SIGKILL."""
+"""Seconds that processes have to end after SIGTERM, which a stopped one ignores, and again after SIGKILL."""
 
 
 @dataclass(slots=True)
 class Started:
-    """One process of the job; ``code`` is none until its end has been seen."""
+    """One process of the job; ``code`` is ``None`` until its end has been seen."""
 
     kind: Literal["server", "trainer"]
     rank: int
@@ -47,12 +47,12 @@ class Started:
 
     @property
     def name(self) -> str:
-        """As errors name it."""
+        """Name of the process in errors."""
         return f"{'server' if self.kind == 'server' else 'rank'} {self.rank}"
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it lives and does not run, because of a SIGSTOP or a debugger."""
+        """Whether it is alive but stopped, by SIGSTOP or a debugger."""
         return self.code is None and process_state(self.popen.pid) == "T"
 
 
@@ -66,9 +66,9 @@ def start(
     own: Mapping[str, str] | None = None,
     forks: bool = False,
 ) -> Started:
-    """Start one, with its output in ``log``; variables of its ``own`` go before the others.
+    """Start a process with its output in ``log``; variables in ``own`` override the others.
 
-    ``forks``: by this process's fork server, which a ``command`` with ``-m MODULE`` needs.
+    ``forks``: fork it from this process's fork server, which requires a ``command`` with ``-m MODULE``.
     """
     if forks:
         return Started(kind, rank, log, fork_server(environment).fork(command[command.index("-m") :], log, own))
@@ -78,9 +78,10 @@ def start(
 def start_process(
     command: Sequence[str], log: Path, environment: Mapping[str, str], *, gently: bool = False, workdir: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a child that ends with this process (``gently``: see ``bound``); its output is appended to ``log``.
+    """Start a child that ends with this process, and append its output to ``log``.
 
-    Its session is its own, so that Ctrl-C reaches the launcher alone, which ends all in order.
+    ``gently``: see ``bound``. It has a session of its own, so Ctrl-C reaches only the launcher, which ends
+    all in order.
     """
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -95,12 +96,15 @@ def start_process(
 
 
 def meeting_variables(folder: Path) -> dict[str, str]:
-    """Where ranks of this machine meet: in a file of ``folder``; torch's variables are for scripts that call ``init_process_group``."""
+    """Return variables with the meeting place of ranks on this machine: a file in ``folder``.
+
+    Torch's variables are for scripts that call ``init_process_group``.
+    """
     return {"MASTER_ADDR": LOCAL, "MASTER_PORT": str(free_ports(1)[0]), STORE: str(folder / "store")}
 
 
 def torchrun_variables(rank: int, trainers: int) -> dict[str, str]:
-    """What torchrun tells a rank of one node of itself, beside where ranks meet."""
+    """Return torchrun's variables for a rank of one node, without those of the meeting place."""
     numbers = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     numbers |= {"WORLD_SIZE": trainers, "ROLE_WORLD_SIZE": trainers, "LOCAL_WORLD_SIZE": trainers}
     named = {"ROLE_NAME": "trainer", "TORCHELASTIC_RUN_ID": "fleetbench"}
@@ -109,7 +113,7 @@ def torchrun_variables(rank: int, trainers: int) -> dict[str, str]:
 
 
 def end(processes: Sequence[Started]) -> None:
-    """End those that live, and what they have started: told first, then killed."""
+    """End living processes and what they have started: first by SIGTERM, then by SIGKILL."""
     with uninterrupted():
         for how in (signal.SIGTERM, signal.SIGKILL):
             living = [process.popen for process in processes if process.popen.poll() is None]
@@ -121,7 +125,7 @@ def end(processes: Sequence[Started]) -> None:
 
 
 def _signal(pid: int, how: signal.Signals) -> None:
-    """To a process's group; to itself alone, where it has not come to lead one yet."""
+    """Send a signal to a process's group, or to the process alone if it does not lead one yet."""
     for send in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             send(pid, how)
@@ -130,9 +134,9 @@ def _signal(pid: int, how: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def uninterrupted(*signals: signal.Signals) -> Iterator[None]:
-    """A clean-up, bounded in time, that none of ``signals`` breaks off: by default a second Ctrl-C, SIGTERM and SIGHUP.
+    """Protect a clean-up of limited time from ``signals``: by default a second Ctrl-C, SIGTERM and SIGHUP.
 
-    A thread other than the main one hears no signal anyway.
+    A thread other than the main one receives no signals anyway.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -147,9 +151,9 @@ def uninterrupted(*signals: signal.Signals) -> Iterator[None]:
 
 
 def free_ports(num: int) -> list[int]:
-    """Ports of this machine on which no program listens just now, below those that the system gives to outgoing connections.
+    """Return free ports of this machine, below those that the system gives to outgoing connections.
 
-    One of those might be taken by any connection before a server binds it.
+    Any connection might take one of those before a server binds it.
     """
     found: list[int] = []
     with contextlib.ExitStack() as opened:
@@ -157,18 +161,18 @@ def free_ports(num: int) -> list[int]:
             if len(found) == num:
                 break
             probe = opened.enter_context(socket.socket())
-            with contextlib.suppress(OSError):  # somebody has it
+            with contextlib.suppress(OSError):  # it is in use
                 probe.bind((LOCAL, port))
                 found.append(port)
     return found
 
 
 def require_free(port: int, where: str, host: str = LOCAL) -> None:
-    """Raise ``EnvironmentLacks`` if something listens on ``port`` of this machine's address ``host``."""
+    """Raise ``EnvironmentLacks`` if a program listens on ``port`` of this machine's address ``host``."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            what = f"the port cannot be taken: {error.strerror}"
+            what = f"the port cannot be used: {error.strerror}"
             raise EnvironmentLacks(what, where, f"{host}:{port}", "choose another port, or address of this machine") from None

@@ -1,8 +1,7 @@
-"""Costs of training beside its layers, from the steps and spans of short runs of the strategies themselves.
+"""Costs of training besides its layers, from the steps and spans of short runs of the strategies themselves.
 
-All durations are seconds. A step's time is a sum, so what enters it is a mean, over ranks and steps,
-of which the slowest few in a hundred are left out (``typical``); a median would leave out half of what
-makes real steps long.
+All durations are seconds. A step's time is a sum, so its parts are means over ranks and steps, without the
+slowest few per cent (``typical``). A median would leave out half of what makes real steps long.
 """
 
 import dataclasses
@@ -29,53 +28,54 @@ from fleetbench.timeline import COMMUNICATION, HOST, Span, start_name
 Floats = npt.NDArray[np.float64]
 
 _SLOWEST = 0.02
-"""This share of the steps counts as the machine's hiccups."""
+"""Share of the steps that counts as interruptions by the machine."""
 _LONGEST_GAP = 0.5
-"""Between two collectives of one lane, as a share of the second: what is longer is a wait for the caller."""
+"""Longest gap between two collectives of one lane that counts, as a share of the second; a longer one is a
+wait for the caller."""
 
 
 def typical(values: npt.ArrayLike) -> float:
-    """The mean without the slowest; 0 of nothing."""
+    """Return the mean without the slowest values; 0 without any."""
     ordered = np.sort(np.asarray(values, dtype=float).ravel())
     return float(ordered[: len(ordered) - int(_SLOWEST * len(ordered))].mean()) if len(ordered) else 0.0
 
 
 def counted(result: RunResult) -> pd.DataFrame:
-    """The steps after the warm-up."""
+    """Return the steps after the warm-up."""
     return result.steps[result.steps["step"] >= 1]
 
 
 def closing(result: RunResult) -> pd.DataFrame:
-    """The counted steps after which trainers averaged."""
+    """Return the counted steps after which trainers averaged."""
     table = counted(result)
     return table[table["local_steps"].notna()]
 
 
 def typical_s(result: RunResult, column: str) -> float:
-    """Of a column, over ranks and steps."""
+    """Return the typical value of a column, over ranks and steps."""
     return typical(counted(result)[column].to_numpy())
 
 
 def compute_times(result: RunResult) -> Floats:
-    """Forward and backward by rank and step."""
+    """Return the seconds of forward and backward, shape ``(ranks, steps)``."""
     table = counted(result)
     compute = table.assign(compute_s=table["forward_s"] + table["backward_s"]).pivot_table(index="rank", columns="step", values="compute_s")
     return np.asarray(compute.to_numpy(), dtype=float)
 
 
 def exchanges(result: RunResult, steps: pd.DataFrame | None = None) -> Floats:
-    """By step, from the last rank's arrival to the exchange's end on the rank where it ends last.
+    """Return the seconds of each step's exchange, from the last rank's arrival to the last rank's end.
 
-    ``steps``: rows of the result's, by default those after the warm-up.
-    Steps follow each other at that pace: who ends last arrives last at the next exchange. A ring over slow and
-    fast links ends on some ranks earlier, by a segment's time, and their mean would be too short by that.
+    ``steps``: rows of the result, by default those after the warm-up. Steps follow each other at this pace:
+    the rank that ends last arrives last at the next exchange. A ring over slow and fast links ends earlier on
+    some ranks, by a segment's time, so their mean would be too short.
     """
     table = counted(result) if steps is None else steps
     return np.asarray(table["exposed_comm_s"].groupby(table["step"]).max().to_numpy(), dtype=float)
 
 
 def start_times(result: RunResult) -> dict[int, Floats]:
-    """Of every bucket, what starting it took, of all ranks and steps."""
+    """Return, for every bucket, the seconds of its start, of all ranks and steps."""
     names = {start_name(bucket.id): bucket.id for bucket in result.plan.buckets}
     first = counted(result).groupby("rank")["start_s"].min()
     begin_ns = {int(rank): round(float(start) * 1e9) - 1 for rank, start in first.items()}  # type: ignore[call-overload]  # an index of ints
@@ -85,11 +85,11 @@ def start_times(result: RunResult) -> dict[int, Floats]:
 
 
 def collective_times(averaged: RunResult) -> dict[int, Floats]:
-    """Of every bucket, what its all-reduce took of an averaging in which they queue, by rank and averaging.
+    """Return, for every bucket, the seconds of its queued all-reduces, by rank and averaging.
 
-    From the end of the one before on its lane to its own: what lies between two of them is part of their cost. Not of
-    those that began before any on the lane had ended, which queued after nothing. Where an optimizer's state is
-    averaged after the parameters, a bucket's first is meant.
+    A time lasts from the end of the previous one on its lane to its own, because the gap between two of them
+    is part of their cost. Those that began before any on the lane had ended do not count: they did not queue.
+    If an optimizer's state is averaged after the parameters, a bucket's first all-reduce counts.
     """
     names = {f"all_reduce {bucket.id}": bucket.id for bucket in averaged.plan.buckets}
     found: dict[int, list[float]] = {}
@@ -108,7 +108,7 @@ def collective_times(averaged: RunResult) -> dict[int, Floats]:
 
 
 def _averagings(result: RunResult) -> list[list[Span]]:
-    """The collectives of every averaging after the warm-up, by rank and step."""
+    """Return the collectives of every averaging after the warm-up, by rank and step."""
     spans: dict[int, list[Span]] = {}
     for span in result.spans:
         if span.stream.startswith(COMMUNICATION):
@@ -122,25 +122,25 @@ def _averagings(result: RunResult) -> list[list[Span]]:
 
 
 _WEIGHT_OF_ALL = 4.0
-"""Of the point of all gradients, as a multiple of the others' together."""
+"""Weight of the point of all gradients, as a multiple of the others' sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Starts:
-    """What starting a bucket on its way takes from compute."""
+    """Compute time that the start of a bucket's collective takes."""
 
     per_collective_s: float
     pack_s: float
-    """Copying all gradients together."""
+    """Seconds of copying all gradients."""
 
     def of(self, plan: Plan) -> tuple[float, ...]:
-        """What each bucket's start takes."""
+        """Return the seconds of each bucket's start."""
         total = sum(bucket.nbytes for bucket in plan.buckets if not bucket.sparse) or 1
         return tuple(self.per_collective_s + (0.0 if bucket.sparse else self.pack_s * bucket.nbytes / total) for bucket in plan.buckets)
 
 
 def points_of(whole: RunResult, averaged: RunResult) -> tuple[CollectivePoint, ...]:
-    """What all-reduces took in the loop: of every gradient by itself, in a queue, and of all of them in one bucket."""
+    """Return the times of all-reduces in the loop: of each gradient in a queue, and of all in one bucket."""
     sizes = {bucket.id: bucket.nbytes for bucket in averaged.plan.buckets}
     times = collective_times(averaged)
     found = [_point(sizes[bucket], times[bucket]) for bucket in sorted(times, key=sizes.__getitem__)]
@@ -151,10 +151,11 @@ def points_of(whole: RunResult, averaged: RunResult) -> tuple[CollectivePoint, .
 
 
 def points_of_blocks(sharded: RunResult) -> tuple[CollectivePoint, ...]:
-    """What a gather and a scatter of each block of a sharded model took in the loop, together, as an all-reduce of as many bytes does.
+    """Return the times of gather and scatter of each block of a sharded model in the loop.
 
-    Each counts from when its last rank has come: it took no longer than on the rank where it was shortest. Where replicas meet in a
-    scatter, it is taken to last as long as a gather.
+    The two together stand for an all-reduce of as many bytes. Each counts from the arrival of its last rank,
+    so its time is that on the rank where it was shortest. If replicas meet in a scatter, it counts as long as
+    a gather.
     """
     plan = sharded.plan
     found = []
@@ -166,7 +167,7 @@ def points_of_blocks(sharded: RunResult) -> tuple[CollectivePoint, ...]:
 
 
 def _shortest(result: RunResult, name: str) -> Floats:
-    """Of each collective of that name, its seconds on the rank where it is the shortest."""
+    """Return the seconds of each collective of that name on the rank where it is the shortest."""
     by_rank: dict[int, list[Span]] = {}
     for span in result.spans:
         if span.stream.startswith(COMMUNICATION) and span.name == name:
@@ -184,7 +185,11 @@ def _point(nbytes: int, took_s: Floats) -> CollectivePoint:
 
 
 def fit_points(points: Iterable[CollectivePoint], trainers: int) -> Hockney:
-    """The link. Most of the weight lies on the largest point, that of all gradients together: there a default bucket is."""
+    """Return the fitted link.
+
+    Most of the weight is on the largest point, that of all gradients together, because a default bucket is
+    about as large.
+    """
     known = list(points)
     largest = max(range(len(known)), key=lambda index: known[index].nbytes, default=0)
     weights = [_WEIGHT_OF_ALL * max(1, len(known) - 1) if index == largest else 1.0 for index in range(len(known))]
@@ -193,14 +198,14 @@ def fit_points(points: Iterable[CollectivePoint], trainers: int) -> Hockney:
 
 
 def quantising(run: RunResult, hockney: Hockney) -> Nanoseconds:
-    """What sending 10^6 bytes in INT8 takes beyond their way over the link: quantising, adding up, and coming back."""
+    """Return the ns beyond the link's time for 10^6 bytes in INT8: to quantise, add up and return them."""
     nbytes = sum(operation.nbytes for chain in run.plan.of_bucket.values() for operation in chain)
     beyond_s = typical(exchanges(run, closing(run))) - len(run.plan.buckets) * hockney.line.intercept - hockney.line.slope * nbytes
     return Nanoseconds(max(0, round(beyond_s * 1e15 / nbytes)))
 
 
 def starts_of(whole: RunResult, several: RunResult) -> Starts:
-    """Regression of what starting a bucket took on its size: once all gradients in one, once in several."""
+    """Fit the time of a bucket's start to its size, from all gradients in one bucket and in several."""
     sizes: list[float] = []
     took: list[float] = []
     weights: list[float] = []
@@ -216,7 +221,7 @@ def starts_of(whole: RunResult, several: RunResult) -> Starts:
 
 
 def slowdowns_of(table: LayerTable, several: RunResult, starts: Starts, hockney: Hockney) -> Slowdowns:
-    """By how much compute and collectives slow each other, from a run in which several buckets travel beside the backward."""
+    """Return how much compute and collectives slow each other in a run with buckets beside the backward."""
     ready = {gradient.name: gradient.ready * 1e-9 for layer in table.layers for gradient in layer.gradients}
     buckets = several.plan.buckets
     exchange = Exchange(
@@ -227,13 +232,16 @@ def slowdowns_of(table: LayerTable, several: RunResult, starts: Starts, hockney:
         alpha_s=hockney.line.intercept,
         beta_s=hockney.line.slope,
     )
-    drift = typical_s(several, "forward_s") / (table.forward_ns * 1e-9) if table.forward_ns else 1.0  # nothing travels beside a forward
+    drift = typical_s(several, "forward_s") / (table.forward_ns * 1e-9) if table.forward_ns else 1.0  # no collective runs beside a forward
     measured = Overlapped(backward_s=typical_s(several, "backward_s") / drift, stall_s=typical(exchanges(several)) / drift)
     return fit_slowdowns(exchange, measured)
 
 
 def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
-    """The link as each of two collectives in flight sees it, never faster than alone; nothing where two never are."""
+    """Return the link of each of two collectives in flight, or nothing if two never are.
+
+    The link is never faster than alone.
+    """
     alone = hockney.link
     lanes: dict[int, list[Bucket]] = {}
     for bucket in two.plan.buckets:
@@ -259,17 +267,18 @@ def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
 
 
 def sharing_notes(in_flight: Sequence[Link], alone: Link) -> list[str]:
-    """That the fit of ``link_of_two`` ends where it may go no further, if it does."""
+    """Return a note if the fit of ``link_of_two`` ended at its limit."""
     least = LEAST_TOGETHER / 2
     what = f"two in flight took longer than the fit allows for: each is said to have {least:g} of the bandwidth, which is its limit"
     return [f"the link: {what}; profile again" for each in in_flight if each.bandwidth < 1.05 * least * alone.bandwidth]
 
 
 def settled(table: LayerTable, whole: RunResult) -> LayerTable:
-    """The table with the forward, backward, update and loop of a run in which all gradients travel beside compute.
+    """Return the table with forward, backward, update and loop of the run ``whole``.
 
-    The copying of gradients that ends its backward is no layer's. Where threads make batches, the loop also waits for
-    them, by how much depends on the step; its own work is then what it was between the layers' steps.
+    The copy of gradients at the end of its backward belongs to no layer. If threads make batches, the loop
+    also waits for them, and how long depends on the step. Its own work is then the time between the steps of
+    the layers' leg.
     """
     start_s = sum(typical(times) for times in start_times(whole).values())
     forward, backward = typical_s(whole, "forward_s"), typical_s(whole, "backward_s") - start_s
@@ -279,9 +288,9 @@ def settled(table: LayerTable, whole: RunResult) -> LayerTable:
 
 
 def with_averaging(table: LayerTable, averaged: RunResult) -> LayerTable:
-    """The table with a local step's compute and update, and with what an averaging adds: packing deltas and applying their mean.
+    """Return the table with a local step's compute and update, and an averaging's additional work.
 
-    Starting the averaging's collectives is in the table already.
+    An averaging packs deltas and applies their mean. The start of its collectives is in the table already.
     """
     share, excess_s = _local_compute(averaged, (table.forward_ns + table.backward_ns) * 1e-9)
     steps = counted(averaged)
@@ -302,9 +311,10 @@ _FEWEST_ROUNDS = 3
 
 
 def _local_compute(averaged: RunResult, synchronous_s: float) -> tuple[float, float]:
-    """Compute in the later half of a round over a synchronous step's, at most 1; and what the earlier half takes beyond, in seconds.
+    """Return a round's compute share in its later half, and the excess of its earlier half in seconds.
 
-    A core that waited for the averaging computes slower for some steps. 1 and 0 where whole rounds are too few, or where their first
+    The share is relative to a synchronous step, and at most 1. A core that waited for the averaging computes
+    more slowly for some steps. The result is 1 and 0 if there are too few whole rounds, or if their first
     step is longer than the later half by less than two standard errors over rounds.
     """
     k_steps = averaged.experiment.strategy.localsgd_configs.k_steps

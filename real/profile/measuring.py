@@ -1,27 +1,28 @@
-"""Measuring: a launch whose legs become a profile, which is stored for those that need layer times and have none.
+"""Measuring: a launch whose legs become a profile, which is stored for runs that need layer times.
 
-Layers are timed on all trainers of a node at once, with the compute part of the strategy as it will
-be (mixed precision, recompute, fused operations), at every thread count asked for. Their times are
-then brought to what forward and backward take in training, where trainers meet at every step and
-nothing is hooked. What communication costs, and by how much it and compute slow each other, is read
-off runs of the strategies themselves. How long legs may take is said beforehand.
+Layers are timed on all trainers of a node at once, with the strategy's compute part (mixed precision,
+recompute, fused operations), at every thread count requested. Their times are then scaled to forward and
+backward in training, where trainers meet at every step and nothing is hooked. The costs of communication, and
+the slowdown of compute and communication beside each other, come from runs of the strategies themselves. The
+time limit of legs is set beforehand.
 
 Three legs per thread count, three more for communication:
 
-- ``layers``: no exchange, every layer timed (``ProfileLeg``);
-- ``whole``: training in step, all gradients in one bucket, so that nothing travels beside compute;
-- ``several``: training in step, in buckets that travel beside the backward;
-- ``averaged``: Local SGD of eight steps, or of two where steps are long, in one bucket: what averaging adds to an update, and
-  by how much steps are shorter that wait for nothing before them;
-- ``queued`` and ``queued, two in flight``: of two steps, with a bucket a gradient, which queue with no compute
-  beside them: what all-reduces of many sizes take, alone and two at once, on one communicator where it
-  carries two (``fleetbench.plan.groups``), and else on two;
-- ``quantised``, where the strategy sends outer differences in INT8: the same in one bucket, in INT8.
+- ``layers``: no exchange, every layer timed (``ProfileLeg``)
+- ``whole``: synchronous training with all gradients in one bucket, so no collective runs beside compute
+- ``several``: synchronous training with buckets that run beside the backward
+- ``averaged``: Local SGD of eight steps, or of two if steps are long, in one bucket: the additional time of
+  an update with averaging, and how much shorter steps are that wait for nothing before them
+- ``queued`` and ``queued, two in flight``: Local SGD of two steps with one bucket per gradient. The buckets
+  queue without compute beside them. They give the times of all-reduces of many sizes, alone and two at once:
+  on one communicator if it carries two (``fleetbench.plan.groups``), otherwise on two
+- ``quantised``, if the strategy sends outer differences in INT8: Local SGD of two steps in one bucket, in
+  INT8
 
-All but ``queued, two in flight`` keep one collective in flight (``sync_nccl_allreduce``).
+All except ``queued, two in flight`` keep one collective in flight (``sync_nccl_allreduce``).
 
-A script that calls ``fully_shard`` has two legs: ``layers``, whose parameters stay gathered, and ``as it is``, whose gathers and
-scatters say what communication costs.
+A script that calls ``fully_shard`` has two legs: ``layers``, with parameters that stay gathered, and ``as it
+is``, with gathers and scatters that give the costs of communication.
 """
 
 import dataclasses
@@ -74,38 +75,39 @@ from real.supported import is_emulated, with_compute
 from real.testbed.noise import quietest, watching
 
 SECONDS = 10.0
-"""What a leg may take, unless three steps take longer."""
+"""Time limit of a leg in seconds, unless three steps take longer."""
 STRAGGLER_STEPS = 400
 _METHOD = 6
-"""Of measuring: profiles that were stored by an older one are taken again."""
+"""Version of the measurement: profiles stored by an older one are measured again."""
 STEPS = 100
-"""Counted steps of a leg, where the time allows."""
+"""Counted steps of a leg, if there is time."""
 WARMUP = 10
 _PILOT = 2
 SEVERAL = 8
-"""Buckets, about, where there are several."""
+"""Approximate number of buckets in ``several``."""
 
 T = TypeVar("T")
 
 
 class Legs:
-    """Runs legs in a session, each for at most ``seconds`` unless its fewest steps take longer; keeps the runs by name.
+    """Runs legs in a session, and keeps the runs by name.
 
-    A leg is run again where the machine was busy.
+    Each takes at most ``seconds``, unless its fewest steps take longer. A leg is repeated if the machine was
+    busy.
     """
 
     def __init__(self, session: LegSession, seconds: float, done: Callable[[], None]) -> None:
         self.runs: dict[str, RunResult] = {}
         self.foreign_cores: float | None = None
-        """During the busiest of the legs that count."""
+        """Foreign cores during the busiest of the legs that count."""
         self.noise: dict[str, Any] | None = None
-        """Gradient noise of the first leg of layers: later ones begin where trainers have drifted apart."""
+        """Gradient noise of the first leg of layers; later ones begin after trainers have drifted apart."""
         self._session = session
         self._seconds = seconds
         self._done = done
 
     def layers(self, strategy: DistributedStrategy) -> list[dict[str, Any]]:
-        """Every rank's layer times, as ``Measured``."""
+        """Return every rank's layer times, as ``Measured``."""
         leg = Leg(strategy=measured_part(strategy), steps=STEPS, warmup_steps=WARMUP, profile=True, max_s=self._seconds)
 
         def measure() -> list[dict[str, Any]]:
@@ -118,7 +120,7 @@ class Legs:
         return parts
 
     def run(self, name: str, strategy: DistributedStrategy, most: int = STEPS) -> RunResult:
-        """A run of ``strategy``; a short one before it says how many steps the time allows."""
+        """Run ``strategy``; a short pilot before gives the number of steps that the time allows."""
         pilot = self._session.run(Leg(strategy=strategy, steps=_PILOT, warmup_steps=_PILOT))
         step_s = float(step_times(pilot.steps).max())
         steps = max(LEAST_STEPS, min(most, int(self._seconds / step_s)))
@@ -129,7 +131,10 @@ class Legs:
         return self.runs[name]
 
     def averaged(self, strategy: DistributedStrategy, optimizer: str, step_s: float) -> RunResult:
-        """Of that name, in rounds of eight steps, where six of them pass in time if a step takes ``step_s``, or else of two."""
+        """Run the leg ``averaged``.
+
+        Rounds have eight steps if six of them fit into the time with steps of ``step_s``, otherwise two.
+        """
         k_steps = 8 if 6 * 8 * step_s <= self._seconds else 2
         return self.run("averaged", averaged(strategy, optimizer, k_steps), 25 * max(4, k_steps))
 
@@ -141,46 +146,49 @@ class Legs:
 
 
 def measured_part(strategy: DistributedStrategy) -> DistributedStrategy:
-    """The compute part, with the update apart from the backward, so that it can be told from it; a sharded strategy is as it is."""
+    """Return the compute part with the update apart from the backward, to measure them separately.
+
+    A sharded strategy stays as it is.
+    """
     if strategy.sharding:
         return strategy
     return _computed(strategy.without("build_strategy.enable_backward_optimizer_op_deps"))
 
 
 def _computed(strategy: DistributedStrategy) -> DistributedStrategy:
-    """The compute part, under which the script's loop passes: parameters that a loss does not reach are handled as it says."""
+    """Return the compute part that the script's loop passes: its setting for unused parameters stays."""
     return compute_part(strategy).replace(find_unused_parameters=strategy.find_unused_parameters)
 
 
 def whole(strategy: DistributedStrategy) -> DistributedStrategy:
-    """All gradients in one bucket, which is ready with the last of them."""
+    """Return the strategy with all gradients in one bucket, which is ready with the last of them."""
     return measured_part(strategy).replace(fuse_grad_size_in_MB=0.0)
 
 
 def several(strategy: DistributedStrategy, table: LayerTable) -> DistributedStrategy:
-    """Some buckets of about one size."""
+    """Return the strategy with several buckets of similar size."""
     gradients = [gradient for gradient in table.by_readiness() if not gradient.sparse]
     size_in_mb = sum(gradient.nbytes for gradient in gradients) / SEVERAL / MIB
     return measured_part(strategy).replace(fuse_grad_size_in_MB=size_in_mb, fuse_grad_count=max(2, len(gradients)))
 
 
 def averaged(strategy: DistributedStrategy, optimizer: str, k_steps: int) -> DistributedStrategy:
-    """Local SGD in one bucket, with the update of the strategy; its state is averaged where the optimizer needs that."""
+    """Return Local SGD in one bucket, with the strategy's update; averages optimizer state if it must."""
     return _local(strategy, optimizer, k_steps, fuse_grad_size_in_MB=0.0)
 
 
 def queued(strategy: DistributedStrategy, optimizer: str) -> DistributedStrategy:
-    """The same, of two steps, with a bucket a gradient."""
+    """Return Local SGD of two steps, with one bucket per gradient."""
     return _local(strategy, optimizer, fuse_all_reduce_ops=False)
 
 
 def queued_in_twos(strategy: DistributedStrategy, optimizer: str, backend: str) -> DistributedStrategy:
-    """And with two of them in flight."""
+    """Return Local SGD of two steps, with one bucket per gradient and two of them in flight."""
     return queued(strategy, optimizer).replace(nccl_comm_num=1 if queue_depth(backend) > 1 else 2, sync_nccl_allreduce=False)
 
 
 def quantised(strategy: DistributedStrategy) -> DistributedStrategy:
-    """Rounds of two steps with an outer optimizer, in one bucket that travels in INT8."""
+    """Return rounds of two steps with an outer optimizer, in one bucket that is sent in INT8."""
     configs = LocalSGDConfigs(k_steps=2, outer_lr=0.7, outer_momentum=0.9, outer_wire="int8")
     return measured_part(strategy).replace(localsgd=True, localsgd_configs=configs, fuse_grad_size_in_MB=0.0)
 
@@ -198,13 +206,13 @@ def _local(strategy: DistributedStrategy, optimizer: str, k_steps: int = 2, **ch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A profile, and the runs after it."""
+    """A profile, and its runs."""
 
     experiment: Experiment
-    """What was measured."""
+    """Experiment that was measured."""
     profile: Profile
     runs: dict[str, RunResult] = field(default_factory=dict)
-    """By leg."""
+    """Runs by leg."""
 
 
 def measure_profile(
@@ -212,12 +220,13 @@ def measure_profile(
 ) -> Taken:
     """Measure in one launch.
 
-    ``seconds``: what a leg may take. ``stragglers``: fit a straggler model; the tables are then those of X = 0.
-    Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank.
+    ``seconds``: time limit of a leg. ``stragglers``: whether to fit a straggler model; the tables are then
+    those of X = 0. Raises ``ConfigError`` for an experiment that cannot be executed, and ``WorkerFailed``
+    naming the rank.
     """
     if is_emulated(experiment):
         hint = "--set run.device=cpu measures the layer times that it sleeps by"
-        raise ConfigError("an emulated device computes nothing that could be measured", "run.device", "'emulated'", hint)
+        raise ConfigError("an emulated device has no compute to measure", "run.device", "'emulated'", hint)
     quiet = _quiet(experiment)
     with Session(quiet) as session:
         return _Measuring(session, experiment, quiet, seconds, progress).take(stragglers=stragglers)
@@ -228,8 +237,8 @@ def profile_script(
 ) -> Taken:
     """Measure the session's script; see the module.
 
-    Among several nodes of several trainers, the profile has one link, that of a ring over all. Where the
-    link inside a node is not declared it is taken to be as slow, so that rings cost what was measured.
+    Among several nodes of several trainers, the profile has one link, that of a ring over all. If the link
+    inside a node is not declared, it is assumed to be as slow, so rings cost what was measured.
     """
     experiment = session.experiment
     taken = _Measuring(session, experiment, _computing(experiment), seconds, progress).take(stragglers=stragglers)
@@ -241,9 +250,9 @@ def profile_script(
 
 
 def _quiet(experiment: Experiment) -> Experiment:
-    """What the launch runs: no stragglers but the machine's own, no servers, nothing evaluated.
+    """Return the experiment of the launch: no stragglers except the machine's own, no servers, no evaluation.
 
-    All nodes on a testbed; one node otherwise, because this machine is one.
+    On a testbed it has all nodes, otherwise one, because this machine is one.
     """
     cluster = experiment.cluster
     if experiment.run.launcher == "testbed":
@@ -264,7 +273,7 @@ def _num_legs(experiment: Experiment, quiet: Experiment) -> int:
 
 
 class _Measuring:
-    """The legs of a launch that is there and runs ``quiet``, for ``experiment``; and what follows from them."""
+    """The legs of a running launch of ``quiet``, for ``experiment``, and their evaluation."""
 
     def __init__(self, session: LegSession, experiment: Experiment, quiet: Experiment, seconds: float, progress: Progress | None) -> None:
         self._experiment = experiment
@@ -295,17 +304,22 @@ class _Measuring:
         return self._taken(tables, threads, whole, communication, stragglers=stragglers)
 
     def _take_sharded(self, *, stragglers: bool) -> Taken:
-        """Gathers and scatters stand for all-reduces of as many bytes; with gloo nothing travels beside compute."""
+        """Measure a sharded model: gathers and scatters stand for all-reduces of as many bytes.
+
+        With gloo no collective runs beside compute.
+        """
         if self._quiet.run.backend != "gloo":
             hint = "fleetbench why looks at the script; tune --simulate-only chooses a sharding from the model's shape"
-            what = "gathers and scatters on streams of their own, whose time is not told from compute yet: profile and tune need gloo"
+            what = (
+                "gathers and scatters run on their own streams, whose time cannot be separated from compute yet: profile and tune need gloo"
+            )
             raise ConfigError(what, "the backend", self._quiet.run.backend, hint)
         own, trainers = self._own.thread_num, self._quiet.cluster.trainers
         parts = self._legs.layers(self._own)
         run = self._legs.run("as it is", self._own, STRAGGLER_STEPS if stragglers else STEPS)
         table = settled(table_of(compute_key(self._experiment, self._own), parts), run)
         degree, points = run.plan.shard_ranks, points_of_blocks(run)
-        table = dataclasses.replace(table, update=Nanoseconds(degree * table.update))  # which a trainer has done of its shard
+        table = dataclasses.replace(table, update=Nanoseconds(degree * table.update))  # measured for a trainer's shard
         hockney = fit_points(points, degree)
         if hockney.line.statement is not None:
             self._notes.append(f"the link: {hockney.line.statement}")
@@ -336,14 +350,14 @@ class _Measuring:
         *,
         stragglers: bool,
     ) -> Taken:
-        """The profile of these; ``whole``: the run whose compute tells of stragglers."""
+        """Return the profile of these; stragglers are fitted to the compute of the run ``whole``."""
         fit = fit_stragglers(compute_times(whole)) if stragglers else None
         if fit is not None and fit.entries:
             share = fit.base * 1e-9 / typical(compute_times(whole))
             tables = {number: scaled(table, share, share) for number, table in tables.items()}
         void = [name for name, run in self._legs.runs.items() if run.summary.testbed is not None and not run.summary.testbed["counts"]]
         if void:
-            self._notes.append(f"void, as the machine was not quiet in any of their repeats: {', '.join(void)}; profile again")
+            self._notes.append(f"void, because the machine was not quiet in any repeat: {', '.join(void)}; profile again")
         host = machine()
         profile = Profile(
             machine=f"{host['processor']}, {host['cores']} cores, {host['system']}",
@@ -365,7 +379,10 @@ class _Measuring:
         return None if self._legs.noise is None else GradientNoise(batch_size=batch_size, **self._legs.noise)
 
     def _communication(self, whole: RunResult) -> tuple[Hockney | None, Communication | None]:
-        """What communication costs among the launch's trainers, beside ``whole``; nothing for one trainer."""
+        """Return the costs of communication among the launch's trainers; ``None`` for one trainer.
+
+        They come from ``whole`` and the legs run here.
+        """
         legs, quiet, trainers = self._legs, self._quiet, self._quiet.cluster.trainers
         if trainers == 1:
             return None, None
@@ -391,7 +408,7 @@ class _Measuring:
         )
 
     def _settled(self, strategy: DistributedStrategy, most: int) -> tuple[LayerTable, RunResult]:
-        """A thread count's table with the sums that training has, and the run of at most ``most`` steps that they are from."""
+        """Return a thread count's table with training's sums, and their run of at most ``most`` steps."""
         parts = self._legs.layers(strategy)
         if self._memory is None:
             self._memory = memory_of(parts)
@@ -402,7 +419,7 @@ class _Measuring:
     def _beside(
         self, strategy: DistributedStrategy, table: LayerTable, whole: RunResult, hockney: Hockney | None
     ) -> tuple[LayerTable, Threads]:
-        """The table with what a collective beside compute does to both, and the thread count's line."""
+        """Return the table with slowdowns of compute and collectives, and the thread count's line."""
         error, threads = 0.0, counted(strategy.thread_num, "thread")
         if hockney is not None:
             run = self._legs.run(f"several, {threads}", several(strategy, table))
@@ -432,7 +449,7 @@ class _Measuring:
 
 
 _BUSY: set[Path] = set()
-"""Profiles of a busy machine that serve this process: its points are compared with each other."""
+"""Profiles of a busy machine that this process uses, because their points are compared with each other."""
 _LOOK_S = 1.0
 """Seconds for which the machine is watched before a profile of a busy machine is used again."""
 
@@ -440,12 +457,12 @@ _LOOK_S = 1.0
 def ensure_profile(
     experiment: Experiment, root: Path, *, progress: Progress | None = None, told: Callable[[str], object] | None = None
 ) -> Experiment:
-    """The experiment with ``workload.profile`` filled in: the file it names, a stored one, or a new one.
+    """Return the experiment with ``workload.profile`` set: the file it names, a stored one, or a new one.
 
-    Profiles are stored below ``root / "profiles"`` under a hash of all that changes compute. One of a busy machine lies beside
-    them: it serves this process, and later ones while the machine is still busy, because a new one would be no better.
-    ``told`` hears beforehand that a profile is taken, and how long that takes.
-    A table of layers needs none, and is returned as it is.
+    Profiles are stored below ``root / "profiles"`` under a hash of everything that changes compute. One of a
+    busy machine is stored beside them. It serves this process, and later ones while the machine is still
+    busy, because a new one would not be better. ``told`` is called before a profile is taken, with how long
+    that takes. A table of layers needs none, and is returned as it is.
     """
     if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
         return experiment
@@ -479,16 +496,19 @@ def _is_busy_now() -> bool:
 def _announced(experiment: Experiment, folder: Path) -> str:
     num = _num_legs(experiment, _quiet(experiment))
     at_most = f"in {num} legs, which take {num * SECONDS:.0f} s at most, but more on a busy machine or with steps of seconds"
-    return f"note: no profile of this model is stored: one is measured now, {at_most}; it is kept in {folder}"
+    return f"note: no profile of this model is stored: one is measured now, {at_most}; it is stored in {folder}"
 
 
 def take_profile(experiment: Experiment, *, progress: Progress | None = None) -> Profile:
-    """Measure every thread count that ``tune`` may search and the strategy's own."""
+    """Measure the strategy's own thread count and every one that ``tune`` may search."""
     return measure_profile(experiment, progress=progress).profile
 
 
 def searched_threads(experiment: Experiment) -> tuple[int, ...]:
-    """The strategy's own, and those of ``tune.thread_num`` for which there are cores; synchronised batch norm allows one alone."""
+    """Return the strategy's own thread count, and those of ``tune.thread_num`` for which there are cores.
+
+    Synchronised batch norm allows only the strategy's own.
+    """
     strategy = experiment.strategy
     cores = (os.cpu_count() or 1) // experiment.cluster.trainers_per_node
     searched = () if strategy.sync_batch_norm else experiment.tune.values("thread_num")
@@ -500,6 +520,6 @@ def _name(experiment: Experiment) -> str:
     what = {"method": _METHOD, "tables": keys, "backend": experiment.run.backend, "machine": machine(), "torch": versions()["torch"]}
     if experiment.strategy.quantises:
         what["quantises"] = True
-    if experiment.run.launcher == "testbed":  # whose links are the experiment's, and everybody else's the machine's
+    if experiment.run.launcher == "testbed":  # a testbed has the experiment's links, everything else the machine's
         what["links"] = encode(dataclasses.replace(experiment.cluster, stragglers=()))
     return json_digest(what)[:16]

@@ -1,5 +1,6 @@
-"""What the ranks of a command see of their own steps, with torch's DistributedDataParallel left as it is.
+"""What the ranks of a command do in their own steps, observed with DistributedDataParallel unchanged.
 
-``following`` hooks DDP's forward in a process of the job, ``observer`` obeys the driver's looks from the first forward with gradients on,
-``events`` notes what the main thread does, ``settings`` makes a DDP anew with other arguments. ``job`` is the driver's side.
+``following`` hooks DDP's forward in a process of the job. From the first forward with gradients, ``observer``
+executes the driver's looks. ``events`` records what the main thread does. ``settings`` rebuilds a DDP with
+other arguments. ``job`` is the driver's side.
 """

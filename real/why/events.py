@@ -1,4 +1,4 @@
-"""Events: what the main thread of a process does, noted while it does it; nothing of torch is changed before or after."""
+"""Events: records what the main thread of a process does; torch is unchanged before and after."""
 
 from __future__ import annotations
 
@@ -30,44 +30,45 @@ _COLLECTIVES = (
     "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce", "reduce_scatter",
     "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
 )  # fmt: skip
-"""Functions of ``torch.distributed`` that a script calls by itself."""
+"""Functions of ``torch.distributed`` that a script calls directly."""
 _SAMPLES_PER_S = 50.0
 _MOST_BACKWARDS = 16
-"""Backwards of all models between two forwards of one."""
+"""Number of backwards that are remembered, of all models between two forwards of one."""
 _OURS = ("fleetbench", "real", "sim", "tuner")
 _OWN = tuple(f"{folder}{os.sep}" for folder in (*(Path(__file__).parents[2] / name for name in _OURS), Path(torch.__file__).parent))
-"""Begins the files of this project and of torch, also where both are installed."""
+"""Path prefixes of the files of this project and of torch, also where both are installed."""
 _BELOW = (str(Path(threading.__file__).parent), *_OWN, "<")
-"""Begins these, and the files of Python."""
+"""Path prefixes of these files and of Python's own."""
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
 """Begins the files of an installed package, its group."""
 clock = time.time_ns
-"""The Reducer's own times are of this clock."""
+"""Clock of all events: the Reducer's own times use it, too."""
 
 
 class Events:
-    """Notes events of one thread between ``on`` and its end."""
+    """Records events of one thread between ``on`` and its end."""
 
     def __init__(self) -> None:
         self.found: list[list[Any]] = []
-        """The fields of ``Event``, in order of their ends."""
+        """Events recorded so far: the fields of ``Event``, in order of their ends."""
         self.samples: list[tuple[int, str]] = []
         self.scales_loss = False
-        """Whether a GradScaler has stepped that is enabled."""
+        """Whether an enabled GradScaler has stepped."""
         self._loaders: dict[int, list[int]] = {}
-        """By DataLoader's iterator: its workers, nanoseconds inside of it, and those in which this thread computed."""
+        """By DataLoader iterator: number of workers, ns inside of it, and ns in which this thread computed
+        there."""
         self._thread = threading.get_ident()
         self._backwards: deque[list[Any]] = deque(maxlen=_MOST_BACKWARDS)
-        """The last backwards."""
+        """The latest backwards."""
         self._is_in_unit = False
-        """Whether ``fully_shard`` gathers or scatters."""
+        """Whether ``fully_shard`` is gathering or scattering."""
         self._begun: list[int] = []
         self._loop_lines: set[str] | None = None
-        """The script's lines from which a library steps the optimizer: what happens there is the library's."""
+        """Lines of the script from which a library steps the optimizer. Events there are the library's."""
 
     @property
     def loader(self) -> Loader | None:
-        """The DataLoader that took the most time."""
+        """The DataLoader that took the most time, or ``None``."""
         if not self._loaders:
             return None
         num_workers, took_ns, computed_ns = max(self._loaders.values(), key=lambda each: each[1])
@@ -75,7 +76,7 @@ class Events:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Note what happens inside."""
+        """Record what happens inside."""
         with ExitStack() as stack:
             for owner, name, around in self._places():
                 stack.enter_context(replaced(owner, name, around))
@@ -84,7 +85,7 @@ class Events:
 
     @contextmanager
     def forward(self, model: nn.Module) -> Iterator[None]:
-        """Note a model's forward, and read what a DDP's Reducer knows of the backward before."""
+        """Record a model's forward, and read the Reducer's times of the backward before it."""
         exchanges = torch.is_grad_enabled() and isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
         kind: Kind = "forward" if torch.is_grad_enabled() else "evaluate"
         with self._noting(kind):
@@ -99,11 +100,11 @@ class Events:
 
     @contextmanager
     def evaluations(self, module: nn.Module) -> Iterator[None]:
-        """Note the module's forwards without gradients inside, also those that a script calls past its DDP."""
+        """Record the module's forwards without gradients, also those that bypass its DDP."""
         begun: list[int] = []
 
         def begins(*_: object) -> None:
-            if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):  # what is compiled has no part of this
+            if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):  # compiled code does not call this
                 begun.append(clock())
 
         def ends(*_: object) -> None:
@@ -116,7 +117,10 @@ class Events:
             handle.remove()
 
     def optimizer_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Note that an optimizer's step begins; its arguments, of which a closure, with forward and backward in it, is the loop's."""
+        """Record the start of an optimizer's step, and return its arguments.
+
+        A closure among them is wrapped: it runs forward and backward, so its time belongs to the loop.
+        """
         if self._loop_lines is None:
             self._loop_lines = {own for own, library in _lines(sys._getframe()) if library}  # noqa: SLF001  # Python has no public name for it
         self._begun.append(clock())
@@ -124,7 +128,7 @@ class Events:
         return (*arguments[:1], *noted), {name: self._around("loop", each) if callable(each) else each for name, each in named.items()}
 
     def optimizer_ends(self) -> None:
-        """Note that the optimizer's step ends."""
+        """Record the end of the optimizer's step."""
         if self._begun:
             self.found.append(["optimizer", self._begun.pop(), clock(), 0])
 
@@ -163,7 +167,7 @@ class Events:
         return noted
 
     def _within(self, kind: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Note a function of ``fully_shard``, whose collectives are no script's."""
+        """Record a function of ``fully_shard``. The collectives inside are not the script's own."""
 
         def noted(*arguments: Any, **named: Any) -> Any:
             self._is_in_unit = True
@@ -194,7 +198,7 @@ class Events:
         return step
 
     def _gathers(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Of what gathers a unit's parameters, the call that waits for it: others would be no meeting of ranks."""
+        """Record the call that waits for the gather of a unit's parameters; in other calls no ranks meet."""
 
         def gathers(group: Any, *arguments: Any, **named: Any) -> Any:
             if not waits_for_gather(group, function.__name__, *arguments, **named):
@@ -239,7 +243,7 @@ class Events:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        """Note the script's line 50 times a second, in another thread."""
+        """Record the script's current line 50 times per second, from another thread."""
         over = threading.Event()
 
         def run() -> None:
@@ -259,7 +263,10 @@ class Events:
 
 
 def _lines(frame: FrameType | None) -> Iterator[tuple[str, str]]:
-    """Lines that are the script's own, the innermost first, each with that of the library that it calls there, if it does."""
+    """Yield the script's own lines, innermost first.
+
+    Each comes with the line of the library that it calls there, or an empty string.
+    """
     called: list[tuple[str, FrameType]] = []
     while frame is not None:
         file = frame.f_code.co_filename
@@ -274,7 +281,7 @@ def _lines(frame: FrameType | None) -> Iterator[tuple[str, str]]:
 
 
 def _of_library(called: Sequence[tuple[str, FrameType]]) -> str:
-    """The innermost line of the package that is called first, the last one of these."""
+    """Return the innermost line of the package that the script calls."""
     return next((f"{_named(inner)} of {package}" for package, inner in called if package == called[-1][0]), "")
 
 
@@ -284,7 +291,10 @@ def _named(frame: FrameType) -> str:
 
 @contextmanager
 def replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
-    """``owner.name`` is another function inside of the context; one that a library has put there since stays."""
+    """Replace ``owner.name`` by another function inside of the context.
+
+    If a library has replaced it since, that function stays.
+    """
     before = owner.__dict__.get(name)
     if before is None:
         yield

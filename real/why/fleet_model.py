@@ -1,4 +1,7 @@
-"""FleetModel: a model of fleet's four lines, whose strategy's engine exchanges, where an observer expects a DDP."""
+"""FleetModel: a model of fleet's four lines in the place where an observer expects a DDP.
+
+The strategy's engine exchanges its gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,18 @@ _HOOKS = "_hooks_of_fleetbench_why"
 
 
 class FleetModel:
-    """Hooks a model: its forwards are told to the process's observer. Every rank makes it."""
+    """Hooks a model so that its forwards reach the process's observer. Every rank creates it."""
 
     can_change = False
-    """Settings are the strategy's."""
+    """Whether settings can be changed: no, the strategy defines them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._threads = engine, torch.get_num_threads()
         self.module: nn.Module = engine.model
-        self.group: Any = dist.new_group()  # what the engine has in flight stays in order
+        self.group: Any = dist.new_group()  # does not disturb the order of the engine's collectives
         self.device_type = next(self.module.parameters()).device.type
         self._open: list[AbstractContextManager[None]] = []
-        for handle in self.module.__dict__.pop(_HOOKS, ()):  # of an engine before
+        for handle in self.module.__dict__.pop(_HOOKS, ()):  # of an earlier engine
             handle.remove()
         self.module.__dict__[_HOOKS] = [
             self.module.register_forward_pre_hook(living_hook(self._begins), prepend=True, with_kwargs=True),

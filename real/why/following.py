@@ -1,4 +1,4 @@
-"""Following: forwards of DistributedDataParallel and of ``fully_shard``'s models in a process of a job that is looked at."""
+"""Following: hooks on forwards of DDP and of ``fully_shard``'s models in an observed job."""
 
 import functools
 import itertools
@@ -26,17 +26,20 @@ if TYPE_CHECKING:
 
 
 _MOST_STEPS, _LONGEST_S = 50, 20.0
-"""Optimizer steps and seconds without DDP and ``fully_shard`` after which a process gives up: nothing of it can be looked at."""
+"""Optimizer steps, and seconds, without DDP or ``fully_shard`` after which a process gives up."""
 
 
 @functools.cache
 def _observers() -> list["Observer"]:
-    """This process's, if there is one."""
+    """This process's observer, if there is one."""
     return []
 
 
 def observer_of(model: "nn.Module", living: "FleetModel | ShardedModel | None" = None) -> "Observer | None":
-    """The process's observer, which comes with the first forward with gradients of a model; none before. Without ``living`` it is a DDP."""
+    """Return the process's observer, created in the first forward of a model with gradients, or ``None``.
+
+    Without ``living`` the model is a DDP.
+    """
     if not _observers() and torch.is_grad_enabled():
         from real.why.observer import Observer
         from real.why.settings import LivingDdp
@@ -46,7 +49,7 @@ def observer_of(model: "nn.Module", living: "FleetModel | ShardedModel | None" =
 
 
 def follow(module: ModuleType) -> None:
-    """Look at a process from its first forward with gradients of a DDP on; ``module`` has just been imported."""
+    """Observe a process from the first forward with gradients of a DDP; ``module`` has just been imported."""
     if module.__name__ == "torch.nn.parallel.distributed":
         _follow_ddp(module)
     elif "fsdp" in module.__name__:
@@ -58,14 +61,14 @@ def follow(module: ModuleType) -> None:
 
 
 class _Looking:
-    """Looks at models of ``fully_shard``, whose calls stay as they are."""
+    """Observes models of ``fully_shard``, whose calls stay as they are."""
 
     def arguments(self, _unit: Any, named: dict[str, Any]) -> dict[str, Any]:
-        """The script's."""
+        """Return the script's arguments."""
         return named
 
     def around(self, model: "ShardedModel", inputs: tuple[Any, ...], named: dict[str, Any]) -> "AbstractContextManager[None]":
-        """The observer's."""
+        """Return the observer's context."""
         observer = observer_of(model.module, model)
         return nullcontext() if observer is None else observer.forward(model.module, inputs, named)
 
@@ -87,7 +90,7 @@ def _follow_ddp(module: ModuleType) -> None:
     forward, owner = ddp.forward, os.getpid()
 
     def observed(model: Any, *inputs: Any, **named: Any) -> Any:
-        compiles = set_eval_frame(None)  # what stands around the forward is no part of a compiled graph
+        compiles = set_eval_frame(None)  # the code around the forward is not part of a compiled graph
 
         def call() -> Any:
             set_eval_frame(compiles)
@@ -97,7 +100,7 @@ def _follow_ddp(module: ModuleType) -> None:
                 set_eval_frame(None)
 
         try:
-            observer = observer_of(model) if os.getpid() == owner else None  # no fork, such as a loader's
+            observer = observer_of(model) if os.getpid() == owner else None  # not in a fork, such as a loader's worker
             with nullcontext() if observer is None else observer.forward(model, inputs, named):
                 return call()
         finally:
@@ -107,6 +110,6 @@ def _follow_ddp(module: ModuleType) -> None:
 
 
 def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Not compiled, as torch's own forward is not; what it calls may be."""
+    """Exclude a function from compilation, as torch does its own forward; its callees may be compiled."""
     eager: Callable[..., Any] = torch._disable_dynamo(function, recursive=False)  # type: ignore[attr-defined]  # noqa: SLF001  # as torch
     return eager

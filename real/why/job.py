@@ -1,4 +1,4 @@
-"""The driver's side: a command whose ranks are looked at."""
+"""The driver's side: a command whose ranks are observed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from real.processes.started import uninterrupted
 from real.why.look import ANSWER, Look
 
 _NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH,P2P,SHM"}
-"""Variables by which NCCL says in a job's output over what it communicates."""
+"""Variables that make NCCL log its transports in the job's output."""
 
 
 class LookedAt:
-    """A command that trains with DistributedDataParallel or ``fully_shard``. A context manager: entering starts it, leaving ends it.
+    """A command that trains with DistributedDataParallel or ``fully_shard``.
 
-    A rank that fails or hangs ends the command within ``run.timeout``, by name; its output is kept then.
+    It is a context manager: entering starts the command, leaving ends it. If a rank fails or hangs, the
+    command ends within ``run.timeout`` with an error that names the rank, and its output is kept.
     """
 
     def __init__(self, command: Sequence[str], run: Run, workdir: Path | None = None) -> None:
@@ -37,12 +38,12 @@ class LookedAt:
 
     @property
     def folder(self) -> Path:
-        """Where ranks leave traces, while the command runs."""
+        """Folder in which ranks leave traces, while the command runs."""
         return self._folder / "1"
 
     @property
     def output(self) -> str:
-        """What the command has printed so far."""
+        """Output of the command so far."""
         return (self.folder / "command.log").read_text(encoding="utf-8", errors="replace")
 
     def __enter__(self) -> Self:
@@ -63,20 +64,21 @@ class LookedAt:
             if kind is None:
                 launch.end()
         except FleetbenchError:
-            pass  # what it was to tell is there
+            pass  # its results are already there
         finally:
             with uninterrupted():
                 launch.kill()
             leave_folder(self._folder, error)
 
     def tell(self, numbers: Mapping[str, float]) -> None:
-        """What rank 0 logs into the script's open runs of trackers as it ends."""
+        """Set the numbers that rank 0 logs at its end into the open runs of the script's trackers."""
         write_json(self.folder / ANSWER, dict(numbers))
 
     def look(self, look: Look, progress: Progress | None = None) -> list[Mapping[str, Any]]:
-        """Every rank's part of a look, by rank; ``is_over`` says whether the script has ended before, and parts may be missing then.
+        """Return every rank's part of a look, by rank.
 
-        Raises ``ConfigError`` where no model of DistributedDataParallel or ``fully_shard`` trains.
+        If the script ended before, ``is_over`` is true and parts may be missing. Raises ``ConfigError`` if no
+        model of DistributedDataParallel or ``fully_shard`` trains.
         """
         assert self._launch is not None
         is_first = not self._launch.num_orders
@@ -84,6 +86,6 @@ class LookedAt:
         self.is_over = not parts or not all(part["complete"] for part in parts.values())
         if not parts and is_first:
             why = self._launch.unattached or "it ended before a model's first step"
-            hint = "wrap it with DistributedDataParallel, or shard it with fully_shard; what else trains several ranks is not looked at"
-            raise ConfigError(f"has no step that could be looked at: {why}", "the command", " ".join(self._command), hint)
+            hint = "wrap it with DistributedDataParallel, or shard it with fully_shard; nothing else is supported on several ranks"
+            raise ConfigError(f"has no step that could be observed: {why}", "the command", " ".join(self._command), hint)
         return [parts[rank] for rank in sorted(parts)]

@@ -1,4 +1,4 @@
-"""KeptState: what a rank trains, to be as it was after steps that other ranks did not share."""
+"""KeptState: the training state of a rank, to be restored after steps without exchange."""
 
 from __future__ import annotations
 
@@ -11,29 +11,34 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 _SCHEDULED = ("params", "lr", "momentum", "betas")
-"""Entries of an optimizer's groups that stay: a schedule sets them by the number of steps."""
+"""Entries of an optimizer's groups that are not restored: a schedule sets them by the number of steps."""
 
 
 class KeptState:
-    """Parameters, gradients and buffers of models, and all optimizers' state: ``keep`` copies it, ``restore`` puts it back."""
+    """Parameters, gradients and buffers of models, and the state of all optimizers.
+
+    ``keep`` copies it, ``restore`` restores it.
+    """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = tuple(models)
         found = (one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer))
-        self._optimizers = list({id(one.state): one for one in found}.values())  # a library's wrapper shows another one's state
+        self._optimizers = list(
+            {id(one.state): one for one in found}.values()
+        )  # a library's wrapper shares the state of the optimizer it wraps
         self._kept: Any = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a copy takes."""
+        """Bytes of a copy."""
         return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(self._living()) if isinstance(leaf, torch.Tensor))
 
     def keep(self) -> None:
-        """Copy all that training changes."""
+        """Copy everything that training changes."""
         self._kept = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), self._living())
 
     def restore(self) -> None:
-        """Train on as if there had been no step since ``keep``."""
+        """Restore the state of ``keep``, as if there had been no step since."""
         with torch.no_grad():
             for living, (kept, grad) in zip(self._tensors(), self._kept["tensors"], strict=True):
                 living.copy_(kept)

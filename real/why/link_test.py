@@ -1,4 +1,4 @@
-"""Link test as a job of its own: each rank, wherever a launcher starts it, runs this module."""
+"""Link test as a job of its own: every rank that a launcher starts runs this module."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ from real.processes.started import uninterrupted
 
 MODULE = "real.why.link_test"
 _RESULT = "fleetbench-links "
-"""Begins what rank 0 prints, on a line that a launcher may put something before."""
+"""Prefix of the result that rank 0 prints; a launcher may put something before it on the line."""
 _TAKE_A_MODULE = re.compile(r"torchrun|accelerate|torch\.distributed\.(run|launch)")
-"""Launchers after whose options ``-m MODULE`` may stand."""
+"""Launchers that take ``-m MODULE`` after their options."""
 _PYTHON = re.compile(r"python[\d.]*")
 _TIMEOUT = timedelta(minutes=5)
-"""For ranks to meet, and for a collective."""
+"""Time limit for ranks to meet, and for a collective."""
 _GRACE_S = 30.0
-"""Seconds for an interrupted launcher to end."""
+"""Seconds that an interrupted launcher has to end."""
 
 Heard = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkReport(Config):
-    """What the link test has found."""
+    """Results of the link test."""
 
     links: Links
     transports: Transports | None = None
-    """What NCCL said; None with gloo."""
+    """NCCL's transports according to its log; ``None`` with gloo."""
 
     @property
     def remarks(self) -> tuple[Remark, ...]:
-        """What slows the exchange, and what to do about it."""
+        """Causes of a slow exchange, and remedies."""
         has_infiniband = any(host.has_infiniband for host in self.links.hosts)
         of_nccl = remarks(self.transports, len(self.links.hosts), has_infiniband) if self.transports else ()
         return (*remarks_of_links(self.links), *of_nccl)
 
 
 def run_here(nproc: int, heard: Heard) -> LinkReport:
-    """Test the links between ``nproc`` ranks on this machine; ``heard`` gets other lines of rank 0.
+    """Test the links between ``nproc`` ranks on this machine; ``heard`` receives other lines of rank 0.
 
     Raises ``WorkerFailed`` naming the rank that failed.
     """
@@ -77,10 +77,10 @@ def run_here(nproc: int, heard: Heard) -> LinkReport:
 
 
 def run_with(command: Sequence[str], heard: Heard) -> LinkReport | None:
-    """Test the links between the ranks that a launcher starts; ``heard`` gets its other lines.
+    """Test the links between the ranks that a launcher starts; ``heard`` receives its other lines.
 
-    None where rank 0 is on a node whose launcher was started there. Raises ``EnvironmentLacks`` for a program
-    that cannot be started, ``WorkerFailed`` where it fails.
+    Returns ``None`` if rank 0 is on a node whose launcher was started there. Raises ``EnvironmentLacks`` for
+    a program that cannot be started, and ``WorkerFailed`` if it fails.
     """
     try:
         process = subprocess.Popen(
@@ -91,7 +91,7 @@ def run_with(command: Sequence[str], heard: Heard) -> LinkReport | None:
             errors="replace",
         )
     except OSError as error:
-        what, hint = f"cannot be started: {error.strerror}", "what follows -- is a launcher with its options"
+        what, hint = f"cannot be started: {error.strerror}", "put a launcher with its options after --"
         raise EnvironmentLacks(what, "the command", command[0], hint) from None
     try:
         assert process.stdout is not None
@@ -113,7 +113,7 @@ def run_with(command: Sequence[str], heard: Heard) -> LinkReport | None:
 
 
 def with_module(command: Sequence[str]) -> list[str]:
-    """The launcher's command line with what each rank runs: a module where it takes one, else a program."""
+    """Return the launcher's command line with the program of each rank: a module if it takes one."""
     names = [Path(word).name for word in command if not word.startswith("-")]
     takes_module = any(map(_TAKE_A_MODULE.fullmatch, names)) or any(map(_PYTHON.fullmatch, names[-1:]))
     return [*command, *([] if takes_module else [sys.executable, "-u", "-P"]), "-m", MODULE]
@@ -128,7 +128,7 @@ def _result(line: str, heard: Heard) -> LinkReport | None:
 
 
 def main() -> None:
-    """Be one rank. Raises ``ConfigError`` for one that nobody has started beside others."""
+    """Run one rank. Raises ``ConfigError`` for a rank that was started by itself."""
     role = role_of(os.environ)
     if role.trainers < 2:
         what = "links need two ranks, and the launcher's environment names one"
@@ -152,7 +152,7 @@ def main() -> None:
         if is_lost and dist.get_backend() == "gloo":
             why = f"the name of {socket.gethostname()} resolves to its loopback, which gloo takes by itself"
             note = f"note: {why}: scripts need {GLOO}={os.environ.get(GLOO)}"
-            print(note, file=sys.stderr, flush=True)  # noqa: T201  # the rank's word to its user
+            print(note, file=sys.stderr, flush=True)  # noqa: T201  # the rank's message to its user
         own = this_host() if role.local_rank else replace(this_host(), gpus=gpus_of_host())
         links = measure_links(host=own)
         said = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""

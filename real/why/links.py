@@ -1,8 +1,9 @@
-"""Link test: what the links of a process group carry, in a job of its own or between two steps of a training.
+"""Link test: the speed of a process group's links, in a job of its own or between two steps of a training.
 
-Ranks tell each other what they have found by collectives of the group itself. ``measure_links`` leaves nothing behind; only
-where groups over other interfaces were made, without torch's registry and without environment variables, a counter stays in
-the default store. Source of bus bandwidth: nccl-tests, doc/PERFORMANCE.md.
+Ranks exchange their results by collectives of the group itself. ``measure_links`` leaves nothing behind
+except a counter in the default store, and that only if groups over other interfaces were created. It
+registers these groups nowhere in torch and sets no environment variables. Source of bus bandwidth:
+nccl-tests, doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ SIZES = (64 * 2**10, 2**20, 16 * 2**20)
 _PAIR_BYTES = 4 * 2**20
 _PAIR_REPEATS = 3
 _LEAST, _MOST = 3, 200
-"""Repeats of an all-reduce."""
+"""Least and largest number of repeats of an all-reduce."""
 _PREFIX = "fleetbench/links"
-"""Begins keys of the default store."""
+"""Prefix of keys in the default store."""
 _INTERFACE_TIMEOUT = timedelta(seconds=10)
 _CONNECT_TIMEOUT = _INTERFACE_TIMEOUT / 5  # gloo waits five times as long for connections
 _ELEMENT = 4
 """Bytes of a float32."""
 _VALUES = 256
-"""Ranks contribute so many different numbers: their sum is exact."""
+"""Number of different values that ranks contribute; few enough for an exact sum."""
 _CPU = torch.device("cpu")
 
 Times = tuple[AllReduceTime, ...]
@@ -55,11 +56,17 @@ def measure_links(
 ) -> Links:
     """Time all-reduces of ``sizes`` bytes in ``group``, by default the job's own; all its ranks call this.
 
-    ``seconds``: about so long the all-reduces take, with at least three repeats of each size. ``device``: whose tensors, by
-    default ``device_of_group``. ``host``: this rank's, with what else is known of it; the first rank of a host counts.
-    Between several hosts there are messages of 4 MiB too (``pairs``: NCCL makes a communicator for each, which takes GPU
-    memory), and with gloo the same all-reduces over each other interface. Takes memory for the largest size. A collective
-    that fails raises torch's error.
+    Args:
+        group: the process group.
+        sizes: bytes of the all-reduces; memory for the largest is allocated.
+        seconds: approximate time of all of them together, with at least three repeats of each size.
+        device: device of the tensors, by default ``device_of_group``.
+        host: this rank's host, with more facts if they are known; the first rank of a host counts.
+        pairs: send messages of 4 MiB between hosts, too; NCCL makes a communicator for each, which
+            takes GPU memory.
+
+    With gloo and several hosts the same all-reduces also run over each other interface. A collective that
+    fails raises torch's error.
     """
     process: Process = group or dist.group.WORLD
     device = device or device_of_group(process)
@@ -87,7 +94,10 @@ def measure_links(
 
 
 def device_of_group(process: Process, kind: str = "cuda") -> torch.device:
-    """This rank's GPU of a group of NCCL, unless ``kind`` is ``cpu``; the CPU of gloo. Raises ``ConfigError`` for other backends."""
+    """Return this rank's GPU for a group of NCCL, unless ``kind`` is ``cpu``; the CPU for gloo.
+
+    Raises ``ConfigError`` for other backends.
+    """
     backends = dist.get_backend_config(process).split(",")
     if kind == "cuda" and torch.cuda.is_available() and "cuda:nccl" in backends:
         return torch.device("cuda", torch.cuda.current_device())
@@ -98,7 +108,7 @@ def device_of_group(process: Process, kind: str = "cuda") -> torch.device:
 
 
 def gathered(process: Process, device: torch.device, own: Any) -> list[Any]:
-    """What every rank of a group has to say, by rank, as far as JSON can say it; all its ranks call this."""
+    """Return every rank's value, by rank, as far as JSON represents it; all ranks of the group call this."""
     text = json.dumps(own).encode()
     (longest,) = _largest(process, device, len(text))
     told = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device)
@@ -108,26 +118,29 @@ def gathered(process: Process, device: torch.device, own: Any) -> list[Any]:
 
 
 def _by_host(told: Sequence[Host]) -> tuple[tuple[Host, ...], tuple[int, ...]]:
-    """Hosts of all ranks, each once, and every rank's place in them; network namespaces of a machine differ in addresses."""
+    """Return the distinct hosts of all ranks, and every rank's index in them.
+
+    Network namespaces of a machine differ in their addresses.
+    """
     keys = [(host.name, *(each.addresses for each in host.interfaces)) for host in told]
     first = list(dict.fromkeys(keys))
     return tuple(told[keys.index(key)] for key in first), tuple(first.index(key) for key in keys)
 
 
 def _largest(process: Process, device: torch.device, *numbers: float) -> list[float]:
-    """Each number's maximum over all ranks."""
+    """Return each number's maximum over all ranks."""
     told = torch.tensor(numbers, dtype=torch.float64, device=device)
     process.allreduce([told], dist.ReduceOp.MAX).wait()
     return told.tolist()
 
 
 def _all_reduces(process: Process, device: torch.device, sizes: Sequence[int], seconds: float) -> Times:
-    """Each size's all-reduce: once to see whether its sum is right, then as often as the slowest rank can."""
+    """Time each size's all-reduce: once to check its sum, then as often as the slowest rank has time for."""
     ranks, found = process.size(), list[AllReduceTime]()
     if ranks == 1:
         return ()
     whole = torch.zeros(max(sizes) // _ELEMENT, dtype=torch.float32, device=device)
-    _time(process, whole[: min(sizes) // _ELEMENT], device)  # which opens connections
+    _time(process, whole[: min(sizes) // _ELEMENT], device)  # opens connections
     for size in sorted(sizes):
         part = whole[: size // _ELEMENT]
         part.fill_(process.rank() % _VALUES + 1)
@@ -153,7 +166,7 @@ def _all_reduces(process: Process, device: torch.device, sizes: Sequence[int], s
 
 
 def _time(process: Process, tensor: torch.Tensor, device: torch.device) -> float:
-    """Seconds of one all-reduce, in which ranks wait for one another."""
+    """Return the seconds of one all-reduce, in which ranks wait for one another."""
     begin = time.perf_counter()
     process.allreduce([tensor]).wait()
     _wait_for(device)
@@ -166,7 +179,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _neighbours(process: Process, device: torch.device, host_of_rank: Sequence[int]) -> list[PairTime]:
-    """What this rank has timed of messages between a host's first rank and the next host's."""
+    """Return this rank's times of messages between a host's first rank and the next host's first rank."""
     leaders = [host_of_rank.index(host) for host in range(max(host_of_rank) + 1)]
     num, found = len(leaders), list[PairTime]()
     chain = [(host, host + 1) for first in (0, 1) for host in range(first, num - 1, 2)]
@@ -193,7 +206,7 @@ def _neighbours(process: Process, device: torch.device, host_of_rank: Sequence[i
 def _other_interfaces(
     process: Process, hosts: Sequence[Host], interface: str | None, sizes: Sequence[int], seconds: float
 ) -> list[InterfaceTime]:
-    """All-reduces over each interface that all hosts share; over the one in use twice, as moments differ."""
+    """Time all-reduces over each interface that all hosts share; the one in use runs first and last."""
     shared = shared_interfaces(hosts)
     others, used = [name for name in shared if name != interface], [name for name in shared if name == interface]
     if not others:
@@ -211,7 +224,10 @@ def _other_interfaces(
 
 
 def _over(name: str, process: Process, store: Any, sizes: Sequence[int], seconds: float) -> InterfaceTime:
-    """All-reduces in a gloo group over one interface; none where it was not made, or failed, on some rank."""
+    """Time all-reduces in a gloo group over one interface.
+
+    The result has no times if the group could not be created, or failed, on some rank.
+    """
     times: Times = ()
     error = None
     try:
@@ -223,9 +239,9 @@ def _over(name: str, process: Process, store: Any, sizes: Sequence[int], seconds
 
 
 def _gloo_over(interface: str, process: Process, store: Any) -> Process:
-    """A gloo group of a group's ranks, as if made with GLOO_SOCKET_IFNAME; torch does not list it.
+    """Return a gloo group of the same ranks, as if created with GLOO_SOCKET_IFNAME; torch does not list it.
 
-    It ends with its last reference. Raises ``RuntimeError`` where a rank is not reached within 10 s.
+    It ends with its last reference. Raises ``RuntimeError`` if a rank is not reached within 10 s.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001  # as torch's own tests do

@@ -1,4 +1,4 @@
-"""Look: what the driver asks the ranks of a command to do next."""
+"""Look: the driver's next request to the ranks of a command."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,26 +7,29 @@ from fleetbench.config import Config
 from fleetbench.why.change import DdpChange
 
 ANSWER = "answer.json"
-"""File of the job's folder with what was found, by name."""
+"""File of the job's folder with the results, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look(Config):
-    """So many steps, and what to note of them.
+    """A number of steps, and what to record in them.
 
-    ``watch``: all that the main thread does (``RankLog``). ``alone``: when gradients are ready where none is exchanged (``Readiness``);
-    models and optimizers are then as they were before. ``times``: how long steps take.
+    - ``watch``: everything that the main thread does (``RankLog``)
+    - ``alone``: when gradients are ready in steps without exchange (``Readiness``); models and optimizers are
+      restored afterwards
+    - ``times``: how long steps take
     """
 
     what: Literal["watch", "alone", "times"] = "watch"
     steps: int
     warmup_steps: int = 3
     max_s: float = 10.0
-    """Fewer steps, but ten at least, where all of them would take longer."""
+    """Seconds after which fewer steps are made, but at least ten."""
     change: DdpChange = field(default_factory=DdpChange)
     links: bool = False
-    """Measure the job's links after the steps."""
+    """Whether to measure the job's links after the steps."""
     trace: str = ""
-    """Record the steps of ``times`` with torch.profiler into the job's folder, in files of this name, one for each rank."""
+    """Name of the files, one per rank in the job's folder, into which torch.profiler records the steps of
+    ``times``."""
     stacks: bool = False
-    """With the calls of Python, which slow the host."""
+    """Whether the trace has the calls of Python, which slow the host."""

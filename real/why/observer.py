@@ -1,4 +1,4 @@
-"""Observer: a rank's part in ``fleetbench why``, beside the script's own DistributedDataParallel or ``fully_shard``."""
+"""Observer: a rank's part in ``fleetbench why``, beside the script's own DDP or ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -43,23 +43,25 @@ if TYPE_CHECKING:
 
 _LEAST_STEPS = 10
 _MOST_FORWARDS = 1000
-"""Forwards with gradients after which a model whose optimizer has not stepped yet is taken for one that never does."""
+"""Forwards with gradients without an optimizer step, after which the model counts as one that never steps."""
 _MEETINGS = 9
 _LINKS_SIZES = (64 * 2**10, 512 * 2**10, 4 * 2**20)
 _LINKS_S = 1.0
-"""Seconds for measuring the links of a group."""
+"""Seconds of the measurement of a group's links."""
 _SAMPLE_RATE = 100
-"""Torch's own: so many iterations lie between two that the Reducer times."""
+"""Iterations between two that the Reducer times; torch's default."""
 Part = dict[str, Any]
 Steps = Generator[None, bool, Part]
-"""Goes on after each optimizer step, and hears whether the script is over instead; returns this rank's part of a look."""
+"""Continues after each optimizer step, with whether the script is over; returns its rank's part of a look."""
 
 
 class Observer:
-    """Life cycle: made at a model's first forward with gradients -> looks -> the driver says stop, and ``SystemExit`` is raised.
+    """Observes one rank's steps for the driver.
 
-    A look begins and ends with an optimizer step. If the script ends first, what was seen so far is told. Steps are those of the
-    first optimizer that steps and holds parameters of that model. All ranks look at the same steps.
+    Life cycle: created in a model's first forward with gradients -> looks -> the driver stops it, which
+    raises ``SystemExit``. A look begins and ends with an optimizer step. If the script ends first, the
+    incomplete look is reported. Steps are those of the first optimizer that steps and holds parameters of
+    that model. All ranks look at the same steps.
     """
 
     def __init__(self, model: nn.Module, living: LivingDdp | FleetModel | ShardedModel) -> None:
@@ -76,7 +78,7 @@ class Observer:
         self._events: Events | None = None
         self._is_alone = False
         self._models: list[nn.Module] = []
-        """Those whose forward has run, in the order of their first."""
+        """Models whose forward has run, in the order of their first."""
         self._number = 0
         self._optimizer: int | None = None
         self._num_steps = self._num_forwards = 0
@@ -90,7 +92,7 @@ class Observer:
 
     @contextmanager
     def forward(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Iterator[None]:
-        """A model's forward runs inside."""
+        """Context of a model's forward."""
         self._beats.beat(self._number, self._num_steps + 1)  # a rank that hangs before its forward is a step behind the others
         if not any(model is known for known in self._models):
             self._models.append(model)
@@ -99,8 +101,8 @@ class Observer:
         if self._optimizer is None and model is self._model and torch.is_grad_enabled():
             self._num_forwards += 1
             if self._num_forwards > _MOST_FORWARDS:
-                what = f"has no step that could be looked at: in {_MOST_FORWARDS} forwards no optimizer of the model has stepped"
-                raise ConfigError(what, "the command", hint="a step ends where step() of an optimizer of torch's returns")
+                what = f"has no step that could be observed: in {_MOST_FORWARDS} forwards no optimizer of the model has stepped"
+                raise ConfigError(what, "the command", hint="a step ends when step() of a torch optimizer returns")
         if self._events is None:
             # the forward decides for its backward
             with model.no_sync() if self._is_alone and isinstance(model, DistributedDataParallel) else nullcontext():
@@ -180,7 +182,7 @@ class Observer:
                 stack.enter_context(events.evaluations(module))
             self._events = events
             self._time_models()
-            # the last step's exchange is known in the forward after it
+            # the forward after the last step gives the times of its exchange
             is_over = yield from self._passed(steps + 1, lambda: ends.append(clock()))
             self._events = None
             self._time_models()
@@ -207,7 +209,7 @@ class Observer:
         return {"complete": not is_over, "log": asdict(log.aligned(before, after))}
 
     def _alone(self, steps: int, _look: Look) -> Steps:
-        """Steps without any exchange; afterwards each rank's models and optimizers are as they were before."""
+        """Make steps without exchange; afterwards models and optimizers are restored on each rank."""
         assert isinstance(self._model, DistributedDataParallel)
         state = KeptState(self._models)
         told = self._told([Place.here().kernel, state.nbytes, psutil.virtual_memory().available])
@@ -224,7 +226,7 @@ class Observer:
         return {"complete": not is_over, "alone": None if found is None else encode(found)}
 
     def _passed(self, steps: int, each: Callable[[], object]) -> Generator[None, bool, bool]:
-        """Let steps pass, with a call after each of them; whether the script is over before."""
+        """Let steps pass, with a call after each; return whether the script ended before."""
         for _ in range(steps):
             if (yield):
                 return True
@@ -232,33 +234,33 @@ class Observer:
         return False
 
     def _time_models(self) -> None:
-        """Let each Reducer time its exchange, in each step that is watched."""
+        """Let each Reducer time its exchange in every observed step."""
         every = _SAMPLE_RATE if self._events is None else 1
         for model in self._models:
             if isinstance(model, DistributedDataParallel):
                 model._set_ddp_runtime_logging_sample_rate(every)  # noqa: SLF001  # torch has no public name for it
 
     def _told(self, own: Any) -> list[Any]:
-        """What every rank has to say, by rank."""
+        """Return every rank's value, by rank."""
         return gathered(self._group, self._device, own)
 
     def _ahead_ns(self) -> int:
-        """By how much this host's clock is ahead of rank 0's: ranks note when they leave a barrier."""
+        """Return the ns by which this host's clock is ahead of rank 0's, measured at barriers."""
         left = []
         for _ in range(1 + _MEETINGS):
             dist.barrier(self._group)
             left.append(clock())
         kernel = Place.here().kernel
         of_first, first = self._told([kernel, left])[0]
-        # what the first barrier tells is when they came
+        # the first barrier only shows when ranks arrived
         return 0 if of_first == kernel else median_ns(own - other for own, other in zip(left[1:], first[1:], strict=True))
 
 
 def _cpu_s() -> float:
-    """Seconds that this process and its children, such as a loader's workers, have computed so far."""
+    """Return the CPU seconds of this process and its children, such as a loader's workers."""
     found = 0.0
     for process in (own := psutil.Process(), *own.children(recursive=True)):
-        with suppress(psutil.Error):  # it has ended in the meantime
+        with suppress(psutil.Error):  # it has ended
             found += sum(process.cpu_times()[:2])
     return found
 

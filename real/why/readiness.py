@@ -22,18 +22,19 @@ class ReadinessClock:
         self._ddp = ddp
         self._trained = {name: parameter for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
         self._begun = 0
-        """When the forward under way began; 0: none is."""
+        """Start of the current forward in ns; 0 outside of a forward."""
         self._forwards: list[tuple[int, int]] = []
-        """Of the step under way, as all that follows: begin and end of each forward."""
+        """Start and end of each forward of the current step."""
         self._ready: list[dict[str, int]] = []
-        """When gradients were ready after each forward, by parameter."""
+        """Time of readiness of each parameter's gradient, per forward of the current step."""
         self._steps: list[tuple[int, int, dict[str, int]]] = []
-        """Of each step before: nanoseconds until its last backward, of that, and until each gradient is ready in it."""
+        """For each earlier step: ns until its last backward, ns of that backward, and ns until each gradient
+        was ready in it."""
         self._unused: set[str] = set()
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Note forwards with gradients, and their backwards."""
+        """Record forwards with gradients, and their backwards."""
         handles = [
             self._ddp.register_forward_pre_hook(lambda *_: self._begins()),
             self._ddp.register_forward_hook(lambda *_: self._ends()),
@@ -47,7 +48,7 @@ class ReadinessClock:
                 handle.remove()
 
     def step_ends(self) -> None:
-        """An optimizer step has ended."""
+        """End an optimizer step."""
         took = [end - begin for begin, end in self._forwards]
         whole = [(end, ready) for (_, end), ready in zip(self._forwards, self._ready, strict=True) if ready]
         self._forwards, self._ready = [], []
@@ -59,7 +60,7 @@ class ReadinessClock:
         self._steps.append((sum(took) + sum(backwards), max(ready.values()) - end, {name: at - end for name, at in ready.items()}))
 
     def found(self) -> Readiness | None:
-        """Medians of the steps so far; None without any."""
+        """Return the medians over the steps so far, or ``None`` if there are none."""
         if not self._steps:
             return None
         ready = [[at[name] for _, _, at in self._steps if name in at] for name in self._trained]
@@ -82,7 +83,7 @@ class ReadinessClock:
         self._begun = 0
 
     def _after_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A backward ends the forward that it comes within, as in Lightning's manual optimization."""
+        """Let a backward end the forward that it runs inside, as in Lightning's manual optimization."""
 
         def backward(*arguments: Any, **named: Any) -> Any:
             self._ends()
@@ -96,6 +97,6 @@ class ReadinessClock:
 
 
 def median_ns(times: Iterable[int]) -> int:
-    """Median of nanoseconds, 0 of none."""
+    """Return the median in ns, 0 without any times."""
     found = list(times)
     return round(statistics.median(found)) if found else 0

@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, Weights & Biases and MLflow, where a script has a run open, are told what was found."""
+"""Trackers: log results to open runs of TensorBoard, Weights & Biases and MLflow."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def log_to_open_runs(numbers: Mapping[str, float]) -> list[str]:
-    """Log numbers by name into each run that is open in this process; names of the trackers that took them.
+    """Log numbers by name into each run that is open in this process; return the names of these trackers.
 
-    A tracker's own error is not the script's: it is left out then. No tracker is imported.
+    Errors of a tracker are ignored, because they are not the script's. No tracker is imported.
     """
     told = []
     wandb, mlflow = sys.modules.get("wandb"), sys.modules.get("mlflow")
@@ -33,6 +33,6 @@ def log_to_open_runs(numbers: Mapping[str, float]) -> list[str]:
 
 
 def _writers() -> list[Any]:
-    """Open writers of TensorBoard, which keeps no list of them."""
+    """Return open writers of TensorBoard, which keeps no list of them."""
     module = sys.modules.get("torch.utils.tensorboard.writer")
     return [] if module is None else [one for one in gc.get_objects() if type(one) is module.SummaryWriter and one.file_writer is not None]

@@ -125,7 +125,7 @@ def test_without_memory_for_a_copy_each_step_exchanges(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["none", "8"], "no step that could be looked at"),
+        (["none", "8"], "no step that could be observed"),
         (["updates"], "in 1000 forwards no optimizer of the model has stepped"),
         pytest.param(["plain", "3"], "before enough of its", marks=pytest.mark.slow),
     ],

@@ -1,6 +1,7 @@
-"""Python runs this at the start of every process of a command that fleetbench starts; see ``real.attach``.
+"""Runs at the start of every Python process of a command that fleetbench starts; see ``real.attach``.
 
-It waits for four of torch's modules, and imports nothing before. A ``sitecustomize`` that would have run without it runs after it.
+It waits for four of torch's modules, and imports nothing before. A ``sitecustomize`` that would have run
+without this one runs after it.
 """
 
 from __future__ import annotations
