@@ -1,4 +1,4 @@
-"""Facts: what a script turned out to be, as far as a plan, a simulation and a verdict must know it."""
+"""Facts: the properties of a script that a plan, a simulation and a verdict need."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ if TYPE_CHECKING:
     import torch
 
 MODEL = "script:"
-"""What the name of such a workload's model begins with."""
+"""Prefix of the model's name in a script's workload."""
 _LEAST_LR = 1e-12
-"""A schedule may begin at 0, which no workload may."""
+"""Smallest learning rate: a schedule may begin at 0, which a workload may not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts(Config):
-    """Of rank 0, after a few steps under the script's own strategy."""
+    """Facts of rank 0, after a few steps under the script's own strategy."""
 
     trainers: int
     trainers_per_node: int
     backend: Literal["gloo", "nccl"]
     device: Literal["cpu", "cuda"]
     strategy: DistributedStrategy
-    """The one that it hands to ``fleet.init``."""
+    """Strategy that the script passes to ``fleet.init``."""
     optimizer: str
-    """The optimizer's class."""
+    """Name of the optimizer's class."""
     lr: float
     momentum: float
     weight_decay: float
     dtype: str
-    """Of the first trained parameter."""
+    """Type of the first trained parameter."""
     batch_size: int | None = None
-    """First dimension of the model's first input; none where the model gets no tensor."""
+    """First dimension of the model's first input; ``None`` if the model gets no tensor."""
     reports_loss: bool = False
-    """Whether it calls ``fleet.report``."""
+    """Whether the script calls ``fleet.report``."""
     notes: tuple[str, ...] = ()
-    """What is to be known of it beside that."""
+    """Notes on the script for its user."""
 
 
 def facts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **known: Any) -> Facts:
-    """What a script trains. ``known``: the other fields."""
+    """Return the facts of a script. ``known``: the other fields."""
     group, first = optimizer.param_groups[0], next(parameter for parameter in model.parameters() if parameter.requires_grad)
     return Facts(
         optimizer=type(optimizer).__name__,
@@ -60,14 +60,17 @@ def facts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **known: 
 
 
 def optimizer_name(facts: Facts) -> Literal["sgd", "momentum", "adagrad", "adam"]:
-    """The registry optimizer that stands for the script's: by how many tensors of state it keeps for a parameter."""
+    """Return the registry optimizer that stands for the script's.
+
+    It keeps as many state tensors per parameter.
+    """
     if facts.optimizer == "SGD":
         return "momentum" if facts.momentum else "sgd"
     return "adagrad" if facts.optimizer in ("Adagrad", "RMSprop") else "adam"
 
 
 def experiment_of(base: Experiment, facts: Facts, command: tuple[str, ...]) -> Experiment:
-    """The experiment that a script is: ``base``'s tuning, target and links, with the workload and cluster that were found."""
+    """Return a script's experiment: its own workload and cluster, and ``base``'s tuning, target and links."""
     nodes, rest = divmod(facts.trainers, facts.trainers_per_node)
     cluster = Cluster(nodes=1 if rest else nodes, trainers_per_node=facts.trainers if rest else facts.trainers_per_node)
     workload = replace(
@@ -95,6 +98,6 @@ def experiment_of(base: Experiment, facts: Facts, command: tuple[str, ...]) -> E
 
 
 def script_name(command: tuple[str, ...]) -> str:
-    """The last Python file of a command line, or else its first word, without folders."""
+    """Return the last Python file of a command line, or else its first word, without folders."""
     files = [word for word in command if word.endswith(".py")]
     return Path(files[-1] if files else command[0]).name

@@ -1,4 +1,4 @@
-"""A job's folder: what the driver tells the ranks of a launch, and what they tell it, as files.
+"""A job's folder: files by which the driver and the ranks of a launch communicate.
 
 =======================  ===================  ==================================================================
 file                     written by           content
@@ -8,16 +8,16 @@ driver.json, driver      driver               its process; a number that changes
 seed                     driver               the trainers' seed, of a leg that names one
 legs/N.json              driver, in order     a leg: strategy, steps, warm-up and what to measure
 legs/stop                driver               no order follows
-abort                    driver, or a rank    end at once; a rank writes it when it finds the driver gone
+abort                    driver, or a rank    end at once; a rank writes it if the driver is gone
 ranks/rankR.json         rank R               its host, and the number of trainers, as soon as it has joined the others
 beats/rankR              rank R               the optimizer step of its process that it is at
 results/N/rankR.json     rank R               its part of leg N, written before it reads the next order
 errors/rankR.json        rank R               the exception that ended it
-codes/rankR.json         who started rank R   how it ended, if it failed (``launcher``, ``inside``)
+codes/rankR.json         launcher of rank R   its exit code, if it failed (``launcher``, ``inside``)
 =======================  ===================  ==================================================================
 
-A rank writes its own part files alone. Every JSON file is complete or missing, so a shared file system is enough. A rank
-learns of the directory by the environment variable ``FLEETBENCH_TUNING``; without it nothing of this is imported.
+A rank writes only its own part files. Every JSON file is complete or missing, so a shared file system is
+enough. The environment variable ``FLEETBENCH_TUNING`` names the folder; without it nothing of this is imported.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LAYOUT = struct.Struct("<4q")  # process id, leg, step, time
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The last sign of life of a rank; ``pid`` is 0 before the first."""
+    """Last sign of life of a rank; ``pid`` is 0 before the first."""
 
     pid: int
     leg: int
@@ -59,25 +59,28 @@ NEVER = Beat(0, -1, 0, 0)
 
 
 class BeatWriter:
-    """Writes one rank's beats: a small file, which also a shared file system carries, and which the rank overwrites as a step begins."""
+    """Writes one rank's beats: a small file, overwritten at the start of each step."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = os.open(folder / f"rank{rank}", os.O_CREAT | os.O_WRONLY, 0o644)
 
     def beat(self, leg: int, step: int) -> None:
-        """``step`` begins, of ``leg``."""
+        """Record that ``step`` of ``leg`` begins."""
         os.pwrite(self._file, _LAYOUT.pack(os.getpid(), leg, step, time.monotonic_ns()), 0)
 
 
 class BeatReader:
-    """Reads all ranks' beats; ``time_ns`` of what it returns is when this reader first saw that beat: it trusts no clock but its own."""
+    """Reads all ranks' beats.
+
+    ``time_ns`` of a result is when this reader first saw the beat, on its own clock.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen: dict[int, tuple[bytes, int]] = {}
 
     def read(self, trainers: int) -> list[Beat]:
-        """The last beat of every rank, or ``NEVER``."""
+        """Return the last beat of every rank, or ``NEVER``."""
         return [self._of(rank) for rank in range(trainers)]
 
     def _of(self, rank: int) -> Beat:
@@ -109,33 +112,33 @@ class JobFolder:
         )
 
     def abort(self) -> None:
-        """Whatever the ranks are doing, they end at once."""
+        """Let all ranks end at once."""
         (self.path / "abort").touch()
 
     def is_aborted(self) -> bool:
-        """Whether all are to end at once: the driver says so, or has removed the directory."""
+        """Whether all must end at once: the driver says so, or has removed the folder."""
         return (self.path / "abort").exists() or not self.legs.exists()
 
 
 class DriverSide(JobFolder):
-    """What the driver does with it. ``make`` comes first."""
+    """The driver's side of the folder. ``make`` comes first."""
 
     def make(self, seed: int | None = None) -> None:
-        """Make the directory, with this process as its driver; the trainers will find ``seed`` in ``FLEETBENCH_SEED``."""
+        """Create the folder for this driver; trainers find ``seed`` in ``FLEETBENCH_SEED``."""
         for part in (self.legs, self.results, self.ranks, self.beats, self.errors, self.codes):
             part.mkdir(parents=True, exist_ok=True)
         if seed is not None:
             (self.path / "seed").write_text(str(seed), encoding="ascii")
-        write_json(self.path / "driver.json", encode(Place.here()))  # at which other ranks know the launch
+        write_json(self.path / "driver.json", encode(Place.here()))  # other ranks recognise the launch by it
 
     def show_life(self) -> None:
-        """Show ranks of other hosts that the driver lives, by a number that changes every ``_BEAT_S`` until the launch is over."""
+        """Show ranks of other hosts that the driver lives, by a number that changes every ``_BEAT_S``."""
 
         def run() -> None:
             for number in itertools.count():
                 if self.is_aborted():
                     return
-                with contextlib.suppress(OSError):  # the folder goes with the launch
+                with contextlib.suppress(OSError):  # the folder is removed with the launch
                     (self.path / "driver").write_text(f"{number}\n", encoding="ascii")
                 time.sleep(_BEAT_S)
 
@@ -146,52 +149,58 @@ class DriverSide(JobFolder):
         write_json(self.legs / f"{number}.json", encode(leg))
 
     def stop(self) -> None:
-        """No leg follows the last one ordered: the script ends after it, with exit code 0."""
+        """End the orders: the script ends after the last one, with exit code 0."""
         (self.legs / "stop").touch()
 
     def joined(self) -> dict[int, str]:
-        """The host of every rank, once all have joined; empty before."""
+        """Return the host of every rank, once all have joined; empty before."""
         told = _parts(self.ranks.glob("rank*.json"))
         return {rank: one["host"] for rank, one in told.items()} if any(one["trainers"] == len(told) for one in told.values()) else {}
 
     def num_parts(self, number: int) -> int:
-        """How many ranks have written their part of leg ``number``."""
+        """Return the number of ranks that have written their part of leg ``number``."""
         return sum(1 for _ in (self.results / str(number)).glob("rank*.json"))
 
     def parts(self, number: int) -> dict[int, Any]:
-        """What ranks wrote of leg ``number`` so far."""
+        """Return the parts of leg ``number`` that ranks have written so far."""
         return _parts((self.results / str(number)).glob("rank*.json"))
 
     def failures(self) -> dict[int, RankError]:
-        """What ranks wrote of the error that ended them."""
+        """Return the errors that ended ranks."""
         return {rank: RankError(**error) for rank, error in _parts(self.errors.glob("rank*.json")).items()}
 
     def exit_codes(self) -> dict[int, int]:
-        """How ranks ended that were not told to, as far as who started them says it; negative is a signal."""
+        """Return the exit codes of ranks that ended by themselves, as launchers report them.
+
+        A negative code is a signal.
+        """
         return _parts(self.codes.glob("rank*.json"))
 
 
 class RankSide(JobFolder):
-    """What a rank does with it. Writing raises ``OSError`` once the driver has taken the directory away."""
+    """A rank's side of the folder. Writing raises ``OSError`` after the driver has removed it."""
 
     @classmethod
     def of_environment(cls) -> RankSide:
-        """The one that ``FLEETBENCH_TUNING`` names. Raises ``ConfigError`` where there is none."""
+        """Return the folder that ``FLEETBENCH_TUNING`` names. Raises ``ConfigError`` if there is none."""
         name = os.environ.get(TUNING, "")
         if not (Path(name) / "driver.json").is_file():
-            raise ConfigError("is no tuning directory", TUNING, name, "unset it: `fleetbench tune -- COMMAND` sets it for the command")
+            raise ConfigError("is not a tuning directory", TUNING, name, "unset it: `fleetbench tune -- COMMAND` sets it for the command")
         return cls(Path(name))
 
     def driver(self) -> Place:
-        """The driver's process."""
+        """Return the driver's process."""
         return decode(_json(self.path / "driver.json"), Place, TUNING)
 
     def join(self, rank: int, trainers: int, host: str) -> None:
-        """This rank, of so many, is here."""
+        """Record that this rank, one of ``trainers``, has joined."""
         write_json(self.ranks / f"rank{rank}.json", {"trainers": trainers, "host": host}, parents=False)
 
     def wait_for(self, number: int, kind: type[Order]) -> Order | None:
-        """Order ``number`` as soon as it is there; none when the driver says stop instead. Every rank waits by itself."""
+        """Wait for order ``number``; return ``None`` if the driver says stop instead.
+
+        Every rank waits by itself.
+        """
         path, stop = self.legs / f"{number}.json", self.legs / "stop"
         while True:
             if path.exists():
@@ -201,7 +210,7 @@ class RankSide(JobFolder):
             time.sleep(_POLL_S)
 
     def finish(self, number: int, rank: int, part: dict[str, Any]) -> None:
-        """This rank's part of leg ``number``."""
+        """Write this rank's part of leg ``number``."""
         write_json(self.results / str(number) / f"rank{rank}.json", part, parents=False)
 
     def is_over(self) -> bool:
@@ -209,18 +218,21 @@ class RankSide(JobFolder):
         return (self.legs / "stop").exists() or not self.legs.exists()
 
     def fail(self, rank: int, error: dict[str, Any]) -> None:
-        """This rank ends by an error, the fields of a ``RankError``."""
+        """Record the error that ends this rank, the fields of a ``RankError``."""
         write_json(self.errors / f"rank{rank}.json", error, parents=False)
 
     def ended(self, rank: int, code: int) -> None:
-        """This rank has ended by itself, with this exit code; one that ends of an abort is not to blame."""
+        """Record that this rank has ended by itself, with this exit code.
+
+        After an abort nothing is recorded, because the rank is not to blame.
+        """
         with contextlib.suppress(OSError):  # the folder may be gone
             if not self.is_aborted():
                 write_json(self.codes / f"rank{rank}.json", code, parents=False)
 
 
 def write_json(path: Path, data: Any, *, parents: bool = True) -> None:
-    """Write JSON so that a reader sees all of it or nothing. Without ``parents``, at most the file's own folder is made."""
+    """Write JSON atomically. Without ``parents``, only the file's own folder is created."""
     path.parent.mkdir(parents=parents, exist_ok=True)
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(data), encoding="utf-8")

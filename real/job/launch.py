@@ -1,10 +1,12 @@
-"""Launch: the ranks of a job, started once, which run one leg after another as they are ordered, and are watched until they end.
+"""Launch: the ranks of a job, started once, which run legs as ordered and are watched until they end.
 
-``WorkerLaunch`` starts programs of this project, whose processes are its children. ``CommandLaunch`` starts a user's command, whose ranks
-join by ``fleet.init``. What else the command starts is known by the job's folder in its environment, and ends when that says so.
+``WorkerLaunch`` starts programs of this project, which are its child processes. ``CommandLaunch`` starts a
+user's command, whose ranks join by ``fleet.init``. Other processes of the command are recognised by the job's
+folder in their environment, and end when the folder says so.
 
-How a command's rank ended, who has started it says: ``fleetbench launch`` and a driver inside write its exit code into the job's folder,
-torch's agent reports it at its own end. Under a launcher that says nothing, a rank that was killed is the one that fell silent.
+The launcher of a command reports how its ranks ended: ``fleetbench launch`` and a driver inside write exit
+codes into the job's folder, and torch's agent prints them at its own end. Under a launcher that reports
+nothing, a killed rank appears as the one that fell silent.
 """
 
 import contextlib
@@ -30,22 +32,22 @@ from real.processes.started import QUIET, Started, end, meeting_variables, start
 
 _POLL_S = 0.05
 _OTHERS_S = 8.0
-"""From the first rank's error until the others have met it too."""
+"""Seconds from the first rank's error until the others must have failed, too."""
 _LAST_PARTS_S = 5.0
-"""For the parts of ranks that other hosts started, after the command's own end."""
+"""Seconds that parts of ranks on other hosts may take after the command's own end."""
 _MARGIN_S = 15.0  # a collective's own timeout comes first and says more
 _KILL_S = 5.0
 
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE)
-"""As Python writes them, also where torch says before each line which rank it is of."""
+"""Matches an error as Python prints it, also if torch puts its rank before each line."""
 _OF_AGENT = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)
-"""A rank in the report of torch's agent."""
+"""Matches a rank in the report of torch's agent."""
 
 Progress = Callable[[int, int], None]
 
 
 class Order(Protocol):
-    """What ranks do next: a leg, or a look at the script."""
+    """Next order to the ranks: a leg, or a look at the script."""
 
     @property
     def steps(self) -> int:
@@ -54,20 +56,22 @@ class Order(Protocol):
 
     @property
     def warmup_steps(self) -> int:
-        """Steps before them."""
+        """Steps before the counted ones."""
         ...
 
 
 class Launch(ABC):
-    """``started`` -> ``joined`` (every rank has met the others) -> legs, one order after another -> ``ended``.
+    """A launch and its ranks.
 
-    A rank that dies, raises, or falls silent past the timeout ends the launch with an error that names it.
+    Life cycle: ``started`` -> ``joined`` (every rank has met the others) -> legs, one order after another ->
+    ``ended``. A rank that dies, raises, or is silent beyond the timeout ends the launch with an error that
+    names it.
     """
 
     _beats_count_process = False  # their steps are a leg's
 
     def __init__(self, folder: Path, run: Run, num_ranks: int = 0) -> None:
-        """``run`` has its timeouts. ``num_ranks``: as many will join, where that is known before."""
+        """``run`` has its timeouts. ``num_ranks``: number of ranks that will join, if it is known before."""
         self._folder = DriverSide(folder)
         self._num_expected = num_ranks
         self._startup_timeout_s, self._timeout_s = run.startup_timeout * 1e-9, run.timeout * 1e-9
@@ -76,27 +80,27 @@ class Launch(ABC):
         self._end_s: float | None = None
         self._first_error_s: float | None = None
         self._processes: list[Started] = []
-        """What was started: the ranks, or a command."""
+        """Processes that were started: the ranks, or a command."""
         self.ranks: dict[int, str] = {}
-        """Their hosts, once all have joined."""
+        """Host of each rank, once all have joined."""
         self.startup_s = 0.0
-        """Until all have joined."""
+        """Seconds until all had joined."""
         self.num_orders = 0
         self.orders_s: list[float] = []
-        """How long each took; the first with what the ranks do before their first step."""
+        """Seconds of each order; the first includes the ranks' preparation for their first step."""
         self.num_steps = 0
-        """Steps that were done in orders so far."""
+        """Number of steps done in orders so far."""
 
     @property
     def code(self) -> int | None:
-        """Exit code of what was started: of the first that failed, 0 once all have ended well, none before."""
+        """Exit code: that of the first failed process, 0 once all have succeeded, ``None`` before."""
         codes = [process.popen.poll() for process in self._processes]
         return next((code for code in codes if code), None if None in codes else 0)
 
     def run(self, leg: Order, progress: Progress | None = None, check: Callable[[], None] | None = None) -> dict[int, dict[str, Any]]:
-        """Order a leg and wait for it: every rank's part; where a script ends first, what there is of them.
+        """Order a leg, wait for it, and return every rank's part, or those that exist if a script ends first.
 
-        ``check`` is called now and then, and may raise. Raises what ``_failure`` finds when a rank breaks.
+        ``check`` is called regularly, and may raise. Raises the error of ``_failure`` if a rank breaks.
         """
         number = self.num_orders
         self.num_orders += 1
@@ -108,7 +112,7 @@ class Launch(ABC):
         return parts
 
     def end(self) -> None:
-        """Let the ranks end after the last leg. Raises what ``_failure`` finds where they do not end, or not well."""
+        """Let the ranks end after the last leg. Raises the error of ``_failure`` if they do not, or fail."""
         self._folder.stop()
         deadline = time.monotonic() + max(self._timeout_s, GRACE_S) + _MARGIN_S
         while self.code is None and time.monotonic() < deadline:
@@ -117,7 +121,7 @@ class Launch(ABC):
             raise self._failure()
 
     def kill(self) -> None:
-        """End all that was started, whatever state it is in; returns when it is gone from this host, or cannot be killed."""
+        """Kill all started processes; return when this host has none left, or they cannot be killed."""
         self._folder.abort()
         end(self._processes)
         deadline = time.monotonic() + _KILL_S
@@ -131,7 +135,7 @@ class Launch(ABC):
         self._end_s = self._end_s or time.monotonic()
 
     def _wait_for(self, number: int, leg: Order, progress: Progress | None, check: Callable[[], None] | None) -> dict[int, dict[str, Any]]:
-        """The parts of an order: of all ranks, or what there is after the end."""
+        """Return the parts of an order: of all ranks, or those that exist at the end."""
         last_s: float | None = None
         while True:
             code = self.code  # before the parts, which are written before the end
@@ -143,7 +147,7 @@ class Launch(ABC):
                     return parts
             if code is None:
                 self._check()
-            elif code or self._num_expected:  # workers that end before they are told to have failed
+            elif code or self._num_expected:  # workers that end without an order have failed
                 raise self._failure()
             else:
                 last_s = last_s or time.monotonic() + _LAST_PARTS_S
@@ -163,7 +167,7 @@ class Launch(ABC):
             self.startup_s = time.monotonic() - self._begin_s
 
     def _check(self) -> None:
-        """Raise where a rank has failed and the others have had their time, or where all have been silent for too long."""
+        """Raise if a rank failed some time ago, or if all have been silent for too long."""
         if self._first_error_s is None and any(any(told.iterdir()) for told in (self._folder.errors, self._folder.codes)):
             self._first_error_s = time.monotonic()
         is_overdue = self._first_error_s is not None and time.monotonic() - self._first_error_s > _OTHERS_S
@@ -179,11 +183,14 @@ class Launch(ABC):
 
     @abstractmethod
     def _failure(self) -> FleetbenchError:
-        """End all, and say whose fault it was."""
+        """End all processes, and return the error that names the one to blame."""
 
 
 class WorkerLaunch(Launch):
-    """Ranks that are processes of this machine and programs of this project. ``start``; ``run``; ``end`` or ``kill``."""
+    """Ranks that are processes of this machine and programs of this project.
+
+    Life cycle: ``start``; ``run``; ``end`` or ``kill``.
+    """
 
     def __init__(self, folder: Path, run: Run, num_ranks: int) -> None:
         super().__init__(folder, run, num_ranks)
@@ -193,7 +200,8 @@ class WorkerLaunch(Launch):
     def start(self, command: list[str], environment: Mapping[str, str], *, forks: bool = False) -> None:
         """Start the workers, and wait until they have joined; rank N's output goes to ``workerlog.N``.
 
-        ``environment`` goes before torchrun's variables. ``forks``: of this process's fork server, for a ``command`` with ``-m MODULE``.
+        ``environment`` overrides torchrun's variables. ``forks``: use this process's fork server, for a
+        ``command`` with ``-m MODULE``.
         """
         self._folder.make()
         self.log.mkdir(parents=True, exist_ok=True)
@@ -221,40 +229,43 @@ class WorkerLaunch(Launch):
 
 
 class CommandLaunch(Launch):
-    """A user's command. ``start``; ``run``; ``end`` or ``kill``."""
+    """A user's command. Life cycle: ``start``; ``run``; ``end`` or ``kill``."""
 
     _beats_count_process = True
 
     def __init__(self, command: Sequence[str], folder: Path, run: Run) -> None:
         super().__init__(folder, run)
         self.log = folder / "command.log"
-        """The command's output."""
+        """File with the command's output."""
         self._command = list(command)
 
     @property
     def output(self) -> Path:
-        """Where the trainers' output is: the command's, or, inside a job, the folder in which every rank has a file of its own."""
+        """Path of the trainers' output: the command's, or, inside a job, the folder with a file per rank."""
         return self._folder.path if SHARED in os.environ else self.log
 
     @property
     def unattached(self) -> str | None:
-        """Why no process of the command has attached to this job; none where one has."""
+        """Reason why no process of the command has attached to this job; ``None`` if one has."""
         return why_unattached(self._folder.path)
 
     @property
     def held_s(self) -> float:
-        """Seconds for which the command held its trainers so far, all of them together; one trainer until all have joined."""
+        """Seconds for which the command has held its trainers, summed; one trainer until all have joined."""
         return ((self._end_s or time.monotonic()) - self._begin_s) * max(1, len(self.ranks))
 
     def start(self, environment: Mapping[str, str], workdir: Path | None = None, seed: int | None = None) -> None:
-        """Start the command, in ``workdir`` if given. Raises ``EnvironmentLacks`` where there is no such program."""
+        """Start the command, in ``workdir`` if given.
+
+        Raises ``EnvironmentLacks`` if there is no such program.
+        """
         self._folder.make(seed)
         own = {**os.environ, **environment, **trainer_environment(self._folder.path), TUNING: str(self._folder.path)}
         try:
             popen = start_process(self._command, self.log, own, gently=True, workdir=workdir)
         except OSError as error:
             what = f"cannot be started: {error.strerror}"
-            raise EnvironmentLacks(what, "the command", self._command[0], "what follows -- is a program with its arguments") from None
+            raise EnvironmentLacks(what, "the command", self._command[0], "put a program with its arguments after --") from None
         self._processes = [Started("trainer", 0, self.log, popen)]
         self._folder.show_life()
 
@@ -262,26 +273,29 @@ class CommandLaunch(Launch):
         beats, now_ns, code = self._beats.read(len(self.ranks)), time.monotonic_ns(), self.code
         self.kill()
         is_inside = SHARED in os.environ
-        own = {0: code} if is_inside and code else {}  # the command is rank 0's alone
+        own = {0: code} if is_inside and code else {}  # the command is only rank 0's
         codes = codes_of_agent(self._said()) | own | self._folder.exit_codes()
-        if not self.ranks and not is_inside:  # a script that ends by itself before it joins says why in its output
+        if not self.ranks and not is_inside:  # before ranks join, the script's output has the reason
             codes = {rank: code for rank, code in codes.items() if code < 0}
         errors = self._folder.failures()
         known = max(errors.keys() | codes.keys(), default=-1)  # also before all have joined
         beats += [NEVER] * (1 + known - len(beats))
-        is_struck = code is not None and code < 0 and not is_inside  # its ranks end with it, by signals too
+        is_struck = code is not None and code < 0 and not is_inside  # its ranks end with it, also by signals
         if not is_struck and (errors or codes or (self.ranks and code is None)):
             return diagnose(codes, errors, beats, now_ns, str(self.output))
         how = "did not get so far in time" if code is None else how_it_ended(code)
         why = self.unattached
-        so_far = "" if self.ranks else ", and no trainer has begun a leg" + ("" if why is None else f": {why}, nor was fleet.init")
+        so_far = "" if self.ranks else ", and no trainer has started a leg" + ("" if why is None else f": {why}, nor was fleet.init")
         return LegLost(how + so_far, "the command", None, f"its output: {self.log}; it said: {self._last_lines()}")
 
     def _said(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def _last_lines(self) -> str:
-        """The first error of the output; its last lines, where there is none: a launcher's own follow a script's."""
+        """Return the first error of the output, or else its last lines.
+
+        A launcher's own errors come after a script's.
+        """
         text = self._said()
         if (error := _ERROR.search(text)) is not None:
             return error[1]
@@ -289,11 +303,11 @@ class CommandLaunch(Launch):
 
 
 def started_with(folder: Path) -> list[int]:
-    """Processes of this host, but for this one, that have ``folder`` as the tuning directory in their environment."""
+    """Return other processes of this host with ``folder`` as the tuning folder in their environment."""
     mark = f"{TUNING}={folder}".encode()
     return [pid for pid in processes_with(lambda variable: variable == mark) if pid != os.getpid()]
 
 
 def codes_of_agent(said: str) -> dict[int, int]:
-    """Exit codes of ranks in the report of torch's agent, but of those that it has ended itself."""
+    """Return exit codes of ranks in the report of torch's agent, except of those that it ended itself."""
     return {int(rank): int(code) for rank, code in _OF_AGENT.findall(said) if int(code) != -signal.SIGTERM}

@@ -1,7 +1,7 @@
 """Launching: ``fleetbench launch`` of a user's script on this machine.
 
-A launcher starts its processes, follows them and ends them. Jobs with parameter servers are in ``real.job.served_launcher``; trainers on
-several nodes are started by torchrun, srun or an operator.
+A launcher starts its processes, follows them and ends them. ``real.job.served_launcher`` has jobs with
+parameter servers. Trainers on several nodes are started by torchrun, srun or an operator.
 """
 
 import fcntl
@@ -24,7 +24,8 @@ from real.processes.started import QUIET, Started, end, meeting_variables, start
 
 Echo = Callable[[bytes], object]
 GRACE_S = 120.0
-"""Seconds for trainers that are told to end to do so: they may save first. A printed Slurm job asks for as many."""
+"""Seconds that trainers have to end after an interrupt, because they may save first. A printed Slurm job
+requests as many."""
 POLL_S = 0.05
 _OF_THE_USER = ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")
 
@@ -35,10 +36,10 @@ def follow(
     see_end: Callable[[Started], object],
     is_over: Callable[[], bool],
 ) -> None:
-    """Until the job is over here, as ``is_over`` says. ``echo`` gets the output of rank 0, where it runs here.
+    """Follow processes until ``is_over`` returns true. ``echo`` receives rank 0's output, if it runs here.
 
-    ``see_end`` hears of each process of this machine that has ended, once; its code is there.
-    Interrupted, it lets the trainers end first.
+    ``see_end`` is called once for each process of this machine that has ended, with its code set. If
+    interrupted, it lets the trainers end first.
     """
     with ExitStack() as stack:
         logs = [stack.enter_context(process.log.open("rb")) for process in processes if process.name == "rank 0"]
@@ -66,7 +67,7 @@ def follow(
 
 
 def _unheard(echo: Echo) -> Echo:
-    """An ``echo`` that goes on where nobody listens: the terminal may be gone."""
+    """Return an ``echo`` that ignores errors, because the terminal may be gone."""
 
     def hear(text: bytes) -> None:
         with suppress(OSError, FleetbenchError):
@@ -76,9 +77,10 @@ def _unheard(echo: Echo) -> Echo:
 
 
 def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started], object], Callable[[], bool]], None]) -> None:
-    """Tell the trainers to end, and ``look`` until they have, and servers after them, or until their time is over.
+    """Tell the trainers to end, and ``look`` until they and then the servers have, or until a time limit.
 
-    A trainer is told alone, and what it has started once it has ended: workers that load its data must not go before it.
+    Only the trainer itself is told first, and its children after it has ended, because workers that load its
+    data must not end before it.
     """
     trainers = [process for process in processes if process.kind == "trainer"]
     told = [process for process in trainers if process.code is None]
@@ -100,16 +102,16 @@ def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started], o
 
 
 def _note_end(rank: Started) -> None:
-    """A rank has ended; a driver that has started this launcher is told of one that has failed."""
+    """Report a failed rank to the driver that has started this launcher, if any."""
     if rank.code and TUNING in os.environ:
         RankSide(Path(os.environ[TUNING])).ended(rank.rank, rank.code)
 
 
 def verdict(processes: Sequence[Started], noted: tuple[str, str] | None, located: Callable[[str], str] = str) -> WorkerFailed | None:
-    """The error of a launch that did not end well. ``noted``: whom a process has named, and why.
+    """Return the error of a launch that failed, or ``None``. ``noted``: a process blamed by another, and why.
 
-    Named is who is stopped (SIGSTOP), then who was killed, then whom a process has named, then who failed, then who did not end.
-    ``located``: the name with its host.
+    It names, in this order: a stopped process (SIGSTOP), a killed one, one that another has blamed, a failed
+    one, one that did not end. ``located``: returns the name with its host.
     """
     failed = sorted(((process.name, process.code) for process in processes if process.code), key=lambda item: item[1] == -signal.SIGTERM)
     living = [process for process in processes if process.code is None]
@@ -129,11 +131,11 @@ def verdict(processes: Sequence[Started], noted: tuple[str, str] | None, located
 def launch_script(
     nproc: int, script: Sequence[str], *, log_dir: Path, echo: Echo = sys.stdout.buffer.write, strategy: Path | None = None
 ) -> bool:
-    """Run ``script`` (a Python file and its arguments) as ``nproc`` trainers; whether any of them called ``fleet.init``.
+    """Run ``script`` (a Python file and its arguments) as ``nproc`` trainers.
 
-    With ``strategy``, a file, its ``DistributedDataParallel`` model trains by that; raises ``ConfigError`` where it has none.
-
-    Worker N's output is in ``log_dir/workerlog.N``; rank 0's is echoed. Ranks find each other through a file. Raises ``WorkerFailed``
+    Returns whether any of them called ``fleet.init``. With ``strategy``, a file, its
+    ``DistributedDataParallel`` model trains by it; raises ``ConfigError`` if it has none. Worker N's output
+    is in ``log_dir/workerlog.N``; rank 0's is echoed. Ranks meet through a file. Raises ``WorkerFailed``
     naming the rank that failed first.
     """
     ranks: list[Started] = []
@@ -159,16 +161,17 @@ def launch_script(
 
 
 def _own(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables without those that the user has set, where that is the user's to decide."""
+    """Return variables without those that the user may set and has set."""
     return {name: value for name, value in variables.items() if name not in _OF_THE_USER or name not in os.environ}
 
 
 @contextmanager
 def logs_in(log_dir: Path, own: Sequence[str], *, is_spread: bool = False) -> Iterator[None]:
-    """Have ``log_dir`` for a launch's logs, of these names.
+    """Reserve ``log_dir`` for a launch's logs with these names.
 
-    Logs of an earlier launch are removed; where other hosts may see the same disk (``is_spread``), those of these names alone.
-    Raises ``EnvironmentLacks`` where there can be no folder, and while another launch writes there.
+    Logs of an earlier launch are removed; if other hosts may see the same disk (``is_spread``), only those of
+    these names. Raises ``EnvironmentLacks`` if the folder cannot be created, and while another launch writes
+    there.
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -191,7 +194,10 @@ def logs_in(log_dir: Path, own: Sequence[str], *, is_spread: bool = False) -> It
 
 
 def _shown(error: WorkerFailed, log_dir: Path, echo: Echo) -> WorkerFailed:
-    """The error, once the traceback of the rank to blame is shown, if its output is here and has not been echoed, as rank 0's has."""
+    """Return the error, after showing the traceback of the rank to blame.
+
+    It is shown if its output is here and was not echoed, as rank 0's was.
+    """
     found = re.match(r"rank ([1-9]\d*)", error.where or "")
     log = log_dir / f"workerlog.{found[1]}" if found is not None else None
     text = log.read_bytes() if log is not None and log.is_file() else b""

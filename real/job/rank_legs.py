@@ -1,10 +1,11 @@
-"""RankLegs: the legs of one rank, one after another as the driver orders them, of a user's script or of an experiment's own workload.
+"""RankLegs: one rank's legs, as the driver orders them, of a user's script or an experiment's own workload.
 
-``joined`` (the driver knows that this rank is there) -> legs: after the last step of each its part is written, and the next order is
-waited for -> the driver says stop. In a script each leg begins and ends where ``optimizer.step()`` returns, and after the last one the
-script's own strategy is back, and ``SystemExit`` is raised. A script whose data end first leaves an incomplete part at exit.
+Life cycle: ``joined`` (the driver knows this rank) -> legs: after the last step of each, the rank writes its
+part and waits for the next order -> the driver says stop. In a script each leg begins and ends where
+``optimizer.step()`` returns. After the last one, the script's own strategy is restored and ``SystemExit`` is
+raised. If a script's data end first, it leaves an incomplete part at exit.
 
-How a leg runs is said in ``real.leg_steps``.
+``real.leg_steps`` defines how a leg runs.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ if TYPE_CHECKING:
 
 
 class EngineSwitch(Trained):
-    """A change of strategy in the living process of a user's script; every rank changes its engine at the same step.
+    """A change of strategy in the living process of a user's script; every rank changes at the same step.
 
-    The engine in force takes its hooks and buffers away; the optimizer's state becomes rank 0's, because Local SGD and layer profiles
-    leave another one on every rank; a new engine starts all ranks from rank 0's parameters and buffers. The user's ``.grad`` stay what
-    they were, so that what reads them after ``optimizer.step()`` reads on. ``on_engine`` hears of every engine that takes over.
+    The current engine removes its hooks and buffers. The optimizer's state becomes rank 0's, because Local
+    SGD and layer profiles leave different ones on the ranks. A new engine starts all ranks from rank 0's
+    parameters and buffers. The user's ``.grad`` stay unchanged for code that reads them after
+    ``optimizer.step()``. ``on_engine`` is called with every new engine.
     """
 
     def __init__(
@@ -86,17 +88,17 @@ class EngineSwitch(Trained):
 
     def use(self, engine: Engine) -> None:
         """See ``Trained``."""
-        engine.stopwatch.fetch_every = sys.maxsize  # no rank waits for the device to hear a loss
+        engine.stopwatch.fetch_every = sys.maxsize  # no rank waits for the device to read a loss
         self._on_engine(engine)
 
     def begin(self, leg: Leg, beat: Beat) -> Engine:
-        """Change to the leg's strategy, or the script's own, and look at the model's forwards from now on."""
+        """Change to the leg's strategy, or the script's own, and observe the model's forwards from now on."""
         strategy = self.own_strategy if leg.start == "as_is" else leg.strategy
         engine = self.open(strategy, first_step=1 - leg.warmup_steps, record=leg.record)
         engine.on_step = beat
 
         def see_forward(model: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
-            if not (model.training and torch.is_grad_enabled()):  # such a forward follows the step before it, whose end it delays
+            if not (model.training and torch.is_grad_enabled()):  # an evaluation follows the step before it, and delays its end
                 self._evaluated.add(engine.step)
             elif self.batch_size is None:
                 leaves = pytree.tree_leaves((arguments, named))
@@ -106,7 +108,7 @@ class EngineSwitch(Trained):
         return engine
 
     def results(self, _leg: Leg) -> dict[str, Any]:
-        """The steps after which the script has evaluated its model."""
+        """Return the steps after which the script has evaluated its model."""
         self._watching.remove()
         evaluated, self._evaluated = sorted(self._evaluated), set()
         return {"evaluated": evaluated}
@@ -133,7 +135,7 @@ class EngineSwitch(Trained):
         handles.append(self.model.register_forward_pre_hook(enter))
 
     def leave(self) -> None:
-        """Close the engine in force, and let all ranks hold one state of the optimizer."""
+        """Close the current engine, and let all ranks have one state of the optimizer."""
         if self._engine is not None:
             with keeping_gradients(self.model):
                 self._engine.close()
@@ -143,10 +145,10 @@ class EngineSwitch(Trained):
 
 @torch.no_grad()
 def share_state(optimizer: torch.optim.Optimizer, communicators: Communicators) -> None:
-    """Let every rank's optimizer have rank 0's state, tensor by tensor, in place.
+    """Copy rank 0's optimizer state to every rank, tensor by tensor, in place.
 
-    Numbers that are no tensors on the trainers' device, such as counts of steps, are the same on all
-    ranks anyway. Raises ``ConfigError`` where a rank holds other state than rank 0.
+    Values that are not tensors on the trainers' device, such as counts of steps, are equal on all ranks
+    anyway. Raises ``ConfigError`` if a rank has other state than rank 0.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [sorted(optimizer.state.get(parameter, {}).items()) for parameter in parameters]  # in one order on all ranks
@@ -161,19 +163,20 @@ _MEETINGS = 9
 
 
 def clock_ahead_ns(meeting: Meeting) -> int:
-    """By how much this host's monotonic clock is ahead of rank 0's. Every rank calls it at the same place.
+    """Return the ns by which this host's monotonic clock is ahead of rank 0's.
 
-    All ranks leave a meeting at about one time, and note it; the median over some meetings is the offset, good to what ranks differ
-    by in leaving one. Ranks that share a kernel share its clock, and nothing is measured.
+    Every rank calls it at the same place. All ranks leave a meeting at about the same time, and record it.
+    The median over some meetings is the offset, up to the ranks' differences in leaving. Ranks that share a
+    kernel share its clock, so nothing is measured.
     """
     kernels = meeting.texts(Place.here().kernel)
     left = [meeting.gather([time.monotonic_ns()]) for _ in range(1 + _MEETINGS if len(set(kernels)) > 1 else 0)]
-    found = [now[meeting.rank][0] - now[0][0] for now in left[1:]]  # what the first tells is when they came
+    found = [now[meeting.rank][0] - now[0][0] for now in left[1:]]  # the first only shows when they arrived
     return 0 if kernels[meeting.rank] == kernels[0] else round(median(found))
 
 
 class RankLegs:
-    """See the module."""
+    """One rank's legs; see the module."""
 
     def __init__(self, folder: RankSide, rank: int, meeting: Meeting | None = None) -> None:
         self.folder = folder
@@ -182,15 +185,18 @@ class RankLegs:
         self._beats = BeatWriter(folder.beats, rank)
         self._legs: Generator[LegEngine, bool | None, None]  # of a script, once it is ready to train
         self._engine: Engine | None = None
-        """Of the leg of a script that is under way."""
+        """Engine of a script's current leg."""
         self._num_steps = 0
-        """Of a script's process."""
+        """Number of steps of a script's process."""
         self._evaluates, self._metrics = False, dict[str, list[tuple[int, torch.Tensor | float]]]()
-        """Of the leg under way: what the script reports beside the loss, by its process's steps."""
+        """Metrics that the script reports beside the loss in the current leg, by its process's steps."""
 
     @classmethod
     def join(cls, meeting: Meeting) -> RankLegs:
-        """Say that this rank is here; every rank calls it. Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no folder of a job."""
+        """Join the job; every rank calls it.
+
+        Raises ``ConfigError`` if ``FLEETBENCH_TUNING`` does not name a job's folder.
+        """
         folder = RankSide.of_environment()
         steps = cls(folder, meeting.rank, meeting)
         folder.join(meeting.rank, meeting.trainers, Place.here().host)
@@ -198,13 +204,13 @@ class RankLegs:
         return steps
 
     def begin(self, switch: EngineSwitch | ShardedSwitch) -> None:
-        """The script is ready to train: follow the optimizer's steps from now on, and begin the first leg."""
+        """Start the first leg of a script that is ready to train, and follow the optimizer's steps."""
         self._legs = self._of_script(switch)
         follow_steps(switch.optimizer, self.step_done)
         self._advance(None)
 
     def report(self, loss: torch.Tensor | float, metrics: Mapping[str, torch.Tensor | float] | None = None) -> bool:
-        """The script tells a loss and metrics; whether a leg heard it."""
+        """Record a loss and metrics of the script; return whether a leg is running."""
         if self._engine is None:
             return False
         for name, value in (metrics or {}).items() if self._evaluates else ():
@@ -215,31 +221,36 @@ class RankLegs:
         return True
 
     def step_done(self) -> None:
-        """An ``optimizer.step()`` of the script is over. Raises ``SystemExit`` after the last leg."""
+        """End an ``optimizer.step()`` of the script. Raises ``SystemExit`` after the last leg."""
         self._num_steps += 1
         self._advance(False)
 
     def exits(self) -> None:
-        """The process ends: what an unfinished leg has seen is kept, unless an error ended it."""
+        """End the process: keep the data of an unfinished leg, unless an error ended it."""
         if self._engine is not None and not hasattr(sys, "last_value"):
             self._advance(True)
 
     def _advance(self, is_over: bool | None) -> None:
         self._engine = None
         with suppress(StopIteration):
-            self._engine = cast("Engine", self._legs.send(is_over))  # a script has no other
+            self._engine = cast("Engine", self._legs.send(is_over))  # a script has only this one
 
     def _of_script(self, switch: EngineSwitch | ShardedSwitch) -> Generator[LegEngine, bool | None, None]:
-        """Beats count the process's steps, whatever a leg, or a checkpoint that was loaded, calls them: errors name the script's own."""
+        """Run a script's legs.
+
+        Beats count the process's steps, whatever a leg or a loaded checkpoint calls them, so errors name the
+        script's own steps.
+        """
         is_stopped = yield from self.orders(switch, lambda number, _step: self._beats.beat(number, self._num_steps + 1))
         if is_stopped:
-            switch.open(switch.own_strategy, keep_times=False)  # what the script does on its way out finds it as ever
+            switch.open(switch.own_strategy, keep_times=False)  # the script's final code finds its own strategy
             end_script()
 
     def orders(self, trained: Trained, beat: Callable[[int, int], None] | None = None) -> Generator[LegEngine, bool | None, bool]:
-        """Leg after leg, step by step, until the driver says stop: True, or a script ends. All ranks change legs after the same steps.
+        """Run leg after leg, step by step, and return whether the driver said stop before the script ended.
 
-        ``beat`` hears of a leg's number and a step that begins.
+        All ranks change legs after the same steps. ``beat`` is called with a leg's number and a step that
+        begins.
         """
         number = 0
         beat = beat or self._beats.beat
@@ -267,18 +278,21 @@ class RankLegs:
                 part["facts"] = encode(facts)
             if self._metrics:
                 part["metrics"] = {name: [[first + at, float(value)] for at, value in told] for name, told in self._metrics.items()}
-            offsets_ns.append(self._compared_clocks())  # all ranks are here, and the clocks have drifted since the leg began
+            offsets_ns.append(self._compared_clocks())  # all ranks are here; clocks may have drifted since the leg's start
             self.folder.finish(number, self._rank, part | {"clock_offsets_ns": offsets_ns})
             number += 1
         return True
 
     def _compared_clocks(self) -> tuple[int, int]:
-        """Now on this rank's clock, and by how much that is ahead of rank 0's."""
+        """Return the time on this rank's clock, and the ns by which it is ahead of rank 0's."""
         return time.monotonic_ns(), 0 if self._meeting is None else clock_ahead_ns(self._meeting)
 
 
 def follow_steps(optimizer: torch.optim.Optimizer, on_step: Callable[[], None]) -> None:
-    """Call ``on_step`` after every ``optimizer.step()``, its hooks included; learning-rate schedules wrap the result as they wrap any."""
+    """Call ``on_step`` after every ``optimizer.step()``, its hooks included.
+
+    Learning-rate schedules wrap the result as they wrap any other step.
+    """
     step = optimizer.step
 
     @functools.wraps(step)

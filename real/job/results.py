@@ -1,13 +1,14 @@
-"""Results: what the ranks and servers of a leg wrote, as a run of this project, with all times on rank 0's clock.
+"""Results: the parts that the ranks and servers of a leg wrote, as a run with all times on rank 0's clock.
 
-Pauses (to copy parameters for an evaluation) are left out of the clock. Of each pause all ranks lose the same time, that of the
-shortest on any rank: moments of a step can then be compared between ranks as before, and no rank's step begins before its last one has
-ended. What a rank pauses longer than another is the loop's work (``other``).
+Pauses (to copy parameters for an evaluation) are left out of the clock. For each pause all ranks lose the
+same time, that of the shortest on any rank, so times within a step stay comparable between ranks, and no
+rank's step begins before its previous one has ended. The rest of a longer pause counts as the loop's work
+(``other``).
 
-Of a user's script, steps after which it evaluated its model, and those that
-follow, up to the next exchange, are left out, on all ranks, and the gap is closed as far as it is one on every rank: an evaluation is
-no part of a step, and where one rank evaluates alone the others wait for it in that exchange. Where most
-steps are followed by one, it belongs to the loop.
+In a user's script, steps followed by an evaluation, and those up to the next exchange, are left out on all
+ranks. The gap is closed as far as it exists on every rank. The reason is that an evaluation is not part of a
+step, and if one rank evaluates by itself, the others wait for it in that exchange. If most steps are followed
+by an evaluation, it counts as part of the loop.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ from real.leg import Leg
 
 Part = Mapping[str, Any]
 LEAST_STEPS = 3
-"""Counted steps that a leg must have to be one."""
+"""Smallest number of counted steps of a leg."""
 
 
 def collect(parts: Sequence[Part]) -> tuple[list[StepRecord], tuple[Span, ...], float]:
-    """Steps and spans of all ranks, and the seconds that they took with pauses; ``parts`` in rank order, on one clock.
+    """Return steps and spans of all ranks, and their seconds with pauses; ``parts`` by rank, on one clock.
 
     Time begins with the first step of any rank.
     """
     origin = min(part["steps"][0]["record"]["start_ns"] for part in parts)
     last = max(step["record"]["end_ns"] for part in parts for step in part["steps"])
-    paused: dict[int, int] = {}  # by step, on the rank that pauses least
+    paused: dict[int, int] = {}  # by step, on the rank with the shortest pause
     for step in (step for part in parts for step in part["steps"]):
         number, own_ns = step["record"]["step"], step["paused_ns"]
         paused[number] = min(paused.get(number, own_ns), own_ns)
     parts = [
         _without(part, [(step["record"]["end_ns"] - step["paused_ns"], paused[step["record"]["step"]]) for step in part["steps"]], origin)
-        for part in parts  # a pause is the last that a rank does in a step
+        for part in parts  # a pause is the last action of a rank in a step
     ]
     steps = [step for part in parts for step in part["steps"]]
     started = sorted((step["started_ns"], step["record"]["step"]) for step in steps if step.get("started_ns") is not None)
@@ -62,7 +63,11 @@ def collect(parts: Sequence[Part]) -> tuple[list[StepRecord], tuple[Span, ...], 
 
 
 def _record(step: Part, latest: Mapping[int, int]) -> StepRecord:
-    """``latest``: by step, when the last rank started an exchange of an earlier step that is waited for in it."""
+    """Return a step's record.
+
+    ``latest``: by step, the time when the last rank started an earlier step's exchange that this step waits
+    for.
+    """
     told = dict(step["record"])
     if step.get("started_ns") is not None:
         told["wait_ns"] = min(max(latest[told["step"]] - told["arrival_ns"], 0), told["stall_ns"])
@@ -77,12 +82,15 @@ def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
 
 
 def _to_target(told: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> tuple[float, Crossing] | None:
-    """Seconds from the first counted start to the last rank's end of the step by which the losses ``told`` have reached the target."""
+    """Return the seconds until the losses ``told`` have reached the target, and the crossing, or ``None``.
+
+    The time lasts from the first counted start to the last rank's end of the step.
+    """
     if (reached := crossing(told, target)) is None:
         return None
     kept = [record for record in records if 1 <= record.step <= reached.step]
     took_s = (max(record.end_ns for record in kept) - min(record.start_ns for record in kept)) * 1e-9
-    return took_s * (reached.step / len({record.step for record in kept})), reached  # a step that was cut out took what the others did
+    return took_s * (reached.step / len({record.step for record in kept})), reached  # a step that was cut out counts like the others
 
 
 def run_of(
@@ -94,9 +102,9 @@ def run_of(
     skipped: Sequence[dict[str, str]] = (),
     **known: Any,
 ) -> RunResult:
-    """The run that a leg was; ``parts`` in rank order, and its servers' ``reports``. ``experiment`` is given the leg's strategy and steps.
+    """Return the run of a leg from the ranks' ``parts``, by rank, and its servers' ``reports``.
 
-    ``known``: other fields of ``Summary``.
+    ``experiment`` gets the leg's strategy and steps. ``known``: other fields of ``Summary``.
     """
     ranks = _undisturbed([_on_first_clock(part) for part in parts], {step for part in parts for step in part["evaluated"]})
     records, spans, host_s = collect(ranks)
@@ -141,7 +149,7 @@ def run_of(
 
 
 def _metrics(parts: Sequence[Part], after: int, to: int) -> dict[str, float] | None:
-    """Means over the ranks, and over steps behind ``after`` and up to ``to``."""
+    """Return means over the ranks, and over steps after ``after`` and up to ``to``."""
     values: dict[str, list[float]] = {}
     for part in parts:
         for name, told in part.get("metrics", {}).items():
@@ -150,9 +158,10 @@ def _metrics(parts: Sequence[Part], after: int, to: int) -> dict[str, float] | N
 
 
 def experiment_of_leg(experiment: Experiment, leg: Leg, steps: int) -> Experiment:
-    """The experiment that a leg carried out.
+    """Return the experiment that a leg executed.
 
-    Legs of a profile take local steps with any optimizer: they measure time, and no experiment would ask for that.
+    Legs of a profile make local steps with any optimizer: they measure time, and no experiment would ask for
+    that.
     """
     workload = dataclasses.replace(experiment.workload, steps=max(1, steps))
     if leg.strategy.needs_linear_optimizer and workload.optimizer not in LINEAR_OPTIMIZERS:
@@ -167,7 +176,10 @@ def _on_first_clock(part: Part) -> Part:
 
 
 def _without(part: Part, gaps: Sequence[tuple[int, int]], origin: int = 0) -> Part:
-    """The part with all moments after ``origin``, and as if its clock stood still in ``gaps``: begin and length, in their order."""
+    """Return the part with times after ``origin``, as if its clock stood still in ``gaps``.
+
+    A gap is a start and a length; gaps are in order.
+    """
     begins = [begin for begin, _ in gaps]
     before = [0, *itertools.accumulate(length for _, length in gaps)]
 
@@ -179,7 +191,7 @@ def _without(part: Part, gaps: Sequence[tuple[int, int]], origin: int = 0) -> Pa
 
 
 def _shifted(part: Part, by_ns: Callable[[int], int]) -> Part:
-    """The part with each moment of a step and of a span so many nanoseconds earlier."""
+    """Return the part with each time of a step and of a span earlier by ``by_ns`` of it."""
 
     def earlier(entry: Part) -> dict[str, Any]:
         moments = [name for name in ("start_ns", "end_ns", "arrival_ns", "started_ns") if entry.get(name) is not None]
@@ -208,15 +220,16 @@ def _undisturbed(ranks: Sequence[Part], evaluated: set[int]) -> Sequence[Part]:
 
 
 def _next_exchange(part: Part, steps: set[int], evaluated: int) -> int:
-    """The first step after ``evaluated`` in which ranks wait for each other; the last one of all where there is none."""
+    """Return the first step after ``evaluated`` in which ranks wait for each other, or the last of all."""
     meets = {step["record"]["step"] for step in part["steps"] if step["record"]["arrival_ns"] is not None} or steps
     return min((step for step in meets if step > evaluated), default=max(steps))
 
 
 def reported_losses(table: pd.DataFrame, every: int, last_step: int) -> list[tuple[int, float]]:
-    """Means of the reported loss over all ranks and ``every`` steps, by the last of these.
+    """Return means of the reported loss over all ranks and ``every`` steps, by the last of these.
 
-    A window counts once it is over, by ``last_step``; steps that were cut out of it, and those without a report, are no part of its mean.
+    A window counts once it is over, by ``last_step``. Its mean excludes steps that were cut out, and those
+    without a report.
     """
     counted = table[(table["step"] >= 1) & table["loss"].notna()]
     windows = counted["loss"].groupby((counted["step"] - 1) // every).mean()

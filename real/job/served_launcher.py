@@ -1,7 +1,9 @@
-"""Launching a job with parameter servers: ``fleetbench launch --servers ... --workers ... train.py``, here or as one host of several.
+"""Launching a job with parameter servers, on this host or on one of several.
 
-Every process runs the same script; variables say which of them it is (Paddle's, as its own launchers set them). The job fails with
-the first process that fails. A launcher stays until its own processes have ended; if they fail, it tells the servers of all hosts.
+The command is ``fleetbench launch --servers ... --workers ... train.py``. Every process runs the same script;
+variables say which role it has (Paddle's, as its own launchers set them). The job fails with the first
+process that fails. A launcher stays until its own processes have ended; if they fail, it tells the servers of
+all hosts.
 """
 
 import os
@@ -22,11 +24,11 @@ from real.servers.launcher_messages import NOTE, tell_servers
 
 ENDED_THERE = "the launch was ended there"
 _OTHER_ROLES = ("RANK", "PADDLE_TRAINER_ENDPOINTS")
-"""Variables of other launchers, by which a process would not know its role from ours."""
+"""Variables of other launchers, which would hide a process's role in this job."""
 _SERVER_GRACE_S = 300.0
-"""Seconds for servers to write their last checkpoint once all trainers have ended."""
+"""Seconds that servers have to write their last checkpoint after all trainers have ended."""
 _PARTING_S = 3.0
-"""Seconds for servers of this host to tell trainers of other hosts why the job ends."""
+"""Seconds that servers of this host have to tell trainers of other hosts why the job ends."""
 
 
 def launch_placed(
@@ -37,11 +39,14 @@ def launch_placed(
     startup_timeout_s: float = 300.0,
     echo: Echo = sys.stdout.buffer.write,
 ) -> None:
-    """Run ``script`` (a Python file and its arguments) as this machine's servers and trainers, until they have ended.
+    """Run ``script`` (a Python file and its arguments) as this machine's servers and trainers.
 
-    Server N's output is in ``log_dir/serverlog.N``, trainer N's in ``workerlog.N``; trainer 0's is echoed where it runs.
-    ``startup_timeout_s``: for servers and trainers to come. Raises ``EnvironmentLacks`` for a server's address that is taken,
-    ``WorkerFailed`` naming the server, rank or host that ended the job.
+    It returns after they have ended.
+
+    Server N's output is in ``log_dir/serverlog.N``, trainer N's in ``workerlog.N``; trainer 0's is echoed if
+    it runs here. ``startup_timeout_s``: seconds for servers and trainers to join. Raises ``EnvironmentLacks``
+    for a server's address that is in use, and ``WorkerFailed`` naming the server, rank or host that ended the
+    job.
     """
     require_addresses(placement)
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ and not (placement.is_spread and name == GLOO)}
@@ -58,13 +63,16 @@ def launch_placed(
 
 
 class ServedJob:
-    """A job with servers, as one host sees it: ``run``, to the end of its processes. Raises ``WorkerFailed`` naming who ended it."""
+    """A job with servers on one host. ``run`` lasts until its processes have ended.
+
+    Raises ``WorkerFailed`` naming the process that ended the job.
+    """
 
     def __init__(self, placement: Placement, note: Path) -> None:
         self.processes: list[Started] = []
-        """This machine's."""
+        """Processes of this machine."""
         self._placement, self._note = placement, note
-        self._trained_at: float | None = None  # since when no trainer of a job of this machine alone lives
+        self._trained_at: float | None = None  # time of the last trainer's end, in a job on only this machine
 
     def run(self, command: list[str], common: Mapping[str, str], log_dir: Path, echo: Echo) -> None:
         """Start this machine's processes, and follow them to their end."""
@@ -86,7 +94,10 @@ class ServedJob:
             raise failure
 
     def _is_over(self) -> bool:
-        """Whether all have ended, one has failed or named another, or servers have had their time since the last trainer's end."""
+        """Whether all have ended, one failed or blamed another, or the time of servers is over.
+
+        Servers have limited time after the last trainer's end.
+        """
         living = [process for process in self.processes if process.code is None]
         if not living or any(process.code for process in self.processes) or self._note.exists():
             return True
@@ -96,7 +107,7 @@ class ServedJob:
         return all(process.is_stopped for process in living) or time.monotonic() - self._trained_at > _SERVER_GRACE_S
 
     def _part(self, error: BaseException) -> None:
-        """Let servers of other hosts know that this host's part has ended, and why; they tell all who train."""
+        """Tell servers of other hosts that this host's part has ended, and why; they tell all trainers."""
         if not self._placement.is_spread:
             return
         where, what = f"host {self._placement.own_name}", ENDED_THERE
@@ -105,5 +116,5 @@ class ServedJob:
         tell_servers(self._placement.endpoints, where, what)
         deadline = time.monotonic() + _PARTING_S
         servers = [process.popen for process in self.processes if process.kind == "server"]
-        while time.monotonic() < deadline and any(popen.poll() is None for popen in servers):  # they first tell all who train
+        while time.monotonic() < deadline and any(popen.poll() is None for popen in servers):  # they first tell all trainers
             time.sleep(POLL_S)

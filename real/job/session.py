@@ -36,22 +36,22 @@ _UNREALISED = {f"cluster.{name}" for name in UNREALISED}
 
 
 class LegSession(ABC):
-    """What runs legs, one after another.
+    """Runs legs, one after another.
 
-    A context manager: entering starts the processes, leaving ends them; on an error or Ctrl-C they are killed, and where a worker
-    failed, what they have said is kept.
+    It is a context manager: entering starts the processes, leaving ends them. On an error or Ctrl-C they are
+    killed, and after a worker's failure their output is kept.
     """
 
     def __init__(self) -> None:
         self._folder = Path()
         self._within: Path | None = None
-        """Where the folder is made; among temporary files, if none."""
+        """Where the folder is created; ``None``: among temporary files."""
         self._mark: str | None = None
-        """Variable of the session's processes that are not this one's children."""
+        """Environment variable of the session's processes that are not children of this one."""
         self.startup_s = 0.0
-        """Seconds that the next leg may take beside its steps, because it needs another launch; as far as that is known."""
+        """Known seconds that the next leg may take beyond its steps, because it needs another launch."""
         self.foreign_cores: float | None = None
-        """Cores of this machine that other programs computed on during the last leg; none where it was not measured."""
+        """Cores of this machine that other programs used during the last leg; ``None`` if not measured."""
 
     def __enter__(self) -> Self:
         self._folder = make_folder(self._within)
@@ -71,17 +71,17 @@ class LegSession(ABC):
 
     @abstractmethod
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
-        """Run one leg to its end. The result's experiment carries the leg's strategy and steps."""
+        """Run one leg to its end. The result's experiment has the leg's strategy and steps."""
 
     def run_profile(self, leg: Leg) -> list[dict[str, Any]]:
-        """Run a leg with ``profile`` set; every rank's layer times as plain data."""
+        """Run a leg with ``profile`` set; return every rank's layer times as plain data."""
         return [part["layer_times"] for part in self._parts(leg)]
 
-    def together(self, legs: Sequence[Leg]) -> None:  # noqa: B027  # where all legs are of one launch, there is nothing to do
-        """The next legs are these, and are compared with each other: one launch is to carry them all, where it can."""
+    def together(self, legs: Sequence[Leg]) -> None:  # noqa: B027  # with one launch for all legs there is nothing to do
+        """Announce the next legs, which are compared with each other, so one launch should carry all."""
 
     def _parts(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
-        """Every rank's part of a leg, by rank. Notes in ``foreign_cores`` what else the machine did."""
+        """Return every rank's part of a leg, by rank; ``foreign_cores`` gets the machine's other load."""
         with watching(self._mark) as load:
             parts = self._run(leg, progress)
         self.foreign_cores = load.cores
@@ -89,7 +89,7 @@ class LegSession(ABC):
 
     @abstractmethod
     def _run(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
-        """Run a leg; every rank's part, by rank."""
+        """Run a leg; return every rank's part, by rank."""
 
     @abstractmethod
     def _start(self) -> None:
@@ -97,11 +97,11 @@ class LegSession(ABC):
 
     @abstractmethod
     def _end(self) -> None:
-        """End them in good order."""
+        """End the processes in order."""
 
     @abstractmethod
     def _kill(self) -> None:
-        """End what is left of them, whatever state it is in."""
+        """Kill the remaining processes, in any state."""
 
     def _abort(self) -> None:
         error = sys.exc_info()[1]
@@ -113,9 +113,10 @@ class LegSession(ABC):
 
 
 class Session(LegSession):
-    """A launch of the experiment's trainers on this machine, from entering on, or, not ``at_once``, from the first leg on.
+    """A launch of the experiment's trainers on this machine.
 
-    Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank when a worker breaks.
+    It starts on entering, or with the first leg if not ``at_once``. Raises ``ConfigError`` for an experiment
+    that cannot be executed, and ``WorkerFailed`` naming the rank if a worker fails.
     """
 
     def __init__(self, experiment: Experiment, *, at_once: bool = True) -> None:
@@ -131,7 +132,7 @@ class Session(LegSession):
         self._experiment = experiment
         self._launch: WorkerLaunch | None = None
         self._reports: list[dict[str, Any]] = []
-        """Of the last leg's servers."""
+        """Reports of the last leg's servers."""
         self._testbed = testbed_of(experiment)
 
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
@@ -152,7 +153,7 @@ class Session(LegSession):
             foreign_cores=self.foreign_cores,
         )
         record = None if self._testbed is None else self._testbed.record()
-        return dataclasses.replace(result, testbed=record, peak_bytes=())  # memory, which forks share in part
+        return dataclasses.replace(result, testbed=record, peak_bytes=())  # forks share memory in part
 
     def _start(self) -> None:
         if self._at_once:
@@ -174,7 +175,10 @@ class Session(LegSession):
         self._launch.start(command, environment, forks=forks)
 
     def _parts(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
-        """A testbed looks at the machine by itself, and repeats a leg whose times count where it was not quiet."""
+        """Return every rank's part.
+
+        A testbed watches the machine itself, and repeats timed legs if it was busy.
+        """
         if self._launch is None:
             self._begin()
         if self._testbed is None:
@@ -200,7 +204,7 @@ class Session(LegSession):
         return [part for _, part in sorted(found.items())]
 
     def _leg_servers(self, number: int, leg: Leg) -> LegServers:
-        """Servers for one leg, which end with it."""
+        """Return servers for one leg, which end with it."""
         run, cluster, testbed = self._experiment.run, self._experiment.cluster, self._testbed
         return LegServers(
             self._folder / "servers" / str(number),
@@ -244,9 +248,10 @@ class Session(LegSession):
 
 
 def measure(experiment: Experiment, *, progress: Progress | None = None, record: bool = False) -> RunResult:
-    """Run the experiment from its initial parameters, with as many processes as it has trainers; again where the machine was busy.
+    """Run the experiment from its initial parameters, with one process per trainer.
 
-    Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank.
+    It is repeated if the machine was busy. Raises ``ConfigError`` for an experiment that cannot be executed,
+    and ``WorkerFailed`` naming the rank.
     """
     leg = Leg(
         strategy=experiment.strategy,

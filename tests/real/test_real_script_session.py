@@ -205,7 +205,7 @@ def test_a_script_that_ends_anywhere_is_told_what_to_do(script: Open, monkeypatc
 
     session = script()
     monkeypatch.setattr(session, "_launch_for", started)
-    with pytest.raises(LegLost, match="each time after another number of steps") as caught:
+    with pytest.raises(LegLost, match="each time after a different number of steps") as caught:
         session._run(leg())
     assert "tune.leg_steps" in (caught.value.hint or "")
 
