@@ -92,7 +92,8 @@ def open_samples(workload: Workload, seed: int) -> tuple[Sequence[str], Callable
     ``ConfigError`` for data that cannot be read or do not fit the model; so does the function, which names a
     broken sample.
     """
-    check_model(dataclasses.replace(workload, batch_size=max(2, workload.batch_size)))  # no batch is too small for an evaluation
+    # no batch is too small for an evaluation
+    check_model(dataclasses.replace(workload, batch_size=max(2, workload.batch_size)))
     dtype = getattr(torch, workload.dtype)
     if data_source(workload) != "imagenet":
         inputs = read_data(workload, seed).inputs

@@ -78,7 +78,8 @@ class Fleet:
         """
         if self._job is not None:
             raise ConfigError("this process already has its role", "fleet.init", hint="call it once")
-        if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing checks it in the same way
+        # multiprocessing checks it in the same way
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
             what = "a process that a trainer has started, such as a DataLoader's worker, runs the whole script again"
             hint = 'put the training below `if __name__ == "__main__":`, or start workers by fork'
             raise ConfigError(what, "fleet.init", hint=hint)
@@ -336,7 +337,8 @@ def _warn_of_what_is_the_scripts(strategy: DistributedStrategy) -> None:
             warnings.warn(f"{name} has no effect in a script: its own loop decides that", FieldHasNoEffect, stacklevel=3)
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     is_unset = strategy.thread_num == DistributedStrategy().thread_num and not strategy.auto
-    if is_unset and threads.isdecimal() and int(threads) != strategy.thread_num and not os.environ.get(TUNING):  # a tuning's legs set it
+    # a tuning's legs set it
+    if is_unset and threads.isdecimal() and int(threads) != strategy.thread_num and not os.environ.get(TUNING):
         message = f"OMP_NUM_THREADS={threads} has no effect: a trainer has strategy.thread_num = {strategy.thread_num} threads"
         warnings.warn(f"{message}; set thread_num = {int(threads)} for as many", FieldHasNoEffect, stacklevel=3)
 

@@ -44,7 +44,8 @@ class GradientNoise:
         Every trainer calls it, and gets the same result.
         """
         trainers, batches, device = self._communicators.trainers, self._steps * self._communicators.trainers, self._communicators.device
-        apart = of_mean = way = 0.0  # squared norms: of this trainer's distance from the mean of all, the mean gradient, the mean's way
+        # squared norms: of this trainer's distance from the mean of all, the mean gradient, the mean's way
+        apart = of_mean = way = 0.0
         for parameter, begin, total in zip(self._parameters, self._begin, self._sums, strict=True):
             gone, mean = parameter.detach() - begin.to(device), total.to(device) / self._steps
             middle = gone.clone()
@@ -57,7 +58,8 @@ class GradientNoise:
         square, apart = means.tolist()
         if not all(map(math.isfinite, (square, apart, of_mean, way))):
             return None
-        variance = (square - of_mean) * batches / max(1, batches - 1)  # variance of the gradient of one trainer's batch
+        # variance of the gradient of one trainer's batch
+        variance = (square - of_mean) * batches / max(1, batches - 1)
         signal = of_mean - variance / batches
         scale = variance / signal / trainers if signal > variance / batches else None
         return {"steps": self._steps, "scale": scale, "drift": (apart / way) ** 0.5 if way else 0.0}

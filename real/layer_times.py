@@ -342,7 +342,8 @@ class ProfileLeg:
         for timed, batch in zip(steps, batches, strict=True):
             record = timed.record
             if record.step in self._counted:
-                forward = next(forwards)  # the last forward's: earlier accumulation counts as the loop's own work
+                # the last forward's: earlier accumulation counts as the loop's own work
+                forward = next(forwards)
                 known = forward + record.backward_ns + record.stall_ns + record.update_ns + timed.paused_ns
                 measured.backward.append(record.backward_ns)
                 measured.update.append(record.update_ns)

@@ -111,7 +111,8 @@ class Training(Trained):
             if self.log is not None:
                 self.log.end_epoch()
         if leg.evaluate and step >= 1 and step % workload.eval_every == 0:
-            if isinstance(engine, ServedTraining) and engine.rules.mode != "geo_sgd":  # fetches rows that were not looked up lately
+            # fetches rows that were not looked up lately
+            if isinstance(engine, ServedTraining) and engine.rules.mode != "geo_sgd":
                 with engine.stopwatch.pause():
                     engine.fetch()
             self._evaluate(step)
@@ -310,7 +311,8 @@ class ComputedTraining(Training):
                 return
             loss, accuracy = self._evaluated_at(flat)
             agreed = torch.tensor([loss], dtype=torch.float64, device=self.device)
-            self.communicators.all_reduce(agreed, "mean")  # ranks may differ in the last digit, but must end at one step
+            # ranks may differ in the last digit, but must end at one step
+            self.communicators.all_reduce(agreed, "mean")
             self._measures.append((step, float(agreed), accuracy))
             held_out = [(after, loss) for after, loss, _ in self._measures]
             self.has_arrived = crossing(held_out, self._experiment.workload.target_loss) is not None

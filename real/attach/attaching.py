@@ -106,7 +106,8 @@ class Attached:
         refuse_settings(model)
         self._job.notes = tuple(not_expressed(model))
         for engine in () if is_driven else list(self._job.models):
-            if getattr(engine.model, "module", None) is model.module:  # for example in a second `fit` of Lightning
+            # for example in a second `fit` of Lightning
+            if getattr(engine.model, "module", None) is model.module:
                 engine.retire("DistributedDataParallel")
                 self._job.models.forget(engine)
         model.switch_off()

@@ -41,7 +41,8 @@ class DistributedDataParallel(_Ddp):
         """See torch's; a job attaches before the first forward with gradients."""
         if self.job is None:
             return super().__call__(*inputs, **named)
-        compiles = set_eval_frame(None)  # `torch.compile(ddp)` compiles only the inner module, see ``_run_ddp_forward``
+        # `torch.compile(ddp)` compiles only the inner module, see ``_run_ddp_forward``
+        compiles = set_eval_frame(None)
         mode, has_gradients = self.training, torch.is_grad_enabled()
         try:
             if has_gradients:
@@ -84,7 +85,7 @@ class DistributedDataParallel(_Ddp):
         Raises ``ConfigError`` while a job is attached: it does not support others in one ``Join``.
         """
         if self.is_attached:
-            raise ConfigError("joins uneven inputs of several objects at once", "Join", hint="use `with ddp.join():` for the model alone")
+            raise ConfigError("joins uneven inputs of several objects at once", "Join", hint="use `with ddp.join():` for only the model")
         return super().join_hook(**named)  # type: ignore[no-untyped-call]  # torch's
 
     def register_comm_hook(self, state: object, hook: Any) -> None:

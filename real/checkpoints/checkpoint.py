@@ -83,7 +83,8 @@ class Draft:
         """Write a part, and return its digest. Raises as ``write_part`` does."""
         path = self.folder / name
         with writing(path):
-            self.folder.mkdir(parents=True, exist_ok=True)  # another trainer made it, perhaps not visible here yet
+            # another trainer made it, perhaps not visible here yet
+            self.folder.mkdir(parents=True, exist_ok=True)
             write_part(path, part)
             return file_digest(path)
 
@@ -106,7 +107,8 @@ class Draft:
         """Remove all other saves of this folder, after all trainers know that this one is current."""
         for path in self._root.iterdir():
             if _FOLDER.fullmatch(path.name) and path != self.folder:
-                shutil.rmtree(path, ignore_errors=True)  # a leftover does no harm, because its number is lower
+                # a leftover does no harm, because its number is lower
+                shutil.rmtree(path, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove everything written so far."""

@@ -36,7 +36,8 @@ class Meeting:
         self._group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc="meeting")
         # A separate group, so that a trainer that leaves does not seem to agree.
         self._exit_group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc="exit")
-        self.rank, self.trainers = dist.get_rank(), dist.get_world_size()  # at the exit the script may have destroyed the world
+        # at the exit the script may have destroyed the world
+        self.rank, self.trainers = dist.get_rank(), dist.get_world_size()
 
     def meet(self, where: str) -> None:
         """Wait for all trainers to call ``where``.

@@ -140,5 +140,6 @@ def unscale(tensors: list[torch.Tensor], scale: float, device: torch.device) -> 
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for group in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found, inverse)  # as torch.amp.GradScaler does
+        # as torch.amp.GradScaler does
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found, inverse)
     return found

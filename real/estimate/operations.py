@@ -105,7 +105,8 @@ class _AsOnCuda(TorchFunctionMode):
     On a CPU it would be three kernels, and attention with it would be computed matrix by matrix.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's signature
+    # torch's signature
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is scaled_dot_product_attention:
             args = (*args[:4], *((0.0, *args[5:]) if len(args) > 4 else ()))
@@ -123,7 +124,8 @@ class _Counting(TorchDispatchMode):
         self._operations = operations
         self._autocast = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's signature
+    # torch's signature
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__

@@ -150,7 +150,8 @@ def main() -> None:
     script = _Script(**json.loads(sys.argv[1]))
     sys.argv = sys.argv[2:]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    warnings.filterwarnings("error", message=".*device_type of 'cuda'.*")  # torch.autocast would be off, and types would be wrong
+    # torch.autocast would be off, and types would be wrong
+    warnings.filterwarnings("error", message=".*device_type of 'cuda'.*")
     script.install()
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

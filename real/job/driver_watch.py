@@ -54,7 +54,8 @@ def watch_driver(rank: int) -> None:
     Raises ``ConfigError`` if ``FLEETBENCH_TUNING`` does not name a job's folder.
     """
     folder = RankSide.of_environment()
-    BeatWriter(folder.beats, rank).beat(-1, 0)  # distinguishes a rank that never joins from those that wait for it
+    # distinguishes a rank that never joins from those that wait for it
+    BeatWriter(folder.beats, rank).beat(-1, 0)
     watch = Watch(folder)
 
     def report(error: BaseException) -> None:

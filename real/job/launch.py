@@ -125,7 +125,8 @@ class Launch(ABC):
         self._folder.abort()
         end(self._processes)
         deadline = time.monotonic() + _KILL_S
-        while left := started_with(self._folder.path):  # one may start another between the look and the signal
+        # one may start another between the look and the signal
+        while left := started_with(self._folder.path):
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -225,7 +226,8 @@ class WorkerLaunch(Launch):
         if stopped:  # the others wait for it
             return WorkerFailed(STOPPED, stopped[0], hint="look for a SIGSTOP or a debugger")
         found = diagnose(codes, self._folder.failures(), beats, now_ns, str(self.log))
-        return WorkerFailed(*found.args) if isinstance(found, LegFailed) else found  # no leg follows in this launch
+        # no leg follows in this launch
+        return WorkerFailed(*found.args) if isinstance(found, LegFailed) else found
 
 
 class CommandLaunch(Launch):

@@ -98,7 +98,8 @@ class EngineSwitch(Trained):
         engine.on_step = beat
 
         def see_forward(model: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
-            if not (model.training and torch.is_grad_enabled()):  # an evaluation follows the step before it, and delays its end
+            # an evaluation follows the step before it, and delays its end
+            if not (model.training and torch.is_grad_enabled()):
                 self._evaluated.add(engine.step)
             elif self.batch_size is None:
                 leaves = pytree.tree_leaves((arguments, named))
@@ -151,7 +152,8 @@ def share_state(optimizer: torch.optim.Optimizer, communicators: Communicators) 
     anyway. Raises ``ConfigError`` if a rank has other state than rank 0.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = [sorted(optimizer.state.get(parameter, {}).items()) for parameter in parameters]  # in one order on all ranks
+    # in one order on all ranks
+    states = [sorted(optimizer.state.get(parameter, {}).items()) for parameter in parameters]
     found = [(f"{number}.{name}", value) for number, state in enumerate(states) for name, value in state if isinstance(value, torch.Tensor)]
     agree_on([f"{where} {list(tensor.shape)} {tensor.dtype}" for where, tensor in found], "the optimizer's state", communicators)
     for _, tensor in found:
@@ -214,7 +216,8 @@ class RankLegs:
         if self._engine is None:
             return False
         for name, value in (metrics or {}).items() if self._evaluates else ():
-            kept = value.detach().clone() if isinstance(value, torch.Tensor) else value  # read when the leg is over
+            # read when the leg is over
+            kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
             self._metrics.setdefault(name, []).append((self._num_steps, kept))
         self._engine.report(loss)
         self._engine.stopwatch.loss(loss)
@@ -243,7 +246,8 @@ class RankLegs:
         """
         is_stopped = yield from self.orders(switch, lambda number, _step: self._beats.beat(number, self._num_steps + 1))
         if is_stopped:
-            switch.open(switch.own_strategy, keep_times=False)  # the script's final code finds its own strategy
+            # the script's final code finds its own strategy
+            switch.open(switch.own_strategy, keep_times=False)
             end_script()
 
     def orders(self, trained: Trained, beat: Callable[[int, int], None] | None = None) -> Generator[LegEngine, bool | None, bool]:
@@ -278,7 +282,8 @@ class RankLegs:
                 part["facts"] = encode(facts)
             if self._metrics:
                 part["metrics"] = {name: [[first + at, float(value)] for at, value in told] for name, told in self._metrics.items()}
-            offsets_ns.append(self._compared_clocks())  # all ranks are here; clocks may have drifted since the leg's start
+            # all ranks are here; clocks may have drifted since the leg's start
+            offsets_ns.append(self._compared_clocks())
             self.folder.finish(number, self._rank, part | {"clock_offsets_ns": offsets_ns})
             number += 1
         return True

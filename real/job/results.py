@@ -90,7 +90,8 @@ def _to_target(told: Sequence[tuple[int, float]], target: float | None, records:
         return None
     kept = [record for record in records if 1 <= record.step <= reached.step]
     took_s = (max(record.end_ns for record in kept) - min(record.start_ns for record in kept)) * 1e-9
-    return took_s * (reached.step / len({record.step for record in kept})), reached  # a step that was cut out counts like the others
+    # a step that was cut out counts like the others
+    return took_s * (reached.step / len({record.step for record in kept})), reached
 
 
 def run_of(

@@ -116,5 +116,6 @@ class ServedJob:
         tell_servers(self._placement.endpoints, where, what)
         deadline = time.monotonic() + _PARTING_S
         servers = [process.popen for process in self.processes if process.kind == "server"]
-        while time.monotonic() < deadline and any(popen.poll() is None for popen in servers):  # they first tell all trainers
+        # they first tell all trainers
+        while time.monotonic() < deadline and any(popen.poll() is None for popen in servers):
             time.sleep(POLL_S)

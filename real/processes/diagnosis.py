@@ -91,11 +91,13 @@ def diagnose(
             what, where, value, hint = error.config
             return ConfigError(what or error.message, where, value, hint)
     hint = f"the workers' output: {log}"
-    for rank, error in sorted(errors.items(), key=lambda item: (item[1].collective, item[0])):  # other ranks repeat the error of one
+    # other ranks repeat the error of one
+    for rank, error in sorted(errors.items(), key=lambda item: (item[1].collective, item[0])):
         if any(words in error.message for words in OUT_OF_MEMORY):
             return LegFailed(f"out of memory: {error.message.splitlines()[0]}", f"rank {rank}", None, hint)
     rank, how = _blame(exit_codes, errors, beats, now_ns)
-    if not errors and not exit_codes and any(beat.leg >= 0 for beat in beats):  # it trained, then became silent
+    # it trained, then became silent
+    if not errors and not exit_codes and any(beat.leg >= 0 for beat in beats):
         hint += "; if it evaluates or saves for that long: --set run.timeout='900 s'"
     has_own_error = any(not error.collective for error in errors.values())
     return (LegFailed if has_own_error else LegLost)(how, f"rank {rank}", None, hint)
@@ -144,5 +146,6 @@ def how_it_ended(code: int) -> str:
     """Return an exit code in words; a negative one is a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"  # real-time signals have no name
+    # real-time signals have no name
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return f"was killed by {name}"

@@ -22,7 +22,8 @@ def at_exit(run: Callable[[], object]) -> None:
 
     def leave() -> None:
         ended_by = sys.exc_info()[1]
-        if isinstance(ended_by, SystemExit) and ended_by.code:  # how torch.multiprocessing.spawn exits after an error
+        # how torch.multiprocessing.spawn exits after an error
+        if isinstance(ended_by, SystemExit) and ended_by.code:
             ended_by = ended_by.__context__
         if isinstance(ended_by, Exception):
             sys.last_value = ended_by

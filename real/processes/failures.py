@@ -81,13 +81,15 @@ def rank_error(error: BaseException) -> RankError:
 
 def abort_collectives() -> None:
     """End all collectives on NCCL, whose kernels would wait for a lost peer; gloo's end with the process."""
-    if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config().split(","):  # also where no backend was named
+    # also where no backend was named
+    if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config().split(","):
         dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # torch has no other name for it
 
 
 def leave_without_success(grace_s: float = GRACE_S) -> None:
     """End this process of torch's process group, because a rank has failed."""
-    abort = threading.Thread(target=abort_collectives, name="failures-abort", daemon=True)  # which may hang itself
+    # which may hang itself
+    abort = threading.Thread(target=abort_collectives, name="failures-abort", daemon=True)
     abort.start()
     abort.join(grace_s)
     end_now(WorkerFailed.exit_code)
@@ -247,7 +249,8 @@ class Failures:
                     self._entry_of_broken = self._num_read
                 if self.failure is None or (failure.own and not self.failure.own):
                     self.failure = failure
-                    if self._note is not None and failure.own:  # otherwise this host's launcher would blame the first to end
+                    # otherwise this host's launcher would blame the first to end
+                    if self._note is not None and failure.own:
                         with suppress(OSError), atomic_write(self._note) as partial:
                             named = [f"rank {failure.rank}", failure.what.partition("\n")[0]]
                             partial.write_text(json.dumps(named), encoding="utf-8")

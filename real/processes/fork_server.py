@@ -176,7 +176,8 @@ def _serve(modules: Sequence[str]) -> None:
         importlib.import_module(name)
     gc.freeze()  # a fork's garbage collection skips the imports, so their pages stay shared
     for imported in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public list
-        imported.atexit = False  # torch would deregister its operators one by one, which takes longer than a fork's start
+        # torch would deregister its operators one by one, which takes longer than a fork's start
+        imported.atexit = False
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it at once, as SIGTERM does
     user, asked = os.getppid(), socket.socket(fileno=0)
     while True:
@@ -191,7 +192,8 @@ def _fork(wanted: Mapping[str, Any], output: int, asked: socket.socket, user: in
 
     ``user`` adopts the fork, and receives its process id after its parent has ended.
     """
-    with warnings.catch_warnings():  # Python 3.12 and later warn of the threads that libraries start as they load, which wait for work
+    # Python 3.12 and later warn of the threads that libraries start as they load, which wait for work
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
         if child := os.fork():
             os.close(output)

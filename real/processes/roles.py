@@ -150,7 +150,8 @@ def _of_paddle(environment: Mapping[str, str]) -> Role:
     if role != "TRAINER":
         raise ConfigError("is not a known role", "TRAINING_ROLE", repr(role), "TRAINER or PSERVER")
     rank, trainers = _rank_of("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", environment)
-    if trainers > 1 and len(endpoints) != trainers and (endpoints or not servers):  # trainers of servers need not meet
+    # trainers of servers need not meet
+    if trainers > 1 and len(endpoints) != trainers and (endpoints or not servers):
         hint = "a comma-separated list of host:port, one for each trainer in the order of their ids"
         raise ConfigError(f"names {len(endpoints)} of {trainers} trainers", "PADDLE_TRAINER_ENDPOINTS", repr(",".join(endpoints)), hint)
     hosts = [endpoint.rpartition(":")[0] for endpoint in endpoints] or [""] * trainers

@@ -232,7 +232,8 @@ def slowdowns_of(table: LayerTable, several: RunResult, starts: Starts, hockney:
         alpha_s=hockney.line.intercept,
         beta_s=hockney.line.slope,
     )
-    drift = typical_s(several, "forward_s") / (table.forward_ns * 1e-9) if table.forward_ns else 1.0  # no collective runs beside a forward
+    # no collective runs beside a forward
+    drift = typical_s(several, "forward_s") / (table.forward_ns * 1e-9) if table.forward_ns else 1.0
     measured = Overlapped(backward_s=typical_s(several, "backward_s") / drift, stall_s=typical(exchanges(several)) / drift)
     return fit_slowdowns(exchange, measured)
 

@@ -319,7 +319,8 @@ class _Measuring:
         run = self._legs.run("as it is", self._own, STRAGGLER_STEPS if stragglers else STEPS)
         table = settled(table_of(compute_key(self._experiment, self._own), parts), run)
         degree, points = run.plan.shard_ranks, points_of_blocks(run)
-        table = dataclasses.replace(table, update=Nanoseconds(degree * table.update))  # measured for a trainer's shard
+        # measured for a trainer's shard
+        table = dataclasses.replace(table, update=Nanoseconds(degree * table.update))
         hockney = fit_points(points, degree)
         if hockney.line.statement is not None:
             self._notes.append(f"the link: {hockney.line.statement}")
@@ -520,6 +521,7 @@ def _name(experiment: Experiment) -> str:
     what = {"method": _METHOD, "tables": keys, "backend": experiment.run.backend, "machine": machine(), "torch": versions()["torch"]}
     if experiment.strategy.quantises:
         what["quantises"] = True
-    if experiment.run.launcher == "testbed":  # a testbed has the experiment's links, everything else the machine's
+    # a testbed has the experiment's links, everything else the machine's
+    if experiment.run.launcher == "testbed":
         what["links"] = encode(dataclasses.replace(experiment.cluster, stragglers=()))
     return json_digest(what)[:16]

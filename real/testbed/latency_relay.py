@@ -30,7 +30,8 @@ DEVICE = "delay"
 _TUN = "/dev/net/tun"
 _NEW_DEVICE, _SET_OFFLOAD = 0x400454CA, 0x400454D0  # TUNSETIFF, TUNSETOFFLOAD: linux/if_tun.h
 _FRAMES_WITH_HEADER = 0x0002 | 0x1000 | 0x4000  # IFF_TAP, IFF_NO_PI, IFF_VNET_HDR
-_LONG_SEGMENTS = 0x01 | 0x02  # TUN_F_CSUM, TUN_F_TSO4: a burst stays one frame, as between virtual Ethernet devices
+# TUN_F_CSUM, TUN_F_TSO4: a burst stays one frame, as between virtual Ethernet devices
+_LONG_SEGMENTS = 0x01 | 0x02
 _SOL_PACKET, _PACKET_VNET_HDR = 263, 15  # linux/if_packet.h
 _TARGET = slice(10, 16)
 """Position of a frame's destination address, after the header of virtio_net."""

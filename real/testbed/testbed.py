@@ -156,7 +156,8 @@ class Testbed:
 
     def rates(self, flows: Sequence[Flow]) -> list[float]:
         """Return the payload in bit/s of TCP flows that run at once."""
-        slow_start_s = 20e-9 * max(wire.latency_ns for wire in self.topology.wires)  # ten round trips: a thousand times TCP's first window
+        # ten round trips: a thousand times TCP's first window
+        slow_start_s = 20e-9 * max(wire.latency_ns for wire in self.topology.wires)
         skip_s = max(SKIP_S, 1.2 * link_shaping.settling_s(self.topology.slowest_bps)) + slow_start_s
         return traffic.rates(self._built.inside, flows, skip_s=skip_s, seconds=SECONDS, bounded=self._relay is None)
 

@@ -219,7 +219,8 @@ def _declared(link: Link | None) -> Link:
 
 
 def _wire(host: str, switch: str, link: Link) -> Wire:
-    rate_bps = round(link.bandwidth / PAYLOAD_SHARE) if link.payload else link.bandwidth  # the shaped rate is that on the wire
+    # the shaped rate is that on the wire
+    rate_bps = round(link.bandwidth / PAYLOAD_SHARE) if link.payload else link.bandwidth
     return Wire(lower=host, upper=switch, rate_bps=rate_bps, latency_ns=link.latency)
 
 

@@ -93,7 +93,8 @@ class Events:
         if exchanges:
             assert isinstance(model, DistributedDataParallel)
             logged = model._get_ddp_logging_data()  # noqa: SLF001  # torch has no public name for it
-            computed_ns = int(logged.get("backward_compute_time_end", 0))  # of the exchange before this forward
+            # of the exchange before this forward
+            computed_ns = int(logged.get("backward_compute_time_end", 0))
             before = next((event for event in reversed(self._backwards) if event[1] < computed_ns < event[2]), None)
             if before is not None:
                 before[3] = max(before[3], computed_ns)
@@ -104,7 +105,8 @@ class Events:
         begun: list[int] = []
 
         def begins(*_: object) -> None:
-            if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):  # compiled code does not call this
+            # compiled code does not call this
+            if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
                 begun.append(clock())
 
         def ends(*_: object) -> None:

@@ -100,7 +100,8 @@ def _follow_ddp(module: ModuleType) -> None:
                 set_eval_frame(None)
 
         try:
-            observer = observer_of(model) if os.getpid() == owner else None  # not in a fork, such as a loader's worker
+            # not in a fork, such as a loader's worker
+            observer = observer_of(model) if os.getpid() == owner else None
             with nullcontext() if observer is None else observer.forward(model, inputs, named):
                 return call()
         finally:

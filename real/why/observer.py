@@ -93,7 +93,8 @@ class Observer:
     @contextmanager
     def forward(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Iterator[None]:
         """Context of a model's forward."""
-        self._beats.beat(self._number, self._num_steps + 1)  # a rank that hangs before its forward is a step behind the others
+        # a rank that hangs before its forward is a step behind the others
+        self._beats.beat(self._number, self._num_steps + 1)
         if not any(model is known for known in self._models):
             self._models.append(model)
             refuse_mixed(self._models)

@@ -46,7 +46,8 @@ def train(experiment: Experiment, *, keep_times: bool = False) -> dict[str, Any]
     that cannot be trained.
     """
     run = experiment.run
-    timeout_s, startup_timeout_s = run.timeout * 1e-9, run.startup_timeout * 1e-9  # legs have strategies of their own
+    # legs have strategies of their own
+    timeout_s, startup_timeout_s = run.timeout * 1e-9, run.startup_timeout * 1e-9
     job = Collective(DistributedStrategy(), timeout_s, startup_timeout_s=startup_timeout_s, backend=run.backend, device=run.device)
     session = None if job.driven is None else job.driven.folder.path
     if session is None or not (session / EXPERIMENT).is_file():
@@ -57,7 +58,8 @@ def train(experiment: Experiment, *, keep_times: bool = False) -> dict[str, Any]
         print(overview(experiment.strategy, job.environment()), file=sys.stderr)  # noqa: T201  # as fleet.init does
     with temporary_folder() if session is None else nullcontext(session / "data") as data:
         if session is None and not is_emulated(experiment):
-            prepare(experiment.workload, run.seed, data)  # each trainer by itself, because nodes may not share a disk
+            # each trainer by itself, because nodes may not share a disk
+            prepare(experiment.workload, run.seed, data)
         emulates, meets = is_emulated(experiment), job.communicators
         with closing(EmulatedTraining(experiment, meets) if emulates else ComputedTraining(experiment, data, meets)) as training:
             if job.driven is None:

@@ -109,7 +109,8 @@ class Problem:
         """See ``Way``."""
         rows = 1 if self.averages else self.trainers
         gradients = [parameter.new_zeros((rows, *parameter.shape[1:])) for parameter in parameters]
-        leaves, split = ([value.detach().unbind() for value in values] for values in (parameters, gradients))  # faster than indexing
+        # faster than indexing
+        leaves, split = ([value.detach().unbind() for value in values] for values in (parameters, gradients))
         losses: Tensors = []
         moved: list[Tensors] = []
         for trainer in range(self.trainers):
@@ -118,7 +119,8 @@ class Problem:
             self.look()
             output, after = self.forward(own, [buffer[trainer] for buffer in buffers], inputs[trainer])
             loss = self.compare(output, labels[trainer])
-            torch._foreach_add_(into, torch.autograd.grad(loss * scale, own))  # torch has no public name for adding lists of tensors
+            # torch has no public name for adding lists of tensors
+            torch._foreach_add_(into, torch.autograd.grad(loss * scale, own))
             losses.append(loss.detach())
             moved.append([buffer.detach() for buffer in after])
         if self.averages:
@@ -155,7 +157,8 @@ class Problem:
         def run(*given: Any) -> Computed:
             losses, moved = given[0][0].new_empty(self.trainers), [torch.empty_like(buffer) for buffer in given[1]]
             for begin in range(0, self.trainers, together):
-                part = slice(min(begin, self.trainers - together), begin + together)  # the last part may overlap the one before
+                # the last part may overlap the one before
+                part = slice(min(begin, self.trainers - together), begin + together)
                 self.look()
                 found = of_part(*self._part(given, part))
                 for whole, own in zip((*stacks, losses, *moved), (*found.gradients, found.losses, *found.buffers), strict=True):
@@ -171,11 +174,13 @@ class Problem:
         return own, [value[part] for value in buffers], scale, inputs[part], labels[part]
 
     def _traced(self, arguments: Arguments) -> Way:
-        from torch.fx.experimental.proxy_tensor import make_fx  # takes seconds to import, so short trainings do not
+        # takes seconds to import, so short trainings do not
+        from torch.fx.experimental.proxy_tensor import make_fx
 
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # vmap warns if it loops over trainers
-            traced = _tidied(make_fx(partial(self._at_once))(*arguments))  # a bound method has one argument more than the tracer passes
+            # a bound method has one argument more than the tracer passes
+            traced = _tidied(make_fx(partial(self._at_once))(*arguments))
         traced.graph.set_codegen(torch.fx.graph.CodeGen())  # takes tensors, not lists of them
         traced.recompile()
 
@@ -251,7 +256,8 @@ def fastest(problem: Problem, arguments: Arguments, steps: int, together: int, *
     try:
         graph = problem.graph(*arguments, together=together)
         stacked = Chosen(graph, "graph", _seconds(graph, arguments))
-    except (RuntimeError, UserWarning):  # vmap has no rule for one of the model's operations, or one that is slower than a loop
+    # vmap has no rule for one of the model's operations, or one that is slower than a loop
+    except (RuntimeError, UserWarning):
         return Chosen(problem.loop, "loop", loop_s)
     return min(Chosen(problem.loop, "loop", loop_s), stacked, key=attrgetter("step_s"))
 
@@ -295,7 +301,8 @@ def _tidied(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:
     turned = [node for node in graph.nodes if node.target is aten.transpose.int and node.args[1:] == (1, 2)]
     for node in turned:
         product: Any = node.args[0]
-        if product.target is aten.bmm.default and product.args[0] in turned and len(product.users) == 1:  # of a layer's weights
+        # of a layer's weights
+        if product.target is aten.bmm.default and product.args[0] in turned and len(product.users) == 1:
             with graph.inserting_before(node):
                 other = graph.call_function(aten.transpose.int, (product.args[1], 1, 2))
                 node.replace_all_uses_with(graph.call_function(aten.bmm.default, (other, product.args[0].args[0])))

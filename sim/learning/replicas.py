@@ -96,7 +96,8 @@ class Replicas:
 
     def _update(self, gradients: Tensors) -> None:
         rate = self._rate * self._combination.lr_scale
-        if self._workload.optimizer == "sgd" and not self._workload.weight_decay:  # much faster than the optimizer's own step
+        # much faster than the optimizer's own step
+        if self._workload.optimizer == "sgd" and not self._workload.weight_decay:
             torch._foreach_add_(self._values, gradients, alpha=-rate)
             return
         self._optimizer.param_groups[0]["lr"] = rate
@@ -112,7 +113,8 @@ class Replicas:
             return math.fsum(self.losses.tolist()) / self.trainers
         found, inverse = (torch.full((1,), value, device=self._device) for value in (0.0, 1.0 / self._scale))
         self._gradients = {name: gradient.contiguous() for name, gradient in self._gradients.items()}
-        torch._amp_foreach_non_finite_check_and_unscale_([*self._gradients.values()], found, inverse)  # as torch.amp.GradScaler does
+        # as torch.amp.GradScaler does
+        torch._amp_foreach_non_finite_check_and_unscale_([*self._gradients.values()], found, inverse)
         return float(found)
 
     @torch.no_grad()

@@ -89,7 +89,8 @@ def _look_ups(data: Prepared, learnt: Experiment, look: Look) -> LookUps:
     under_way: list[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]] = []
 
     def note(number: int, _module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        under_way.append((number, np.unique(inputs[0].numpy())))  # in the registry's models no module reads another's table
+        # in the registry's models no module reads another's table
+        under_way.append((number, np.unique(inputs[0].numpy())))
 
     for module in sparse_embeddings(data.model):
         module.register_forward_pre_hook(partial(note, layout.table_of(module.weight)))
@@ -278,7 +279,8 @@ class ServedReplay:
         rate, decay = self._rate(one), self._learnt.workload.weight_decay
         for value, gradient in zip(self._layout.parameters(one.flat, one.tables), one.gradients, strict=True):
             if gradient is not None:
-                value.add_(gradient.add(value, alpha=decay) if decay else gradient, alpha=-rate)  # as torch.optim.SGD
+                # as torch.optim.SGD
+                value.add_(gradient.add(value, alpha=decay) if decay else gradient, alpha=-rate)
         one.geo.mark(self._layout.touched(one.gradients))
         self._trainer_skip(act)
 

@@ -123,13 +123,15 @@ class VirtualTraining:
         workload, plan, what = self._experiment.workload, self._strategy.plan, self._strategy.combination
         inputs, labels = self._batches.batch(0)
         one = slice(workload.batch_size)  # copied below: a slice would keep the whole joint batch in memory
-        activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # with the backward's own tensors
+        # with the backward's own tensors
+        activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
         if wanted is None and in_loop > free_bytes(device):
             device = "cpu"
         fitting = CACHE_NBYTES // (activations + 2 * sum(value.nbytes for value in problem.model.parameters()))
         parts = 1 if problem.averages or device != "cpu" else problem.trainers // max(1, fitting)
-        together = problem.trainers if parts < 5 else problem.trainers // parts + 1  # a few parts gain nothing
+        # a few parts gain nothing
+        together = problem.trainers if parts < 5 else problem.trainers // parts + 1
         at_once = in_loop + activations * (together - 1)
         refuse_beyond(problem.trainers, at_once if wanted == "graph" else in_loop)
         taken, most = in_loop / 1e6, at_once / 1e6

@@ -1,4 +1,4 @@
-"""Objective: the step time in seconds of one experiment, strategy after strategy, and no other result."""
+"""Objective: the step time in seconds of one experiment, strategy after strategy, without other results."""
 
 import dataclasses
 from dataclasses import dataclass, field

@@ -31,7 +31,7 @@ class Job:
     """Name of the simulation in errors."""
     experiment: Experiment
     learnt: Trajectory | None = None
-    """What the experiment's virtual trainers have learnt."""
+    """Results of the experiment's virtual trainers."""
 
 
 def summaries(
@@ -70,7 +70,8 @@ def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, tell: Progress
     pool = ProcessPoolExecutor(number, multiprocessing.get_context("fork"), _begin, (os.getpid(),))
     try:
         with warnings.catch_warnings(), _later(signal.SIGINT, signal.SIGTERM):
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: these simulate, and use none of them
+            # of forks beside threads: these simulate, and use none of them
+            warnings.simplefilter("ignore", DeprecationWarning)
             futures = {pool.submit(simulated, job, engine): job for job in jobs}
         for done, future in enumerate(as_completed(futures), start=1):
             with naming(futures[future].label):

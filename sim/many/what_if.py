@@ -67,7 +67,8 @@ def what_if(
     cases: list[tuple[str, Experiment, tuple[int, ...]]] = [(AS_IT_IS, experiment, ())]
     if experiment.cluster.stragglers:
         cases.append(("without stragglers", without_stragglers(experiment), ()))
-        if slowest is not None and experiment.strategy.mode != "ps":  # the simulation of servers cannot take a rank's delays away
+        # the simulation of servers cannot take a rank's delays away
+        if slowest is not None and experiment.strategy.mode != "ps":
             rank, node = slowest
             cases.append((f"without rank {rank}", experiment, (rank,)))
             spared = tuple(other for other, place in enumerate(experiment.cluster.node_by_rank) if place == node)

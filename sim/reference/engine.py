@@ -41,7 +41,8 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
         plan=plan,
         begin_ns=min(record.start_ns for record in records if record.step >= 1),
         end_ns=max(record.end_ns for record in records),
-        step_ends_ns={record.step: record.end_ns for record in sorted(records, key=lambda record: record.end_ns)},  # the last one stays
+        # the last one stays
+        step_ends_ns={record.step: record.end_ns for record in sorted(records, key=lambda record: record.end_ns)},
         table=steps_table(records),
         spans=() if spans is None else tuple(spans.kept),
         no_spans=too_many(f"{spans.num:,}", wanted.most_spans) if spans is not None and spans.num > wanted.most_spans else None,

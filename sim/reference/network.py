@@ -252,7 +252,8 @@ class Collectives:
             yield self._clock.all_of(meeting.waits)
         meeting.met_ns = max(meeting.met_ns, *(other.met_ns for other in meeting.after), 0)
         meeting.after.clear()
-        if len(queue.flying) >= self._queue_depth:  # the next one waits for this one's start, so each end releases one
+        # the next one waits for this one's start, so each end releases one
+        if len(queue.flying) >= self._queue_depth:
             yield self._clock.any_of(queue.flying)
         start_ns = self._clock.now
         queue.flying[meeting.end] = None

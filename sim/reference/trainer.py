@@ -287,7 +287,8 @@ class Progress:
 
     def __init__(self, clock: Clock, contention: float) -> None:
         self._clock = clock
-        self._slow = 1 + Fraction(repr(contention))  # the decimal that a file writes, not the double next to it
+        # the decimal that a file writes, not the double next to it
+        self._slow = 1 + Fraction(repr(contention))
         self._in_flight = 0
         self._done_ns: Fraction | int = 0
         self._since_ns: int | None = None

@@ -73,7 +73,7 @@ class _Loader:
 
 
 def _note(name: str, text: str) -> None:
-    """Leave a file for whoever has started the command."""
+    """Leave a file for the process that has started the command."""
     try:
         with open(path.join(environ["FLEETBENCH_ATTACH"], name), "w", encoding="utf-8") as file:  # noqa: PTH118, PTH123  # as above
             file.write(text)
